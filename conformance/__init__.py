@@ -1,5 +1,5 @@
-"""Proof: the suite that any implementation of the specification can be run against.
+"""Conformance tests: the suite that any implementation of the specification can be tested with.
 
-`kvspec verify` runs it and certifies; as plain tests, from anywhere:
-`python -m pytest -p conformance.plugin --pyargs conformance.suite --backend NAME|module:ATTRIBUTE`.
+`kvspec verify` runs the suite and writes a certificate. To run the suite as plain tests from any folder, type `python
+-m pytest -p conformance.plugin --pyargs conformance.suite --backend NAME|module:ATTRIBUTE`.
 """

@@ -1,11 +1,15 @@
-"""The boundary between the suite and the stages that it judges: what holds of every call, whatever it computes.
+"""Checks of every call of a tested stage: the rules that do not depend on the computed result.
 
-spec/implementing.md, "Calls": a stage reads arrays of any layout and changes none, returns arrays that are the
-caller's, depends on its arguments alone, may be called by two threads at once, and leaves the process as it was. No
-test asks for this by name. Each call of any test gives the stage its arrays in another layout, in the memory of the
-last call's; some calls are made twice, or while another thread calls the same stage. What a call is put through
-follows from its arguments, so that a failure repeats. Below it, for tests that do ask: two threads inside one stage, in
-turns, line by line, and as the interpreter lets them run.
+The rules are in spec/implementing.md, "Calls". A stage reads arrays of any layout and changes no argument. A stage
+returns new arrays that belong to the caller, and its result depends on its arguments alone. Two threads may call a
+stage at once. A stage does not change the process.
+
+No test checks these rules by name. In each call of any test, the stage receives its arrays in a different layout, in
+the memory of the previous call. Some calls are made twice, or while another thread calls the same stage. The choice
+depends on the arguments of the call, so a failure can be repeated.
+
+The last part of the module is for tests of concurrency. Two threads run inside one stage, in turns, line by line, or as
+the interpreter schedules them.
 """
 
 import os
@@ -32,16 +36,24 @@ Array = np.ndarray[Any, Any]
 Stage = Callable[..., Any]
 
 RECORDS = (CoAttention, Trunks, TrunkGraph, Dissolution, LiveTrunks, Selection)
-TWICE, TOGETHER, LOOKED = 16, 64, 16  # of as many calls one is made twice, with a thread inside, in a process looked at
-TINY, TINY_CALLS = 2**10, 4  # bytes of arguments; of as many calls of fewer one is looked at: there are thousands
-SMALL, LARGE, HUGE = 2**14, 2**20, 2**22  # bytes; calls of more are not interrupted, not made twice, left as they are
+# One call of TWICE is made twice, and one of TOGETHER with another thread inside. One call of LOOKED compares the state
+# of the process before and after the call.
+TWICE, TOGETHER, LOOKED = 16, 64, 16
+# One of TINY_CALLS calls with fewer than TINY bytes of arguments is checked completely, because there are thousands.
+TINY, TINY_CALLS = 2**10, 4
+# Bytes: larger calls are not interrupted (SMALL), not made twice (LARGE), and receive the caller's arrays (HUGE).
+SMALL, LARGE, HUGE = 2**14, 2**20, 2**22
 INTERRUPTIONS = 4
-CHECKERS = frozenset({"jaxtyping", "beartype", "typing"})  # of types, whose lines would hide the stage's own
-PATIENCE = 0.5  # seconds that an interrupted call waits for the other thread, which may wait for a lock
+# Checkers of types. Their lines would hide the lines of the stage.
+CHECKERS = frozenset({"jaxtyping", "beartype", "typing"})
+PATIENCE = 0.5  # Seconds that an interrupted call waits for the other thread, which may wait for a lock.
 
 
 def held_to_rules(backend: Backend, together: bool = True) -> Backend:
-    """The backend with its stages behind the boundary; `together` where two threads can be inside one of them."""
+    """Return the backend with checks around each stage.
+
+    `together`: two threads can be inside a stage at the same time.
+    """
     families: dict[str, Any] = {
         name: _Family(name, stages, together) for name in FAMILIES if (stages := getattr(backend, name)) is not None
     }
@@ -49,9 +61,10 @@ def held_to_rules(backend: Backend, together: bool = True) -> Backend:
 
 
 class _Family:
-    """The stages of a family, each behind the boundary.
+    """Stages of a family, each with the checks.
 
-    They are attributes of the object itself, because `isinstance` of a protocol asks no `__getattr__` from Python 3.12.
+    The stages are attributes of the object itself: from Python 3.12 on, `isinstance` of a protocol does not use
+    `__getattr__`.
     """
 
     def __init__(self, family: str, stages: Any, together: bool) -> None:
@@ -62,7 +75,7 @@ class _Family:
 
 @dataclass(frozen=True)
 class _Passed:
-    """An array that a stage is given, and the caller's."""
+    """An array that a stage receives, and the original array of the caller."""
 
     view: Array
     original: Array
@@ -70,7 +83,7 @@ class _Passed:
 
 
 class _Boundary:
-    """One stage: the memory of its arguments, and the last call."""
+    """Checks around one stage, with the memory of its arguments and the previous call."""
 
     def __init__(self, name: str, run: Stage, together: bool) -> None:
         self._name, self._run, self._together = name, run, together
@@ -94,7 +107,7 @@ class _Boundary:
         arguments = _with_arrays(given, partial(self._placed, passed, digest % 2 == 0))
         whole = first or digest % LOOKED == 0
         if whole:
-            np.random.random()  # as seeding by a constant changes nothing the second time
+            np.random.random()  # A second seeding by the same constant would change nothing.
         before = _process(whole)
         try:
             result = self._called(arguments, passed, digest)
@@ -108,9 +121,10 @@ class _Boundary:
         return _with_arrays(result, np.copy)
 
     def _placed(self, passed: list[_Passed], writeable: bool, array: Array) -> Array:
-        """A copy of the array where the last call had the same argument, in a layout that follows from its key.
+        """Return a copy of the array, in the memory that the same argument had in the previous call.
 
-        Where shape, type and layout are the last call's, it is that call's array itself, filled anew.
+        The layout depends on the key of the array. If shape, dtype and layout equal those of the previous call, the
+        copy is the array object of the previous call with new content.
         """
         place = len(passed)
         layout = (hash(_key(array)) + place) % 7
@@ -129,7 +143,7 @@ class _Boundary:
         return view
 
     def _called(self, arguments: tuple[Any, ...], passed: list[_Passed], digest: int) -> Any:
-        """The result of a call: of a second one, or of one that another thread's calls interrupt."""
+        """Return the result of a call: of a second identical call, or of a call that another thread interrupts."""
         __tracebackhide__ = True
         run, size = self._run, sum(one.original.nbytes for one in passed)
         if digest % TWICE == 0 and size <= LARGE:
@@ -144,7 +158,10 @@ class _Boundary:
         return result
 
     def _hold(self, result: Any, passed: list[_Passed]) -> None:
-        """Check that the last result is what it was, and shares no memory with this one, which is held from now on."""
+        """Check that the previous result is unchanged and shares no memory with the new result.
+
+        Then hold the new result.
+        """
         __tracebackhide__ = True
         own = [x for x in arrays_of(result) if x.size and not any(np.may_share_memory(x, one.view) for one in passed)]
         for array, copy in self._held:
@@ -165,7 +182,11 @@ class _Boundary:
 
 
 def _view(memory: Array, like: Array, kind: int) -> Array:
-    """An array of a shape and type in memory: rows or columns together, every second element, backwards, unaligned."""
+    """Return an array of a shape and dtype in the memory, in one of seven layouts.
+
+    The layouts are contiguous, Fortran order, first two axes swapped, strides of two elements or two rows, backwards,
+    and unaligned.
+    """
     axes = [*range(like.ndim)]
     if kind == 1:
         axes.reverse()
@@ -185,7 +206,7 @@ def _view(memory: Array, like: Array, kind: int) -> Array:
 
 
 def _interrupted(run: Stage, other: tuple[Any, ...], seed: int, /, *arguments: Any) -> Any:
-    """A call inside of which another thread makes calls of its own, now and then at any of its lines."""
+    """Run a call, and at a few random lines of it start calls in another thread."""
     lines = list[int]()
     traced(run, arguments, lambda: lines.append(1))
     chosen = random.Random(seed).sample(range(len(lines)), min(INTERRUPTIONS, len(lines)))
@@ -213,9 +234,9 @@ def _interrupted(run: Stage, other: tuple[Any, ...], seed: int, /, *arguments: A
 
 
 def traced(run: Stage, arguments: tuple[Any, ...], at_line: Callable[[], None]) -> Any:
-    """The result of a call whose every line of Python, with those that it calls and no checker's, is told."""
+    """Return the result of a call, and call `at_line` at every line of Python, except lines of type checkers."""
     def trace(frame: FrameType, *_: Any) -> Any:
-        code = frame.f_code  # of a generated function it has no file
+        code = frame.f_code  # A generated function has no file.
         if code.co_filename.startswith("<") or frame.f_globals.get("__name__", "").partition(".")[0] in CHECKERS:
             return None
         at_line()
@@ -230,7 +251,7 @@ def traced(run: Stage, arguments: tuple[Any, ...], at_line: Callable[[], None]) 
 
 
 def _process(whole: bool) -> Mapping[str, object]:
-    """What a stage could change beside its result; what takes long to read if the whole is asked for."""
+    """Return the state of the process that a stage could change. `whole` includes state that is slow to read."""
     state: dict[str, object] = {"NumPy's error state": np.geterr(), "the filters of warnings": [*warnings.filters]}
     if whole:
         kind, words, *rest = np.random.get_state(legacy=True)
@@ -243,12 +264,12 @@ def _process(whole: bool) -> Mapping[str, object]:
 
 
 def checkers_draw() -> bool:
-    """Whether types of the judged code are checked by samples, which are drawn from the same random state."""
+    """Return True if beartype checks samples of types. Its samples use the global random state."""
     return "beartype" in sys.modules
 
 
 def _members(record: Any) -> list[Any] | None:
-    """The values of a record, or of a tuple; None of anything else."""
+    """Return the values of a record or tuple, or None for any other object."""
     if isinstance(record, tuple):
         return [*record]
     if type(record) in RECORDS:
@@ -257,7 +278,7 @@ def _members(record: Any) -> list[Any] | None:
 
 
 def arrays_of(value: Any) -> Iterator[Array]:
-    """The arrays of numbers or bools in arguments or a result, in order."""
+    """Yield the arrays of numbers or bools in arguments or in a result, in order."""
     if type(value) is np.ndarray and value.dtype.kind in "biuf":
         yield value
     for member in _members(value) or ():
@@ -265,7 +286,7 @@ def arrays_of(value: Any) -> Iterator[Array]:
 
 
 def _with_arrays(value: Any, made: Callable[[Array], Array]) -> Any:
-    """The same with each such array replaced."""
+    """Return the value with each array of numbers or bools replaced."""
     if type(value) is np.ndarray and value.dtype.kind in "biuf":
         return made(value)
     members = _members(value)
@@ -276,20 +297,20 @@ def _with_arrays(value: Any, made: Callable[[Array], Array]) -> Any:
 
 
 def _key(array: Array) -> tuple[Any, ...]:
-    """What an array's layout follows from; of the same numbers in another type the same."""
+    """Return the key that decides an array's layout. Equal numbers in a different dtype have the same key."""
     ends = [float(array.flat[at]) for at in (0, -1)] if array.size else []
-    # The hash of NaN is its address, by which another run would judge other calls.
+    # The hash of NaN is its address, so another run would check other calls.
     return (array.shape, *(end if end == end else -0.5 for end in ends))
 
 
 Call = tuple[Any, ...]
-TURN = 1.0  # seconds that a thread waits for its turn: the other one may wait for a lock that this one holds
-TURNS = 20_000  # after so many a call runs on by itself
-SWITCH = 1e-6  # seconds after which the interpreter asks a thread to let another one run
+TURN = 1.0  # Seconds that a thread waits for its turn: the other thread may wait for a lock of this thread.
+TURNS = 20_000  # Number of turns, after which a call runs without interruption.
+SWITCH = 1e-6  # Seconds after which the interpreter switches threads.
 
 
 class _Turns:
-    """Whose turn it is, of two threads; no thread's once one has ended or waits for a lock."""
+    """Turns of two threads. After one thread has ended or waits for a lock, both run freely."""
 
     def __init__(self) -> None:
         self._mine, self._left = (Semaphore(1), Semaphore(0)), TURNS
@@ -310,7 +331,7 @@ class _Turns:
 
 
 def in_turns(stage: Stage, calls: tuple[Call, Call], stride: int) -> list[Any]:
-    """The results, or what was raised, of two calls in two threads that change places at every stride-th line."""
+    """Return the results or exceptions of two calls in two threads that take turns at every stride-th line."""
     turns, found = _Turns(), list[Any]([None, None])
 
     def ask(at: int) -> None:
@@ -333,7 +354,7 @@ def in_turns(stage: Stage, calls: tuple[Call, Call], stride: int) -> list[Any]:
 
 
 def side_by_side(stage: Stage, calls: Sequence[Call], seconds: float) -> list[tuple[int, Any]]:
-    """Index and result, or what was raised, of calls that a thread for each makes once, and for so many seconds."""
+    """Return index and result, or exception, of calls that run in one thread each, at least once and for `seconds`."""
     start, until, found = Barrier(len(calls)), monotonic() + seconds, list[tuple[int, Any]]()
 
     def ask(at: int) -> None:

@@ -1,4 +1,4 @@
-"""A third party's exceptions: what an implementation is known not to pass, each with its reason, issue and expiry.
+"""Exceptions files: known failures of an implementation, each with a reason, an issue and an expiry date.
 
     [[exception]]
     item = "CC-SALIENCE"              # or: test = "test_coattention.py::test_name", one case as "...::test_name[case]"
@@ -7,9 +7,10 @@
     issue = "https://example.org/issues/7"
     expiry = 2027-03-31               # the first day on which the entry is an error
 
-An entry that is not complete, has expired, or names nothing that there is, fails the run: exceptions must not rot. One
-that covers no failure any more does not, since other examples may fail again: `kvspec verify` reports it as no longer
-needed, the certificate lists it, and `--check` names it where that has changed.
+The run fails if an entry is incomplete, has expired or names an unknown item, test or vector, because exceptions must
+not become stale. An entry that covers no failure is allowed, because other examples may fail again. `kvspec verify`
+reports such an entry as no longer needed, and the certificate lists the entry. `--check` names the entry if this has
+changed.
 """
 
 import tomllib
@@ -28,7 +29,7 @@ _KEYS = {*_GRAINS, *_TEXTS, "expiry"}
 
 @dataclass(frozen=True)
 class Exemption:
-    """One entry: which tests, and what becomes of them."""
+    """One entry of an exceptions file: the excepted item, test or vector, and the kind of the exception."""
 
     subject: str
     grain: str
@@ -44,20 +45,20 @@ class Exemption:
 
 
 def _named(item: pytest.Item) -> str:
-    """A test as file::function[case], wherever pytest was started: a node id begins at its own root."""
+    """Return a test as file::function[case]. A node id depends on the folder from which pytest was started."""
     return f"{item.path.name}::{item.nodeid.partition('::')[2]}"
 
 
 def items_marked(item: pytest.Item) -> list[str]:
-    """The ids in a test's `spec` markers."""
+    """Return the ids in a test's `spec` markers."""
     return [name for mark in item.iter_markers("spec") for name in mark.args]
 
 
 def read(path: Path, known_items: frozenset[str], known_vectors: frozenset[str]) -> list[Exemption]:
-    """The entries of a file.
+    """Return the entries of a file.
 
     Raises:
-        pytest.UsageError: for an entry that is not complete, has expired, or names an unknown item or vector.
+        pytest.UsageError: if an entry is incomplete, has expired, or names an unknown item or vector.
     """
     try:
         entries = tomllib.loads(path.read_text(encoding="utf-8")).get("exception", [])
@@ -89,7 +90,10 @@ def _entry(where: str, entry: dict[str, object], known: dict[str, frozenset[str]
 
 
 def apply(exceptions: Iterable[Exemption], tests: list[pytest.Item]) -> None:
-    """Mark the covered tests, also among their properties; one that passes all the same is no failure."""
+    """Mark the covered tests, and add the exception to their properties.
+
+    A covered test that passes does not fail the run.
+    """
     for exception in exceptions:
         for test in tests:
             if exception.covers(test):
@@ -99,10 +103,10 @@ def apply(exceptions: Iterable[Exemption], tests: list[pytest.Item]) -> None:
 
 
 def refuse_unknown(exceptions: Iterable[Exemption], tests: list[pytest.Item]) -> None:
-    """Every entry names a test, where the whole of its file is collected.
+    """Check that every entry for a test names an existing test, if all tests of the file were collected.
 
     Raises:
-        pytest.UsageError: otherwise.
+        pytest.UsageError: if the test of an entry does not exist.
     """
     for exception in exceptions:
         file = exception.subject.partition("::")[0]

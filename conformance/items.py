@@ -1,4 +1,4 @@
-"""The items of the specification: its headings `### CC-NAME`, and the text below each."""
+"""Items of the specification: the headings `### CC-NAME` and the text below each heading."""
 
 import re
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ _NEXT_HEADING = re.compile(r"^#{1,3} ", re.MULTILINE)
 
 
 def items_of(markdown: str) -> Iterator[tuple[str, str]]:
-    """Id and whole text of each item."""
+    """Yield id and complete text of each item."""
     for match in _HEADING.finditer(markdown):
         rest = markdown[match.end() :]
         following = _NEXT_HEADING.search(rest)
@@ -17,7 +17,7 @@ def items_of(markdown: str) -> Iterator[tuple[str, str]]:
 
 
 def known_items() -> frozenset[str]:
-    """Ids of the items in the specification's pages; empty where the pages are not shipped."""
+    """Return the ids of all items in the specification's pages. The set is empty if the pages are not installed."""
     import spec
 
     pages = Path(spec.__file__).parent.glob("*.md")

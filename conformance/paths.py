@@ -1,4 +1,4 @@
-"""Where things lie in a checkout; of an installed suite, where the packages do."""
+"""Paths of the folders of a checkout. In an installed suite, they are paths of the installed packages."""
 
 from pathlib import Path
 

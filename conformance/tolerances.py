@@ -1,7 +1,7 @@
-"""The only place with tolerances: certified error bounds by item and precision, each with its reason.
+"""Tolerances of all comparisons: certified error bounds by item and precision, each with its reason.
 
-Decisions (a neighbour list, an eviction order) are step functions of floats, so they are compared inside intervals:
-a choice is accepted if some values within the certified radius produce it, and no choice beside those.
+Decisions, such as a neighbour list or an eviction order, are step functions of floats, so they are compared inside
+intervals. A choice is accepted exactly if some values within the certified radius lead to this choice.
 """
 
 import math
@@ -16,23 +16,24 @@ from spec.arrays import Vector
 from spec.parameters import NestedKVParameters
 
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24}
-MASKED_LOGITS = 1e-4  # of the largest log-probability: engines sum float32 in other orders, some units of 1e-6
-MASKED_VISIBLE = 1e-2  # what masking must change, or a comparison with it says nothing
-NEGLIGIBLE = 2.0**-16  # of NestedKV's ranges and memories; what is left of a weight that may be nothing
+# Relative to the largest log-probability: float32 sums of engines have other orders and differ by some 1e-6.
+MASKED_LOGITS = 1e-4
+MASKED_VISIBLE = 1e-2  # Minimum change by masking. After a smaller change, a comparison with masking proves nothing.
+NEGLIGIBLE = 2.0**-16  # Bound of NestedKV's ranges and memories, and least factor of a weight that may be zero.
 SMALL_D = 2.0**-178  # exp(-123): the relative error of a smaller D grows with the logarithm of D
 SMALLEST = {"float64": 2.0**-1022, "float32": 2.0**-126}
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Relative error in units of the precision's roundoff u; a difference up to `absolute` is none."""
+    """Bound of a relative error, in units of the precision's roundoff u. Differences up to `absolute` are ignored."""
 
     units: float
     reason: str
     absolute: float = 0.0
 
 
-# S2 to S6 are float64 in every backend, so one precision is enough for them; S1 has computed radii below.
+# S2 to S6 are float64 in every backend, so one precision is enough. The radii of S1 are computed below.
 BOUNDS: dict[tuple[str, str], Bound] = {
     ("CC-RARITY", "float64"): Bound(16, "a logarithm within 4 ulp (8 u), two roundings; the oracle's own the same"),
     ("CC-RARITY-FORMS", "float64"): Bound(
@@ -63,7 +64,7 @@ BOUNDS: dict[tuple[str, str], Bound] = {
 
 @dataclass(frozen=True)
 class Interval:
-    """Values that a correct implementation may have."""
+    """Interval of the values of a correct implementation."""
 
     low: float
     high: float
@@ -77,7 +78,7 @@ class Interval:
 
 
 def close(item: str, got: Sequence[float] | Vector, want: Sequence[float] | Vector) -> bool:
-    """Whether every value lies within the item's bound of what is wanted; NaN equals NaN."""
+    """Return True if every value is within the item's bound of the expected value. NaN equals NaN."""
     bound = BOUNDS[item, "float64"]
     units = bound.units * UNIT_ROUNDOFF["float64"]
     a, b = np.asarray(got, dtype=np.float64), np.asarray(want, dtype=np.float64)
@@ -88,16 +89,17 @@ def close(item: str, got: Sequence[float] | Vector, want: Sequence[float] | Vect
         return bool((same | (np.abs(a - b) <= units * np.maximum(np.abs(a), np.abs(b)) + bound.absolute)).all())
 
 
-# Policies are compared on small inputs: at most 64 keys of 16 channels, logits below 64 in size. A weight then errs by
-# expm1(4 e) with e = gamma(24) 64, about 6200 u, and by gamma(80) for its sums; a score is at most three such steps.
-# R-KV and Expected Attention subtract or weigh terms of the row's size, so the row's largest entry is the scale.
+# Policies are compared on small inputs: at most 64 keys of 16 channels, logits below 64 in size. The relative error of
+# a weight is then expm1(4 e) with e = gamma(24) 64, about 6200 u, plus gamma(80) for its sums. A score has at most
+# three such steps. R-KV and Expected Attention subtract or weigh terms of the row's size, so the scale is the row's
+# largest entry.
 SCORE_UNITS = 2.0**15
 
 
 def scores_agree(
     got: Sequence[float] | Vector, want: Sequence[float | None], precision: str = "float64",
 ) -> bool:
-    """Whether scores lie within the bound above of an oracle's; None is NaN, an unscored token."""
+    """Return True if scores are within SCORE_UNITS of an oracle's scores. None means NaN, a token without a score."""
     a, b = np.asarray(got, dtype=np.float64), np.array([np.nan if x is None else x for x in want], dtype=np.float64)
     scale = np.abs(b[np.isfinite(b)]).max(initial=0.0)
     with np.errstate(invalid="ignore"):
@@ -106,21 +108,25 @@ def scores_agree(
 
 
 def turn_radius(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Radius of a rotated channel: cosine and sine within 1 ulp, two products and a sum, on both sides; 16 u in all.
+    """Return the radius of a rotated channel.
 
-    Relative to the token's norm, which is at least that of the pair.
+    Cosine and sine are within 1 ulp, and two products and a sum follow, on both sides: 16 u in all. The radius is
+    relative to the token's norm, which is at least the norm of the pair of channels.
     """
     radius: np.ndarray[Any, Any] = 16 * UNIT_ROUNDOFF["float64"] * np.sqrt((x * x).sum(-1, keepdims=True))
     return radius
 
 
 def interval_radius(terms: int) -> float:
-    """Radius of an end of an interval inside [-1, 1]: sums of that many terms, a root and a quotient; both sides."""
+    """Return the radius of an end of an interval inside [-1, 1].
+
+    The bound covers sums of `terms` terms, a root and a quotient, on both sides.
+    """
     return 2 * gamma(terms + 64, "float64")
 
 
 def gamma(terms: float, precision: str) -> float:
-    """Higham's gamma_n = n u / (1 - n u): the relative error of n roundings in any order, fused or not."""
+    """Return Higham's gamma_n = n u / (1 - n u): the relative error of n roundings in any order, fused or not."""
     nu = terms * UNIT_ROUNDOFF[precision]
     return nu / (1 - nu)
 
@@ -129,12 +135,12 @@ def attention_error(
     q: np.ndarray[Any, Any], k: np.ndarray[Any, Any], scaling: float, softcap: float | None, precision: str,
     sinks: Any = None,
 ) -> Vector:
-    """Bound on the relative error of each attention weight, by query row.
+    """Return a bound on the relative error of each attention weight, by query row.
 
-    A logit errs by gamma_(d+8) of its mass sum |q||k| scaling (inner product, scaling, subtraction of the maximum),
-    and a soft cap (slope at most 1) adds 8 u softcap, sinks 8 u of the largest. exp turns that into a relative error,
-    numerator and denominator; the sum of n powers and the exponentials' own 4 ulp add gamma_(n+16). The oracle's error
-    is the same in float64 and is added.
+    A logit has an error of gamma_(d+8) of its mass sum |q||k| scaling (inner product, scaling, subtraction of the
+    maximum). A soft cap (slope at most 1) adds 8 u softcap, and sinks add 8 u of the largest sink. The exponential
+    turns this into a relative error of numerator and denominator. The sum of n powers and the 4 ulp of the exponentials
+    add gamma_(n+16). The oracle has the same error in float64, which is added.
     """
     group = len(q) // len(k)
     shared = np.repeat(np.abs(k.astype(np.float64)), group, axis=0)
@@ -145,7 +151,7 @@ def attention_error(
 def weight_error(
     mass: Vector, d: int, keys: int, softcap: float | None, precision: str, sinks: Any = None,
 ) -> Vector:
-    """The same from given masses: by the largest that a row has among all keys."""
+    """Return the bound of `attention_error` from given masses: the largest mass of each row among all keys."""
     error, largest = np.zeros(len(mass)), (softcap or 0.0) + float(np.abs(sinks).max() if sinks is not None else 0.0)
     for p in (precision, "float64"):
         logit = gamma(d + 8, p) * mass + 8 * UNIT_ROUNDOFF[p] * largest
@@ -157,10 +163,11 @@ def weight_error(
 def salience_radius(
     own: Any, row_error: Sequence[float] | Vector, k_heads: int, M_min: float, precision: str, heads: str = "sum",
 ) -> Vector:
-    """Radius of Eq. 11 by token, from a block (H, Q, Q): a top-k sum moves by no more than the k largest moves.
+    """Return the radius of Eq. 11 by token, from a block (H, Q, Q).
 
-    A mean of the heads moves by the mean of these. The clip moves nothing further, but its bounds are rounded to the
-    precision too, twice where they are scaled for a mean: 2 M_min u.
+    A top-k sum moves by no more than the sum of the k largest moves. A mean of the heads moves by the mean of these
+    moves. The clip adds no error of its argument. Its bounds are rounded to the precision, twice if they are scaled for
+    a mean: 2 M_min u.
     """
     A, e = np.asarray(own, dtype=np.float64), np.asarray(row_error, dtype=np.float64)
     terms = A.shape[1] + k_heads + 2
@@ -175,9 +182,10 @@ def salience_radius(
 def moved_salience_radius(
     salience: Vector, moves: Vector, Q: int, k_heads: int, M_min: float, precision: str,
 ) -> Vector:
-    """The same by token from sums that were taken already: of the best heads, and of these with rows times error.
+    """Return the radius of Eq. 11 by token, from precomputed sums.
 
-    The best heads of either sum bound those of the other: both are sums of no more than the k_heads largest.
+    `salience` is the sum over the best heads, and `moves` is the sum over the best heads of rows times error. The best
+    heads of either sum bound the other sum, because both are sums of at most the k_heads largest.
     """
     rounding = gamma(Q + k_heads + 2, precision) + gamma(Q + k_heads + 2, "float64")
     floor = SMALLEST[precision] + (0.0 if precision == "float64" else 2 * UNIT_ROUNDOFF[precision] * M_min)
@@ -186,15 +194,18 @@ def moved_salience_radius(
 
 
 def head_mean_error(H: int, precision: str) -> float:
-    """Bound on the relative error that the mean over heads adds to that of its weights, the oracle's own included."""
+    """Return a bound on the relative error that the mean over heads adds to its weights.
+
+    The bound includes the oracle's error.
+    """
     return gamma(H + 2, precision) + gamma(H + 2, "float64")
 
 
 def cosine_error(e_i: Any, e_j: Any, Q: int, H: int, precision: str) -> Any:
-    """Bound on the relative error of a cosine of non-negative rows whose entries err by e_i and e_j, broadcast.
+    """Return a bound on the relative error of a cosine of non-negative rows, whose entries have the errors e_i and e_j.
 
-    The inner product and both norms are monotone in the entries: the product grows by (1 + e) of both rows at most,
-    the norms shrink by (1 - e). Rounding adds gamma of the two sums' lengths.
+    The errors are broadcast. The inner product and both norms are monotone in the entries. The product grows by at most
+    (1 + e) of both rows, and the norms shrink by (1 - e). Rounding adds gamma of the lengths of the two sums.
     """
     rounding = gamma(3 * Q + 2 * H + 24, precision) + gamma(3 * Q + 2 * H + 24, "float64")
     up, down = (np.log1p(e_i) + np.log1p(e_j), sum(np.log(np.maximum(1.0 - e, NEGLIGIBLE)) for e in (e_i, e_j)))
@@ -204,9 +215,10 @@ def cosine_error(e_i: Any, e_j: Any, Q: int, H: int, precision: str) -> Any:
 def list_is_realisable(
     chosen: Sequence[int], boxes: dict[int, Interval], k: int, tau: float,
 ) -> bool:
-    """Whether some weights in their boxes have `chosen` as their top k above tau: float32 keys, lower index first.
+    """Return True if some weights inside their boxes have `chosen` as their top k above tau.
 
-    Values are given out greedily from the best place down, as high as the list allows: if these fail, all do.
+    The keys are float32, and of equal keys the lower index comes first. Values are assigned greedily from the best
+    place down, as high as the list allows. If these values fail, all values fail.
     """
     if len(chosen) > k or len(set(chosen)) < len(chosen) or not set(chosen) <= boxes.keys():
         return False
@@ -227,25 +239,29 @@ def list_is_realisable(
 
 
 def decay_radius(D: Vector) -> Vector:
-    """Radius of Eq. 36: rho is at most 1 and errs by 4 u and three roundings, on both sides; D may be subnormal."""
+    """Return the radius of Eq. 36.
+
+    rho is at most 1 and has an error of 4 u and three roundings, on both sides. D may be subnormal.
+    """
     radius: Vector = 12 * UNIT_ROUNDOFF["float64"] * D + SMALLEST["float64"]
     return radius
 
 
 def key_norm_error(H_kv: int, d: int) -> float:
-    """Bound on the relative error of a mean inverse norm: a sum of d squares and its root, then a sum over heads.
+    """Return a bound on the relative error of a mean inverse norm: a sum of d squares, its root, and a sum over heads.
 
-    float64 in every backend; the oracle's own error is the same. For norms in [2^-1000, 2^1000]: a key whose squares
-    float64 does not hold is scaled by a power of two, exactly.
+    The computation is float64 in every backend, and the oracle has the same error. The bound is for norms in [2^-1000,
+    2^1000]. A key whose squares overflow or underflow float64 is scaled exactly, by a power of two.
     """
     return 2 * gamma(d + H_kv + 8, "float64")
 
 
 def crystallization_radius(degree: Vector, s: float, epsilon: float, moved: float = 0.0) -> float:
-    """Radius of Eq. 27 from degrees that err by `moved`: the logistic's slope is at most 1/4, and its own error 8 u.
+    """Return the radius of Eq. 27 from degrees with an error of `moved`.
 
-    mu errs by gamma_(m+2) of the largest degree; the same error in every term moves sigma by as much, which moves z
-    by the ratio to sigma, times 1 + |z|. Where this sigma may or may not be below epsilon, D may be anything.
+    The slope of the logistic function is at most 1/4, and its error is 8 u. mu has an error of gamma_(m+2) of the
+    largest degree. The same error in every term moves sigma by the same amount. This moves z by the ratio to sigma,
+    times 1 + |z|. If sigma may be below or above epsilon, D may have any value.
     """
     m = len(degree)
     mu = math.fsum(degree.tolist()) / m
@@ -261,30 +277,37 @@ def crystallization_radius(degree: Vector, s: float, epsilon: float, moved: floa
 
 
 def settled_radius(degree: Vector, s: float, epsilon: float) -> float:
-    """Radius of D, mu and sigma after a segment: Eq. 27 from degrees that err themselves.
+    """Return the radius of D, mu and sigma after a segment: Eq. 27 from degrees that have an error.
 
-    Weights err by 8 u and a sum of m of them rounds on both sides: gamma_(2m+8), which moves a degree less mu twice.
+    Weights have an error of 8 u, and a sum of m weights rounds on both sides: gamma_(2m+8). This error moves a degree
+    minus mu twice.
     """
     moved = gamma(2 * len(degree) + 24, "float64") * 2 * float(np.abs(degree).max())
     return crystallization_radius(degree, s, epsilon, moved) + moved
 
 
 def key_cosine_error(d: int) -> float:
-    """Radius of IN-KEY-COSINE: the rotation's 8 u of each pair on both keys, three sums of d products, both sides."""
+    """Return the radius of IN-KEY-COSINE.
+
+    The bound covers 8 u of the rotation of each pair on both keys, and three sums of d products, on both sides.
+    """
     return 64 * d * UNIT_ROUNDOFF["float64"]
 
 
 def normalised_radius(M_bar: Sequence[float], epsilon: float) -> float:
-    """Radius of Eq. 28: each logarithm errs by 4 ulp (8 u, on both sides), the quotient by four times its share."""
+    """Return the radius of Eq. 28.
+
+    Each logarithm has an error of 4 ulp (8 u, on both sides), and the quotient four times its share.
+    """
     ell = [math.log1p(x) for x in M_bar]
     u = UNIT_ROUNDOFF["float64"]
     return 64 * u * max(ell) / (max(ell) - min(ell) + epsilon) + 8 * u
 
 
 def received_radius(weights: np.ndarray[Any, Any], error: Vector, precision: str) -> Vector:
-    """Radius by key of a sum of weights (rows, n), whose rows err by `error` (rows,): theirs, and gamma of the sum.
+    """Return the radius by key of a sum of weights (rows, n), whose rows have the errors `error` (rows,).
 
-    A power of 2 below the normal numbers may be 0.
+    The radius is the sum of these errors and gamma of the sum. A power of 2 below the normal numbers may be 0.
     """
     terms = len(weights) + 8
     rounding = gamma(terms, precision) + gamma(terms, "float64")
@@ -293,10 +316,10 @@ def received_radius(weights: np.ndarray[Any, Any], error: Vector, precision: str
 
 
 def expected_error(mass: float, m: int, d: int, keys: int, precision: str) -> float:
-    """Bound on the relative error of an expected weight, from the largest mass of a logit's terms.
+    """Return a bound on the relative error of an expected weight, from the largest mass of a logit's terms.
 
-    Every term goes through sums of m queries, four of d channels (two rotations, the form), the angles' 16 u, and
-    scalings; the softmax then as in `attention_error`, and the value's norm and the group's mean add 4 d.
+    Every term passes through sums of m queries, four sums of d channels (two rotations, the form), 16 u of the angles,
+    and scalings. The softmax follows as in `attention_error`. The value's norm and the group's mean add 4 d.
     """
     error = 0.0
     for p in (precision, "float64"):
@@ -305,11 +328,12 @@ def expected_error(mass: float, m: int, d: int, keys: int, precision: str) -> fl
 
 
 def nestedkv_radius(head: Sequence[Sequence[float]], p: NestedKVParameters, precision: str) -> float:
-    """Radius of a* of one head's keys: cosines in `precision`, the rest in float64; 1 where nothing is certain.
+    """Return the radius of a* of one head's keys: cosines in `precision`, the rest in float64.
 
-    A unit key errs by gamma_(d+8). A memory adds gamma of its terms: of n in float64 (running sums over the prompt,
-    n / W times the window); in float32 of a block, and for a window of three sums of W unit keys. A cosine divides that
-    by the memory's length, a normalised value by the range; the oracle's own error is added in float64.
+    The radius is 1 if nothing is certain. A unit key has an error of gamma_(d+8). A memory adds gamma of its terms. In
+    float64 these are n terms (running sums over the prompt, n / W times the window). In float32 these are the terms of
+    a block, and for a window three sums of W unit keys. A cosine divides the error by the memory's length, and a
+    normalised value by the range. The oracle's error is added in float64.
     """
     found = nestedkv.traced(head, p)
     return traced_radius(len(head), len(head[0]), found.raw, found.shortest, found.deviation, p, precision)
@@ -319,7 +343,17 @@ def traced_radius(
     n: int, d: int, readings: Sequence[Sequence[float]], lengths: Sequence[float], deviation: Sequence[float],
     p: NestedKVParameters, precision: str,
 ) -> float:
-    """The same from an oracle's anomalies before they are normalised, its shortest memories, and its deviations."""
+    """Return the radius of `nestedkv_radius` from intermediate values of an oracle.
+
+    Args:
+        n: number of keys.
+        d: number of channels of a key.
+        readings: anomalies of each scale before normalisation.
+        lengths: lengths of the shortest memories.
+        deviation: deviations of the keys.
+        p: parameters of NestedKV.
+        precision: precision of the cosines.
+    """
     b = min(max(n // p.blocks, p.b_min), p.b_max)
     e = 0.0
     for raw, shortest, scale in zip(readings, lengths, range(3), strict=True):
@@ -340,7 +374,10 @@ def traced_radius(
 
 
 def _normalised_error(row: Sequence[float], error: float) -> float:
-    """Of values that err by `error` and are moved to [0, 1]; 1 where the range may or may not count as zero."""
+    """Return the error of values with an error of `error` after they are moved to [0, 1].
+
+    The error is 1 if the range may or may not count as zero.
+    """
     spread = max(row) - min(row)
     if spread + 2 * error <= NEGLIGIBLE:
         return 0.0

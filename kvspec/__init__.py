@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         CrystalCache,
         CustomPolicy,
         FullCache,
-        Published,
+        NamedPolicy,
         RetainedCache,
         Session,
         StreamingLLM,
@@ -66,8 +66,8 @@ if TYPE_CHECKING:
 __version__ = spec.SPEC_VERSION
 
 __all__ = [
-    "CrystalCache", "CustomPolicy", "FullCache", "Needs", "PolicyDescription", "Published", "RetainedCache", "Session",
-    "SinkAndRecent", "StreamingLLM", "Verdict", "__version__", "calibrate", "compact", "compare", "decide",
+    "CrystalCache", "CustomPolicy", "FullCache", "NamedPolicy", "Needs", "PolicyDescription", "RetainedCache",
+    "Session", "SinkAndRecent", "StreamingLLM", "Verdict", "__version__", "calibrate", "compact", "compare", "decide",
     "describe_policy", "list_policies", "load_cache", "observe", "policy_from_name", "policy_from_score", "prefill",
     "repeat_template", "save_cache", "sentence_ends", "verify",
 ]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         CrystalCache,
         CustomPolicy,
         FullCache,
-        Published,
+        NamedPolicy,
         RetentionPolicy,
         StreamingLLM,
         policy_from_name,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from models_integration.studies.own_texts import compare
 
 __all__ = [
-    "CrystalCache", "CustomPolicy", "Decision", "FullCache", "ObservedSegment", "Prefilled", "Published",
+    "CrystalCache", "CustomPolicy", "Decision", "FullCache", "NamedPolicy", "ObservedSegment", "Prefilled",
     "RetainedCache", "RetentionPolicy", "Session", "StreamingLLM", "calibrate", "compact", "compare", "decide",
     "load_cache", "observe", "policy_from_name", "prefill", "repeat_template", "save_cache", "sentence_ends",
 ]
@@ -45,7 +45,7 @@ _HOME = {
     "RetentionPolicy": "policies.methods", "StreamingLLM": "policies.methods", "Decision": "cache.continuation",
     "ObservedSegment": "session.observed", "decide": "session.method", "compact": "session.verbs",
     "observe": "session.verbs", "Prefilled": "policies.prefill", "prefill": "policies.prefill",
-    "Published": "policies.methods", "policy_from_name": "policies.methods",
+    "NamedPolicy": "policies.methods", "policy_from_name": "policies.methods",
     "calibrate": "policies.calibration", "Session": "session.session",
     "RetainedCache": "cache.retained_cache", "load_cache": "cache.snapshot", "save_cache": "cache.snapshot",
     "compare": "studies.own_texts", "sentence_ends": "policies.values", "repeat_template": "policies.values",

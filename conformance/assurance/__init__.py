@@ -1,1 +1,1 @@
-"""What watches the suite and the text: layers, trace, mutants, proofs."""
+"""Checks of the suite and the text: layers, trace, mutants and proofs."""

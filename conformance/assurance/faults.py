@@ -1,6 +1,7 @@
-"""Calls to the system that fail, one at a time; and what a disk does during one operation.
+"""Faults of system calls, one at a time, and faults of a disk during one operation.
 
-Then loss of power, as a model: whatever was not synced is on the disk or not, name by name and page by page.
+The second part is a model of a power loss: each change that was not synced may or may not be on the disk. Names and
+pages are lost separately.
 """
 
 import copy
@@ -27,8 +28,8 @@ CALLS = {
     fcntl: ("flock", "lockf", "fcntl"),
 }
 SHORT, LAST = -1, -2
-"""In the place of an error: only half of what was asked for is read or written; this call and all later ones do
-nothing, as if the process were killed, and raise `Killed`."""
+"""Special error numbers. SHORT: the call reads or writes only half of the bytes. LAST: this call and all later calls
+do nothing, as if the process were killed, and raise `Killed`."""
 
 
 def half(size: int) -> int:
@@ -46,32 +47,32 @@ HALVED: dict[str, Callable[..., tuple[Any, ...]]] = {
 
 
 class Killed(BaseException):
-    """Instead of a kill, for which a test would need a process of its own: no `except Exception` sees it."""
+    """Simulation of a kill, without a separate process. `except Exception` does not catch it."""
 
 
 class Faults:
-    """Counts calls to the system, and lets the one of number `at` fail with an error; of SHORT, those that can be."""
+    """Counter of system calls that lets call number `at` fail with an error. SHORT counts only reads and writes."""
 
     def __init__(self, at: int, number: int) -> None:
         self.at, self.number = at, number
         self.calls: list[str] = []
 
     def fails(self, name: str, can_be_short: bool) -> bool:
-        """Count a call: whether it fails."""
+        """Count a call, and return True if it must fail."""
         if self.number == SHORT and not can_be_short:
             return False
         self.calls.append(name)
         return len(self.calls) == self.at or (self.number == LAST and len(self.calls) > self.at)
 
     def wrap(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        """The call, which is counted."""
+        """Return a function that counts the call and then calls `real`, or fails."""
 
         def failing(*arguments: Any, **options: Any) -> Any:
             if not self.fails(name, name in HALVED):
                 return real(*arguments, **options)
             if self.number == SHORT:
                 return real(*HALVED[name](*arguments))
-            if name == "close":  # the descriptor is gone all the same
+            if name == "close":  # a failed close releases the descriptor too
                 real(*arguments)
             if self.number == LAST:
                 raise Killed
@@ -82,7 +83,7 @@ class Faults:
 
 @contextmanager
 def faults(at: int, number: int) -> Iterator[Faults]:
-    """The call of this number fails; 0: none does."""
+    """Context manager in which the system call number `at` fails. With 0 no call fails."""
     made = Faults(at, number)
     with pytest.MonkeyPatch.context() as patch:
         for module, names in CALLS.items():
@@ -92,11 +93,15 @@ def faults(at: int, number: int) -> Iterator[Faults]:
 
 
 class Fault(NamedTuple):
-    """What the disk does during one operation.
+    """Fault of the disk during one operation.
 
     Attributes:
-        kind: "well"; "full", with `at` bytes for a file; "error" of this number at call `at`; "short": call `at` reads
-            or writes half; "killed": nothing happens from call `at` on.
+        kind: One of these kinds of faults:
+            "well": no fault.
+            "full": a file can have at most `at` bytes.
+            "error": call `at` fails with this number.
+            "short": call `at` reads or writes half of the bytes.
+            "killed": from call `at` on, no call has an effect.
     """
 
     kind: str = "well"
@@ -105,7 +110,7 @@ class Fault(NamedTuple):
 
     @contextmanager
     def happening(self) -> Iterator[None]:
-        """Inside, the disk does so."""
+        """Context manager in which the disk has the fault."""
         if self.kind == "well":
             yield
         elif self.kind == "full":
@@ -128,14 +133,14 @@ FAULTS = st.one_of(
     st.builds(Fault, st.just("error"), _CALLS, st.sampled_from([errno.EIO, errno.ENOSPC, errno.EROFS])),
     st.builds(Fault, st.just("short"), st.integers(1, 12)), st.builds(Fault, st.just("killed"), _CALLS),
 )
-"""More often well than anything else."""
+"""Strategy of faults, in which WELL is the most frequent."""
 
 PAGE = 4096
 
 
 @dataclass
 class _File:
-    """Bytes that are on the disk, and writes that may be."""
+    """Bytes that are on the disk, and writes that may or may not be there after a power loss."""
 
     durable: bytes = b""
     pending: list[tuple[int, bytes]] = field(default_factory=list)
@@ -148,7 +153,7 @@ class _File:
         self.durable, self.pending = self.survive(lambda: True), []
 
     def survive(self, chance: Callable[[], bool]) -> bytes:
-        """The bytes, with some of the writes."""
+        """Return the bytes with a random part of the pending writes."""
         found = bytearray(self.durable)
         for at, data in self.pending:
             if chance():
@@ -159,7 +164,10 @@ class _File:
 
 @dataclass
 class _Folder:
-    """Names that are on the disk, and changes that may be. A name is a file's or, by its path, a folder's."""
+    """Names that are on the disk, and changes that may or may not be there after a power loss.
+
+    A name belongs to a file or, by its path, to a folder.
+    """
 
     durable: dict[str, "_File | Path"] = field(default_factory=dict)
     pending: list[dict[str, "_File | Path | None"]] = field(default_factory=list)
@@ -168,7 +176,7 @@ class _Folder:
         self.durable, self.pending = self.survive(lambda: True), []
 
     def survive(self, chance: Callable[[], bool]) -> dict[str, "_File | Path"]:
-        """The names, with some of the changes; a renaming is one change."""
+        """Return the names with a random part of the pending changes. A rename is one change."""
         found: dict[str, _File | Path | None] = dict(self.durable)
         for change in self.pending:
             if chance():
@@ -177,7 +185,7 @@ class _Folder:
 
 
 class Disk:
-    """The files below a folder. `files` holds those without a name, too: what a scan of the raw disk finds."""
+    """Files below a folder. `files` also contains files without a name, as a scan of the raw disk would find them."""
 
     def __init__(self, root: Path) -> None:
         self.files: list[_File] = []
@@ -194,7 +202,10 @@ class Disk:
             self._folders[path.parent].durable[path.name] = thing
 
     def crash(self, into: Path, rng: Random, share: float) -> None:
-        """Write what may be left into a new folder: of each change that was not synced, with this probability."""
+        """Write a possible state after a power loss into a new folder.
+
+        Each change that was not synced survives with the probability `share`.
+        """
         def chance() -> bool:
             return rng.random() < share
 
@@ -209,11 +220,11 @@ class Disk:
         write(self._root, into)
 
     def raw(self) -> list[bytes]:
-        """Bytes of all blocks that were ever written and not overwritten by what was synced."""
+        """Return the synced bytes of all files that ever existed, including deleted files."""
         return [file.durable for file in self.files]
 
     def open(self, path: Path, creates: bool) -> "_File | _Folder | None":
-        """What a descriptor is for; None for a file outside."""
+        """Return the file or folder of a new descriptor, or None for a file outside the folder."""
         if path in self._folders:
             return self._folders[path]
         if path not in self._now and creates and path.parent in self._folders:
@@ -223,18 +234,18 @@ class Disk:
         return self._now.get(path)
 
     def mkdir(self, path: Path) -> None:
-        """A new folder."""
+        """Record a new folder."""
         if path.parent in self._folders:
             self._folders[path] = _Folder()
             self._change(path, path)
 
     def link(self, path: Path, new: Path) -> None:
-        """A second name."""
+        """Record a second name of a file."""
         self._now[new] = self._now[path]
         self._change(new, self._now[path])
 
     def rename(self, path: Path, new: Path) -> None:
-        """One change in one folder, two in two."""
+        """Record a rename: one change inside a folder, two changes between folders."""
         file = self._now[new] = self._now.pop(path)
         if path.parent == new.parent:
             self._folders[path.parent].pending.append({path.name: None, new.name: file})
@@ -243,7 +254,7 @@ class Disk:
             self._change(new, file)
 
     def unlink(self, path: Path) -> None:
-        """A name less."""
+        """Record that a name is removed."""
         if self._now.pop(path, None) is not None:
             self._change(path, None)
 
@@ -252,7 +263,7 @@ class Disk:
 
 
 class _Recorder:
-    """Calls to the system, done and noted."""
+    """Recorder of system calls that were executed."""
 
     def __init__(self, disk: Disk, dropped: int) -> None:
         self.disk, self.dropped, self.syncs = disk, dropped, 0
@@ -294,9 +305,11 @@ class _Recorder:
 
 @contextmanager
 def recording(root: Path, dropped: int = 0, each: bool = True) -> Iterator[tuple[_Recorder, list[Disk]]]:
-    """The disk after each call inside that changes it, or after the last alone.
+    """Context manager that yields the recorder and the states of the disk.
 
-    The sync of number `dropped` does nothing; the recorder counts the syncs of what is below the folder.
+    Args:
+        dropped: number of the sync that has no effect. 0: all syncs work. The recorder counts the syncs below `root`.
+        each: True for a state after each call that changes the disk, False for only the last state.
     """
     recorder, states = _Recorder(Disk(root), dropped), []
 

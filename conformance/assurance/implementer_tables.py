@@ -1,6 +1,7 @@
-"""The tables of spec/implementing.md and protocol.md, spec/implementing.json and the exports of reference.policies.
+"""Tables of spec/implementing.md and protocol.md, spec/implementing.json, and the exports of reference.policies.
 
-`python -m conformance.assurance.implementer_tables` writes them from code and vectors; in pages between their marks.
+`python -m conformance.assurance.implementer_tables` writes them from code and vectors. In the pages it replaces the
+text between the marks.
 """
 
 import ast
@@ -38,7 +39,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def meanings(path: str) -> Mapping[str, str]:
-    """What each field of a module's class says of itself: the text below it."""
+    """Return the description of each field of a module's class, which is the text below the field."""
     module = ast.parse(Path(path).read_text(encoding="utf-8"))
     (record,) = (node for node in module.body if isinstance(node, ast.ClassDef))
     found = {}
@@ -49,12 +50,12 @@ def meanings(path: str) -> Mapping[str, str]:
 
 
 def shown(value: object) -> str:
-    """As it is written in JSON: a fraction as text, a form in quotes."""
+    """Return a value as it is written in JSON. A fraction is text, and a form is in quotes."""
     return f'`"{value}"`' if isinstance(value, str) else str(value).strip("()")
 
 
 def admitted(name: str, record: type[CrystalCacheParameters] | type[NestedKVParameters]) -> str:
-    """The bound that the record states for -2^32, which no parameter admits."""
+    """Return the bound of a parameter, from the error that the record raises for the invalid value -2^32."""
     try:
         record(**{name: -(2**32)})  # type: ignore[arg-type]
     except SpecError as error:
@@ -69,7 +70,7 @@ NESTED = nestedkv_module.__file__, {"value": NESTEDKV}
 
 
 def parameters_of(module: str, profiles: Profiles) -> Mapping[str, Any]:
-    """Each parameter with its value in each profile, its bound, and what it is."""
+    """Return each parameter with its value in each profile, its bound and its description."""
     (record,) = {type(profile) for profile in profiles.values()}
     return {
         name: {**{title: getattr(profile, name) for title, profile in profiles.items()},
@@ -89,7 +90,7 @@ def parameters(module: str, profiles: Profiles) -> str:
 
 @cache
 def operations() -> Mapping[str, Sequence[Any]]:
-    """The published tests of each operation, but the large ones, whose inputs are compact."""
+    """Return the published tests of each operation. Large tests are left out, because their inputs are compact."""
     found: dict[str, list[Any]] = {}
     for _, group, test in files.published():
         if is_compact(list(test["inputs"].values())):
@@ -99,7 +100,7 @@ def operations() -> Mapping[str, Sequence[Any]]:
 
 
 def kind_of(values: Sequence[Any]) -> str:
-    """What values are, with `[]` for each axis."""
+    """Return the type of values, with `[]` for each axis."""
     lists = [value for value in values if isinstance(value, list)]
     kinds = sorted({scalar(value) for value in values if not isinstance(value, list)})
     if lists:
@@ -108,7 +109,7 @@ def kind_of(values: Sequence[Any]) -> str:
 
 
 def row_kind(lists: Sequence[list[Any]]) -> str:
-    """A list of one kind, or a row whose columns are of different kinds."""
+    """Return the type of lists: a list of one type, or a row whose columns have different types."""
     lengths = {len(value) for value in lists}
     flat = [x for value in lists for x in value]
     kinds = {scalar(x) for x in flat if not isinstance(x, list)}
@@ -126,12 +127,12 @@ def scalar(value: object) -> str:
     return {bool: "bool", int: "int", type(None): "null"}[type(value)]
 
 
-# Inputs that the vectors do not show in every form.
+# Inputs that do not occur in all their forms in the vectors.
 INPUT_KINDS = {"budget": "budget", "softcap": "float or null"}
 
 
 def members_of(maps: Sequence[Mapping[str, Any]], known: Mapping[str, str]) -> Mapping[str, str]:
-    """Each name with its kind; `?` marks what may be left out."""
+    """Return the type of each name. `?` marks names that may be left out."""
     found = {}
     for name in dict.fromkeys(name for one in maps for name in one):
         values = [one[name] for one in maps if name in one]
@@ -140,7 +141,7 @@ def members_of(maps: Sequence[Mapping[str, Any]], known: Mapping[str, str]) -> M
 
 
 def named(maps: Sequence[Mapping[str, Any]], known: Mapping[str, str]) -> Mapping[str, str]:
-    """The names of inputs or results with their kinds; a state is one name."""
+    """Return the names of inputs or results with their types. A state is one name."""
     members = members_of(maps, known)
     if not set(STATE) <= members.keys():
         return members
@@ -149,12 +150,16 @@ def named(maps: Sequence[Mapping[str, Any]], known: Mapping[str, str]) -> Mappin
 
 
 def sides(tests: Sequence[Any]) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
-    """The inputs of an operation's tests, and the results of the valid ones."""
+    """Return the inputs of an operation's tests, and the results of the valid tests."""
     return [test["inputs"] for test in tests], [test["expected"] for test in tests if test["result"] == "valid"]
 
 
 def for_programs() -> str:
-    """Parameters with their values, operations with inputs, results and bounds, methods with arguments, as JSON."""
+    """Return the data for programs as JSON.
+
+    The data are the parameters with their values, the operations with inputs, results and bounds, and the methods with
+    their arguments.
+    """
     parameters = {"crystalcache": parameters_of(*CRYSTAL), "nestedkv": parameters_of(*NESTED)}
     described = {}
     for operation, tests in operations().items():
@@ -176,12 +181,12 @@ def dumped(members: Mapping[str, object]) -> Mapping[str, str]:
 
 
 def in_lines(members: Mapping[str, str]) -> str:
-    """A JSON object with a line for each member."""
+    """Return a JSON object with one line for each member."""
     return "{\n" + ",\n".join(f'"{name}": {text}' for name, text in members.items()) + "\n}"
 
 
 def state_members() -> Mapping[str, str]:
-    """A decode state's fields, from the tests of a step."""
+    """Return the fields of a decode state, from the tests of a decode step."""
     tests = operations()["decode_step"]
     return {"budget": "budget", **{name: kind_of([test["inputs"][name] for test in tests]) for name in STATE}}
 
@@ -191,12 +196,12 @@ def state() -> str:
 
 
 def typed(members: Mapping[str, str]) -> str:
-    """Names with their types; a state, whose fields stand elsewhere, by its name."""
+    """Return names with their types. A state appears only by name, because its fields are listed elsewhere."""
     return ", ".join(name if kind == "state" else f"`{name}` {kind}" for name, kind in members.items())
 
 
 def says(thing: object) -> str:
-    """What a stage or a record says of itself, but its refusals: these are the items'."""
+    """Return the docstring of a stage or a record without its errors. The items describe the errors."""
     return " ".join((inspect.getdoc(thing) or "").partition("Raises:")[0].split()).replace("|", r"\|")
 
 
@@ -207,7 +212,7 @@ FAMILIES = {
 
 
 def asked() -> str:
-    """What an engine is asked, by operation."""
+    """Return the table of the operations that an engine must answer."""
     rows = []
     for op, row in OPS.items():
         family, _, stage = op.partition(".")
@@ -216,13 +221,13 @@ def asked() -> str:
 
 
 def shared() -> str:
-    """The arguments that mean the same in all methods."""
+    """Return the table of the arguments that have the same meaning in all methods."""
     rows = {name: kind for row in method_ops().values() for name, kind in row.arguments.items() if name in SHARED}
     return table(["Argument", "Type", "What"], [[f"`{name}`", kind, SHARED[name]] for name, kind in rows.items()])
 
 
 def members() -> str:
-    """The records of the protocol."""
+    """Return the table of the records in the protocol."""
     homes = (records, decode, policy, ops)
     classes = {name: getattr(home, name) for home in homes for name in RECORDS if hasattr(home, name)}
     rows = [[name, typed(row), says(classes[name])] for name, row in RECORDS.items()]
@@ -246,7 +251,7 @@ def marks(name: str) -> Iterator[str]:
 
 
 def filled(page: Path) -> str:
-    """The page's text with each table as it is to be."""
+    """Return the text of the page with current tables."""
     text = page.read_text(encoding="utf-8")
     for name, make in PAGES[page].items():
         first, last = marks(name)
@@ -257,12 +262,12 @@ def filled(page: Path) -> str:
 
 
 RUNS = {"advance", "advance_turn", "eviction_budget", "retain", "retain_turn", "scheduled", "start"}
-"""What `reference.policies` exports beside the functions of its modules that return a policy."""
+"""Exports of `reference.policies` besides the functions that return a policy."""
 NOT_EXPORTED = {"make_policy", "policy_of_layer", "protecting", "with_twins"}
 
 
 def exported(module: ast.Module) -> list[str]:
-    """What a module of `reference.policies` gives the package."""
+    """Return the names that the package exports from a module of `reference.policies`."""
     public = [
         name for node in module.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
         for name in ast.literal_eval(node.value)
@@ -275,7 +280,7 @@ def exported(module: ast.Module) -> list[str]:
 
 
 def exports(package: Path = EXPORTS.parent) -> str:
-    """`reference/policies/__init__.py`: its docstring, an import from each module, and their names."""
+    """Return the text of `reference/policies/__init__.py`: its docstring, an import from each module, and `__all__`."""
     head, names = (package / "__init__.py").read_text(encoding="utf-8").partition("\n\n")[0], list[str]()
     lines = [head, ""]
     for path in sorted(package.glob("*.py")):
@@ -291,7 +296,7 @@ def exports(package: Path = EXPORTS.parent) -> str:
 
 
 def main() -> int:
-    """Write the exports, the tables into their pages, and what they hold as JSON."""
+    """Write the exports, the tables in their pages, and the same data as JSON."""
     EXPORTS.write_text(exports(), encoding="utf-8")
     for page in PAGES:
         page.write_text(filled(page), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The vectors of items on the reference: its function of the table of operations, called by name, or an adapter."""
+"""Functions that run the reference on the vectors of each item, called by name or through an adapter."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -42,12 +42,12 @@ from spec.records import Dissolution
 
 
 def head(rows: Json) -> Any:
-    """One head as three axes."""
+    """Return the array of one head, with three axes."""
     return floats([rows])
 
 
 def scales(i: Json) -> Any:
-    """Three rows as (3, 1, n)."""
+    """Return the three rows as an array (3, 1, n)."""
     return floats(i["a"])[:, None]
 
 
@@ -83,7 +83,7 @@ def variant_b(i: Json) -> Result:
 
 
 def rope(i: Json) -> Result:
-    """The calibration's fingerprint, once it was accepted here."""
+    """Return the fingerprint of the calibration, after the calibration has passed its check."""
     taken, here = (
         Identity(i[of + "model"], floats(i[of + "inv_freq"]), i[of + "factor"]) for of in ("", "served_")
     )
@@ -112,7 +112,7 @@ def triattention(i: Json) -> Result:
 
 
 def vocabulary(words: Mapping[str, Sequence[int]]) -> wrappers.Vocabulary:
-    """A tokenizer that knows whole texts; id 0 is its unknown token."""
+    """Return the vocabulary of a tokenizer that contains only whole texts. Id 0 is the unknown token."""
     texts = {tuple(ids): text for text, ids in words.items() if 0 not in ids}
     return wrappers.Vocabulary(lambda text: words[text], lambda ids: texts.get(tuple(ids), "<unk>"))
 
@@ -196,7 +196,7 @@ def chunk_trunks(i: Json, p: CrystalCacheParameters) -> Result:
 
 
 def by_name(one: Operation, i: Json, p: CrystalCacheParameters) -> Result:
-    """The reference's function on the inputs; the vectors name what it is called with."""
+    """Call the reference's function with the inputs of the vector as keyword arguments."""
     return results(call(resolve_name(f"reference.{one.reference}"), i, p, backend=BACKEND), one.gives)
 
 
@@ -245,7 +245,7 @@ PLAIN_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     "IN-KEY-COSINE": lambda i: named(["raw", "unrotated"], cosines(i)),
     "IN-BANDS": lambda i: {name: list(band) for name, band in diagnostics.bands(i["depth"]).items()},
 }
-"""The items without parameters of CrystalCache."""
+"""Items without CrystalCache parameters."""
 
 ITEMS: dict[str, Item] = {
     **{name: partial(by_name, one) for name, one in OPERATIONS.items() if one.reference},
@@ -271,4 +271,4 @@ BY_ITEM: dict[str, Item] = {
     **{one.items[0]: partial(STAGES[name], BACKEND) for name, one in OPERATIONS.items() if len(one.items) == 1},
     **ITEMS,
 }
-"""Every item on the reference, those that are a stage's alone too."""
+"""Function of each item on the reference, including items that are tested only through a stage."""

@@ -1,7 +1,8 @@
-"""Who may import whom: `python -m conformance.assurance.layers` reads every import and fails on a forbidden one.
+"""Check the imports between packages and inside packages: `python -m conformance.assurance.layers`.
 
-Packages import as `ALLOWED` says, rooms inside a package only what stands below them in `ROOMS`, and nothing imports
-in a circle. An import that stands for annotations alone counts as any other.
+The command reads every import and returns 1 if one is forbidden. `ALLOWED` lists the packages that each package may
+import. `ROOMS` orders the parts of a package, and a part may import only parts before it. Circular imports are
+forbidden. Imports that only annotations use count too.
 """
 
 import ast
@@ -15,7 +16,7 @@ from conformance.paths import ROOT
 
 PACKAGES = ("spec", "reference", "accelerated", "conformance", "models_integration", "kvspec")
 
-# The siblings that each package may import; inside accelerated, triton_gpu may also import numba_cpu.
+# The packages that each package may import. Inside accelerated, triton_gpu may also import numba_cpu.
 ALLOWED: dict[str, set[str]] = {
     "spec": set(),
     "reference": {"spec"},
@@ -25,18 +26,18 @@ ALLOWED: dict[str, set[str]] = {
     "kvspec": {"spec", "reference", "models_integration", "conformance"},
 }
 
-# `import reference` must work with NumPy and jaxtyping alone; tables.py is the border where pandera is allowed.
+# `import reference` must work with only NumPy and jaxtyping installed. Only tables.py may use pandera.
 LIGHT = {"spec": {"numpy", "jaxtyping"}, "reference": {"numpy", "jaxtyping"}}
 EXEMPT = {"spec/tables.py"}
 
-# What judges anybody's backend, bottom to top; above it stands what only the repository has.
+# Modules that test any backend, including those of other projects, bottom to top. The rest is for this repository.
 SUITE = (
     "paths", "items", "exceptions", "engine", "oracles", "tolerances", "strategies", "vectors", "methods", "checks",
     "calls", "threads", "plugin", "witness", "policy_suite", "suite", "verify",
 )
 SUITE_NEEDS = {"spec", "reference", "numpy", "pytest", "hypothesis", "jaxtyping"}
 
-# The rooms of a package, bottom to top: each imports only what stands before it.
+# The parts of a package, bottom to top: a part may import only the parts before it.
 ROOMS: dict[str, tuple[str, ...]] = {
     "models_integration": (
         "tasks", "model", "pocket", "cache", "attention", "session", "policies", "engines", "archive", "studies",
@@ -44,13 +45,13 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "conformance": (*SUITE, "cache_suite", "server_suite", "assurance", "measure", "own"),
 }
-# Their names are the users' and are loaded on first use; inside the package nothing may use them.
+# Packages that export names for users and load them on first use. Modules inside the package must not import them.
 DOORS = {"models_integration"}
 
 
 @dataclass(frozen=True)
 class Module:
-    """A module and the dotted names that it imports, each with its line."""
+    """Module and the dotted names that it imports, each with a line number."""
 
     name: str
     source: str
@@ -58,12 +59,12 @@ class Module:
 
     @property
     def package(self) -> str:
-        """The package that it belongs to."""
+        """Name of the package that contains the module."""
         return self.name.partition(".")[0]
 
 
 def imported_names(source: str) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of everything that a module imports; a relative import begins with its dots."""
+    """Yield the line and the dotted name of each import. The name of a relative import begins with dots."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -73,7 +74,7 @@ def imported_names(source: str) -> Iterator[tuple[int, str]]:
 
 
 def read_modules(root: Path) -> dict[str, Module]:
-    """Every module of the packages under `root`, by its dotted name."""
+    """Return all modules of the packages under `root`, by dotted name."""
     found = {}
     for package in PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
@@ -85,19 +86,19 @@ def read_modules(root: Path) -> dict[str, Module]:
 
 
 def room_of(name: str) -> str:
-    """The part of its package that a module stands in: a folder, or a file at the top."""
+    """Return the part of the package that contains a module: a folder, or a file at the top of the package."""
     return name.partition(".")[2].partition(".")[0]
 
 
 def module_of(name: str, modules: Mapping[str, Module]) -> str | None:
-    """The module of the tree that an imported name is, or stands in."""
+    """Return the module of the tree that an imported name is or belongs to. None: the name is from outside the tree."""
     while name and name not in modules:
         name = name.rpartition(".")[0]
     return name or None
 
 
 def package_refusal(module: Module, name: str) -> str | None:
-    """Why the package of `module` may not import `name` from there; None where it may."""
+    """Return the reason why the package of `module` must not import `name`, or None if it may."""
     package, top = module.package, name.partition(".")[0]
     if not top:
         return "an import names its module in full"
@@ -112,7 +113,11 @@ def package_refusal(module: Module, name: str) -> str | None:
 
 
 def room_refusal(module: Module, name: str, target: str | None) -> str | None:
-    """Why the room of `module` may not import `name`, which is in the module `target` of the tree, if in any."""
+    """Return the reason why the part of the package that contains `module` must not import `name`, or None if it may.
+
+    Args:
+        target: module of the tree that contains `name`. None: there is none.
+    """
     package, room, top = module.package, room_of(module.name), name.partition(".")[0]
     if package == "conformance" and room in SUITE and top != package:
         return None if top in SUITE_NEEDS | sys.stdlib_module_names else f"the suite must not import {top}"
@@ -127,7 +132,7 @@ def room_refusal(module: Module, name: str, target: str | None) -> str | None:
 
 
 def circles(graph: Mapping[str, set[str]]) -> Iterator[str]:
-    """Circles of a graph as `a -> b -> a`; of several that end with the same import, one."""
+    """Yield the cycles of a graph as `a -> b -> a`. Of several cycles that end with the same import, yield one."""
     left = {name: set(targets) for name, targets in graph.items()}
     while True:
         try:
@@ -141,7 +146,7 @@ def circles(graph: Mapping[str, set[str]]) -> Iterator[str]:
 
 
 def circle_problems(modules: Mapping[str, Module]) -> Iterator[str]:
-    """Circles of modules, and of the rooms of packages that have no order."""
+    """Yield the cycles of modules, and the cycles of the parts of packages without an order."""
     graph: dict[str, set[str]] = {}
     rooms: dict[str, set[str]] = {}
     for module in modules.values():
@@ -157,7 +162,7 @@ def circle_problems(modules: Mapping[str, Module]) -> Iterator[str]:
 
 
 def forbidden_imports(root: Path) -> list[str]:
-    """One line per import that breaks the layering, as `file:line: reason`; then the circles."""
+    """Return one line for each forbidden import, as `file:line: reason`, followed by the circular imports."""
     modules = read_modules(root)
     problems = []
     for module in modules.values():
@@ -172,7 +177,7 @@ def forbidden_imports(root: Path) -> list[str]:
 
 
 def main() -> int:
-    """Print the forbidden imports of the checkout; 1 if there is one."""
+    """Print the forbidden imports of the checkout. Return 1 if there is one."""
     problems = forbidden_imports(ROOT)
     print("\n".join(problems) or "layers: every import is allowed")
     return int(bool(problems))

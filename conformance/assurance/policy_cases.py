@@ -1,6 +1,6 @@
-"""Every policy at small constants with its brute-force answer: those with a name, as oracles list them; compositions.
+"""Policies at small constants, each with a brute-force answer: the named policies of the oracles, and compositions.
 
-Then a policy while tokens are decoded and in a turn: what a cache of its kept sets holds, and what is kept.
+The second part runs a policy in decode steps and in a turn, on a cache that stores only the kept sets.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def plain_values(inputs: Inputs) -> Any:
 
 
 def alpha_kept(row: Score, V: Any, B: int, lam: float) -> list[int]:
-    """The tokens without a score are kept already."""
+    """Return the kept tokens. Tokens without a score count as already kept."""
     retained = [i for i, x in enumerate(row) if x is None]
     return alpha_oracle.alpha([0.0 if x is None else x for x in row], V, retained, min(B, len(row)), lam)
 
@@ -63,14 +63,14 @@ TAU = 0.4
 
 @dataclass(frozen=True)
 class Case:
-    """A policy, and what it keeps of an input at B tokens, by brute force."""
+    """Policy, and its kept sets for an input and B tokens by brute force."""
 
     item: str
     policy: Callable[[Inputs], Policy]
     expected: Callable[[Inputs, int], Kept]
     floor: int = 0
     guaranteed: Callable[[int, int], set[int]] = field(default=lambda n, B: set())
-    """Positions of n that every kept set of B tokens holds."""
+    """Return the positions, of n, that every kept set of B tokens contains."""
     least: int = 1
 
 
@@ -109,7 +109,7 @@ def shown(policy: Policy, inputs: Inputs, live: Any, seen: int, first: int) -> O
 
 
 def decoded(policy: Policy, inputs: Inputs, B: int) -> list[list[list[int]]]:
-    """Live positions of every group, after the prompt and after each step."""
+    """Return the live positions of every group after the prompt and after each step."""
     return methods.decoded(policy, inputs.layers, groups_of(policy, inputs), B, PROMPT)
 
 
@@ -128,7 +128,11 @@ POLICIES: dict[str, Policy] = {
 
 
 def stored(seed: int, groups: int) -> Live:
-    """Each set has some of the prompt, all of its last W tokens, and the turn; some sets have nothing else."""
+    """Return random sets of stored positions.
+
+    Each set contains random tokens of the prompt, the last W tokens of the prompt, and the turn. In some sets the
+    number of random tokens is 0.
+    """
     rng = np.random.default_rng(seed)
     return [
         sorted({*np.flatnonzero(rng.random(N) < rng.choice([0.0, 0.4, 0.8])).tolist(), *range(N - W, SEEN)})
@@ -137,7 +141,7 @@ def stored(seed: int, groups: int) -> Live:
 
 
 def turned(policy: Policy, inputs: Inputs, live: Live, budget: Budget) -> Retention:
-    """The decision, from views of each set's own head."""
+    """Return the decision after a turn. The view of each set has only the keys of the set and of the set's head."""
     G, observations = len(inputs.layers[0].q) // inputs.H_kv, []
     for g, own in enumerate(live):
         at, head = divmod(g, inputs.H_kv)
@@ -159,7 +163,7 @@ def kept_of(policy: Policy, inputs: Inputs, live: Live, budget: Budget) -> Live:
 
 
 def after_records(policy: Policy, inputs: Inputs, budget: Budget) -> tuple[Live, Live, Live]:
-    """Live positions after a prompt; after a turn, as the retention and as the records have them."""
+    """Return the live positions after a prompt, and those after a turn from the retention and from the records."""
     groups = groups_of(policy, inputs)
     _, running = policies.start(policy, budget, shown(policy, inputs, [list(range(N))] * groups, N, 0))
     live = np.column_stack([running.live, np.tile(np.arange(N, SEEN), (groups, 1))])
@@ -168,7 +172,7 @@ def after_records(policy: Policy, inputs: Inputs, budget: Budget) -> tuple[Live,
 
 
 def after_reading(policy: Policy, inputs: Inputs, budget: Budget) -> tuple[Live, Live]:
-    """Live positions after a prompt and READ tokens behind it that are only read; and after a turn behind those."""
+    """Return the live positions after a prompt and READ tokens that are only read, and those after the turn."""
     groups = groups_of(policy, inputs)
     _, running = policies.start(policy, budget, shown(policy, inputs, [list(range(N))] * groups, N, 0))
     live = np.column_stack([running.live, np.tile(np.arange(N, N + READ), (groups, 1))])

@@ -1,4 +1,4 @@
-"""The vectors of policies' items on the reference."""
+"""Functions that run the reference on the vectors of the policies' items."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -41,7 +41,7 @@ Result = Mapping[str, object]
 
 
 def kept(i: Json, policy: Policy) -> Result:
-    """What the policy keeps of the inputs at B tokens."""
+    """Return the tokens that the policy keeps of the inputs, with B tokens each."""
     return {"kept": decided(policy, layers_of(i), i["B"])}
 
 
@@ -52,7 +52,7 @@ def rehearsal(i: Json) -> Result:
 
 
 def scores(i: Json) -> tuple[Scores, Any]:
-    """Heads of one layer; NaN where a token is protected."""
+    """Return the scores of the heads of one layer, with NaN for protected tokens."""
     protected = np.array(i["protected"], dtype=np.bool_)
     values = np.where(protected, np.nan, floats(i["values"]))
     return Scores(values, np.arange(values.shape[1] + 1), heads=len(values)), protected
@@ -95,7 +95,7 @@ def full_heads(i: Json) -> Result:
 
 
 def of_heads(i: Json) -> Result:
-    """Nothing of the model but its head scores is looked at."""
+    """Return the kept sets of KVzip's head scores, the only input from a model that the policy uses."""
     scores, identity = floats(i["head_scores"]), Identity("vector", np.ones(1))
     nothing = np.zeros((len(scores), 1, 2))
     taken = Calibration(identity, tuple(range(len(scores))), nothing, nothing[:, :, :1], scores)
@@ -122,7 +122,7 @@ def preferred(i: Json) -> Result:
 
 
 def pyramid(i: Json) -> Result:
-    """All tokens are one unit: budgets read their number alone."""
+    """Return the shares with all tokens as one unit, because the budgets read only the number of tokens."""
     given = Scores(np.zeros((i["L"], 1)), np.array([0, i["n"]]))
     return {"shares": Pyramid(i["W"], i["beta"])(i["B"] * i["L"], given)}
 
@@ -133,7 +133,7 @@ def observed(i: Json) -> Result:
 
 
 def turned(i: Json) -> Result:
-    """Knorm in one layer, after a turn; each head stores tokens of its own."""
+    """Return the kept sets of Knorm in one layer after a turn. Each head stores different tokens."""
     policy = replace(policies.knorm(), protection=SinkAndRecent(i["sink"], i["recent"]))
     shown = [
         Observation(i["seen"], 1, None, {0: LayerView(np.zeros((1, 1, 1)), floats([k]), None, 1.0, None)})
@@ -145,7 +145,7 @@ def turned(i: Json) -> Result:
 
 
 def read(i: Json) -> Result:
-    """H2O in one layer, behind what its heads have kept."""
+    """Return the state of H2O in one layer, after further tokens were read."""
     before = Running(np.array(i["live"], dtype=np.int64), floats(i["sums"]))
     view = LayerView(floats(i["q"]), floats(i["k"]), None, i["scaling"], None)
     shown = Observation(i["seen"], len(i["k"]), None, {0: view})
@@ -154,7 +154,7 @@ def read(i: Json) -> Result:
 
 
 def of_policy(brute: Brute, i: Json) -> Result:
-    """A policy's, at the constants of the vector."""
+    """Return the kept sets of a policy at the constants of the vector."""
     given, B, constants = from_vector(i)
     return {"kept": decided(brute.policy(given, constants), given, B)}
 

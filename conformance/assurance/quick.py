@@ -1,7 +1,8 @@
-"""`python -m conformance.assurance.quick [COMMIT]`: run the tests of what changed, by default since the last commit.
+"""Run the tests of the changed files: `python -m conformance.assurance.quick [COMMIT]`.
 
-Of a changed module these are the test modules that import it, and those with a test of an item that it implements; a
-changed test module is run itself. What takes longer than 40 seconds is left to `nox -s conformance`.
+By default, files count as changed since the last commit. A changed test module is run. For each other changed module,
+the command runs the test modules that import it, and those that test an item implemented in it. The run stops after 40
+seconds; `nox -s conformance` runs all tests.
 """
 
 import subprocess
@@ -19,10 +20,10 @@ PROFILE = ["-m", "pytest", "-q", "-x", "-n", "2", "--dist", "worksteal", "--kvsp
 
 
 def changed_files(since: str) -> set[str]:
-    """Files that differ from a commit, and new ones.
+    """Return the files that differ from a commit, and the new files.
 
     Raises:
-        SystemExit: for what is no commit.
+        SystemExit: if git does not know the commit.
     """
     found = set[str]()
     for command in (["diff", "--name-only", since, "--"], ["ls-files", "--others", "--exclude-standard"]):
@@ -34,7 +35,7 @@ def changed_files(since: str) -> set[str]:
 
 
 def is_test(path: str) -> bool:
-    """Not those that need a subject, a policy or a cache that an option names."""
+    """Return True for a test module that needs no subject, such as a policy or a cache that an option names."""
     return path.rpartition("/")[2].startswith("test_") and not path.startswith(NEED_A_SUBJECT)
 
 
@@ -44,7 +45,7 @@ def _tree() -> tuple[dict[str, Module], Trace]:
 
 
 def judging(changed: Collection[str]) -> list[str]:
-    """The test modules of changed files."""
+    """Return the test modules to run for the changed files."""
     modules, trace = _tree()
     names = {name for name, module in modules.items() if module.source in changed}
     found = {
@@ -57,7 +58,7 @@ def judging(changed: Collection[str]) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code of pytest; 0 if no test belongs to what changed, or none failed in time."""
+    """Run the tests, and return the exit code of pytest. Return 0 without tests, or if none failed in time."""
     files = judging(changed_files(arguments[0] if arguments else "HEAD"))
     print(f"quick: {len(files)} test modules", flush=True)
     try:

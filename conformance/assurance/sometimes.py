@@ -1,11 +1,12 @@
-"""What a good run of the suite must have met, sometimes: states of the decisions, each with its item.
+"""States of the decisions that a complete run of the suite must reach at least once, each with its item.
 
-A predicate reads the stage's arguments by the names that `spec.backend` gives them, `p` for its parameters, its answer
-as `found`, and what `DERIVED` makes of these. What a parameter chooses is no state: tests ask for it by name.
+A predicate reads the arguments of a stage by the names in `spec.backend`, with `p` for the parameters. It also reads
+the result as `found`, and the values that `DERIVED` computes from these. A choice of a parameter is not a state,
+because tests select it by name.
 
-Stages are called through the fixture `judged`. Where the run is whole, this plugin puts itself between and counts over
-all processes; it watches the reference alone, as other backends are given the same inputs. `nox -s conformance` loads
-it, `kvspec verify` does not.
+The tests call the stages through the fixture `judged`. In a complete run, this plugin wraps the stages and counts the
+states over all processes. It watches only the reference, because other backends get the same inputs. `nox -s
+conformance` loads the plugin, `kvspec verify` does not.
 """
 
 from collections import Counter
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 State = tuple[str, Callable[[Any], Any]]
 SMALL = 64
-"""Tokens of the longest segment whose interfaces are all looked at."""
+"""Number of tokens of the longest segment whose interfaces are all examined."""
 
 
 def _observed(c: View) -> dict[str, Any]:
@@ -37,7 +38,10 @@ def _observed(c: View) -> dict[str, Any]:
 
 
 def _cut(c: View) -> dict[str, Any]:
-    """Borders of trunks and of sentences, from 0, and the trunk of each border of sentences that is inside one."""
+    """Return the borders of trunks and of sentences, counted from 0.
+
+    Also return the trunk of each border of sentences that is inside a trunk.
+    """
     offsets = c.found.offsets - c.coattention.start
     sentences = np.unique([0, *(np.flatnonzero(c.ends) + 1), len(c.ends)])
     merged = np.searchsorted(offsets, np.setdiff1d(sentences, offsets)) - 1
@@ -47,7 +51,10 @@ def _cut(c: View) -> dict[str, Any]:
 
 
 def _apart(c: View) -> list[View]:
-    """Of each border at which nothing merged: whether both sides fit, Eq. 18, and strong edges that do not count."""
+    """Return a view of each border at which nothing was merged.
+
+    A view tells if both sides fit, has the values of Eq. 18, and tells if there are strong edges that do not count.
+    """
     edges = zip(*(column.tolist() for column in c.coattention.edges()), strict=True)
     E, tau, found = [(a - c.coattention.start, b - c.coattention.start, w) for a, b, w in edges], c.p.tau_merge, []
     committed = np.intersect1d(c.sentences, c.offsets).tolist()
@@ -75,7 +82,7 @@ def _scored(c: View) -> dict[str, Any]:
 
 
 def _evicted(c: View) -> dict[str, Any]:
-    """Unprotected trunks by rising score, and how the budget came out."""
+    """Return the unprotected trunks by ascending score, and how the budget was used."""
     n, B_prot = len(c.impact), int(c.trunks.sizes[c.protected].sum())
     alive = np.flatnonzero(~c.protected)
     order = alive[np.lexsort((alive, c.score[alive]))]
@@ -90,7 +97,7 @@ def _evicted(c: View) -> dict[str, Any]:
 
 
 def _tie_inside(c: View) -> bool:
-    """Whether a partial trunk keeps one of two members of equal impact, and drops the other."""
+    """Return True if a partial trunk keeps one of two members with equal impact, and evicts the other."""
     offsets, stays = c.trunks.offsets - c.trunks.offsets[0], np.zeros(c.n, dtype=np.bool_)
     stays[c.found.kept - c.trunks.offsets[0]] = True
     members = [slice(*offsets[g : g + 2]) for g in c.partial]
@@ -106,7 +113,7 @@ def _activated(c: View) -> dict[str, Any]:
 
 
 def _network(c: View) -> dict[str, Any]:
-    """Of each entry of W whether its ends are active, and the inactive trunks beside an active one."""
+    """Return the number of active ends of each entry of W, and the inactive trunks next to an active one."""
     row, column = np.repeat(c.active, np.diff(c.W.indptr)), c.active[c.W.indices]
     near = np.isin(np.arange(len(c.active)), c.W.indices[row]) & ~c.active
     return {"ends": row.astype(int) + column, "near": near, "before": len(c.W.weights)}
@@ -126,7 +133,7 @@ def _chosen(c: View) -> dict[str, Any]:
 
 
 def _ranked(c: View) -> dict[str, Any]:
-    """Row by row its values, share and pinned tokens, those that go, and those that stay for their value."""
+    """Return for each row its values, share, pinned tokens, evicted tokens, and tokens kept because of their value."""
     rows, kept = [], zip(c.found.offsets, c.found.offsets[1:], strict=False)
     for values, B, pinned, (a, b) in zip(c.values, c.shares, c.pinned, kept, strict=True):
         stays = np.isin(np.arange(len(values)), c.found.positions[a:b])
@@ -139,7 +146,7 @@ def _in_a_row(holds: Callable[[Any], Any]) -> State:
 
 
 def _border(c: View) -> Any:
-    """Whether a value stays, and its equal goes."""
+    """Return True if a token is kept and a token with an equal value is evicted."""
     return c.own.any() and c.goes.any() and (np.nanmin(np.append(c.s[c.own], np.inf)) == c.s[c.goes]).any()
 
 
@@ -270,33 +277,33 @@ REFUSALS = {
     "crystal.coattention": ("CC-COATTENTION", ("q", "k", "lse")), "breath.inverse_key_norms": ("CC-KEY-NORM", ("k",)),
     "diversity.diverse": ("DV-GREEDY", ("lam", "k", "V")), "nestedkv.anomaly_score": ("NK-SCORE", ("k",)),
 }
-"""The stages that are called without a door, and the arguments that they refuse (spec/implementing.md)."""
+"""Arguments that stages reject with an error, for stages that are called directly (spec/implementing.md)."""
 
 SUITE = ROOT / "conformance" / "suite"
 ENOUGH = 100
-"""A process looks for a state until it has met it so often."""
+"""Number of times after which a process stops looking for a state."""
 LEAVE_OUT = ("keyword", "markexpr", "deselect", "lf", "stepwise", "maxfail", "collectonly")
-"""Options with which pytest runs a part of what it was given."""
+"""Options with which pytest runs only some of the given tests."""
 
 _met = pytest.StashKey[Counter[str]]()
 
 
 def whole(config: pytest.Config, collected: Iterable[Path]) -> bool:
-    """Whether the reference is judged by all tests of the suite, with all examples."""
+    """Return True if all tests of the suite test the reference with all examples."""
     part = any(getattr(config.option, name, None) for name in LEAVE_OUT) or any("::" in word for word in config.args)
     every = set(SUITE.glob("test_*.py")) <= set(collected)
     return every and not part and subject_of(config) == "numpy" and profile_of(config) != "few"
 
 
 def expected() -> dict[str, str]:
-    """All states, refusals among them, each with its item."""
+    """Return all states, including errors, each with its item."""
     states = {f"{stage}: {state}": item for stage, rows in STATES.items() for state, (item, _) in rows.items()}
     refused = {f"{stage}: {name} is refused": item for stage, (item, names) in REFUSALS.items() for name in names}
     return states | refused
 
 
 def watched(backend: "Backend", met: Counter[str]) -> "Backend":
-    """The same backend, with what its calls meet counted."""
+    """Return the backend with stages that count the states of their calls."""
     from conformance.engine.ops import stages
     from spec.backend import FAMILIES
 
@@ -335,7 +342,7 @@ def _stage(stage: Callable[..., Any], op: str, met: Counter[str]) -> Callable[..
 
 @pytest.fixture(scope="session")
 def judged(judged: "Backend", request: pytest.FixtureRequest) -> "Backend":
-    """What is judged, and in a whole run watched."""
+    """Return the backend under test. In a complete run, its calls are counted."""
     if not whole(request.config, {item.path for item in request.session.items}):
         return judged
     return watched(judged, request.config.stash.setdefault(_met, Counter()))
@@ -343,7 +350,7 @@ def judged(judged: "Backend", request: pytest.FixtureRequest) -> "Backend":
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Add what a worker of xdist has met."""
+    """Add the counts of an xdist worker."""
     theirs = getattr(node, "workeroutput", {}).get("kvspec_met")
     if theirs is not None:
         node.config.stash.setdefault(_met, Counter()).update(theirs)
@@ -351,7 +358,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker hands its counts over; a whole run in which a state was never met fails."""
+    """Pass the counts of a worker on. Fail a complete run that did not reach all states."""
     met = session.config.stash.get(_met, None)
     if met is None:
         return
@@ -362,7 +369,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """How many states were met, which least often, and which never, with its item."""
+    """Print how many states were reached, the least frequent ones, and those not reached with their items."""
     met = config.stash.get(_met, None)
     if met is not None:
         items = expected()

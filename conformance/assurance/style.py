@@ -1,7 +1,7 @@
-"""Rules for the sentences that users read, and the sentences that break one: `python -m conformance.assurance.style`.
+"""Check the sentences that users read against rules of plain English: `python -m conformance.assurance.style`.
 
-The rules are checks of proselint about what a reader of plain technical English has to read twice. The exit code is 1
-if a sentence of pages, help, docstrings or errors breaks one.
+The rules are proselint checks for sentences that a reader of technical English must read twice. They apply to pages,
+help texts, docstrings and error messages. The exit code is 1 if a sentence breaks a rule.
 """
 
 import argparse
@@ -31,20 +31,20 @@ from conformance.verify.request import parser as verify
 from models_integration.cli.app import app
 
 LONGEST = 25
-"""Words of a sentence."""
+"""Maximum number of words in a sentence."""
 MARK = "X"
-"""A word that replaces code in a sentence, and may begin it."""
+"""Word that replaces code in a sentence. A sentence may begin with it."""
 
 _ENDS = re.compile(r"(?<!e\.g\.)(?<!i\.e\.)(?<!cf\.)(?<=[.!?])[\"')]*\s+(?=[A-Z0-9\"'(])")
 _WORD = re.compile(r"[^\s–—]*\w[^\s–—]*")
 _PAUSE = re.compile(r"[:;](?=\s)")
 _HEADLESS = re.compile(r"(What|Who|Whoever|Whatever|Which|That which)\b")
-# Behind a noun of place, "where" is the right word.
+# After these nouns, "where" refers to a place and is correct.
 _PLACE = r"(?<!place )(?<!places )(?<!position )(?<!positions )(?<!folder )(?<!line )"
 
 
 class Passage(NamedTuple):
-    """Text without markup, and its first line in a file: a paragraph, a cell, a heading, the help of an option."""
+    """Text without markup, and its first line in a file: a paragraph, a cell, a heading, or the help of an option."""
 
     source: str
     line: int
@@ -52,7 +52,7 @@ class Passage(NamedTuple):
 
 
 class Offence(NamedTuple):
-    """A rule that a passage breaks."""
+    """Rule that a passage breaks."""
 
     source: str
     line: int
@@ -64,11 +64,11 @@ class Offence(NamedTuple):
 
 
 def offences(passages: Iterable[Passage]) -> Iterator[Offence]:
-    """Each rule that is broken, with the line; words in quotation marks break none."""
+    """Yield each broken rule with its line. Words in quotation marks are ignored."""
     for passage in filter(lambda one: one.text.strip(), passages):
         for found in LintFile(passage.source, passage.text).lint({"max_errors": 1000, "checks": {"kvspec": True}}):
             path, message = found.check_result.check_path, found.check_result.message
-            line = passage.line + found.pos[0] - 1  # proselint puts a line before the text
+            line = passage.line + found.pos[0] - 1  # proselint inserts a line before the text
             yield Offence(passage.source, line, path.partition(".")[2], message)
 
 
@@ -137,12 +137,12 @@ _LISTS = (DocstringSectionKind.parameters, DocstringSectionKind.raises, Docstrin
 
 
 def of_page(path: Path) -> Iterator[Passage]:
-    """A Markdown file without its code."""
+    """Yield the passages of a Markdown file, without its code."""
     return of_markdown(path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix(), 1)
 
 
 def of_markdown(text: str, source: str, first: int) -> Iterator[Passage]:
-    """Paragraphs, headings, cells and items of lists, whose text begins on a line of a file."""
+    """Yield the paragraphs, headings, cells and list items of a text that begins on line `first` of a file."""
     for token in _MARKDOWN.parse(text):
         if token.type == "inline" and token.map is not None:
             yield Passage(source, first + token.map[0], "".join(map(_words, token.children or ())))
@@ -155,7 +155,7 @@ def _words(token: Token) -> str:
 
 
 def of_docstrings(package: str) -> Iterator[Passage]:
-    """Docstrings of the names that a package exports, and of their public members; each at its first line."""
+    """Yield the docstrings of a package's exported names and their public members, each with its first line."""
     loader = GriffeLoader(search_paths=[ROOT])
     for behind in ("spec", "reference", "models_integration", "conformance"):
         loader.load(behind)
@@ -186,7 +186,7 @@ def _of_docstring(docstring: Docstring, source: str) -> Iterator[Passage]:
 
 
 def of_help(command: Any) -> Iterator[Passage]:
-    """What `--help` of a command of typer, and of its subcommands, prints; at the line of its function."""
+    """Yield the `--help` texts of a typer command and its subcommands, with the line of the command's function."""
     function = inspect.unwrap(command.callback) if command.callback else None
     source, line = ("models_integration/cli", 1) if function is None else _place(function)
     for text in (command.help, *(getattr(one, "help", None) for one in command.params)):
@@ -196,7 +196,7 @@ def of_help(command: Any) -> Iterator[Passage]:
 
 
 def of_options(parser: ArgumentParser, function: Any) -> Iterator[Passage]:
-    """The same of argparse, at the line of the function that makes the parser."""
+    """Yield the help texts of an argparse parser, with the line of the function that makes the parser."""
     source, line = _place(function)
     for text in (parser.description, *(action.help for action in parser._actions)):
         yield from of_markdown(text or "", source, line)
@@ -208,7 +208,10 @@ def _place(function: Any) -> tuple[str, int]:
 
 
 def of_errors(path: Path) -> Iterator[Passage]:
-    """The third argument of each SpecError of a module, or the assignments to its name; values replaced."""
+    """Yield the third argument of each SpecError of a module, with values replaced.
+
+    If the argument is a name, yield the texts that are assigned to this name.
+    """
     nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
     bounds = [node.args[2] for node in nodes if isinstance(node, ast.Call) and len(node.args) == 3
               and getattr(node.func, "id", "") == "SpecError"]
@@ -243,12 +246,12 @@ GROUPS = {
 
 
 def found_in(group: str) -> list[Offence]:
-    """The offences of a group, each once."""
+    """Return the offences of a group, without duplicates."""
     return list(dict.fromkeys(offences(GROUPS[group]())))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print offences and a table of their number; 1 if there is one."""
+    """Print the offences and their number for each group. Return 1 if there is an offence."""
     argparse.ArgumentParser(prog="conformance.assurance.style", description=__doc__).parse_args(arguments)
     failed = False
     for group in GROUPS:

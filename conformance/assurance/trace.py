@@ -1,12 +1,18 @@
-"""Items, functions and tests, held together: `python -m conformance.assurance.trace` prints the matrix, fails on a gap.
+"""Check that every spec item is implemented, tested and mutated: `python -m conformance.assurance.trace`.
 
-An item is a heading `### CC-NAME` in spec/*.md. Its normative text is everything up to `**Rationale**`; spec/items.lock
-holds a hash of it. A function names its items in its docstring (`Implements: CC-NAME`), a test in its marker
-(`@pytest.mark.spec("CC-NAME")`), a vector in its `items`, a mutant in its row, a theorem of Coq by how its
-name begins (`CC_NAME_balance`). An item needs a function in
-the reference and, if spec/implementing.md has it in a stage, in each backend that is there; a test, a vector and two
-mutants.
-`--accept CC-NAME` or `--accept all` takes over a text that was read again.
+The command prints a matrix of the items, and returns 1 if something is missing.
+
+An item is a heading `### CC-NAME` in spec/*.md. Its normative text is everything up to `**Rationale**`. spec/items.lock
+contains a hash of this text. The items are named in these places:
+
+- The docstring of a function names its items (`Implements: CC-NAME`).
+- A test names its items in its marker (`@pytest.mark.spec("CC-NAME")`).
+- A vector has the field `items`, and a mutant has the field `item` in its row.
+- The name of a Coq theorem begins with the item (`CC_NAME_balance`).
+
+An item needs a function in the reference, a test, a vector and two mutants. If spec/implementing.md lists the item for
+a stage, each backend in the tree needs a function too. After you have read a changed text again, update its hash with
+`--accept CC-NAME` or `--accept all`.
 """
 
 import argparse
@@ -30,17 +36,17 @@ TRUSTED = ("spec", "reference")
 BACKENDS = ("accelerated/numba_cpu", "accelerated/triton_gpu")
 LOCK, STAGES = Path("spec", "items.lock"), Path("spec", "implementing.md")
 THEOREMS = Path("conformance", "assurance", "proofs", "coq", "proofs")
-MUTANTS = 2  # of each item, at least
+MUTANTS = 2  # minimum for each item
 
-# Stages that a device backend takes from the host: their data is a few thousand trunks, tokens or scores.
-# accelerated/triton_gpu/backend.py has the reasons.
+# Stages that a device backend runs on the host: their inputs are only a few thousand trunks, tokens or scores.
+# accelerated/triton_gpu/backend.py explains this.
 ON_HOST = {
     "impact", "trunks", "graph", "score", "dissolve", "decay", "activation", "resonance", "hebbian", "segment_graph",
     "segment_crystallization", "diverse", "best_tokens",
 }
 DEVICES = ("accelerated/triton_gpu",)
 TORCH = "accelerated/torch_device"
-"""Plain torch: Triton takes its stages of policies, and it has twins of scores, which no other backend must have."""
+"""Folder of plain torch code. Triton uses its stages of policies. Its score functions are not required of a backend."""
 
 _ID = re.compile(r"[A-Z]{2}(-[A-Z0-9]+)+")
 _MARKED = re.compile(r"(?:pytest\.mark\.spec|Brute|Case)\(")
@@ -52,7 +58,7 @@ Documented: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | 
 
 @dataclass(frozen=True)
 class Trace:
-    """One reading of a tree: item hashes, the lock, and where each id is implemented and tested."""
+    """Contents of a tree: hashes of items, the lock, and the places that implement, test, show or mutate each item."""
 
     items: dict[str, str]
     lock: dict[str, str]
@@ -67,7 +73,7 @@ class Trace:
     on_device: frozenset[str] = frozenset()
 
     def problems(self) -> list[str]:
-        """Every reason to fail, one line each, by id."""
+        """Return all problems, one line each, sorted by item."""
         found = [f"{name}: defined twice" for name in self.repeated]
         for name, digest in self.items.items():
             if not any(place.startswith(TRUSTED) for place in self.functions.get(name, [])):
@@ -94,14 +100,17 @@ class Trace:
         return sorted(found)
 
     def lacks(self, name: str, backend: str) -> bool:
-        """Whether a backend has no function for an item that is a stage's."""
+        """Return True if a stage uses the item, but the backend has no function that implements it."""
         if name not in (self.on_device if backend in DEVICES else self.served):
             return False
         homes = (backend, TORCH) if backend in DEVICES else (backend,)
         return not any(place.startswith(homes) for place in self.functions.get(name, []))
 
     def matrix(self) -> str:
-        """A row per item: id, hash, then how many functions, tests, vectors, mutants and theorems of Coq it has."""
+        """Return a table with one row for each item.
+
+        A row has the item, the hash, and the numbers of functions, tests, vectors, mutants and Coq theorems.
+        """
         width = max(map(len, self.items), default=4)
         tops = (*TRUSTED, *self.backends)
         columns = [Path(top).name for top in tops] + ["tests", "vectors", "mutants", "theorems"]
@@ -119,19 +128,22 @@ class Trace:
 
 
 def stage_items(page: str, left_out: Collection[str] = ()) -> frozenset[str]:
-    """The items of the stages, from the table of spec/implementing.md: every backend that has a family serves them."""
+    """Return the items of all stages but the `left_out` ones, from the table of spec/implementing.md.
+
+    A backend that implements a family of stages must implement these items.
+    """
     rows = re.findall(r"^\| \w+ \| `(\w+)` \| ([A-Z].*) \|$", page, re.MULTILINE)
     return frozenset(name for stage, row in rows if stage not in left_out for name in row.split(", "))
 
 
 def normative_hash(text: str) -> str:
-    """12 hex digits of the sha256 of the text before `**Rationale**`, with every run of whitespace as one space."""
+    """Return 12 hex digits of the sha256 of the text before `**Rationale**`. Runs of whitespace count as one space."""
     normative = " ".join(text.partition("**Rationale**")[0].split())
     return hashlib.sha256(normative.encode()).hexdigest()[:12]
 
 
 def implementing(source: str) -> Iterator[tuple[str, Documented]]:
-    """Each id of each `Implements:` line in a docstring, and what bears that docstring."""
+    """Yield each id of the `Implements:` lines in docstrings, and the node that has this docstring."""
     for node in ast.walk(ast.parse(source)) if "Implements:" in source else ():
         if isinstance(node, Documented):
             for line in _IMPLEMENTS.findall(ast.get_docstring(node) or ""):
@@ -140,15 +152,15 @@ def implementing(source: str) -> Iterator[tuple[str, Documented]]:
 
 
 def implementations(source: str) -> Iterator[tuple[str, str]]:
-    """Id and function (or class, or module) name of each `Implements:` line in a docstring."""
+    """Yield each id of the `Implements:` lines, and the name of the function, class or module."""
     for name, node in implementing(source):
         yield name, getattr(node, "name", "<module>")
 
 
 def markers(source: str) -> Iterator[tuple[str, int]]:
-    """Each literal id of each `pytest.mark.spec("...", ...)` and its line.
+    """Yield each literal id of `pytest.mark.spec("...", ...)`, and the line of the call.
 
-    `Brute("...", ...)` and `Case("...", ...)` are rows of common tests.
+    The calls `Brute("...", ...)` and `Case("...", ...)` make rows of tables of tests, so their ids count too.
     """
     for node in ast.walk(ast.parse(source)) if _MARKED.search(source) else ():
         if isinstance(node, ast.Call) and _MARKED.fullmatch(f"{ast.unparse(node.func)}("):
@@ -158,14 +170,14 @@ def markers(source: str) -> Iterator[tuple[str, int]]:
 
 
 def mutated(text: str) -> Iterator[tuple[str, str]]:
-    """Item and name of each mutant of a file of rows that is wrong on small inputs too."""
+    """Yield the item and the name of each mutant in a file of rows, without those that differ only above a size."""
     for row in tomllib.loads(text).get("mutant", []):
         if not row.get("beyond"):
             yield row["item"], row["name"]
 
 
 def vector_items(text: str) -> Iterator[tuple[str, str]]:
-    """Item and tcId of each vector of a file."""
+    """Yield the item and the tcId of each vector in a file."""
     for group in json.loads(text).get("testGroups", []):
         for test in group["tests"]:
             for name in test["items"]:
@@ -173,7 +185,7 @@ def vector_items(text: str) -> Iterator[tuple[str, str]]:
 
 
 def read_lock(text: str) -> dict[str, str]:
-    """Hash by id; one `id hash` per line."""
+    """Return the hashes by id. Each line of the lock is `id hash`."""
     return dict(line.split() for line in text.splitlines() if line.strip())
 
 
@@ -203,7 +215,7 @@ def read_tree(root: Path) -> Trace:
 
 
 def _places(root: Path, files: Iterable[Path], read: Callable[[str], Iterable[tuple[str, object]]]) -> Places:
-    """Where the texts of files have each id, as `file:place`."""
+    """Return the places of each id in the files, as `file:place`."""
     found: Places = {}
     for path in sorted(files):
         for name, place in read(path.read_text(encoding="utf-8")):
@@ -212,7 +224,7 @@ def _places(root: Path, files: Iterable[Path], read: Callable[[str], Iterable[tu
 
 
 def accept(root: Path, wanted: list[str]) -> list[str]:
-    """Take over the present text of the wanted ids ("all": of every id) into the lock; say what changed.
+    """Write the hashes of the current texts of the wanted ids ("all": all ids) to the lock, and return the changes.
 
     Raises:
         KeyError: for an id that is neither an item nor in the lock.
@@ -235,7 +247,7 @@ def accept(root: Path, wanted: list[str]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None, root: Path | None = None) -> int:
-    """Print the matrix and the problems (exit 1 if there is one), or accept texts."""
+    """Print the matrix and the problems, or accept texts. Return 1 if there is a problem."""
     parser = argparse.ArgumentParser(prog="conformance.assurance.trace", description=__doc__)
     parser.add_argument("--accept", nargs="+", metavar="ID", help="ids whose new text was read, or 'all'")
     wanted = parser.parse_args(arguments).accept

@@ -1,4 +1,4 @@
-"""Whose cache is judged, on which models; without one there is nothing to collect."""
+"""Fixtures of the cache under test and of the models. Without --kvspec-cache, pytest collects no tests."""
 
 from collections.abc import Callable
 from functools import cache
@@ -8,25 +8,25 @@ from typing import Any
 import pytest
 
 _given = pytest.StashKey[dict[str, str]]()
-"""The folder of --kvspec-model by its family, or nothing."""
+"""Folder of --kvspec-model, by the family of the model. Empty without this option."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """What every test here is about must be given."""
+    """Collect nothing without --kvspec-cache."""
     return True if config.getoption("--kvspec-cache") is None else None
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Find the model, before anything is collected."""
+    """Find the model before pytest collects tests."""
     name = config.getoption("--kvspec-model")
     config.stash[_given] = {} if name is None else found_model(name)
 
 
 def found_model(name: str) -> dict[str, str]:
-    """The folder of a model by its family.
+    """Return the folder of a model, by the family of the model.
 
     Raises:
-        pytest.UsageError: for one that is not on this machine.
+        pytest.UsageError: if the model is not on this machine.
     """
     from transformers import AutoConfig
 
@@ -44,7 +44,10 @@ def found_model(name: str) -> dict[str, str]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Each family with each kind of kept sets; where nothing is evicted, that is about all rows of the family."""
+    """Parametrize tests by family and kind of kept sets.
+
+    A case without eviction has a mark for all rows of the family.
+    """
     from conformance.cache_suite.judge import ABILITIES, KINDS, TINY, WHOLE
 
     families = list(metafunc.config.stash[_given] or TINY)
@@ -68,7 +71,7 @@ def _about(family: str, kinds: list[str], *values: str) -> Any:
 
 @pytest.fixture(scope="session")
 def run(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """The function of --kvspec-cache."""
+    """Return the function of --kvspec-cache."""
     from spec.plugins import find_plugin
 
     found = find_plugin("cache", request.config.getoption("--kvspec-cache"), "kvspec.caches").value
@@ -78,7 +81,7 @@ def run(request: pytest.FixtureRequest) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def folder_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """The model of a family: the one of --kvspec-model, else a tiny one."""
+    """Return a function that maps a family to the folder of --kvspec-model, or else of a tiny model."""
     from conformance.cache_suite.judge import save_tiny
 
     given = request.config.stash[_given]
@@ -87,17 +90,17 @@ def folder_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture
 def folder(folder_of: Callable[[str], str], family: str) -> str:
-    """Of the model."""
+    """Return the folder of the model."""
     return folder_of(family)
 
 
 @pytest.fixture(scope="session")
 def renumbered(request: pytest.FixtureRequest) -> bool:
-    """Whether the cache declares that it renumbers what it keeps."""
+    """Return True if the cache declares that it renumbers the kept tokens."""
     return bool(request.config.getoption("--kvspec-positions") == "renumbered")
 
 
 @pytest.fixture(scope="session")
 def seed(request: pytest.FixtureRequest) -> int:
-    """Of what is drawn: --hypothesis-seed, which `kvspec verify --seed` sets."""
+    """Return the random seed of all drawn inputs: --hypothesis-seed, which `kvspec verify --seed` sets."""
     return int(request.config.getoption("--hypothesis-seed", None) or 0)

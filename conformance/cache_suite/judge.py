@@ -1,4 +1,4 @@
-"""What an engine is given, and what it must say: drawn kept sets, and the same model with the others masked."""
+"""Inputs and expected log-probabilities of a cache or an engine: random kept sets, and the masked model."""
 
 import copy
 import inspect
@@ -28,22 +28,22 @@ from conformance.checks.refusals import boundary
 from conformance.tolerances import MASKED_LOGITS, MASKED_VISIBLE
 
 PROMPT = 40
-"""Tokens of a prompt: enough for sets that differ, few enough to look at; `LENGTHS` has others."""
+"""Default number of tokens of a prompt: enough for different kept sets, and few enough to print."""
 LENGTHS = (2, 65, 130, 600)
-"""The shortest prompt that a door takes, and more tokens than a block of 64, of 128 and of 512 holds."""
+"""Numbers of tokens of prompts: the shortest prompt, and more tokens than blocks of 64, 128 and 512."""
 BLOCKS = (16, 64, 128, 512)
-"""Lengths of whole blocks, pages and tiles."""
+"""Numbers of tokens that fill blocks, pages and tiles."""
 LONG = 2_050
-"""More tokens than 2 048."""
+"""Number of tokens of a long prompt, above 2 048."""
 LONGER = 4_100
-"""More tokens than 4 096, for one model: attention takes four times as long."""
+"""Number of tokens of a longer prompt, above 4 096. Only one model reads it: attention takes four times longer."""
 TRIALS = 8
-"""Kept sets that are drawn until what is evicted can be seen."""
+"""Largest number of kept sets that are drawn until the eviction changes the log-probabilities visibly."""
 WHOLE = "nothing is evicted"
 Kept = dict[int, list[list[int]]]
 """Kept positions, ascending, by full-attention layer and KV head."""
 Run = Callable[..., Any]
-"""run(prompt_ids, kept, next_ids, model), with the parameters of what it offers beyond that."""
+"""run(prompt_ids, kept, next_ids, model), with additional parameters for the abilities in `ABILITIES`."""
 
 
 _SIZES: dict[str, Any] = {
@@ -66,12 +66,16 @@ TINY: Mapping[str, Callable[[], PreTrainedConfig]] = {
         "layer_types": ["sliding_attention", "full_attention", "full_attention"],
     }),
 }
-"""By family: grouped queries; eight wide heads of normed keys; own keys of each head, partly rotated; one KV head for
-seven queries, five layers and token ids above 2^16; sliding layers."""
+"""Configurations of tiny models, by family.
+
+"llama" has grouped queries. "qwen3" has eight wide KV heads and normalised keys. "gpt_neox" has separate keys for each
+query head, which are partly rotated. "gemma" has one KV head for seven query heads, five layers and token ids above
+2^16. "gemma3_text" has sliding layers.
+"""
 
 
 def save_tiny(family: str, folder: Path) -> Path:
-    """A model of about a million random parameters, of head width 64, which engines have kernels for."""
+    """Save a small model with random parameters. Engines have kernels for its head dimension. Return the folder."""
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(TINY[family]())  # type: ignore[no-untyped-call]
     model.save_pretrained(folder)
@@ -88,7 +92,7 @@ def _loaded(folder: str) -> PreTrainedModel:
 
 @cache
 def _unknown_rotation(folder: str) -> str:
-    """Why positions cannot be renumbered in this model; nothing where they can."""
+    """Return the reason why positions of this model cannot be renumbered, or an empty string if they can."""
     try:
         check_rotation(_loaded(folder))
     except UnknownRotation as error:
@@ -118,7 +122,10 @@ def _by_layer(rng: np.random.Generator, heads: Mapping[int, int], n: int) -> Kep
 
 
 def _any_length(rng: np.random.Generator, heads: Mapping[int, int], n: int) -> Kept:
-    """The heads of a layer store none, all, one and any other number of tokens, in another order in each layer."""
+    """Return kept sets of different sizes for the heads of a layer: no token, all, one, and random numbers.
+
+    The order of the sizes differs by layer.
+    """
     found: Kept = {}
     for at, (layer, count) in enumerate(heads.items()):
         sizes = [0, n, 1, *rng.integers(2, max(3, n), count).tolist()]
@@ -128,7 +135,7 @@ def _any_length(rng: np.random.Generator, heads: Mapping[int, int], n: int) -> K
 
 
 def _older(rng: np.random.Generator, heads: Mapping[int, int], n: int) -> Kept:
-    """Nobody can tell from what is kept how many tokens were read."""
+    """Return kept sets without the newest tokens, so that they do not show how many tokens were read."""
     older = max(1, n - 5)
     return {layer: [_set(rng, older, _half(older)) for _ in range(count)] for layer, count in heads.items()}
 
@@ -138,7 +145,7 @@ def _nearly_all(n: int) -> int:
 
 
 def _layers(*sizes: Callable[[int], int]) -> Callable[[np.random.Generator, Mapping[int, int], int], Kept]:
-    """Layers take turns in how many tokens each of their heads keeps."""
+    """Return a function that draws kept sets whose sizes alternate by layer."""
     def made(rng: np.random.Generator, heads: Mapping[int, int], n: int) -> Kept:
         return {
             layer: [_set(rng, n, sizes[at % len(sizes)](n)) for _ in range(count)]
@@ -159,12 +166,12 @@ KINDS: Mapping[str, Callable[[np.random.Generator, Mapping[int, int], int], Kept
     "all of the first layer and few of the next": _layers(lambda n: n, lambda n: max(1, n // 8)),
     "nothing of the first layer and half of the next": _layers(lambda n: 0, _half),
 }
-"""How kept sets may differ: by layer, by KV head, in length; and nearly all, all or nothing of a layer."""
+"""Functions that draw kept sets, by kind. A function gets a generator, KV heads by layer, and the prompt length."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt, what is kept of it, the tokens behind it; and their log-probabilities, with and without the masks."""
+    """Prompt, kept sets, following tokens, and their log-probabilities with masks (`expected`) and without masks."""
 
     prompt: list[int]
     kept: Kept
@@ -174,7 +181,7 @@ class Case:
 
 
 def _case(folder: str, kind: str, new: int, seed: int, renumbered: bool, length: int, again: int) -> Case:
-    """The prompt and the tokens behind it are the same for every kind, and when they are read again."""
+    """Return a case. The prompt and the following tokens do not depend on `kind` and `again`."""
     model, rng = _loaded(folder), np.random.default_rng([seed, new, length])
     config = model.config.get_text_config(decoder=True)
     length = min(length, config.max_position_embeddings - new)
@@ -198,12 +205,20 @@ def check(
     run: Run, folder: str, kind: str, new: int, seed: int = 0, renumbered: bool = False, length: int = PROMPT,
     again: int = 0,
 ) -> None:
-    """One prompt of `length` tokens, its kept sets, and `new` tokens behind it, at the text's positions or renumbered.
+    """Check the log-probabilities of `new` tokens after a prompt of `length` tokens is evicted.
 
-    The same prompt has other kept sets when it is read `again`.
+    Args:
+        run: function under test.
+        folder: folder of the model.
+        kind: kind of kept sets, in `KINDS`.
+        new: number of tokens that follow the prompt.
+        seed: random seed.
+        renumbered: True if the cache renumbers kept tokens, False if they keep the positions of the text.
+        length: number of tokens of the prompt.
+        again: number that changes the kept sets, but not the prompt.
 
     Raises:
-        AssertionError: where the engine says something else than the masked model.
+        AssertionError: if the log-probabilities differ from those of the masked model.
     """
     case = _visible_case(folder, kind, new, seed, renumbered, length, again)
     try:
@@ -214,7 +229,7 @@ def check(
 
 
 def check_first_served(run: Run, folder: str, kinds: Sequence[str], *given: Any) -> None:
-    """The first of these kinds that the engine serves."""
+    """Check the first of these kinds that the engine supports."""
     for kind in kinds:
         try:
             check(run, folder, kind, *given)
@@ -225,7 +240,7 @@ def check_first_served(run: Run, folder: str, kinds: Sequence[str], *given: Any)
 
 
 def _visible_case(folder: str, kind: str, new: int, seed: int, renumbered: bool, length: int, again: int) -> Case:
-    """A case that tells a wrong cache from a right one; without one the test is skipped."""
+    """Return a case in which masking changes the log-probabilities visibly. If there is none, skip the test."""
     if renumbered and (unknown := _unknown_rotation(folder)):
         pytest.skip(f"{kind}: {unknown}")
     case = _case(folder, kind, new, seed, renumbered, length, again)
@@ -240,10 +255,10 @@ def _call(run: Run, *given: Any, **offered: Any) -> Tensor:
 
 
 def compare(case: Case, found: Tensor, kind: str, folder: str, renumbered: bool) -> None:
-    """The logits of a case as they should be.
+    """Check that log-probabilities equal the expected ones of a case.
 
     Raises:
-        AssertionError: otherwise; with the first step that differs, and the first layer and head where it can be told.
+        AssertionError: if they differ. The message has the first step that differs, and if known the layer and head.
     """
     assert found.shape == case.expected.shape, f"logits are {tuple(found.shape)}, not (new tokens, vocabulary)"
     said = _log(found)
@@ -259,9 +274,9 @@ def compare(case: Case, found: Tensor, kind: str, folder: str, renumbered: bool)
 
 
 def site(case: Case, found: Tensor, folder: str, renumbered: bool) -> str:
-    """The first layer and head of a mistake that explains what was found, in words; nothing where none of these does.
+    """Return a description of the first mistake in kept sets that explains the log-probabilities, or an empty string.
 
-    Only on short prompts: each try reads the prompt again.
+    Mistakes are tried only for short prompts, because each try reads the prompt again.
     """
     if len(case.prompt) > PROMPT:
         return ""
@@ -272,7 +287,7 @@ def site(case: Case, found: Tensor, folder: str, renumbered: bool) -> str:
 
 
 def _mistakes(kept: Kept, n: int) -> Iterator[tuple[str, Kept]]:
-    """Kept sets with a mistake at one layer, or from one layer on, and at one head."""
+    """Yield mistakes as a description and the wrong kept sets: at one head, at one layer, or from a layer on."""
     whole, layers = list(range(n)), list(kept)
     for at, layer in enumerate(layers):
         sets = kept[layer]
@@ -290,7 +305,7 @@ def _mistakes(kept: Kept, n: int) -> Iterator[tuple[str, Kept]]:
 
 
 def _masked(folder: str, case: Case, kept: Kept, renumbered: bool) -> Tensor:
-    """Log-probabilities of the next tokens of a case where other sets are kept."""
+    """Return the log-probabilities of the following tokens of a case if the model keeps `kept` instead."""
     masked = Masked(_loaded(folder), renumbered)
     masked.read(torch.tensor([case.prompt]), last=1)
     masked.keep(list(kept.values()))
@@ -298,7 +313,7 @@ def _masked(folder: str, case: Case, kept: Kept, renumbered: bool) -> Tensor:
 
 
 def _example(case: Case, found: Tensor) -> str:
-    """The first step that differs, where it is farthest off, and what was to be kept."""
+    """Return a text with the first token that differs, the id with the largest difference, and a layer's kept sets."""
     off = (found - case.expected).abs().amax(dim=1) / case.expected.abs().max()
     token = int((~(off <= MASKED_LOGITS)).int().argmax())
     word = int((found[token] - case.expected[token]).abs().argmax())
@@ -311,18 +326,18 @@ def _example(case: Case, found: Tensor) -> str:
 
 BATCH, PADDED, SAVED = "a batch", "left padding", "save and load"
 ABILITIES: Mapping[str, Sequence[str]] = {BATCH: ["batch"], PADDED: ["batch"], SAVED: ["save_to", "load_from"]}
-"""What a cache may offer, by the parameters with which its function says that it does."""
+"""Abilities that a cache may have, with the parameters of its function that declare the ability."""
 ROWS: Mapping[str, Sequence[int]] = {BATCH: (PROMPT, PROMPT, PROMPT), PADDED: (PROMPT, 7, 64)}
-"""Tokens of the prompts of a batch."""
+"""Numbers of tokens of the prompts of a batch, by ability."""
 
 
 def check_ability(
     run: Run, folder: str, ability: str, place: Path, seed: int = 0, renumbered: bool = False,
 ) -> None:
-    """A batch, whose rows keep other sets, or a cache that is saved to a file in `place` and read again.
+    """Check a batch whose rows keep different sets, or a cache that is saved to a file in `place` and loaded.
 
     Raises:
-        AssertionError: where the engine says something else than the masked model, for each row by itself.
+        AssertionError: if the log-probabilities of a row differ from those of the masked model.
     """
     names = inspect.signature(run).parameters
     if missing := [name for name in ABILITIES[ability] if name not in names]:
@@ -351,7 +366,7 @@ def _check_batch(run: Run, folder: str, cases: Sequence[Case], ability: str, ren
 
 
 def _check_saved(run: Run, folder: str, case: Case, path: Path, renumbered: bool) -> None:
-    """What is read from the file goes on with other tokens than before: the file holds the prompt alone."""
+    """Check a saved cache. The loaded cache reads different tokens, because the file contains only the prompt."""
     said = _call(run, case.prompt, copy.deepcopy(case.kept), case.following, folder, save_to=str(path))
     compare(case, said, "a cache that was saved", folder, renumbered)
     assert path.exists(), f"there is no file {path.name} after save_to"
@@ -363,11 +378,11 @@ def _check_saved(run: Run, folder: str, case: Case, path: Path, renumbered: bool
 
 
 def _log(logits: Tensor) -> Tensor:
-    """Log-probabilities, of themselves as well as of logits."""
+    """Return the log-probabilities of logits. Log-probabilities are not changed."""
     return logits.to(torch.float64).log_softmax(dim=-1)
 
 
 def _apart(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, by the largest expected value; NaN is as far as can be."""
+    """Return the largest difference, relative to the largest expected value. NaN counts as infinite."""
     worst = float((found - expected).abs().max() / expected.abs().max())
     return worst if worst == worst else float("inf")

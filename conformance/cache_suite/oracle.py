@@ -1,8 +1,8 @@
-"""The oracle: the full cache of transformers, whose evicted tokens are masked where attention is called.
+"""Oracle of eviction: a model with a full cache of transformers, whose attention masks the evicted tokens.
 
-It shares no code with what is judged: a copy of the model reads into a plain DynamicCache, and an attention function
-of the oracle's own puts a mask by layer and KV head upon the model's, whatever family it is. For caches that renumber,
-it also turns queries and keys to the positions that they have there.
+The oracle shares no code with the cache under test. A copy of the model writes to a plain DynamicCache. The attention
+function of the oracle adds a mask by layer and KV head to the mask of the model, for any family. For caches that
+renumber, the attention function also rotates queries and keys to their renumbered positions.
 """
 
 import copy
@@ -22,24 +22,28 @@ __all__ = ["Masked", "UnknownRotation", "check_rotation", "frequencies", "full_l
 Sets = Sequence[Sequence[Sequence[int]]]
 """Visible positions by full-attention layer, one set or one for each KV head."""
 
-# What each attention module of a copy may see, (sets, seen); and how often it was asked in this forward.
+# Visible positions of each attention module of a copy, (sets, seen).
 _VISIBLE: dict[nn.Module, Tensor] = {}
-# The frequencies of each such module that renumbers: kept tokens are at 0, 1, ... there, and the next ones behind.
+# Rotary frequencies of each module that renumbers: kept tokens have the positions 0, 1, ..., followed by new tokens.
 _RENUMBERED: dict[nn.Module, Tensor] = {}
+# Number of calls of each module in the forward pass.
 _CALLS: dict[nn.Module, int] = {}
 
 
-# Layers that store all that was read, some with a state beside it, or with the keys of an indexer.
+# These layers store all tokens, some also a state, or the keys of an indexer.
 _WHOLE = ("full_attention", "hybrid", "indexed_attention")
 
 
 def full_layers(model: PreTrainedModel) -> list[int]:
-    """Indices of the layers that store all that was read, as the configuration has it."""
+    """Return the indices of the layers that store all tokens, according to the configuration."""
     return sorted({*_stores(model).values()})
 
 
 def _stores(model: PreTrainedModel) -> dict[int, int]:
-    """By layer that attends to all that was read, the layer that stores it: itself, or the last that stores."""
+    """Return the layer that stores the tokens of each layer that attends to all tokens.
+
+    This is the same layer, or the last layer that stores tokens.
+    """
     config = model.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     full = [index for index, kind in enumerate(kinds) if kind in _WHOLE]
@@ -48,11 +52,17 @@ def _stores(model: PreTrainedModel) -> dict[int, int]:
 
 
 class UnknownRotation(ValueError):
-    """A model for which the judge cannot renumber positions."""
+    """A model whose positions the oracle cannot renumber."""
 
 
 class Masked:
-    """A copy of a model with a full cache, of which its full-attention layers see what they are told."""
+    """Copy of a model with a full cache, whose full-attention layers attend only to the visible tokens.
+
+    Args:
+        model: the model. It is copied.
+        renumbered: True if kept tokens are renumbered, so that they have the positions 0, 1, ...
+        padding: number of padding columns on the left of the prompt.
+    """
 
     def __init__(self, model: PreTrainedModel, renumbered: bool = False, padding: int = 0) -> None:
         self.model, self.renumbered, self.padding = copy.deepcopy(model), renumbered, padding
@@ -60,7 +70,7 @@ class Masked:
         self.stores = _stores(model)
         self.modules: dict[int, nn.Module] = {}
         named = [pair for pair in self.model.named_modules() if type(pair[1]).__name__.endswith(("Attention", "MLA"))]
-        # Modules of an encoder say no layer; a layer's attention to an encoder comes after its attention to itself.
+        # Modules of an encoder have no layer index. In a layer, attention to an encoder comes after self-attention.
         for layer_of in (_said, _placed):
             for name, module in named:
                 if (index := layer_of(name, module)) in self.stores:
@@ -72,7 +82,7 @@ class Masked:
         self.model.set_attn_implementation(_registered(config._attn_implementation))
 
     def reset(self) -> None:
-        """Forget all that was read, and the shift of the positions of what is read next."""
+        """Clear the cache, and the shift of the positions of later tokens."""
         self.shift = 0
         own = vars(sys.modules[type(self.model).__module__]).get("MiniMaxCache")
         config = self.model.config.get_text_config(decoder=True)
@@ -80,18 +90,19 @@ class Masked:
         self.visible = {layer: torch.zeros(1, 0, dtype=torch.bool) for layer in full_layers(self.model)}
 
     def read(self, ids: Tensor, last: int = 0, **images: Tensor) -> Tensor:
-        """Logits of the next tokens (1, q), which then belong to the past, and the images that come with them.
+        """Read the next tokens (1, q), and images if given. Return the logits.
 
-        With `last`, a model that can gives the logits of the last tokens alone: a large vocabulary fills a memory.
+        With `last`, return only the logits of the last tokens, if the model supports this. All logits of a large
+        vocabulary need much memory.
 
         Raises:
-            RuntimeError: where some full-attention layer did not attend, so that nothing was masked there.
+            RuntimeError: if a full-attention layer did not call the attention of the oracle.
         """
         given = _given(self.model, self.cache)
         if last and "logits_to_keep" in inspect.signature(self.model.forward).parameters:
             given["logits_to_keep"] = last
         if _accepts_positions(self.model):
-            # Some families count from 0 in each forward without them.
+            # Without positions, some families count from 0 in each forward pass.
             positions = torch.arange(self.seen, self.seen + ids.shape[1])[None] - self.padding - self.shift
             given["position_ids"] = positions.clamp(min=0)
         self.seen += ids.shape[1]
@@ -117,38 +128,38 @@ class Masked:
 
     @property
     def heads(self) -> dict[int, int]:
-        """KV heads of each full-attention layer, as they were stored."""
+        """Number of stored KV heads of each full-attention layer."""
         return {layer: int(cast(Any, self.cache.layers[layer]).keys.shape[1]) for layer in self.visible}
 
     def keep(self, sets: Sets) -> None:
-        """From now on the full-attention layers see these positions of what they have read, and no others."""
+        """Make only these positions of the tokens read so far visible in the full-attention layers."""
         for layer, own in zip(self.visible, sets, strict=True):
             visible = torch.zeros(len(own), self.seen, dtype=torch.bool)
             for head, positions in enumerate(own):
-                visible[head, : self.padding] = True  # the attention mask hides the padding
+                visible[head, : self.padding] = True  # The attention mask hides the padding.
                 visible[head, [self.padding + position for position in positions]] = True
             self.visible[layer] = visible
 
 
 def _said(name: str, module: Any) -> int:
-    """The layer that a module says it is in; -1 if it says none."""
+    """Return the layer index of a module, or -1 if the module has none."""
     said = getattr(module, "layer_idx", None)
     return said if isinstance(said, int) else -1
 
 
 def _placed(name: str, module: Any) -> int:
-    """The layer in which a module is, by its name; -1 if it is in none."""
+    """Return the layer index in the name of a module, or -1 if the module is in no layer."""
     where = [int(part) for part in name.split(".") if part.isdigit()]
     return where[0] if where and hasattr(module, "layer_idx") else -1
 
 
 def _given(model: PreTrainedModel, cache: DynamicCache) -> dict[str, Any]:
-    """The cache as the model takes it: since transformers 5.24 its name is `cache`."""
+    """Return the cache as a keyword argument of the model, which is named `cache` since transformers 5.24."""
     return {"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": cache}
 
 
 def _registered(stock: str) -> str:
-    """The name of the oracle's attention over the model's own."""
+    """Register the attention of the oracle around the attention `stock`, and return its name."""
     name = f"masked_{stock}"
     if name not in ALL_ATTENTION_FUNCTIONS:
         AttentionInterface.register(name, _masking(stock))
@@ -176,10 +187,10 @@ def _masking(stock: str) -> Callable[..., Any]:
 
 
 def frequencies(model: nn.Module) -> Tensor:
-    """Of the rotation of full-attention layers, in pairs of halves of the first channels.
+    """Return the rotary frequencies of full-attention layers. Frequency i of f rotates the channels i and i + f.
 
     Raises:
-        UnknownRotation: for a model without them.
+        UnknownRotation: if the model has no rotary frequencies.
     """
     for module in model.modules():
         for name in ("full_attention_inv_freq", "inv_freq"):
@@ -189,10 +200,10 @@ def frequencies(model: nn.Module) -> Tensor:
 
 
 def check_rotation(model: PreTrainedModel) -> None:
-    """Whether this is how the model turns its keys: those of a text that begins later are the same, turned.
+    """Check that the keys of a text at later positions are the rotated keys of the text at position 0.
 
     Raises:
-        UnknownRotation: otherwise.
+        UnknownRotation: if the model rotates its keys differently.
     """
     config, ids, later = model.config.get_text_config(decoder=True), torch.arange(3, 9)[None], 5
     keys = []
@@ -207,7 +218,10 @@ def check_rotation(model: PreTrainedModel) -> None:
 
 
 def _moved(query: Tensor, key: Tensor, visible: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries (1, H, q, d) and keys (1, H_kv, live, d) at the ranks of the visible (1 or H_kv, live) tokens."""
+    """Return queries (1, H, q, d) and keys (1, H_kv, live, d), rotated to the ranks among the visible tokens.
+
+    `visible` is (1 or H_kv, live).
+    """
     by = visible.long().cumsum(dim=1) - 1 - torch.arange(visible.shape[1])
     by = by.expand(key.shape[1], -1)
     of_queries = by[:, -query.shape[2] :].repeat_interleave(query.shape[1] // key.shape[1], dim=0)
@@ -215,7 +229,10 @@ def _moved(query: Tensor, key: Tensor, visible: Tensor, frequency: Tensor) -> tu
 
 
 def _turned(x: Tensor, by: Tensor, frequency: Tensor) -> Tensor:
-    """Vectors (1, heads, n, d) turned by so many positions (heads, n); channels without a frequency stay."""
+    """Return vectors (1, heads, n, d) rotated by `by` positions (heads, n).
+
+    Channels without a frequency are not changed.
+    """
     half = len(frequency)
     angle = by[None, :, :, None] * frequency
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
@@ -224,7 +241,7 @@ def _turned(x: Tensor, by: Tensor, frequency: Tensor) -> Tensor:
 
 
 def _with(mask: Tensor | None, visible: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
-    """The model's mask, (1, 1 or H, q, live), without what is not visible."""
+    """Return the mask of the model, (1, 1 or H, q, live), restricted to the visible tokens."""
     H, q, live = query.shape[1], query.shape[2], key.shape[2]
     if bool(visible.all()):
         return mask
@@ -235,19 +252,25 @@ def _with(mask: Tensor | None, visible: Tensor, query: Tensor, key: Tensor) -> T
 
 
 def _limited(mask: Tensor, shown: Tensor) -> Tensor:
-    """A mask, of booleans or of terms, without what is not shown."""
+    """Return a boolean or additive mask, restricted to the columns where `shown` is True."""
     return mask & shown if mask.dtype == torch.bool else mask.masked_fill(~shown, torch.finfo(mask.dtype).min)
 
 
 def _hidden_from_the_indexer(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Before a layer attends: what is not visible cannot be chosen either. Such layers have one set for all heads."""
+    """Restrict the mask of a layer with an indexer, so that the indexer cannot choose tokens that are not visible.
+
+    Such layers have one set for all heads.
+    """
     if module in _VISIBLE:
         options = {**options, "attention_mask": _limited(options["attention_mask"], _VISIBLE[module][None, :, None])}
     return args, options
 
 
 def _accepts_positions(model: Any) -> bool:
-    """Whether a model takes position ids, by itself or for its decoder, and does not number behind its padding's id."""
+    """Return True if a model or its decoder accepts position ids.
+
+    Return False if the model computes positions from the id of the padding token.
+    """
     if any(hasattr(part, "create_position_ids_from_input_ids") for part in model.modules()):
         return False
     own = inspect.signature(model.forward).parameters

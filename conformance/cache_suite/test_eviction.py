@@ -1,4 +1,4 @@
-"""Eviction equals masking, on an engine of anybody's."""
+"""Tests that eviction by a cache or an engine equals masking."""
 
 from pathlib import Path
 
@@ -19,9 +19,9 @@ from conformance.cache_suite.judge import (
 pytestmark = pytest.mark.spec("CC-COMPACT")
 
 NEW = (1, 5, 16, 70)
-"""Tokens read at once behind a compacted cache: a decode step, a question, a page, more than a block of 64 holds."""
+"""Numbers of tokens read at once after an eviction: a decode step, a question, a page, more than a block of 64."""
 KINDS = ("a set for each KV head", "a set for each layer", "one set for all")
-"""From what few caches serve to what all do."""
+"""Kinds of kept sets. Few caches support the first kind, and all caches support the last."""
 
 
 @pytest.mark.parametrize("new", NEW)
@@ -30,7 +30,7 @@ def test_eviction_equals_masking(run: Run, folder: str, kind: str, new: int, see
 
 
 def test_a_call_leaves_nothing_behind(run: Run, folder: str, seed: int, renumbered: bool) -> None:
-    """The same question after another prompt."""
+    """Check that an earlier call does not change the result of a call with a different prompt."""
     for more in (1, 2, 1):
         check(run, folder, "one set for all", 5, seed + more, renumbered)
 
@@ -46,7 +46,7 @@ def test_prompts_of_whole_blocks(run: Run, folder: str, length: int, seed: int, 
 
 
 def test_one_prompt_is_evicted_otherwise(run: Run, folder: str, kind: str, seed: int, renumbered: bool) -> None:
-    """A prompt again in the same process, with other kept sets of the same kind."""
+    """Check a prompt that is read again in the same process, with different kept sets of the same kind."""
     for again in (1, 2):
         check(run, folder, kind, 4, seed, renumbered, again=again)
 
@@ -60,5 +60,5 @@ def test_long_prompts(run: Run, folder: str, family: str, seed: int, renumbered:
 def test_what_a_cache_offers(
     run: Run, folder: str, ability: str, tmp_path: Path, seed: int, renumbered: bool,
 ) -> None:
-    """Each row of a batch, also of prompts that are padded on the left; a cache from its file."""
+    """Check each row of a batch, with and without padding on the left, and a cache that is read from a file."""
     check_ability(run, folder, ability, tmp_path, seed, renumbered)

@@ -1,1 +1,1 @@
-"""What the tests of several files ask of a result."""
+"""Checks of results that the tests of several files share."""

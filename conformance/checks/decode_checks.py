@@ -1,6 +1,7 @@
-"""What is said of a state after a step, a breath or a segment: complaints, none if it is right.
+"""Checks of the state after a decode step, a breath (decode-time eviction) or a segment.
 
-Each transition is judged from the state before it, so that a near tie is no complaint about what follows.
+Each check yields complaints, and yields none if the state is right. Each transition is checked from the state before
+it, so a near tie causes no complaint about later transitions.
 """
 
 import pickle
@@ -32,12 +33,12 @@ from spec.decode import DecodeState, check_state
 from spec.parameters import TINY, CrystalCacheParameters
 from spec.records import CoAttention
 
-# Through a logarithm, an exponential or a root; the others are the same bits.
+# These values pass through a logarithm, an exponential or a root. All other values must have the same bits.
 BOUNDED = ("impact", "trunk_impact", "D", "weights")
 
 
 def model(state: DecodeState) -> Model:
-    """The oracle's model of a state; its budget is the exact share."""
+    """Return the oracle's model of a state. The budget of the model is the exact fraction."""
     found = model_of({**{name: plain(value) for name, value in fields_of(state).items()}, "budget": 1})
     share = state.budget.fraction
     found.budget = int(state.budget.tokens(0)) if share is None else Fraction(share)
@@ -45,13 +46,16 @@ def model(state: DecodeState) -> Model:
 
 
 def same_bits(a: DecodeState, b: DecodeState) -> bool:
-    """Whether two states are equal to the bit."""
+    """Return True if two states are equal to the bit."""
     one, other = fields_of(a), fields_of(b)
     return a.budget == b.budget and all(plain(one[name]) == plain(other[name]) for name in STATE)
 
 
 def state(found: DecodeState, want: Model, loose: Any = 0.0) -> Iterator[str]:
-    """A state against the oracle's; `loose` is the absolute radius of each D, and of mu and sigma together."""
+    """Compare a state with the oracle's state.
+
+    `loose` is the absolute radius of each D, and of mu and sigma together.
+    """
     got, expected = fields_of(found), results_of(want)
     for name in STATE:
         a, b = plain(got[name]), expected[name]
@@ -69,7 +73,11 @@ def state(found: DecodeState, want: Model, loose: Any = 0.0) -> Iterator[str]:
 def size_bounds(
     before: DecodeState, after: DecodeState, safe: Any, p: CrystalCacheParameters,
 ) -> Iterator[str]:
-    """I.19 on live tokens: all of them up to B, the protected above it, else B less an overshoot."""
+    """Check I.19 for the number of live tokens n.
+
+    If n is at most B, all tokens are kept. If the protected tokens exceed B, exactly the protected tokens are kept.
+    Otherwise B tokens are kept, less an overshoot of at most N_min - 1.
+    """
     B = s6.effective_budget(model(before).budget, before.seen, p.N_sink, p.W_recent)
     n, kept = len(before.live.positions), len(after.live.positions)
     B_prot = int(before.live.sizes[np.array(safe, dtype=np.bool_)].sum())
@@ -81,7 +89,7 @@ def size_bounds(
 def eviction(
     before: DecodeState, after: DecodeState, safe: list[bool], p: CrystalCacheParameters, backend: Backend,
 ) -> Iterator[str]:
-    """What an eviction leaves of a given table: its scores in their bound, and from these Algorithm 1."""
+    """Check the eviction from a given table: the scores within their bound, and Algorithm 1 with these scores."""
     mask = np.array(safe, dtype=np.bool_)
     found = backend.require_crystal().score(before.D, before.live.trunk_impact, mask, p)
     yield from stage_checks.score(found, before.D, before.live.trunk_impact, mask, p)
@@ -94,7 +102,7 @@ def eviction(
 def forward(
     before: DecodeState, after: DecodeState, token: int, norm: float, p: CrystalCacheParameters,
 ) -> Iterator[str]:
-    """One forward without a breath."""
+    """Check one forward pass without a breath."""
     want = decode.after_forward(model(before), token, norm, p)
     yield from state(after, want, tolerances.decay_radius(before.D))
 
@@ -102,7 +110,11 @@ def forward(
 def breath(
     before: DecodeState, after: DecodeState, ends: frozenset[int], p: CrystalCacheParameters, backend: Backend,
 ) -> Iterator[str]:
-    """A breath: all but its eviction from `before`, the eviction from what the backend's stages make of it."""
+    """Check a breath (decode-time eviction).
+
+    The part before the eviction is compared with the oracle from `before`. The eviction is checked from the table that
+    the backend's stages compute.
+    """
     stages = backend.require_breath()
     active = stages.activation(before.live, p)
     D, W = stages.resonance(before.D, before.W, active, p), stages.hebbian(before.W, active, p)
@@ -115,7 +127,7 @@ def segment(
     before: DecodeState, after: DecodeState, found: CoAttention, ids: IntVector, norms: Vector,
     ends: frozenset[int], p: CrystalCacheParameters, backend: Backend,
 ) -> Iterator[str]:
-    """A segment whose S1 is given: the table from `before`, the eviction from the table."""
+    """Check a segment with given co-attention: the table from `before`, and the eviction from the table."""
     table = add_segment(join_tail(before, ends, p, backend), found, ids, ends, norms, p, backend)
     want = model(before)
     edges = stage_checks.edges_of(found)
@@ -130,10 +142,10 @@ BUDGETS = ("0.5", "0.3", "1.0", 6, 12)
 
 
 class Life(RuleBasedStateMachine):
-    """The state under test, and beside it what plain Python remembers of the whole life.
+    """Life of one state under test, with the history of the state in plain Python.
 
-    Every transition is judged by the oracle from the state before it; the memory holds what no single transition can
-    show: who ever died, which trunk a token has been in since it was first trunked, every id and every norm.
+    The oracle checks every transition from the state before it. The history contains the facts that no single
+    transition shows: the evicted tokens, the first trunk of each token, every id and every norm.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -160,7 +172,7 @@ class Life(RuleBasedStateMachine):
         self.state = frozen_state(after)
 
     def read(self, n: int, seed: int) -> tuple[Any, Any, Any]:
-        """q, ids and keys of n new tokens, half of whose queries look for a stored token."""
+        """Return q, ids and keys of n new tokens. Half of the queries point at a stored token."""
         rng = np.random.default_rng(seed)
         q, k = rng.standard_normal((4, n, 4)), rng.standard_normal((2, n, 4))
         for row in range(0, n, 2):
@@ -170,7 +182,7 @@ class Life(RuleBasedStateMachine):
 
     @rule(token=st.integers(0, 8), seed=st.integers(0, 99), zero=st.sampled_from([False, False, False, True]))
     def step(self, token: int, seed: int, zero: bool) -> None:
-        """A forward of one token: append, decay, and a breath in time."""
+        """Run a forward pass of one token: append, decay, and a breath if it is due."""
         key = np.random.default_rng(seed).standard_normal((2, 4)).astype(np.float32) * (not zero)
         norm = float(self.backend.require_breath().inverse_key_norms(key[:, None])[0])
         before, after = self.state, decode_step(self.state, token, norm, ENDS, self.p, self.backend)
@@ -189,7 +201,10 @@ class Life(RuleBasedStateMachine):
 
     @rule(n=st.integers(2, 7), pieces=st.integers(1, 3), seed=st.integers(0, 999))
     def segment(self, n: int, pieces: int, seed: int) -> None:
-        """A turn, read in one forward or in pieces of a chunked prompt: nothing goes before its end."""
+        """Read a turn in one forward pass or in the pieces of a chunked prompt.
+
+        No token is evicted before the end of the turn.
+        """
         before = self.state
         parts = [self.read(n, seed + piece) for piece in range(pieces)]
         q, ids, new = (np.concatenate([part[at] for part in parts], axis=axis) for at, axis in ((0, 1), (1, 0), (2, 1)))
@@ -212,7 +227,7 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.state.seen > 0)
     @rule(count=st.integers(1, 12), data=st.data())
     def squeeze(self, count: int, data: Any) -> None:
-        """An eviction at any time, to any budget, under any protection; the tail is not touched."""
+        """Evict at any time, to any budget, with any protection. The tail is not changed."""
         before = replace(self.state, budget=Budget(count=count))
         m = len(before.D)
         safe = data.draw(st.lists(st.booleans(), min_size=m, max_size=m), label="protected")
@@ -223,14 +238,17 @@ class Life(RuleBasedStateMachine):
 
     @rule()
     def copy(self) -> None:
-        """Copied, it is the same state and goes on as such."""
+        """Check that a pickled copy is the same state, and continue with the copy."""
         again = pickle.loads(pickle.dumps(self.state))
         assert same_bits(again, self.state)
         self.state = frozen_state(again)
 
     @invariant()
     def is_a_state(self) -> None:
-        """Trunks partition what is live but the tail; D in [0, 1]; W symmetric, without loops, pruned."""
+        """Check that the state is valid: edges are pruned, and no trunk is longer than T_max.
+
+        Trunks partition the live tokens outside the tail. D is in [0, 1]. W is symmetric and without loops.
+        """
         check_state(self.state)
         assert (self.state.W.weights > self.p.tau_edge).all()
         assert (self.state.live.sizes <= self.p.T_max).all()
@@ -266,7 +284,10 @@ class Life(RuleBasedStateMachine):
 
     @invariant()
     def pulses_are_bounded(self) -> None:
-        """From each trunk: 1 at the source, (gamma max W) ^ h at most elsewhere, none below tau_pulse."""
+        """Check the pulses from each trunk: 1 at the source, at most (gamma max W) ^ h elsewhere.
+
+        No pulse is below tau_pulse.
+        """
         now = model(self.state)
         top = max(now.W.values(), default=0.0) * self.p.gamma_hop
         for g in now.trunks:

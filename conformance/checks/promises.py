@@ -1,4 +1,4 @@
-"""The properties that policies promise: the columns of the table in spec/policies.md, each a test on one input."""
+"""Properties that policies promise: the columns of the table in spec/policies.md, each with a test on one input."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -18,7 +18,7 @@ from spec.retention import Granularity
 
 
 class Judged(Protocol):
-    """A policy, which may depend on what the inputs have of a model, and what it protects."""
+    """A policy under test, which may depend on the model constants in the inputs, and the tokens that it protects."""
 
     @property
     def policy(self) -> Callable[[Inputs], Policy]: ...
@@ -28,20 +28,20 @@ class Judged(Protocol):
 
     @property
     def guaranteed(self) -> Callable[[int, int], set[int]]:
-        """Positions of n that every kept set of B tokens holds."""
+        """Return the positions, of n, that every kept set of B tokens contains."""
         ...
 
 
 ROUNDED = 64 * np.finfo(np.float64).eps
-"""Of a score: tokens that are no further apart tie."""
+"""Relative tolerance of a score. Tokens with scores that differ by no more than the tolerance tie."""
 Holds = Callable[[Judged, Inputs, int, int], bool]
 FAR = 2.0**10
-"""How many times shorter and longer other sequences are."""
+"""Factor by which queries, keys and values of other sequences are longer or shorter."""
 
 
 @dataclass(frozen=True)
 class Promise:
-    """A column: what it says, and whether it holds on one input at B tokens; `seed` makes a second input."""
+    """A promised property: a sentence, and a test of one input at B tokens. `seed` makes a second input."""
 
     says: str
     holds: Holds
@@ -63,14 +63,20 @@ def keeps_all(case: Judged, inputs: Inputs, B: int, seed: int) -> bool:
 
 
 def token_scores(policy: Policy, inputs: Inputs, B: int) -> Matrix:
-    """A row per kept set; where units are chunks and their tokens have no scores of their own, those of the chunks."""
+    """Return the score of each token, a row per kept set.
+
+    If the units are chunks and their tokens have no scores, each token has the score of its chunk.
+    """
     seen = replace(observation(policy, inputs), B=max(B, policy.floor))
     scores = policy.scorer(seen, policy.protection(inputs.n))
     return np.repeat(scores.values, np.diff(scores.offsets), axis=1) if scores.members is None else scores.members
 
 
 def pools(policy: Policy, inputs: Inputs, groups: int) -> list[range]:
-    """The kept sets that share their tokens' places: one, or a layer's where heads compete, or all of them."""
+    """Return the pools: groups of kept sets whose tokens compete for the same places.
+
+    A pool is one kept set, or the kept sets of a layer if heads compete, or all kept sets if layers compete.
+    """
     size = inputs.H_kv if isinstance(policy.budgets, Adaptive | Competition) else 1
     if policy.budgets is across_layers:
         size = groups
@@ -78,7 +84,10 @@ def pools(policy: Policy, inputs: Inputs, groups: int) -> list[range]:
 
 
 def monotone(case: Judged, inputs: Inputs, B: int, seed: int) -> bool:
-    """In a pool: a kept set, or a layer where heads compete, or all layers where they do."""
+    """Return True if no unprotected token of a pool is kept with a lower score than an evicted token of the pool.
+
+    A pool is a kept set, or a layer if heads compete, or all layers if layers compete.
+    """
     policy = case.policy(inputs)
     kept = decided(policy, inputs, B)
     held = case.guaranteed(inputs.n, max(B, case.floor))
@@ -93,10 +102,11 @@ def monotone(case: Judged, inputs: Inputs, B: int, seed: int) -> bool:
 
 
 def independent(case: Judged, inputs: Inputs, B: int, seed: int) -> bool:
-    """Other sequences under the same policy object, also far shorter and longer ones, leave the decision as it was.
+    """Return True if other sequences under the same policy object, processed before, do not change the decision.
 
-    So do they before it. A copy of the object for each, if it can be copied: what one has seen is not what the next
-    one knows. Long inputs show what the object has seen before, as a bound of sizes.
+    Some other sequences have far shorter or far longer queries, keys and values. If the policy object can be copied,
+    one copy processes only the sequence, and another copy processes the other sequences before it. Long inputs show
+    state that the object stores, such as a bound of sizes.
     """
     other = another(inputs, seed + 1)
     for size in (1.0, FAR):
@@ -111,7 +121,10 @@ def independent(case: Judged, inputs: Inputs, B: int, seed: int) -> bool:
 
 
 def decision(policy: Policy, inputs: Inputs, B: int) -> Kept | None:
-    """The kept sets, or that the budget is refused: what is protected may follow from the inputs."""
+    """Return the kept sets, or None if the budget raises `SpecError`.
+
+    The number of protected tokens may depend on the inputs.
+    """
     try:
         return decided(policy, inputs, B)
     except SpecError as refused:
@@ -121,14 +134,14 @@ def decision(policy: Policy, inputs: Inputs, B: int) -> Kept | None:
 
 
 def copied(policy: Policy) -> Policy:
-    """Another object, if there can be one."""
+    """Return a copy of the policy, or the policy itself if it cannot be copied."""
     with suppress(Exception):
         return deepcopy(policy)
     return policy
 
 
 def permuted(case: Judged, inputs: Inputs, B: int, seed: int) -> bool:
-    """KV heads change places, each with its query heads: their kept sets change places too."""
+    """Return True if a permutation of the KV heads, with their query heads, permutes the kept sets in the same way."""
     order = np.random.default_rng(seed).permutation(inputs.H_kv)
     G = len(inputs.layers[0].q) // inputs.H_kv
     queries = (order[:, None] * G + np.arange(G)).ravel()
@@ -142,7 +155,10 @@ def permuted(case: Judged, inputs: Inputs, B: int, seed: int) -> bool:
 
 
 def grouped(case: Judged, inputs: Inputs, B: int, seed: int) -> bool:
-    """Every query head twice on the same KV head; a mean over twice the heads may be rounded otherwise."""
+    """Return True if two copies of every query head on the same KV head change only ties up to rounding.
+
+    A mean over twice as many heads may be rounded differently.
+    """
     def twice(view: LayerView) -> LayerView:
         return replace(view, q=np.repeat(view.q, 2, axis=0))
 
@@ -182,5 +198,5 @@ PROPERTIES: Mapping[str, Promise] = {
 
 
 def promised(policy: Policy, column: str) -> str:
-    """What the policy says of a column: yes, no or N/A."""
+    """Return the policy's declaration for a column: yes, no or N/A."""
     return str(getattr(policy.promises, field_of(column)))

@@ -1,7 +1,7 @@
-"""Where the judged code is called: nothing but a refusal comes out of it that could end a test otherwise than failed.
+"""Boundary around the code under test, so that an exception of that code can only fail a test.
 
-A test ends as skipped, or an example as one that was never drawn, by an exception: `unittest.SkipTest`, `pytest.skip`,
-`hypothesis.assume`, `SystemExit`. Raised by the judged code they are failures.
+`unittest.SkipTest`, `pytest.skip` and `SystemExit` would end a test as skipped. `hypothesis.assume` would discard an
+example. If the code under test raises such an exception, the boundary turns it into a failure.
 """
 
 import sys
@@ -27,23 +27,23 @@ NOT_ITS_OWN = frozenset({
     *sys.stdlib_module_names, "conformance", "spec", "reference", "numpy", "torch", "transformers", "jaxtyping",
     "beartype", "numba", "_pytest", "pytest", "hypothesis",
 })
-"""Packages in which a mistake of the judged code shows, and is not made."""
+"""Packages that are not the code under test. An error of the code under test may surface in these packages."""
 
 
 class SubjectFailure(Exception):
-    """What the judged code raised where it should have given a result: the type, the text, file and line."""
+    """Exception of the code under test, raised in place of a result: with type, text, file and line."""
 
 
 @contextmanager
 def boundary(what: str, *admitted: type[Exception]) -> Iterator[None]:
-    """Call the judged code inside.
+    """Call the code under test inside this context manager.
 
     Args:
-        what: is called, for the message.
-        admitted: exceptions with a meaning, beside `SpecError` and those of engines.
+        what: name of the called function, for the message.
+        admitted: exceptions that are allowed in addition to `SpecError` and the exceptions of engines.
 
     Raises:
-        SubjectFailure: for any other exception, but for KeyboardInterrupt, which ends the run in this test.
+        SubjectFailure: for any other exception, except KeyboardInterrupt, which ends the run in this test.
     """
     __tracebackhide__ = True
     passing: tuple[type[BaseException], ...] = (SpecError, EngineFailure, KeyboardInterrupt, *admitted)
@@ -56,7 +56,7 @@ def boundary(what: str, *admitted: type[Exception]) -> Iterator[None]:
 
 
 def _where(error: BaseException) -> str:
-    """The last line of the judged code, else the last of all."""
+    """Return the last line of the code under test in a traceback, otherwise the last line of the traceback."""
     frames = [(frame.f_globals.get("__name__", ""), line) for frame, line in traceback.walk_tb(error.__traceback__)]
     lines = traceback.extract_tb(error.__traceback__)
     own = [line for (module, _), line in zip(frames, lines, strict=True)
@@ -66,7 +66,7 @@ def _where(error: BaseException) -> str:
 
 
 def guarded(backend: Backend) -> Backend:
-    """The same backend, with each stage behind the boundary."""
+    """Return the backend with each stage inside `boundary`."""
     families: dict[str, Any] = {
         family: SimpleNamespace(**{name: partial(_ask, own, family, name) for name in stages(family)})
         for family in FAMILIES if (own := getattr(backend, family)) is not None
@@ -82,7 +82,7 @@ def _ask(own: Any, family: str, name: str, *given: Any) -> Any:
 
 @contextmanager
 def unchecked() -> Iterator[None]:
-    """Refusals are for users, who run without the shape checks of a test session."""
+    """Turn off the shape checks of a test session, because users get errors without these checks."""
     before = jaxtyping.config.jaxtyping_disable
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
@@ -93,7 +93,7 @@ def unchecked() -> Iterator[None]:
 
 @contextmanager
 def refused(argument: str, given: object = ...) -> Iterator[pytest.ExceptionInfo[SpecError]]:
-    """What runs inside MUST raise a SpecError that names this argument, what came for it (if known), and a bound."""
+    """Check that the block raises a SpecError that names this argument, the given value (if known) and a bound."""
     with pytest.raises(SpecError) as caught:
         yield caught
     error = caught.value
@@ -104,7 +104,10 @@ def refused(argument: str, given: object = ...) -> Iterator[pytest.ExceptionInfo
 
 
 def tells(value: object, given: object) -> bool:
-    """Whether a value stands for what came: that itself, its kind, shape, type or length, or an element of it."""
+    """Return True if an error's value describes the given value.
+
+    The value may be the given value, its type, shape, dtype or length, or one of its elements.
+    """
     known: list[Any] = [given, type(given), type(given).__name__]
     if isinstance(given, np.ndarray):
         known += [given.shape, list(given.shape), given.dtype, str(given.dtype), *given.ravel().tolist()]
@@ -116,7 +119,7 @@ def tells(value: object, given: object) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Equal, NaN with NaN; an array equals itself alone."""
+    """Return True if two values are equal. NaN equals NaN, and an array equals only an array."""
     if a is b:
         return True
     if isinstance(a, np.ndarray | list | tuple) != isinstance(b, np.ndarray | list | tuple):

@@ -1,4 +1,4 @@
-"""What is wrong with the records of S1 to S6 at full size, item by item: complaints, none if a record is right."""
+"""Checks of the records of S1 to S6 at full size, item by item: complaints, or none if a record is right."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,12 +15,16 @@ from spec.arrays import BoolVector, IntMatrix, IntVector, Matrix, Vector
 from spec.parameters import CrystalCacheParameters
 from spec.records import CoAttention, TrunkGraph, Trunks
 
-DECIDED = 0.95  # of the places of all lists, that no value inside the certified box fills otherwise
-SHOWN = 3  # complaints of one kind: a thousand wrong rows say no more
+# Share of the places of all lists that only one neighbour can fill, for all values inside the certified box.
+DECIDED = 0.95
+SHOWN = 3  # Complaints of one kind: more wrong rows add no information.
 
 
 def salience(found: Vector, want: Scored, p: CrystalCacheParameters, precision: str, strict: bool) -> Iterator[str]:
-    """CC-SALIENCE; to the bit where attention is, but for a bound that is no float32."""
+    """Check CC-SALIENCE.
+
+    If attention is exact, salience must be exact too, unless a bound of the clip is not a float32.
+    """
     spread = np.zeros(len(found)) if strict else want.unclipped
     radius = tolerances.moved_salience_radius(spread, want.moves, p.C, p.k_heads, p.M_min, precision)
     wrong = np.flatnonzero(~(np.abs(found - want.salience) <= radius))
@@ -31,7 +35,10 @@ def salience(found: Vector, want: Scored, p: CrystalCacheParameters, precision: 
 def neighbours(
     index: IntMatrix, weight: Matrix, want: Ranked, k: int, tau: float, strict: bool,
 ) -> Iterator[str]:
-    """Lists and weights of CC-INTRA or CC-CROSS; `strict` where all ties are exact, so that one list is right."""
+    """Check the lists and weights of CC-INTRA or CC-CROSS.
+
+    If `strict`, all ties are exact, so exactly one list is right.
+    """
     if index.shape != (len(want.index), k) or weight.shape != index.shape:
         yield f"shapes {index.shape} and {weight.shape}, not {(len(want.index), k)}"
         return
@@ -57,7 +64,7 @@ def neighbours(
 
 
 def chosen(want: Ranked, k: int, tau: float) -> IntMatrix:
-    """The list of each token, padded with -1."""
+    """Return the list of each token, padded with -1."""
     index, weight = want.index[:, :k], want.weight[:, :k]
     found: IntMatrix = np.where(weight.astype(np.float32) > np.float32(tau), index, -1)
     return found
@@ -72,7 +79,10 @@ def _realisable(index: Any, want: Ranked, i: int, k: int, tau: float) -> bool:
 
 
 def decided(want: Ranked, k: int, tau: float) -> tuple[int, int]:
-    """How many places of all lists no value inside the boxes can fill otherwise, and how many places there are."""
+    """Return the number of decided places of all lists, and the number of all places.
+
+    A place is decided if only one neighbour can fill it, for all values inside the boxes.
+    """
     low = (want.weight * (1 - want.error)).astype(np.float32)
     high = (want.weight * (1 + want.error)).astype(np.float32)
     low, high = low[:, : k + 1], high[:, : k + 1]
@@ -85,9 +95,10 @@ def decided(want: Ranked, k: int, tau: float) -> tuple[int, int]:
 
 
 def exact(inputs: AttentionInputs, precision: str) -> Scored:
-    """The oracle on `addressed` inputs: weights and their sums are exact, cosines of one-hot rows but for a root.
+    """Return the oracle's result for `addressed` inputs.
 
-    The mean over a number of heads that is no power of two rounds, and so may order equal shares of them otherwise.
+    The weights and their sums are exact. Cosines of one-hot rows are exact except for a root. The mean over the heads
+    rounds if the number of heads is not a power of two, and may then reorder equal shares.
     """
     H = len(inputs.q)
     mean_error = 0.0 if is_power_of_two(H) else tolerances.head_mean_error(H, precision)
@@ -107,10 +118,10 @@ def is_power_of_two(number: int) -> bool:
 
 
 def boxed(inputs: AttentionInputs, precision: str) -> Scored:
-    """The oracle on `laddered` inputs, with the certified errors.
+    """Return the oracle's result for `laddered` inputs, with the certified errors.
 
-    All but RANKS keys of a query have weight 0 in every floating type, and sums of zeros round nothing; the logits of
-    the others are single products, whose mass is the largest of the query's last channels.
+    All but RANKS keys of a query have weight 0 in every floating type, and sums of zeros are exact. The logits of the
+    RANKS keys are single products. The mass of the logits is the largest of the query's last channels.
     """
     H, d = len(inputs.q), inputs.q.shape[2]
 
@@ -129,27 +140,30 @@ def boxed(inputs: AttentionInputs, precision: str) -> Scored:
 
 
 def upper(found: TrunkGraph) -> tuple[IntVector, IntVector, Vector]:
-    """Each pair once, ascending."""
+    """Return each pair of trunks once, ascending, with its weight."""
     rows = np.repeat(np.arange(len(found.degree)), np.diff(found.indptr))
     once = rows < found.indices
     return rows[once], found.indices[once], found.weights[once]
 
 
 def free_weights(given: CoAttention, among: Trunks) -> tuple[oracle.Pairs, Vector]:
-    """The pairs that have an edge, and Eq. 25 of each before the prune."""
+    """Return the pairs of trunks with an edge, and Eq. 25 of each pair before the prune."""
     found = oracle.pairs(oracle.edge_columns(given), among.offsets[:-1])
     return found, oracle.pair_weights(found, among.sizes)
 
 
 def near(free: Vector, tau: float) -> BoolVector:
-    """Weights that may fall on either side of tau_edge."""
-    found: BoolVector = np.abs(free - tau) < 2.0**-40  # then by the bound itself
+    """Return a mask of the weights that rounding may move to either side of tau_edge."""
+    found: BoolVector = np.abs(free - tau) < 2.0**-40  # A coarse selection; the bound itself decides below
     found[found] = [tolerances.close("CC-TRUNK-WEIGHT", [w], [tau]) for w in free[found].tolist()]
     return found
 
 
 def pairs(found: TrunkGraph, given: CoAttention, among: Trunks, p: CrystalCacheParameters) -> Iterator[str]:
-    """CC-TRUNK-EDGES: each pair with an edge, unless pruned, and no other; rows ascend and are symmetric."""
+    """Check CC-TRUNK-EDGES: W contains exactly the pairs with an edge that are not pruned.
+
+    Rows ascend and W is symmetric.
+    """
     want, free = free_weights(given, among)
     a, b, _ = upper(found)
     m = len(found.degree)
@@ -169,7 +183,7 @@ def pairs(found: TrunkGraph, given: CoAttention, among: Trunks, p: CrystalCacheP
 
 
 def weights(found: TrunkGraph, given: CoAttention, among: Trunks) -> Iterator[str]:
-    """CC-TRUNK-WEIGHT, of the pairs that are there."""
+    """Check CC-TRUNK-WEIGHT for the pairs in W."""
     want, free = free_weights(given, among)
     a, b, w = upper(found)
     m = len(found.degree)
@@ -180,7 +194,7 @@ def weights(found: TrunkGraph, given: CoAttention, among: Trunks) -> Iterator[st
 
 
 def degrees(found: TrunkGraph) -> Iterator[str]:
-    """CC-DEGREE of the rows that were found, by ascending neighbour: the same bits."""
+    """Check CC-DEGREE of the rows in W, summed by ascending neighbour: the bits must be equal."""
     want = oracle.degrees(found.indptr, found.weights)
     if not tolerances.close("CC-DEGREE", found.degree, want):
         wrong = np.flatnonzero(found.degree != want)
@@ -188,7 +202,7 @@ def degrees(found: TrunkGraph) -> Iterator[str]:
 
 
 def D(found: TrunkGraph, p: CrystalCacheParameters) -> Iterator[str]:
-    """CC-CRYSTALLIZATION of the degrees that were found."""
+    """Check CC-CRYSTALLIZATION of the degrees in the record."""
     want = oracle.crystallization(found.degree, p)
     off = np.abs(found.D - want)
     if not (off <= tolerances.crystallization_radius(found.degree, p.s, p.epsilon)).all():

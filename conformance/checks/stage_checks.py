@@ -1,7 +1,8 @@
-"""What is said of a stage's output: complaints, none if it is right. The stage lane and the end-to-end lane share it.
+"""Checks of the output of each stage: complaints, or none if the output is right.
 
-Each check is given the stage's own input, so that an early near tie is no complaint about a later stage. A kept set
-passes end to end only if every link of its chain does: then S1 outputs inside the certified box are its witness.
+The tests of single stages and the end-to-end tests share these checks. Each check receives the input of its stage, so
+an early near tie causes no complaint about a later stage. A kept set passes end to end only if every stage passes. Then
+some S1 outputs inside the certified box lead to the kept set.
 """
 
 import itertools
@@ -20,13 +21,13 @@ from spec.records import CoAttention, CrystalRetention, Dissolution, TrunkGraph,
 
 
 def trunk_lists(trunks: Trunks) -> list[s2.Trunk]:
-    """The trunks as lists of positions."""
+    """Return the trunks as lists of positions."""
     offsets = trunks.offsets.tolist()
     return [list(range(start, stop)) for start, stop in itertools.pairwise(offsets)]
 
 
 def edges_of(found: CoAttention) -> list[s1.Edge]:
-    """Eq. 15's triples, read from the padded arrays one by one."""
+    """Return the triples of Eq. 15, read from the padded arrays one by one."""
     def rows(index: IntMatrix, weight: Matrix) -> list[list[tuple[int, float]]]:
         pairs = (zip(row, weights, strict=True) for row, weights in zip(index.tolist(), weight.tolist(), strict=True))
         return [[(j, w) for j, w in row if j >= 0] for row in pairs]
@@ -37,7 +38,7 @@ def edges_of(found: CoAttention) -> list[s1.Edge]:
 
 
 def dense(found: TrunkGraph) -> Matrix:
-    """W as a matrix."""
+    """Return W as a matrix."""
     m = len(found.degree)
     W: Matrix = np.zeros((m, m))
     for g in range(m):
@@ -47,7 +48,7 @@ def dense(found: TrunkGraph) -> Matrix:
 
 
 def coattention(found: CoAttention, inputs: AttentionInputs, precision: str) -> Iterator[str]:
-    """S1 against the oracle, inside the certified box."""
+    """Compare S1 with the oracle, inside the certified box."""
     p, q, k = inputs.parameters, inputs.q.tolist(), inputs.k.tolist()
     positions = inputs.positions.tolist()
     n = len(q[0])
@@ -128,7 +129,7 @@ def _neighbours(
 
 
 def impact(found: Vector, salience: Vector, ids: IntVector, p: CrystalCacheParameters) -> Iterator[str]:
-    """S3 from given salience."""
+    """Check S3 from given salience."""
     want = s3.impact(salience.tolist(), ids.tolist(), p)
     exact = p.impact in ("salience", "uniform") or p.rarity == "reciprocal"
     if found.tolist() != want if exact else not tolerances.close("CC-IMPACT", found, want):
@@ -138,7 +139,7 @@ def impact(found: Vector, salience: Vector, ids: IntVector, p: CrystalCacheParam
 def trunks(
     found: Trunks, given: CoAttention, M: Vector, ends: BoolVector, p: CrystalCacheParameters,
 ) -> Iterator[str]:
-    """S2 from given edges and M: exact."""
+    """Check S2 from given edges and M: the trunks must be exact."""
     want = s2.trunks(ends.tolist(), edges_of(given), p, given.start)
     if trunk_lists(found) != want:
         yield f"S2: offsets are {found.offsets.tolist()}, not {[g[0] for g in want]}"
@@ -149,7 +150,7 @@ def trunks(
 
 
 def graph(found: TrunkGraph, given: CoAttention, among: Trunks, p: CrystalCacheParameters) -> Iterator[str]:
-    """S4 from given edges and trunks; D from the degrees that the stage reports."""
+    """Check S4 from given edges and trunks. D is checked from the degrees that the stage reports."""
     lists, E = trunk_lists(among), edges_of(given)
     if (np.diff(found.indptr) < 0).any() or any(
         (np.diff(found.indices[found.indptr[g] : found.indptr[g + 1]]) <= 0).any() for g in range(len(lists))
@@ -180,7 +181,7 @@ def graph(found: TrunkGraph, given: CoAttention, among: Trunks, p: CrystalCacheP
 def score(
     found: Vector, D: Vector, M_bar: Vector, protected: BoolVector, p: CrystalCacheParameters,
 ) -> Iterator[str]:
-    """S5 from given D and trunk impact."""
+    """Check S5 from given D and trunk impact."""
     if not np.isnan(found[protected]).all():
         yield f"S5: {found.tolist()} scores a protected trunk"
     alive = np.flatnonzero(~protected).tolist()
@@ -198,7 +199,7 @@ def dissolution(
     found: Dissolution, given: Vector, among: Trunks, M: Vector, D: Vector, protected: BoolVector, B: int,
     p: CrystalCacheParameters,
 ) -> Iterator[str]:
-    """S6 from given scores: exact."""
+    """Check S6 from given scores: the kept set must be exact."""
     first = int(among.offsets[0])
     lists = [[i - first for i in g] for g in trunk_lists(among)]
     scores = {g: x for g, x in enumerate(given.tolist()) if not protected[g]}
@@ -212,13 +213,13 @@ def dissolution(
 
 
 def eviction(found: Dissolution, given: EvictionProblem) -> Iterator[str]:
-    """S6 of a drawn problem."""
+    """Check S6 of a drawn problem."""
     g = given
     yield from dissolution(found, g.score, g.trunks, g.impact, g.D, g.protected, g.budget, g.parameters)
 
 
 def retention(found: CrystalRetention, prompt: Prompt, precision: str) -> Iterator[str]:
-    """The whole chain of one prefill."""
+    """Check all stages of one prefill."""
     p, ids = prompt.inputs.parameters, prompt.token_ids
     n = len(ids)
     ends = np.isin(ids, sorted(prompt.sentence_ends))

@@ -1,6 +1,6 @@
-"""Whether results of a vector are the expected ones: the same bits, or inside the bounds of `conformance.tolerances`.
+"""Comparison of results with the expected results of a vector: the same bits, or inside a bound of `tolerances`.
 
-spec/implementing.md has each bound in words.
+spec/implementing.md describes each bound in words.
 """
 
 import math
@@ -29,11 +29,12 @@ STATE_FLOATS = "impact trunk_impact D weights mu sigma"
 
 @dataclass(frozen=True)
 class Bound:
-    """The bounded results of an operation.
+    """Bounds of the results of an operation. Results without a bound are exact.
 
     Attributes:
-        says: The bound of results in words, by their names with spaces between.
-        judge: Complaints about results, given the expected ones, the inputs, the parameters and the precision of S1.
+        says: bound in words, by the names of the results, with spaces between names.
+        judge: function that yields complaints about results. Its arguments are the results, the expected results, the
+            inputs, the parameters and the precision of S1.
     """
 
     says: Mapping[str, str]
@@ -41,12 +42,12 @@ class Bound:
 
     @property
     def results(self) -> list[str]:
-        """The names of the bounded results."""
+        """Return the names of the bounded results."""
         return [name for names in self.says for name in names.split()]
 
 
 def units(item: str) -> str:
-    """A relative bound of `conformance.tolerances`, in units of u."""
+    """Return a relative bound of `conformance.tolerances` in words, in units of u."""
     bound = tolerances.BOUNDS[item, "float64"]
     n, absolute = bound.units, bound.absolute
     power = int(n).bit_length() - 1
@@ -55,14 +56,14 @@ def units(item: str) -> str:
 
 
 def within(name: str, got: Any, want: Any, radius: Any) -> Iterator[str]:
-    """No farther apart than the radius, element by element; NaN where NaN is wanted."""
+    """Compare element by element: the difference must be at most the radius, and NaN must be where NaN is expected."""
     a, b = floats(plain(got)), floats(want)
     if a.shape != b.shape or ((np.abs(a - b) > radius) | (np.isnan(a) != np.isnan(b))).any():
         yield f"{name} is {a.tolist()}, not {b.tolist()} within {np.max(radius)}"
 
 
 def relative(item: str, *groups: str) -> Bound:
-    """Each of these results within the item's bound of what is wanted."""
+    """Return a bound by which each of these results is within the item's bound of the expected result."""
     def judge(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
         for name in (name for names in groups for name in names.split()):
             got, expected = (np.atleast_1d(floats(plain(side[name]))) for side in (found, want))
@@ -73,7 +74,10 @@ def relative(item: str, *groups: str) -> Bound:
 
 
 def at_radius(names: str, says: str, radius: Callable[[Any, Any, CrystalCacheParameters], Any]) -> Bound:
-    """Each of these results within a radius, which the expected ones, the inputs and the parameters give."""
+    """Return a bound by which each of these results is within a radius of the expected result.
+
+    The function `radius` computes the radius from the expected result, the inputs and the parameters.
+    """
     def judge(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
         for name in names.split():
             yield from within(name, found[name], want[name], radius(floats(want[name]), i, p))
@@ -82,7 +86,7 @@ def at_radius(names: str, says: str, radius: Callable[[Any, Any, CrystalCachePar
 
 
 def by_scale(name: str) -> Bound:
-    """A result at the scale of its largest entry; of scores by head, that of the row."""
+    """Return a bound at the scale of a result's largest entry."""
     def judge(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
         if not tolerances.scores_agree(floats(plain(found[name])).ravel(), floats(want[name]).ravel().tolist()):
             yield f"{name} is {plain(found[name])}, not {want[name]}"
@@ -91,13 +95,14 @@ def by_scale(name: str) -> Bound:
 
 
 def scored(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+    """Compare scores row by row, at the scale of the largest entry of the row."""
     for got, expected in zip(plain(found["score"]), want["score"], strict=True):
         if not tolerances.scores_agree(got, expected):
             yield f"score is {got}, not {expected}"
 
 
 def salience(heads: HeadsForm, sums: str) -> Bound:
-    """Of given columns, whose heads are combined in this way."""
+    """Return the bound of salience from given columns, for this combination of the heads."""
     def radius(want: Any, i: Any, p: CrystalCacheParameters) -> Any:
         exact = [0.0] * len(i["own"][0])
         return tolerances.salience_radius(i["own"], exact, p.k_heads, p.M_min, "float64", heads)
@@ -117,7 +122,7 @@ def weights(found: Any, want: Any) -> Iterator[str]:
 
 
 def graph(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
-    """Weights by their bound, degrees from the weights that were found, D from the degrees that were found."""
+    """Check weights by their bound, degrees from the weights in the result, and D from the degrees in the result."""
     yield from weights(found, want)
     offsets = integers(i["offsets"])
     yield from stage_checks.graph(TrunkGraph(**found), record(i), Trunks(offsets, np.ones(len(offsets) - 1)), p)
@@ -129,7 +134,7 @@ def impact_radius(M_bar: Any, protected: Any, p: CrystalCacheParameters) -> floa
 
 
 def score(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
-    """D is exact where it wins; what impact gives is bounded."""
+    """Check scores: a score that is D must be exact, and a score from impact is bounded."""
     radius = p.alpha * impact_radius(i["impact"], i["protected"], p)
     by_D = floats(want["score"]) == floats(i["D"])
     yield from within("score", found["score"], want["score"], np.where(by_D, 0, radius))
@@ -140,7 +145,7 @@ def coattention(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precis
 
 
 def prefill(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
-    """Every record of the run, each judged from the one before it."""
+    """Check every record of the run, each from the record before it."""
     yield from stage_checks.retention(found["record"], prompt(i, p), precision)
 
 
@@ -182,7 +187,7 @@ BOUNDED: Mapping[str, Bound] = {
     "CC-ATTENTION": at_radius("A", "relative: twice the item's bound", attention),
     "CC-SALIENCE": salience("sum", "sum"), "CC-MEAN-SALIENCE": salience("mean", "mean"),
     "CC-ROW-NORM": at_radius(
-        "rows", "relative `2 gamma(Q + 9)`",  # either side errs; one head
+        "rows", "relative `2 gamma(Q + 9)`",  # both sides have an error; one head
         lambda want, i, p: want * 2 * tolerances.gamma(len(i["A"]) + 1 + 8, "float64"),
     ),
     "coattention": Bound(
@@ -230,11 +235,14 @@ BOUNDED: Mapping[str, Bound] = {
     "IN-BOOTSTRAP": RESAMPLED, "IN-CLUSTER-BOOTSTRAP": RESAMPLED,
     "IN-ENTROPY": relative("IN-ENTROPY", "entropy"), "IN-POWER": relative("IN-POWER", "power"),
 }
-"""The bounded results of each operation, stage or item; any other result is exact."""
+"""Bounded results of each operation, stage or item. All other results are exact."""
 
 
 def cases(operations: Container[str]) -> list[Any]:
-    """Group and test of the published vectors of these operations, under the marks of their items, the whole first."""
+    """Return group and test of the published vectors of these operations, as parameters of pytest.
+
+    Each case has the marks of its items, with the composed item first.
+    """
     return [
         pytest.param(group, test, id=f"{stage}-{test['tcId']}", marks=pytest.mark.spec(*test["items"][::-1]))
         for stage, group, test in files.published() if group["operation"] in operations
@@ -244,7 +252,10 @@ def cases(operations: Container[str]) -> list[Any]:
 def problems(
     group: Json, test: Json, run: Item, bounded: Mapping[str, Bound], precision: str,
 ) -> list[str]:
-    """What is wrong with what an operation makes of a published test, or an error where it does not refuse one."""
+    """Run an operation on a published test and return the complaints about the results.
+
+    If the vector is invalid, the operation must raise a SpecError, otherwise an assertion fails.
+    """
     p, inputs = parameters_of(decoded(group["parameters"])), expanded(decoded(test["inputs"]))
     if test["result"] == "invalid":
         with unchecked(), refused(test["expected"]["argument"]):
@@ -257,7 +268,11 @@ def problems(
 def complaints(
     found: Mapping[str, Any], test: Json, bound: Bound | None, p: CrystalCacheParameters, precision: str,
 ) -> Iterator[str]:
-    """What is wrong with the results of one decoded test; a summary judges bounded results too, else `bound`."""
+    """Yield the complaints about the results of one decoded test.
+
+    An expected result in compact form is compared with a summary, even if the result is bounded. Other bounded results
+    are checked by `bound`.
+    """
     short = {name: want for name, want in test["expected"].items() if is_compact(want)}
     bounded = [name for name in test.get("bounded", []) if name not in short]
     wrong = [
@@ -274,7 +289,7 @@ def complaints(
 
 
 def same(got: Any, want: Any) -> bool:
-    """Equal in structure, in kind and to the bit; any NaN equals any other."""
+    """Return True if two values are equal in structure, in type and to the bit. Any NaN equals any other NaN."""
     if isinstance(want, list):
         return isinstance(got, list) and len(got) == len(want) and all(map(same, got, want))
     if isinstance(want, float) and isinstance(got, float):

@@ -1,1 +1,1 @@
-"""Engines in any language: a process that speaks spec/protocol.md, as a backend that the suite judges."""
+"""Engines in any language: a process that implements spec/protocol.md, as a backend that the suite tests."""

@@ -1,6 +1,6 @@
-"""Published methods as operations of an engine: their arguments follow from what the policy of a name needs.
+"""Published methods as operations of an engine. The arguments follow from the needs of the method's policy.
 
-Methods that evict while tokens are decoded also have kept sets after each step.
+A method with decode-time eviction also has kept sets after each decode step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,9 +25,12 @@ from spec.policy import LayerView, Observation, Policy, Repeat
 
 FAMILY = "methods"
 _UNSENT = frozenset({"every", "slack", BACKEND, "template", "chunk", "overlap", "calibration"})
-"""Constants that decide nothing at the end of a prompt, or that arguments are made from."""
+"""Constants that are not sent.
+
+They do not affect the decision at the end of a prompt, or other arguments replace them.
+"""
 DECODED = ("h2o", "tova", "caote", "morphkv")
-"""Methods that are asked for kept sets after some decoded tokens too."""
+"""Methods that are also tested after some decode steps."""
 SHARED: Mapping[str, str] = {
     "g": "number of kept sets: one for the model, or for each layer, or for each layer and KV head, layer by layer",
     "n": "number of tokens of the prompt", "B": "tokens that a kept set holds on average, at least what is protected",
@@ -46,7 +49,7 @@ SHARED: Mapping[str, str] = {
     "mean": "calibrated mean of the queries before rotation",
     "magnitude": "calibrated mean modulus of each pair of channels of the queries before rotation",
 }
-"""What arguments mean that are no constants."""
+"""Meaning of the arguments that are not constants."""
 _OF_MODEL = {"W_o": "float[L, H, d, e]", "inv_freq": "float[f]", "factor": "float"}
 _REPEATS = {
     "chunks": "int[c, 2]", "repeats": "int[c + 1]", "repeat_q": "float[L, H, r, d]", "repeat_k": "float[L, H_kv, r, d]",
@@ -58,7 +61,7 @@ _KINDS = {int: "int", float: "float", str: "text", Fraction: "text", NestedKVPar
 
 
 def _constants(name: str) -> dict[str, Any]:
-    """The constants of a policy with their defaults, but for the model's."""
+    """Return the constants of a policy with their defaults, without the constants that depend on the model."""
     row = POLICIES[name]
     found = {key: one.default for key, one in signature(row.make).parameters.items()}
     return {key: value for key, value in found.items() if key not in {*row.of_model, *row.decided, *_UNSENT}}
@@ -66,13 +69,13 @@ def _constants(name: str) -> dict[str, Any]:
 
 @cache
 def method_ops() -> Mapping[str, Op]:
-    """An operation for each method, by its name behind `methods.`."""
+    """Return the operation of each method, named `methods.NAME`."""
     names = [name for name in POLICIES if name not in ("crystalcache", "fullcache")]
     return {f"{FAMILY}.{name}": Op(_arguments(name), "KeptSets") for name in names}
 
 
 def _calibrated(name: str) -> dict[str, str]:
-    """The arguments that are parts of a calibration."""
+    """Return the arguments that are parts of a calibration."""
     if "calibration" not in signature(POLICIES[name].make).parameters:
         return {}
     return _HEADS if name == "kvzip-heads" else _STATISTICS
@@ -98,7 +101,10 @@ def _arguments(name: str) -> dict[str, str]:
 
 
 def arguments_of(name: str, observation: Observation, B: int, constants: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of an operation's arguments; `constants` has the model's too, and the steps."""
+    """Return the values of an operation's arguments.
+
+    `constants` also contains the constants that depend on the model, and the number of decode steps.
+    """
     views = list(observation.layers.values())
     found: dict[str, Any] = {"g": observation.groups, "n": observation.seen - constants.get("steps", 0), "B": B}
     if views:
@@ -115,7 +121,7 @@ def arguments_of(name: str, observation: Observation, B: int, constants: Mapping
 
 
 def _repeats_as_arguments(views: Sequence[LayerView]) -> dict[str, Any]:
-    """What repeats the chunks, one after the other."""
+    """Return the repetitions of all chunks, concatenated."""
     if views[0].repeats is None:
         return {}
     parts = views[0].repeats
@@ -130,7 +136,7 @@ def _repeats_as_arguments(views: Sequence[LayerView]) -> dict[str, Any]:
 
 
 def answered(op: str, given: Mapping[str, Any], backend: Backend) -> KeptSets:
-    """What the reference keeps, with the scores of a backend: a model of an engine's answer."""
+    """Return the kept sets of the reference, with the scores of a backend, as an engine would answer."""
     name = op.partition(".")[2]
     policy = make_policy(name, {**_made_from(name, given), **({BACKEND: backend} if name != "streamingllm" else {})})
     if given.get("steps"):
@@ -145,7 +151,7 @@ def answered(op: str, given: Mapping[str, Any], backend: Backend) -> KeptSets:
 
 
 def _made_from(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The constants of a policy from the arguments of its operation."""
+    """Return the constants of a policy from the arguments of its operation."""
     row, kinds = POLICIES[name], method_ops()[f"{FAMILY}.{name}"].arguments
     found: dict[str, Any] = {
         key: Fraction(given[key]) if kinds[key] == "text" and given[key][0].isdigit() else given[key]
@@ -159,7 +165,7 @@ def _made_from(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _calibration(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The calibration of which the arguments are parts, and the model that it belongs to."""
+    """Return the calibration with the parts in the arguments, and the model of the calibration."""
     parts = {name: given[name] for name in ("mean", "magnitude", "head_scores") if name in given}
     nothing = np.zeros((len(next(iter(parts.values()))), 0, 0))
     served = Identity("", given.get("inv_freq", np.zeros(0)), given.get("factor", 1.0))
@@ -179,7 +185,7 @@ def _observation(policy: Policy, given: Mapping[str, Any]) -> Observation:
 
 
 def _repeats(given: Mapping[str, Any], at: int) -> tuple[Repeat, ...] | None:
-    """The repeats of a layer."""
+    """Return the repetitions of the chunks in a layer."""
     if "chunks" not in given:
         return None
     q, k, ends = given["repeat_q"][at], given["repeat_k"][at], given["repeats"].tolist()
@@ -194,7 +200,7 @@ Live = Sequence[Sequence[int]]
 
 
 def cached(view: LayerView, live: Live, seen: int, first: int) -> LayerView:
-    """What a cache holds: the live keys of each KV head, and the queries from `first` on."""
+    """Return the content of a cache: the live keys of each KV head, and the queries from position `first` on."""
     rows = [live[g % len(live)] for g in range(len(view.k))]
     k, v = (
         None if x is None else np.stack([head[list(at)] for head, at in zip(np.asarray(x), rows, strict=True)])
@@ -205,7 +211,7 @@ def cached(view: LayerView, live: Live, seen: int, first: int) -> LayerView:
 
 
 def shown(layers: Sequence[LayerView], live: Live, seen: int, first: int) -> Observation:
-    """What the layers show of kept sets with these live positions."""
+    """Return the observation of kept sets with these live positions."""
     heads = len(live) // len(layers)
     views = {at: cached(view, live[at * heads :][: heads or 1], seen, first) for at, view in enumerate(layers)}
     return Observation(seen, len(live), None, views)
@@ -214,9 +220,9 @@ def shown(layers: Sequence[LayerView], live: Live, seen: int, first: int) -> Obs
 def decoded(
     policy: Policy, layers: Sequence[LayerView], groups: int, B: int, prompt: int,
 ) -> list[list[list[int]]]:
-    """Live positions of every group, after the first `prompt` tokens and after each step that decodes one of the rest.
+    """Return the live positions of every group, after the prompt of `prompt` tokens and after each decode step.
 
-    A policy that decides at the end of a prompt only keeps every token that is decoded.
+    A policy that decides only at the end of a prompt keeps every decoded token.
     """
     n, rows, budget = layers[0].k.shape[1], policy.scorer.needs.query_rows, Budget(count=B)
     first = 0 if rows is None else max(0, prompt - rows)

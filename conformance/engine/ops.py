@@ -1,7 +1,7 @@
-"""What an engine is asked, one row an operation: names, types and shapes of arguments and results.
+"""Operations of an engine: names, types and shapes of arguments and results, one row for each operation.
 
-The tables of spec/protocol.md are made from this one. A type is a number (`float`, `int`), an array
-(`bool[m]`, `float[n, k]`), a record, or a set of parameters; ` or ` adds what else may stand there.
+The tables of spec/protocol.md are generated from this table. A type is a number (`float`, `int`), an array (`bool[m]`,
+`float[n, k]`), a record, or a set of parameters. The word ` or ` adds other allowed values.
 """
 
 import re
@@ -17,7 +17,7 @@ PARAMETERS = ("crystalcache", "nestedkv")
 
 @dataclass(frozen=True)
 class Op:
-    """The arguments of an operation, in the order of its stage in `spec.backend`, and its result."""
+    """Arguments of an operation, in the order of its stage in `spec.backend`, and its result."""
 
     arguments: Mapping[str, str]
     result: str
@@ -25,7 +25,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Array:
-    """A number (no axes) or an array, and what may stand there beside finite numbers: nan, inf or null."""
+    """A number (no axes) or an array, with the allowed values besides finite numbers: nan, inf or null."""
 
     kind: str
     axes: tuple[str, ...]
@@ -34,8 +34,9 @@ class Array:
 
 @dataclass(frozen=True)
 class KeptSets:
-    """What a method keeps: positions ascending inside each group, the groups' offsets, and the score of each token by
-    the formula of the method's item, which an engine may leave out.
+    """Kept sets of a method: ascending positions of each group, offsets of the groups, and the score of each token.
+
+    The formula of the method's item defines the scores. An engine may leave the scores out.
     """
 
     positions: Any
@@ -45,7 +46,7 @@ class KeptSets:
 
 @cache
 def array_of(text: str) -> Array | None:
-    """What a type of numbers says; None where it is the name of a record or of parameters."""
+    """Parse the type of a number or an array. Return None for the name of a record or of parameters."""
     found = re.fullmatch(r"(float|int|bool)(?:\[(.+?)\])?((?: or \w+)*)", text)
     if found is None:
         return None
@@ -155,6 +156,6 @@ OPS: Mapping[str, Op] = {
 
 
 def stages(family: str) -> list[str]:
-    """The stages that a family consists of; none where there is no such family."""
+    """Return the stages of a family. The list is empty if the family does not exist."""
     assert set(FAMILIES) == {op.partition(".")[0] for op in OPS}
     return [op.partition(".")[2] for op in OPS if op.startswith(f"{family}.")]

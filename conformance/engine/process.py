@@ -1,4 +1,4 @@
-"""An engine as a process: started, asked line by line, and started again when it has failed."""
+"""An engine as a process: start the process, exchange lines with it, and restart it after a failure."""
 
 import json
 import os
@@ -26,20 +26,26 @@ from spec.errors import SpecError
 PROTOCOL = 1
 PRECISIONS = ("float64", "float32")
 HELLO_SECONDS = 10.0
-SHOWN = 2000  # characters of a request, or of standard error, in a message
-LONGEST = 2**28  # bytes of an answer
-CHUNK = 2**20  # bytes read or written at once
-ALIVE_SECONDS = 0.2  # between two looks at whether a silent process still runs
+SHOWN = 2000  # Maximum number of characters of a request, or of standard error, in a message.
+LONGEST = 2**28  # Maximum number of bytes of an answer.
+CHUNK = 2**20  # Number of bytes that are read or written at once.
+ALIVE_SECONDS = 0.2  # Seconds between two checks that a silent process still runs.
 MOST_TIMEOUTS = 3
-"""Of one operation; then it fails without being asked, or a stage that hangs would cost one for each example."""
+"""Maximum number of timeouts of one operation.
+
+After that the operation fails without a request. Otherwise a stage that hangs would cost one timeout for each example.
+"""
 HIDDEN = ("PYTEST", "KVSPEC", "HYPOTHESIS")
-"""Beginnings of the names of variables that an engine does not get: it is to answer as it does when it is used."""
+"""Prefixes of environment variables that an engine does not receive, so that it answers as in normal use."""
 
 T = TypeVar("T")
 
 
 class EngineFailure(Exception):
-    """An engine that gave no result: why, the request or the name of the file that holds it, and standard error."""
+    """Error of an engine that gave no result.
+
+    The message contains the reason, the request or the name of a file with the request, and standard error.
+    """
 
     def __init__(self, reason: str, request: str = "", complaint: str = "") -> None:
         self.reason = reason
@@ -48,24 +54,24 @@ class EngineFailure(Exception):
 
 
 class EngineTimeout(EngineFailure):
-    """It did not answer in time."""
+    """The engine did not answer in time."""
 
 
 class EngineCrash(EngineFailure):
-    """It ended before it had answered."""
+    """The engine ended before it answered."""
 
 
 class EngineGarbage(EngineFailure):
-    """It answered something else than spec/protocol.md has."""
+    """The engine gave an answer that violates spec/protocol.md."""
 
 
 class EngineError(EngineFailure):
-    """It said that it failed."""
+    """The engine reported an error."""
 
 
 @dataclass(frozen=True)
 class Hello:
-    """What an engine says of itself."""
+    """Answer of an engine to `hello`: name, versions, precision and families."""
 
     spec: str
     name: str
@@ -75,10 +81,10 @@ class Hello:
 
 
 def hello_of(answer: Json) -> Hello:
-    """An engine's answer to hello.
+    """Return an engine's answer to `hello`.
 
     Raises:
-        ValueError: where it is of another form, speaks another protocol, or offers a family in part.
+        ValueError: if the answer is malformed, has another protocol, or offers a part of a family.
     """
     said = answer.get("protocol") if isinstance(answer, dict) else None
     if type(said) is not int or said != PROTOCOL:
@@ -102,10 +108,10 @@ def hello_of(answer: Json) -> Hello:
 
 
 def check_methods(offered: Json) -> None:
-    """A list of methods that have an operation.
+    """Check a list of methods: each must have an operation.
 
     Raises:
-        ValueError: where it is none.
+        ValueError: if the list is empty or contains an unknown method.
     """
     known = [op.partition(".")[2] for op in method_ops()]
     if not isinstance(offered, list) or not offered or not all(name in known for name in offered):
@@ -120,7 +126,7 @@ class Process:
         if not words:
             raise ValueError("there is no word in it")
         self._read, self._complaint, self._complains = bytearray(), b"", True
-        # A group of its own: what a shell starts ends with it. It inherits no other file than its three streams.
+        # A separate session, so that child processes of a shell end with it. Only the three streams are inherited.
         self._popen = subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
             start_new_session=True, close_fds=True,
@@ -132,19 +138,19 @@ class Process:
             os.set_blocking(descriptor, False)
 
     def exchange(self, line: str, seconds: float) -> bytes:
-        """The line that comes back for a line.
+        """Send a line and return the line that the engine answers.
 
-        Nothing waits for the end of a pipe: a child of the engine may hold it open for ever.
+        The method never waits for the end of a pipe, because a child of the engine may hold the pipe open for ever.
 
         Raises:
-            EngineTimeout, EngineCrash, EngineGarbage: when none does, or one without an end.
+            EngineTimeout, EngineCrash, EngineGarbage: if the engine gives no answer or an answer without an end.
         """
         deadline, unsent = time.monotonic() + seconds, memoryview(line.encode() + b"\n")
         while b"\n" not in self._read[-CHUNK:]:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise EngineTimeout(f"no answer within {seconds:g} s")
-            ended = self._popen.poll() is not None  # before the look, which then finds all that it has written
+            ended = self._popen.poll() is not None  # Poll first. The later select then finds all output.
             readable, writable, _ = select.select(
                 [self._out, *[self._err] * self._complains], [self._in] if unsent else [], [], min(left, ALIVE_SECONDS),
             )
@@ -158,7 +164,7 @@ class Process:
         return bytes(answer)
 
     def _send(self, unsent: memoryview) -> memoryview:
-        """What is left of it; nothing where nobody reads any more."""
+        """Return the unsent rest of the line. The rest is empty if the engine no longer reads."""
         try:
             return unsent[os.write(self._in, unsent[:CHUNK]) :]
         except BlockingIOError:
@@ -167,7 +173,7 @@ class Process:
             return unsent[:0]
 
     def _receive(self) -> bool:
-        """Whether the output goes on."""
+        """Read a chunk of the output. Return False at the end of the output."""
         chunk = os.read(self._out, CHUNK)
         self._read += chunk
         if len(self._read) > LONGEST:
@@ -182,22 +188,22 @@ class Process:
         return f" with exit code {code}" if code >= 0 else f" by signal {-code} ({signal.strsignal(-code)})"
 
     def _read_complaint(self) -> None:
-        """Read once from standard error, of which the end is kept."""
+        """Read once from standard error, and keep the end of it."""
         with suppress(BlockingIOError):
             chunk = os.read(self._err, CHUNK)
-            self._complaint = (self._complaint + chunk)[-4 * SHOWN :]  # a letter has 4 bytes at most
+            self._complaint = (self._complaint + chunk)[-4 * SHOWN :]  # A character has at most 4 bytes.
             self._complains = bool(chunk)
 
     def complaint(self) -> str:
-        """The end of what it has written to standard error."""
+        """Return the end of the engine's standard error."""
         if self._complains:
-            self._read_complaint()  # a pipe holds less than CHUNK
+            self._read_complaint()  # A pipe buffers less than CHUNK bytes.
         return self._complaint.decode(errors="replace")[-SHOWN:].strip()
 
     def stop(self) -> None:
-        """End it; what its children hold open is closed on this side."""
+        """Kill the process, and close the pipes that its children may hold open."""
         with suppress(OSError):
-            if self._popen.poll() is None:  # else its number may be another's by now
+            if self._popen.poll() is None:  # Otherwise the process id may belong to another process.
                 os.killpg(self._popen.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             self._popen.wait(timeout=5)
@@ -207,13 +213,14 @@ class Process:
 
 
 class Engine:
-    """The engine of a command: it runs while it answers as it should, and is started again when it is asked next.
+    """Engine of a command. The engine runs until it fails, and is restarted by the next request.
 
     Attributes:
-        requests: makes the folder for requests that are too long for a message. Default: none is kept.
+        requests: function that makes the folder for requests that are too long for a message. Default: no requests are
+            stored.
 
     Raises:
-        SpecError: when it cannot be started, or does not say within seconds what spec/protocol.md asks it to.
+        SpecError: if the engine cannot be started, or does not answer `hello` as in spec/protocol.md in time.
     """
 
     def __init__(self, command: str, seconds: float) -> None:
@@ -238,18 +245,18 @@ class Engine:
         self._asked = 0
         try:
             return self._exchange("hello", self._hello, HELLO_SECONDS, hello_of)
-        except (EngineError, SpecError):  # it says so, and runs
+        except (EngineError, SpecError):  # The engine reported the error and still runs.
             self.stop()
             raise
 
     def ask(self, op: str, arguments: Json, read: Callable[[Json], T]) -> T:
-        """The result of an operation as `read` makes it, which raises ValueError for what is none.
+        """Return the result of an operation, converted by `read`. `read` raises ValueError for an invalid result.
 
         Raises:
-            SpecError: where the engine refuses.
-            EngineFailure: where it fails.
+            SpecError: if the engine answers with a refusal.
+            EngineFailure: if the engine fails.
         """
-        __tracebackhide__ = True  # pytest shows where the suite asked, and the message
+        __tracebackhide__ = True  # pytest shows the line of the test and the message.
         self._check_answers("hello", HELLO_SECONDS)
         self._check_answers(op, self._seconds)
         if self._process is None:
@@ -270,7 +277,7 @@ class Engine:
         try:
             return outcome(self._process.exchange(line, seconds), self._asked, read)
         except EngineFailure as failure:
-            kind, reason = type(failure), failure.reason  # its traceback would keep the answer
+            kind, reason = type(failure), failure.reason  # A traceback would hold the answer in memory.
         complaint, request = self._process.complaint(), self._kept(op, line)
         if kind is not EngineError:
             self.stop()
@@ -279,9 +286,9 @@ class Engine:
         return _fail(kind, reason, request, complaint)
 
     def _kept(self, op: str, line: str) -> str:
-        """The request, or the file that holds it behind hello.
+        """Return the request, or the name of a file with `hello` and the request.
 
-        A test has one file for each operation, or shrinking an example of 32 MB would fill a disk.
+        A test has one file for each operation. Otherwise the shrinking of an example of 32 MB would fill the disk.
         """
         if len(line) <= SHOWN:
             return line
@@ -292,24 +299,24 @@ class Engine:
         return f"{file} (pipe it into the engine)"
 
     def stop(self) -> None:
-        """End the process, if one runs."""
+        """Stop the process if it runs."""
         if self._process is not None:
             self._process.stop()
             self._process = None
 
 
 def _fail(kind: type[EngineFailure], reason: str, request: str, complaint: str) -> NoReturn:
-    """Raise all failures of a kind from one line: Hypothesis then takes them for one, whichever example it tries."""
+    """Raise all failures of a kind from one line. Hypothesis then treats them as one failure, for any example."""
     __tracebackhide__ = True
     raise kind(reason, request, complaint)
 
 
 def outcome(answer: bytes, number: int, read: Callable[[Json], T]) -> T:
-    """What an answer to the request of this number says.
+    """Return the result in an answer to the request with this number.
 
     Raises:
-        SpecError: where it is a refusal.
-        EngineFailure: where it says that the engine failed, or is no answer.
+        SpecError: if the answer is a refusal.
+        EngineFailure: if the answer reports an error or is malformed.
     """
     try:
         said = parsed(answer)
@@ -333,7 +340,7 @@ def outcome(answer: bytes, number: int, read: Callable[[Json], T]) -> T:
 
 def _ask_stage(engine: Engine, op: str, *given: Any) -> Any:
     __tracebackhide__ = True
-    # What a caller may leave out, lse and sinks, is last.
+    # Optional arguments, lse and sinks, are last.
     return _ask(engine, op, OPS[op], dict(zip_longest(OPS[op].arguments, given)))
 
 
@@ -345,11 +352,11 @@ def _ask(engine: Engine, op: str, row: Op, arguments: Mapping[str, Any]) -> Any:
 
 
 def ask_method(engine: Engine, name: str, arguments: Mapping[str, Any]) -> KeptSets:
-    """What an engine keeps as a method.
+    """Return the kept sets of an engine for a method.
 
     Raises:
-        SpecError: where the engine does not offer it, or refuses.
-        EngineFailure: where it fails.
+        SpecError: if the engine does not offer the method, or answers with a refusal.
+        EngineFailure: if the engine fails.
     """
     if name not in engine.hello.families.get(FAMILY, []):
         offered = ", ".join(engine.hello.families.get(FAMILY, [])) or "none"
@@ -359,7 +366,7 @@ def ask_method(engine: Engine, name: str, arguments: Mapping[str, Any]) -> KeptS
 
 
 def backend_of(engine: Engine) -> Backend:
-    """The families that the engine offers; its stages raise what `Engine.ask` raises."""
+    """Return the families that the engine offers as a backend. Its stages raise the exceptions of `Engine.ask`."""
     families: dict[str, Any] = {
         family: SimpleNamespace(**{name: partial(_ask_stage, engine, f"{family}.{name}") for name in offered})
         for family, offered in engine.hello.families.items() if family != FAMILY

@@ -1,7 +1,7 @@
 """Any backend as an engine of spec/protocol.md: `python -m conformance.engine.serve module:ATTRIBUTE [float32]`.
 
-The last argument is the precision of its S1, float64 if it is left out. A model of an engine, and what the protocol
-is tested with; the whole suite through it takes minutes:
+The last argument is the precision of S1. Default: float64. The program is an example of an engine, and tests the
+protocol. The complete suite through this engine takes minutes:
 
     pytest conformance/suite --kvspec-profile few --kvspec-command "python -m conformance.engine.serve numpy"
 """
@@ -22,9 +22,9 @@ from spec.errors import SpecError
 
 
 def answer(backend: Backend, precision: str, line: str, methods: Sequence[str] | None = None) -> str:
-    """The answer to a request, as a line without its end; an error without an id to a line that has none.
+    """Return the answer to a request, as a line without its end. An invalid line has an error without an id.
 
-    Hello offers these methods, or all if `methods` is None.
+    `hello` offers the given methods, or all if `methods` is None.
     """
     number = None
     try:
@@ -59,7 +59,7 @@ def _result(backend: Backend, request: Json) -> Json:
 
 
 def _plain(value: Any) -> Json:
-    """A refused value as JSON: a number, lists of numbers, or text."""
+    """Return a refused value as JSON: a number, lists of numbers, or text."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, list | tuple):
@@ -70,7 +70,7 @@ def _plain(value: Any) -> Json:
 
 
 def main(arguments: list[str]) -> int:
-    """Answer the requests of standard input until it ends."""
+    """Answer the requests of standard input until the end of the input."""
     backend, precision = resolve(arguments[0]), (arguments[1:] or ["float64"])[0]
     for line in sys.stdin:
         print(answer(backend, precision, line), flush=True)

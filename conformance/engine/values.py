@@ -1,4 +1,4 @@
-"""How values are written for an engine and read from one: spec/protocol.md, section "Values"."""
+"""Conversion of values to and from the JSON of an engine: spec/protocol.md, section "Values"."""
 
 import base64
 import json
@@ -20,10 +20,10 @@ from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
 
 Json: TypeAlias = Any
 Check: TypeAlias = Callable[[Array, Any], Any]
-"""What becomes of a value that was read: itself, or a ValueError where it is not of its type."""
+"""Function that returns a value that was read, or raises ValueError if the value has the wrong type."""
 
-LARGE = 65536  # bytes of an array that is no longer written as lists
-EXACT = 2**53  # an integer beyond is text
+LARGE = 65536  # Bytes: larger arrays are not written as lists.
+EXACT = 2**53  # Larger integers are written as text.
 LONGEST_NAME = 100
 DTYPES = {"float": np.float64, "int": np.int64, "bool": np.bool_}
 WRITTEN = ("float64", "float32", "int64", "bool")
@@ -39,10 +39,11 @@ PARAMETER_CLASSES: Mapping[str, Any] = dict(
 
 
 def parsed(answer: bytes) -> Json:
-    """The JSON of a line: strict, for what Python's reader admits beyond JSON no other reader would.
+    """Return the JSON of a line. The parser is strict, because other readers reject the extensions of Python's reader.
 
     Raises:
-        ValueError: for NaN and infinities as numbers, a member twice, a byte order mark, and what is no JSON at all.
+        ValueError: if the line is not JSON, contains NaN or infinity as a number, repeats a member, or has a byte order
+            mark.
     """
     try:
         return json.loads(
@@ -66,15 +67,15 @@ def _each_once(members: list[tuple[str, Json]]) -> dict[str, Json]:
 
 
 def printable(text: str, longest: int = LONGEST_NAME) -> str:
-    """A text of somebody else on one line, without what steers a terminal."""
+    """Return a foreign text on one line, without control characters of a terminal."""
     return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))[:longest]
 
 
 def encode(name: str, kind: str, value: Any) -> Json:
-    """A value of this type, called so, as JSON. An array keeps the type and the shape that it has.
+    """Return a value of this type as JSON. `name` is for messages. An array keeps its dtype and shape.
 
     Raises:
-        SpecError: for what should be an array of numbers and is none: it cannot be written.
+        SpecError: if the value of an array type is not an array of numbers, because it cannot be written.
     """
     if value is None:
         return None
@@ -118,10 +119,10 @@ def _written(x: Any) -> Json:
 
 
 def number(value: Json) -> float | int | bool:
-    """One number from its JSON.
+    """Return a number from its JSON.
 
     Raises:
-        ValueError: where it is none.
+        ValueError: if the value is not a number.
     """
     if isinstance(value, bool | int | float):
         return value
@@ -133,7 +134,7 @@ def number(value: Json) -> float | int | bool:
 
 
 def told(value: Json) -> Any:
-    """What an engine says of a refused value: numbers as numbers, text as it is."""
+    """Return the value of a refusal: numbers as numbers, other text unchanged."""
     if isinstance(value, list):
         return [told(inner) for inner in value]
     try:
@@ -143,10 +144,10 @@ def told(value: Json) -> Any:
 
 
 def decode(kind: str, value: Json, check: Check) -> Any:
-    """A value of this type from its JSON; each number and array through `check`.
+    """Return a value of this type from its JSON. Each number and array passes through `check`.
 
     Raises:
-        ValueError: where the JSON has another form; the text names the member of a record.
+        ValueError: if the JSON has another form. The message names the member of a record.
     """
     if kind == "text":
         return str(value)
@@ -184,7 +185,7 @@ def _parameter_of(field: "Field[Any]", value: Json) -> Any:
 
 
 def _array_of(value: Json, wanted: Array) -> np.ndarray[Any, Any]:
-    """The array as it was written; one without elements is of the type that is wanted."""
+    """Return the array as it was written. An empty array has the expected dtype."""
     if isinstance(value, dict):
         if value.keys() != {"dtype", "shape", "base64"} or value["dtype"] not in WRITTEN:
             raise ValueError(f"must have dtype (one of {', '.join(WRITTEN)}), shape and base64")
@@ -206,12 +207,12 @@ def _array_of(value: Json, wanted: Array) -> np.ndarray[Any, Any]:
 
 
 def as_it_is(wanted: Array, found: Any) -> Any:
-    """No check: an engine must see what it has to refuse."""
+    """Accept any value, because an engine must receive the values that it has to refuse."""
     return found
 
 
 def sizes(op: Op, arguments: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes that arguments give the axes of a result, by name."""
+    """Return the sizes of the result's axes that the arguments determine, by name."""
     found: dict[str, int] = {}
     for name, kind in op.arguments.items():
         value, wanted = arguments[name], array_of(kind)
@@ -226,9 +227,10 @@ def sizes(op: Op, arguments: Mapping[str, Any]) -> dict[str, int]:
 
 
 def checked(known: dict[str, int]) -> Check:
-    """Values of the type that is wanted, in float64, int64 or bool; axes as `known`, which learns the others.
+    """Return a check that converts values to float64, int64 or bool, and compares their axes with `known`.
 
-    The check raises ValueError for another type or shape, and for NaN or an infinity that the type does not name.
+    The check adds unknown axes to `known`. The check raises ValueError for another dtype or shape, and for NaN or an
+    infinity that the type does not allow.
     """
     def check(wanted: Array, found: Any) -> Any:
         if found is None and "null" in wanted.beside:

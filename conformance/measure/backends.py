@@ -1,11 +1,13 @@
-"""`python -m conformance.measure.backends [NAME ...] [--write]`: processor time that policies add under each backend.
+"""Measure the processor time that policies add under each backend: `python -m conformance.measure.backends [NAME ...]`.
 
-A Llama whose layers are those of 77 M parameters reads a prompt of 2 048 tokens on one thread of a CPU, at a budget of
-0.3. In each round every backend reads the prompt under the policy, in turn. Measured is what the policy does inside the
-forward pass: it records, scores, selects and compacts. The time is a share of the rest of the same forward pass, so
-that other programs slow both. Printed is the median of the rounds for `backend="auto"`, and for Numba and torch if
+A Llama with 77 M parameters reads a prompt of 2 048 tokens on one thread of a CPU, at a budget of 0.3. In each round,
+the backends read the prompt under the policy, one after another. The command measures the time in which the policy
+records, scores, selects and compacts inside the forward pass. The time is a share of the rest of the same forward pass,
+so other programs slow down both.
+
+The command prints the median of the rounds for `backend="auto"`. It also prints the medians for Numba and torch, if
 their code scores the policy. With `--write`, the medians of Numba and torch become the measurement from which "auto"
-chooses, and "auto" itself is not measured.
+chooses. Then "auto" itself is not measured.
 """
 
 import argparse
@@ -39,7 +41,7 @@ FILE = Path(models_integration.policies.__path__[0], MEASURED)
 
 
 def llama(layers: int = LAYERS, positions: int = 8_192) -> LlamaForCausalLM:
-    """A random Llama of 77 M parameters if it has 12 layers: 768 wide, 12 heads on 4 KV heads."""
+    """Return a random Llama: 768 wide, 12 heads on 4 KV heads. With 12 layers it has 77 M parameters."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=1_024, hidden_size=768, intermediate_size=2_048, num_hidden_layers=layers, num_attention_heads=12,
@@ -50,7 +52,7 @@ def llama(layers: int = LAYERS, positions: int = 8_192) -> LlamaForCausalLM:
 
 
 def prompt(tokens: int) -> Tensor:
-    """A prompt (1, tokens)."""
+    """Return a prompt (1, tokens)."""
     return torch.randint(3, 1_000, (1, tokens), generator=torch.Generator().manual_seed(1))
 
 
@@ -114,7 +116,7 @@ def measured(name: str, model: LlamaForCausalLM, rounds: int, auto: bool) -> dic
 
 
 def about(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what the figures depend on."""
+    """Return the settings on which the figures depend."""
     return {
         "command": "python -m conformance.measure.backends --write", "date": date.today().isoformat(),
         "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, one thread",
@@ -124,7 +126,7 @@ def about(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def write(row: dict[str, dict[str, float]], options: argparse.Namespace) -> None:
-    """Put rows into the file. Rows of other policies stay if they were measured in the same way."""
+    """Write rows to the file. Rows of other policies stay if they were measured in the same way."""
     whole = json.loads(FILE.read_text())
     now, before = about(options), whole["cpu"]
     kept = before["added"] if all(before.get(key) == value for key, value in now.items()) else {}

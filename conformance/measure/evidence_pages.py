@@ -1,7 +1,7 @@
-"""The tables of the studies on real weights, computed from their rows: `python -m conformance.measure.evidence_pages`.
+"""Tables of the studies on real weights, computed from their rows: `python -m conformance.measure.evidence_pages`.
 
-A page marks each table by `<!-- table NAME -->` and `<!-- end -->`; the text between them is written by this command
-and nothing else. Without `--write` it only says which tables of the pages differ from the rows.
+A page marks each table by `<!-- table NAME -->` and `<!-- end -->`. Only this command writes the text between the
+marks. Without `--write`, the command lists the tables that differ from the rows.
 """
 
 import re
@@ -43,7 +43,7 @@ PAGES = (ROOT / "README.md", HOME / "README.md", HOME / "erratum.md", HOME / "pa
 
 
 class Column(NamedTuple):
-    """Samples of one kind under one budget: their right answers, the recovery of their likelihood, or both.
+    """Samples of one kind under one budget, with their right answers, the recovery of their likelihood, or both.
 
     `density` selects samples of delayed association.
     """
@@ -69,10 +69,10 @@ def _after(title: str, tasks: Sequence[str], budget: str = "0.3", answers: bool 
 def figures(
     study: str, columns: Sequence[Column], part: str = "confirm", policies: Sequence[str] = (),
 ) -> list[list[str]]:
-    """Right answers and recovery of policies, each with its 95 % interval; by default of all policies, by answers.
+    """Return right answers and recovery of policies, each with its 95 % interval.
 
-    The number of kept tokens is shown where `policies` are given. A policy that keeps more than the budget has no
-    figures.
+    By default, the table has all policies, sorted by right answers. With `policies`, it also has the number of kept
+    tokens. A policy that keeps more than the budget has no figures.
     """
     each = [column.of(samples_of(study, part)) for column in columns]
     head = ["policy"]
@@ -95,7 +95,7 @@ def figures(
 
 
 def exceeds(some: Samples, cell: tuple[str, str]) -> str:
-    """Say that a policy keeps more tokens than its budget, or return "": such a cell is of another budget."""
+    """Return a note that a policy keeps more tokens than its budget, or "". A policy with a note has no figures."""
     rows, budget = some.having(cell).rows, read_budget(cell[1])
     prompts = [int(row.get("prompt_tokens") or row["length"]) for row in rows]
     if cell == ENDS[0] or not prompts:
@@ -106,7 +106,7 @@ def exceeds(some: Samples, cell: tuple[str, str]) -> str:
 
 
 def split(study: str, column: Column) -> list[list[str]]:
-    """Right answers of each policy at each place of the fact and in each text that has at least ten samples."""
+    """Return the right answers of each policy for each place of the fact and each text with at least ten samples."""
     some = column.of(samples_of(study))
     parts = [
         (kind, name, part) for kind, value in SPLITS.items() for name in ORDER
@@ -121,7 +121,7 @@ def split(study: str, column: Column) -> list[list[str]]:
 
 
 def _ranked(each: Sequence[Samples], columns: Sequence[Column]) -> list[str]:
-    """Full cache and evidence, then the named policies by right answers at 0.3."""
+    """Return the full cache and the evidence, then the named policies by right answers at 0.3."""
     budget = "0.3" if any(column.budget == "0.3" for column in columns) else columns[0].budget
     right = dict.fromkeys(
         (name for some in each for name, at in some.cells if at == budget and name in NAMES), 0.0
@@ -142,7 +142,7 @@ def _right(some: Samples, cell: tuple[str, str]) -> str:
 
 
 def decided(study: str) -> list[list[str]]:
-    """Every claim of a study with its difference, and the answers of the same samples."""
+    """Return every claim of a study with its difference, and the answers of the same samples."""
     head = ["claim", "claimed", "difference", "by place of the fact, by text", "p (Holm)", "outcome", "kind"]
     lines = [[*head, "right answers", "p (McNemar)"]]
     dev, confirm = (samples_of(study, part) for part in PARTS)
@@ -181,7 +181,7 @@ def _answers(claim: Claim, confirm: Samples) -> list[str]:
 
 
 def answerable() -> list[list[str]]:
-    """What the full cache and no context answer of each task, and how much likelihood the context is worth."""
+    """Return the right answers of the full cache and without context by task, and the likelihood that context adds."""
     lines = [["task", "tokens", "n", "full cache right", "blind right", "log-likelihood gained by the context, nats"]]
     for task in dict.fromkeys(row["task"] for row in samples_of("rules").rows):
         whole = samples_of("rules").where(task=(task,), placement=("after",))
@@ -196,7 +196,7 @@ def answerable() -> list[list[str]]:
 
 
 def templates() -> list[list[str]]:
-    """Right answers of the paper's tasks by the template of the fact."""
+    """Return the right answers in the paper's tasks by template of the fact."""
     whole = samples_of("paper-tasks")
     policies = (FULL, "crystalcache", 'crystalcache(observed_layer=-3, graph="zero")', "random-trunks", "snapkv")
     lines = [["task", "template", "n", *(NAMES[policy] for policy in policies)]]
@@ -211,7 +211,7 @@ def templates() -> list[list[str]]:
 
 
 def depths() -> list[list[str]]:
-    """Recovery at each depth of the fact, of a method that keeps the newest tokens and of three others."""
+    """Return the recovery at each depth of the fact, for a policy that keeps the newest tokens and for three others."""
     whole = samples_of("rules").where(task=FACTS, placement=("after",))
     at = {
         depth: [row for row in whole.rows if row["metadata"]["depth"] == depth] for depth in (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -223,7 +223,7 @@ def depths() -> list[list[str]]:
 
 
 def parts_of_crystalcache() -> list[list[str]]:
-    """At which stage of CrystalCache the evidence of samples is lost."""
+    """Return the stage of CrystalCache at which the evidence of samples is lost."""
     some, named = samples_of("crystalcache", "dev"), load_rules(HOME / "crystalcache.toml").stages
     budgets, lines = ("0.3", "0.1"), [["stage, after all earlier stages"]]
     lost = [np.bincount(lost_at(some, named, at), minlength=len(named) + 1) for at in budgets]
@@ -238,7 +238,7 @@ def parts_of_crystalcache() -> list[list[str]]:
 
 
 def observed_layers() -> list[list[str]]:
-    """Recovery and kept evidence of CrystalCache on the paper's layer and on the four best."""
+    """Return recovery and kept evidence of CrystalCache on the paper's layer and on the four best layers."""
     whole = samples_of("crystalcache", "dev")
     tasks = {"two keys": "keys_in_prose_2", "four keys": "keys_in_prose_4", "needle": "needle_in_prose"}
     lines = [["observed layer", "recovery, 0.3", *tasks, "evidence kept", "recovery, 0.1", "evidence kept"]]
@@ -252,7 +252,7 @@ def observed_layers() -> list[list[str]]:
 
 
 def whole_blocks() -> list[list[str]]:
-    """Kept evidence and recovery of policies that keep whole blocks."""
+    """Return kept evidence and recovery of policies that keep whole blocks."""
     lines = [["policy, budget", "tokens", "b = 16", "b = 32", "b = 64"]]
     for at, policy in product(("0.3", "0.1"), ("nestedkv", "keydiff", "snapkv", "streamingllm")):
         place = "in_prompt" if policy == "snapkv" else "after"
@@ -294,7 +294,7 @@ STUDIES: dict[str, tuple[str, Sequence[Column], str]] = {
     "paper-tasks": ("paper-tasks", PAPER_COLUMNS, "confirm"),
     "paper-tasks-dev": ("paper-tasks", PAPER_COLUMNS, "dev"),
 }
-"""Tables of answers by name: the study, its columns and its part."""
+"""Tables of answers by name, each with the study, its columns and its part."""
 SPLIT = {
     f"{study}-splits": (study, column) for study, column in {
         "rules": COLUMNS[0], "methods": FACTS_AT[0], "advice": FACTS_AT[0], "facts": FORM_COLUMNS[1],
@@ -319,7 +319,7 @@ _MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def answers_nothing(lines: Sequence[Sequence[str]]) -> bool:
-    """Whether the row of the full cache has shares of right answers, and all of them are zero."""
+    """Return True if the row of the full cache has shares of right answers, and all of them are zero."""
     full = [line for line in lines if line[0] in ("fullcache", NAMES[FULL])]
     shares = [cell for line in full for cell in line[1:] if re.match(r"(\d+: )?\d\.\d\d \[", cell)]
     return bool(shares) and all(re.match(r"(0: )?0\.00 \[", cell) for cell in shares)
@@ -327,7 +327,7 @@ def answers_nothing(lines: Sequence[Sequence[str]]) -> bool:
 
 @cache
 def markdown(name: str) -> str:
-    """A table as Markdown, or a sentence if the full cache answers nothing."""
+    """Return a table as Markdown, or a sentence if the full cache has no right answer."""
     head, *lines = TABLES[name]()
     if answers_nothing(lines):
         return "The full cache answers none of the samples, so the table is not printed.\n"
@@ -335,12 +335,12 @@ def markdown(name: str) -> str:
 
 
 def written(text: str) -> str:
-    """A page whose marked tables are those of the rows."""
+    """Return a page with current tables between the marks."""
     return _MARKED.sub(lambda match: f"{match[1]}{markdown(match[2])}{match[3]}", text)
 
 
 def stale(pages: Sequence[Path] = PAGES) -> Iterator[str]:
-    """The tables of pages that differ from the rows, and those that no page shows."""
+    """Yield the tables of pages that differ from the rows, and the tables that are on no page."""
     shown = set()
     for page in pages:
         for match in _MARKED.finditer(page.read_text(encoding="utf-8")):
@@ -351,7 +351,7 @@ def stale(pages: Sequence[Path] = PAGES) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the tables, or say which differ."""
+    """Write the tables if asked, and print the tables that differ. Return 1 if there is one."""
     if "--write" in arguments:
         for page in PAGES:
             page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")

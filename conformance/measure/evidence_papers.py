@@ -21,7 +21,7 @@ __all__ = ["PAPER_TABLES"]
 
 
 def paper_table(name: str, paper: Paper, table: Table) -> list[list[str]]:
-    """A table of a paper from the rows of `kvspec paper NAME --model smollm2 --quick`."""
+    """Return a table of a paper from the rows of `kvspec paper NAME --model smollm2 --quick`."""
     parts = [part for part in paper.parts if part.name in table.parts]
     found = fill(table, paper, [_asked(name, paper, part) for part in parts])
     head, lines = shaped(found)
@@ -30,7 +30,7 @@ def paper_table(name: str, paper: Paper, table: Table) -> list[list[str]]:
 
 
 def _asked(name: str, paper: Paper, part: Part) -> Measured:
-    """The rows of a part, with the cells that its rules name."""
+    """Return the rows of a part, with the cells that its rules name."""
     rules = rules_of_part(paper, part, ["smollm2"], (), True)
     assert rules is not None
     rows, cells = rows_of(f"paper-{name}"), {(FULL, "1.0"), *product(rules.policies, rules.budgets)}
@@ -44,7 +44,7 @@ def _asked(name: str, paper: Paper, part: Part) -> Measured:
 
 
 def injection_table(table: InjectionTable) -> list[list[str]]:
-    """A table of the paper on injection, from the rows of `kvspec paper injection --model smollm2 --quick`."""
+    """Return a table of the paper on injection, from the rows of `kvspec paper injection --model smollm2 --quick`."""
     found: dict[str, list[Any]] = {}
     for row in rows_of("paper-injection"):
         found.setdefault(row["session"], []).append(row)

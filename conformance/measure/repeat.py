@@ -1,8 +1,8 @@
-"""Cells of a study by other code: `python -m conformance.measure.repeat --rules RULES.toml --rows ROWS.jsonl`.
+"""Repeat cells of a study with independent code: `python -m conformance.measure.repeat --rules RULES.toml --rows FILE`.
 
-Draws cells of stored rows and measures them again. The brute forces of the policies decide which tokens to keep, from
-the queries and keys that the attention of transformers gets. The answer is read from a full cache whose evicted tokens
-are masked. Samples and the tokenizer's sentence ends are those of the study.
+The command draws cells of stored rows and measures them again. The brute forces of the policies decide which tokens to
+keep, from the queries and keys that the attention of transformers gets. The answer is read from a full cache in which
+the evicted tokens are masked. Samples and sentence ends are those of the study.
 
 Exit code 1: a likelihood differs by more than 1e-4 nats, or the number of kept tokens or of kept evidence differs.
 """
@@ -37,13 +37,13 @@ from spec.parameters import CrystalCacheParameters
 from spec.policy import LayerView
 
 BOUND = 1e-4
-"""Largest difference of two log-likelihoods of an answer, nats."""
+"""Largest difference of two log-likelihoods of an answer, in nats."""
 POLICIES = ("fullcache", "blind", "crystalcache", "streamingllm", "knorm", "keydiff", "snapkv", "chunkkv", "nestedkv")
-"""What is repeated: policies that take no constant from the model, and whose brute force takes minutes at most."""
+"""Policies that can be repeated: they need no constant from the model, and their brute force takes minutes at most."""
 
 
 class Repeated(NamedTuple):
-    """A cell of a row, and what other code finds for it."""
+    """Cell of a row, and the result of the independent code."""
 
     policy: str
     budget: str
@@ -54,7 +54,7 @@ class Repeated(NamedTuple):
 
     @property
     def agrees(self) -> bool:
-        """Whether the likelihoods agree."""
+        """True if the likelihoods agree."""
         return abs(self.stored - self.likelihood) <= BOUND
 
 
@@ -71,7 +71,7 @@ def _recording(
 
 @torch.no_grad()
 def recorded(model: PreTrainedModel, prompt: Tensor) -> Inputs:
-    """What the attention of each layer gets as a plain model reads a prompt (1, n)."""
+    """Return the inputs of each layer's attention while a plain model reads a prompt (1, n)."""
     AttentionInterface.register("recording", _recording)
     AttentionMaskInterface.register("recording", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     own = model.config._attn_implementation
@@ -86,7 +86,7 @@ def recorded(model: PreTrainedModel, prompt: Tensor) -> Inputs:
 
 
 def sets(policy: str, budget: str, inputs: Inputs, sentence_ends: frozenset[int]) -> Kept:
-    """The kept positions by brute force: one set, one for each layer, or one for each KV head of each layer."""
+    """Return the kept positions by brute force: one set, one for each layer, or one for each KV head of each layer."""
     if policy == "fullcache":
         return [list(range(inputs.n))]
     if policy == "crystalcache":
@@ -99,7 +99,7 @@ def sets(policy: str, budget: str, inputs: Inputs, sentence_ends: frozenset[int]
 
 
 def _for_layers(kept: Kept, inputs: Inputs) -> list[Kept]:
-    """The sets of each layer, one for all its KV heads or one for each."""
+    """Return the sets of each layer: one for all KV heads of the layer, or one for each."""
     L = len(inputs.layers)
     if len(kept) == 1:
         return [kept] * L
@@ -109,7 +109,7 @@ def _for_layers(kept: Kept, inputs: Inputs) -> list[Kept]:
 
 @torch.no_grad()
 def repeated(subject: Subject, item: Item, cell: Mapping[str, Any]) -> Repeated:
-    """A cell of the row of an item, by brute force and masks."""
+    """Repeat a cell of the row of an item with brute force and masks."""
     placement, gold = place(item.sample, item.placement), item.sample.answer_ids
     masked, blind = Masked(subject.model), cell["policy"] == "blind"
     prompt, same, columns = torch.tensor([placement.prompt_ids]), True, list[Tensor]()
@@ -119,7 +119,7 @@ def repeated(subject: Subject, item: Item, cell: Mapping[str, Any]) -> Repeated:
         kept = [[position for position in own if position < seen] for own in decided]
         evidence = {at for start, stop in item.sample.evidence for at in range(start, stop)}
         counts = [len(one) for one in kept], [len(evidence.intersection(one)) for one in kept]
-        # A row has one number where all sets have as many.
+        # A row has one number if all sets have the same number of tokens.
         same = [one[0] if len(set(one)) == 1 else one for one in counts] == [cell["kept"], cell["evidence_kept"]]
         columns.append(masked.read(prompt[:, :seen])[:, -1:])
         masked.keep(_for_layers(kept, inputs))
@@ -139,7 +139,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Print a line for each repeated cell."""
     parser = argparse.ArgumentParser(prog="python -m conformance.measure.repeat", description=__doc__)
     parser.add_argument("--rules", type=Path, required=True, help="rules of the study")
-    parser.add_argument("--rows", type=Path, required=True, help="its rows, .jsonl or .jsonl.xz")
+    parser.add_argument("--rows", type=Path, required=True, help="rows of the study, .jsonl or .jsonl.xz")
     parser.add_argument("--count", type=int, default=10, help="number of cells to draw (default 10)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draw (default 0)")
     given = parser.parse_args(arguments)

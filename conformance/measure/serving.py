@@ -1,6 +1,7 @@
-"""Requests that run at once inside vLLM, with and without eviction: `nox -s vllm -- gain` writes docs/results/vllm.md.
+"""Measure requests that run at once inside vLLM with and without eviction: `nox -s vllm -- gain`.
 
-All rows are measured in one process, with one pool of blocks and the same prompts.
+The command writes docs/results/vllm.md. All rows are measured in one process, with one pool of blocks and the same
+prompts.
 """
 
 import os
@@ -22,7 +23,7 @@ ROWS: Sequence[tuple[str, dict[str, Any] | None]] = (
 
 
 class Load(NamedTuple):
-    """Measurement of one load."""
+    """Measurement of one load of requests."""
 
     most: int
     mean: float
@@ -87,7 +88,7 @@ def table() -> list[str]:
     ids = load_pocket_tokenizer()((ROOT / "docs" / "examples" / "lighthouse.txt").read_text(encoding="utf-8")).input_ids
     prompts = [(ids * 8)[13 * number : 13 * number + PROMPT] for number in range(REQUESTS)]
     llm = engine()
-    for _, asked in ROWS:  # compile what compiles once
+    for _, asked in ROWS:  # warm-up for code that compiles on the first call
         measure(llm, asked, prompts[:1])
     found = []
     for name, asked in ROWS:

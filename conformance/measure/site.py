@@ -1,6 +1,7 @@
-"""`python -m conformance.measure.site write build/docs`, and `check site` once the pages are built.
+"""Write the pages of the site, or check the built pages: `python -m conformance.measure.site write build/docs`.
 
-Each item of the specification has a page of what the repository has of it; an index lists all.
+After the build, run `check site`. Each item of the specification has a page with its code, tests and other checks. An
+index lists all items.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from conformance.paths import ROOT, SPEC
 
 @dataclass(frozen=True)
 class Function:
-    """A function (or class) that implements an item: its file, its name and its source text."""
+    """Function (or class) that implements an item, with its file, name and source text."""
 
     path: str
     name: str
@@ -42,7 +43,7 @@ class Function:
 
 @dataclass(frozen=True)
 class Marked:
-    """A test of an item: its file and name; `drawn` says that Hypothesis draws its inputs."""
+    """Test of an item, with file and name. `drawn` is True if Hypothesis draws the inputs."""
 
     path: str
     name: str
@@ -51,7 +52,7 @@ class Marked:
 
 @dataclass(frozen=True)
 class Evidence:
-    """One item: the page of spec/ that it stands on, its text, and all that bears its id."""
+    """Item with its page of spec/, its text, and all code and checks that name it."""
 
     item: str
     page: str
@@ -66,7 +67,7 @@ class Evidence:
 
 
 def gathered() -> Mapping[str, Evidence]:
-    """All items of this checkout, in the order of their pages."""
+    """Return all items of this checkout, in the order of their pages."""
     found = {
         item: Evidence(item, page.name, text)
         for page in sorted(SPEC.glob("*.md")) for item, text in items_of(page.read_text(encoding="utf-8"))
@@ -91,14 +92,14 @@ def gathered() -> Mapping[str, Evidence]:
 
 
 def sources(packages: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Path from the root and text of each module."""
+    """Yield the path from the root and the text of each module."""
     for package in packages:
         for file in sorted((ROOT / package).rglob("*.py")):
             yield file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")
 
 
 def text_of(node: Documented, source: str) -> tuple[str, str]:
-    """Name and text, with decorators, at the left margin; of a module the whole."""
+    """Return name and unindented text of a function or class, with decorators. For a module, return the whole text."""
     if isinstance(node, ast.Module):
         return "the module", source
     return node.name, textwrap.dedent("\n".join(source.splitlines()[first_line(node) - 1 : node.end_lineno]))
@@ -109,7 +110,7 @@ def first_line(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> i
 
 
 def marked(path: str, source: str) -> Iterator[tuple[str, Marked]]:
-    """Item and test of each marker; one that stands in a table of parameters goes with the module alone."""
+    """Yield item and test of each marker. A marker in a table of parameters has only the module."""
     found = list(markers(source))
     tests = [node for node in ast.walk(ast.parse(source)) if found and isinstance(node, ast.FunctionDef)]
     for item, line in found:
@@ -125,17 +126,17 @@ TABS = {
     "Reference": ("spec", "reference"), "Numba": ("accelerated/numba_cpu",),
     "torch": ("accelerated/torch_device",), "Triton": ("accelerated/triton_gpu",),
 }
-# The trace fails on an item of a stage without a function, unless it is taken from the host.
+# The trace fails on a stage's item without a function, unless the stage runs on the host.
 TAKEN_FROM_HOST = "the host's, which is Numba's where there is Numba, else the reference's"
 
-# What an id is not made a link in: a block of code, a code span, a link.
+# Text in which ids do not become links: blocks of code, code spans, links and headings.
 _OPAQUE = re.compile(r"(^ *```.*?^ *```|`[^`]*`|\[[^\]]*\]\([^)]*\)|^#.*?$)", re.MULTILINE | re.DOTALL)
 _ID = re.compile(r"\b[A-Z]{2}(?:-[A-Z0-9]+)+\b")
 _RELATIVE = re.compile(r"\]\((?!\w+:|#)")
 
 
 def linked(markdown: str, known: Mapping[str, Evidence], folder: str) -> str:
-    """The text with a link from each id to its page in `folder`."""
+    """Return the text with a link from each id to its page in `folder`."""
     def link(match: re.Match[str]) -> str:
         return f"[{match[0]}]({folder}{match[0]}.md)" if match[0] in known else match[0]
 
@@ -144,7 +145,7 @@ def linked(markdown: str, known: Mapping[str, Evidence], folder: str) -> str:
 
 
 def page(one: Evidence, known: Mapping[str, Evidence]) -> str:
-    """The page of one item, which stands in a folder beside the pages of spec/."""
+    """Return the page of one item. It is in a folder next to the pages of spec/."""
     text = linked(_RELATIVE.sub("](../", one.text), known, "")
     parts = [
         f"# {one.item}", f"From [{one.page}](../{one.page}#{one.item.lower()}).", text.strip(), "## Implementations",
@@ -154,7 +155,7 @@ def page(one: Evidence, known: Mapping[str, Evidence]) -> str:
 
 
 def tab(name: str, tops: tuple[str, ...], one: Evidence) -> str:
-    """The functions below some folders, or why there is none."""
+    """Return a tab with the functions below some folders, or with the reason why there is none."""
     found = [function for function in one.functions if function.path.startswith(tops)]
     served = stage_items((ROOT / STAGES).read_text(encoding="utf-8"))
     why = TAKEN_FROM_HOST if one.item in served else "no stage computes it, so it is the same for every backend"
@@ -167,7 +168,7 @@ def shown(function: Function) -> str:
 
 
 def checks(one: Evidence) -> Iterator[str]:
-    """Lists of what would fail if an implementation got the item wrong."""
+    """Yield the lists of checks that fail if an implementation gets the item wrong."""
     yield listed("Properties", "Hypothesis draws the inputs", (test_line(test) for test in one.tests if test.drawn))
     yield listed("Tests", "", (test_line(test) for test in one.tests if not test.drawn))
     yield listed(
@@ -186,13 +187,13 @@ def test_line(test: Marked) -> str:
 
 
 def listed(title: str, says: str, lines: Iterator[str] | list[str]) -> str:
-    """A heading with its list, or with the word none."""
+    """Return a heading with its list, or with the word "None"."""
     body = "\n".join(f"- {line}" for line in lines)
     return f"### {title}\n\n" + ((f"{says[0].upper()}{says[1:]}.\n\n" if says else "") + body if body else "None.")
 
 
 def index(known: Mapping[str, Evidence]) -> str:
-    """All items, by the page that they stand on, with the number of functions, tests and mutants of each."""
+    """Return a page that lists all items by page, with the numbers of functions, tests, mutants, proofs and vectors."""
     parts = [f"# Items\n\nThe {len(known)} items of the specification, each beside its implementations and checks."]
     for source, items in groupby(known.values(), key=lambda one: one.page):
         rows = [
@@ -204,18 +205,18 @@ def index(known: Mapping[str, Evidence]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-# The pages keep the places that they have in the checkout, so that their links stay right.
+# The pages have the same paths as in the checkout, so that their links are valid.
 SOURCES = ("*.md", "docs/**/*", "spec/*.md", "spec/vectors/README.md", "conformance/assurance/proofs/coq/README.md",
            "conformance/assurance/proofs/floats/README.md")
 ITEMS = Path("spec", "items")
 
 _HEADING = re.compile(r"^### ([A-Z]{2}(?:-[A-Z0-9]+)+)$", re.MULTILINE)
-# What a browser would fetch by itself: a link that a reader may click is not among it.
+# Addresses that a browser fetches without a click.
 _FETCHED = re.compile(r"<(?:script|img|iframe)[^>]* src=\"(https?:[^\"]+)|<link[^>]* href=\"(https?:[^\"]+)")
 
 
 def write(out: Path) -> None:
-    """The pages from which the site is built: those of the checkout, with links to items, and a page of each item."""
+    """Write the pages for the site: those of the checkout, with links to items, and a page for each item."""
     shutil.rmtree(out, ignore_errors=True)
     known = gathered()
     for source in sorted(path for pattern in SOURCES for path in ROOT.glob(pattern) if path.is_file()):
@@ -233,14 +234,14 @@ def write(out: Path) -> None:
 
 
 def foreign(site: Path) -> Iterator[str]:
-    """Each page that would fetch something from elsewhere, and what."""
+    """Yield each page that would fetch something from a different site, and the address."""
     for page in sorted(site.rglob("*.html")):
         for found in _FETCHED.findall(page.read_text(encoding="utf-8")):
             yield f"{page.relative_to(site)} fetches {''.join(found)}"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the pages, or 1 where a built page needs a network."""
+    """Write the pages, or check them. Return 1 if a built page needs a network."""
     parser = argparse.ArgumentParser(prog="conformance.measure.site", description=__doc__)
     parser.add_argument("step", choices=("write", "check"))
     parser.add_argument("folder", type=Path)

@@ -1,4 +1,7 @@
-"""What published policies must keep, by brute force, in plain Python; `brutes` finds the policies of its modules."""
+"""Brute forces of the kept sets of published policies, in plain Python.
+
+`brutes` returns the policies of all modules.
+"""
 
 from functools import cache
 from importlib import import_module
@@ -13,6 +16,6 @@ __all__ = ["brutes"]
 
 @cache
 def brutes() -> tuple["Brute", ...]:
-    """BRUTES of each module, by the names of modules."""
+    """Return BRUTES of each module, sorted by the names of the modules."""
     modules = [import_module(f"{__name__}.{one.name}") for one in iter_modules(__path__)]
     return tuple(brute for module in modules for brute in getattr(module, "BRUTES", ()))

@@ -1,4 +1,4 @@
-"""Ada-KV by brute force: SnapKV's window, and a layer's budget shared by its heads' scores."""
+"""Ada-KV by brute force: SnapKV's window, and a budget per layer that the scores divide among the heads."""
 
 from fractions import Fraction
 
@@ -26,7 +26,7 @@ def adakv(
     layer: Layer, W: int, kernel: int, pooling: str = "max", order: str = SLIPS["order"][0], group: str = GROUPS[0],
     pooled: str = POOLED[0], mask: str = MASKS[0],
 ) -> list[Score]:
-    """Mean over the window and the group, then pool."""
+    """Return the scores of Ada-KV: the mean over the window and the group, then pooled."""
     n, past, rows, found = len(layer["k"][0]), window(layer, W), last_rows(layer, W, mask), []
     for heads in groups(layer):
         means = [over(column_sums(rows[h])[:past], len(rows[h])) for h in heads]

@@ -1,7 +1,8 @@
-"""A named policy by brute force, the inputs of its tests and vectors, and the terms in which its kept sets are said.
+"""Policies by brute force, with the inputs of their tests and vectors, and shared functions for kept sets.
 
-A module of `methods` lists its policies in BRUTES, from which the common tests, the table of promises and the vectors
-have their cases. What it computes shares nothing with the reference, of which only `Brute.policy` makes one.
+Each module of `methods` lists its policies in BRUTES. The common tests, the table of promises and the vectors take
+their cases from BRUTES. The brute forces share no code with the reference. Only `Brute.policy` makes a policy of the
+reference.
 """
 
 import sys
@@ -25,18 +26,24 @@ from spec.policy import LayerView, Policy, Repeat
 W, KERNEL, C_CHUNK, SINK, FUTURE, LAG, BLOCK = 3, 3, 4, NESTED.N_sink, 5, 4, 4
 REHEARSED: dict[str, Any] = {"template": TEMPLATE, "N_sink": SINK, "N_recent": W, "chunk": 5, "overlap": 2}
 SAFEGUARD = Fraction(1, 5)
-N_SINK, HALF, SEED = 1, Fraction(1, 2), 5  # of VaSE: small sets have wide values and a sample
+# Constants of VaSE, so that small kept sets contain wide values and a sample.
+N_SINK, HALF, SEED = 1, Fraction(1, 2), 5
 
 Guaranteed = Callable[[int, int], set[int]]
 
 
 @dataclass(frozen=True)
 class Brute:
-    """A policy of `reference.policies.names`, and what it keeps of any inputs at B tokens, by brute force.
+    """A policy of `reference.policies.names`, with its kept sets by brute force.
 
-    `kept` is called with the inputs, B and the constants. `small` are the constants of the common tests; a vector has
-    its own among its inputs. At the small ones, B is raised to `floor`, and every kept set of B tokens holds the
-    positions `guaranteed`. `published` are the defaults, but for the backend.
+    Attributes:
+        item: item of the specification that defines the policy.
+        name: name of the policy.
+        kept: function that returns the kept sets from inputs, B and the constants.
+        small: constants of the common tests. A vector has separate constants among its inputs.
+        floor: smallest B at the small constants. A smaller B is raised to the floor.
+        guaranteed: function that returns the positions in every kept set of B tokens.
+        published: default values of the constants, without the backend.
     """
 
     item: str
@@ -47,39 +54,45 @@ class Brute:
     guaranteed: Guaranteed = field(default=lambda n, B: set())
     published: Mapping[str, Any] = field(default_factory=dict)
     readings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Arguments of `kept` beside the constants: ours first, then those of other published codes."""
+    """Arguments of `kept` besides the constants.
+
+    The first value is kvspec's, and the others are those of published codes.
+    """
     slips: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """More arguments of `kept`: the right value first, then known errors, which no published code has."""
+    """More arguments of `kept`: the right value first, then known errors that no published code has."""
     least: int = 1
-    """Tokens of an input: of fewer, rounding decides."""
+    """Minimum number of tokens of an input. With fewer tokens, rounding decides."""
     scored: bool = True
-    """Whether `scores` of a kept set are those of the item: not if it is chosen by places, or in two stages."""
+    """True if the `scores` of a kept set are those of the item.
+
+    False if the set is chosen by places or in two stages.
+    """
 
     @property
     def make(self) -> Callable[..., Policy]:
-        """The maker that its module has now: a wrong one may stand there."""
+        """Return the function that makes the policy, looked up now, because a test may have replaced it."""
         known = POLICIES[self.name].make
         found: Callable[..., Policy] = getattr(sys.modules[known.__module__], known.__name__)
         return found
 
     def policy(self, inputs: Inputs, constants: Mapping[str, Any] | None = None) -> Policy:
-        """The reference's."""
+        """Return the policy of the reference."""
         row, chosen = replace(POLICIES[self.name], make=self.make), self.small if constants is None else constants
         return row.policy({**of_model(self.name, inputs), **chosen})
 
     def expected(self, inputs: Inputs, B: int) -> Kept:
-        """At the small constants."""
+        """Return the kept sets at the small constants."""
         return self.kept(inputs, B, **self.small)
 
 
 GIVEN = (
     "q", "k", "v", "n", "scaling", "sinks", "W_o", "inv_freq", "B", "chunks", "repeat_q", "repeat_k", "norms", "steps",
 )
-"""The inputs of a vector that are not constants of its policy."""
+"""Inputs of a vector that are not constants of its policy."""
 
 
 def repeats_of(i: Json, at: int) -> tuple[Repeat, ...] | None:
-    """What was asked of a layer while its chunks were repeated, if they were."""
+    """Return the repetitions of a layer's chunks, or None if the vector has none."""
     if "chunks" not in i:
         return None
     found = []
@@ -90,7 +103,7 @@ def repeats_of(i: Json, at: int) -> tuple[Repeat, ...] | None:
 
 
 def layers_of(i: Json) -> Inputs:
-    """The layers of a vector, some of which have keys alone, or as many tokens as it says."""
+    """Return the layers of a vector. A vector may have only keys, or only a number of tokens."""
     keys = [floats(k) for k in i["k"]] if "k" in i else [np.zeros((1, i["n"], 1))]
     views = [
         LayerView(
@@ -104,7 +117,7 @@ def layers_of(i: Json) -> Inputs:
 
 
 def from_vector(i: Json) -> tuple[Inputs, int, dict[str, Any]]:
-    """Inputs, B and constants of a vector; a fraction is text in it, and a block's size `b`."""
+    """Return inputs, B and constants of a vector. A fraction is text in the vector, and the size of a block is `b`."""
     constants = {
         {"b": "block"}.get(name, name): Fraction(x) if isinstance(x, str) and x[0].isdigit() else x
         for name, x in i.items() if name not in GIVEN
@@ -113,7 +126,7 @@ def from_vector(i: Json) -> tuple[Inputs, int, dict[str, Any]]:
 
 
 def plain(view: LayerView) -> dict[str, Any]:
-    """The layer as lists, for the oracles."""
+    """Return the layer as lists, for the oracles."""
     return {
         "q": leaves(view.q), "k": leaves(view.k), "v": None if view.v is None else leaves(view.v),
         "scaling": view.scaling, "softcap": view.softcap, "sinks": None if view.sinks is None else leaves(view.sinks),
@@ -121,7 +134,7 @@ def plain(view: LayerView) -> dict[str, Any]:
 
 
 def rehearsed(view: LayerView) -> dict[str, Any]:
-    """The same with what was asked while chunks were repeated."""
+    """Return the layer as lists, with the repetitions of its chunks."""
     each = [
         {"start": x.start, "stop": x.stop, "q": leaves(x.q), "k": leaves(x.k), "norms": leaves(x.norms)}
         for x in view.repeats or ()
@@ -130,7 +143,7 @@ def rehearsed(view: LayerView) -> dict[str, Any]:
 
 
 def by_layer(score: Callable[..., list[oracle.Score]]) -> Callable[..., Kept]:
-    """The best B tokens of every row of every layer."""
+    """Return a function that keeps the best B tokens of every row of every layer."""
     def kept(inputs: Inputs, B: int, **constants: Any) -> Kept:
         return [oracle.top(row, B) for view in inputs.layers for row in score(plain(view), **constants)]
 
@@ -138,7 +151,10 @@ def by_layer(score: Callable[..., list[oracle.Score]]) -> Callable[..., Kept]:
 
 
 def stepwise(score: Callable[..., list[oracle.Score]]) -> Callable[..., Kept]:
-    """The best B tokens of each KV head by a score of what is cached, at the end of the prompt and in every step."""
+    """Return a function that keeps the best B tokens of each KV head by a score of the cached tokens.
+
+    The function decides at the end of the prompt and in every decode step.
+    """
     def kept(inputs: Inputs, B: int, decode: str = oracle.DECODE[0], **constants: Any) -> Kept:
         found, prompt = Kept(), inputs.n - inputs.steps
         for layer in map(plain, inputs.layers):
@@ -155,14 +171,14 @@ def _score_of_head(
     score: Callable[..., list[oracle.Score]], layer: oracle.Layer, g: int, constants: Mapping[str, Any], at: int,
     live: Sequence[int],
 ) -> oracle.Score:
-    """Of the live tokens of KV head g, after the token `at`."""
+    """Return the score of the live tokens of KV head g, after the token `at`."""
     own = oracle.with_heads(layer, oracle.groups(layer)[g])
     cached = {name: [oracle.at_places(layer[name][g], live)] for name in ("k", "v") if layer[name] is not None}
     return score({**own, "q": [rows[: at + 1] for rows in own["q"]], **cached}, **constants)[0]
 
 
 def shared(score: Callable[..., list[oracle.Score]], shares: Callable[..., list[int]]) -> Callable[..., Kept]:
-    """Heads of a layer share its budget, by a safeguard."""
+    """Return a function that divides the budget of a layer among its heads, by `shares` and a safeguard."""
     def kept(inputs: Inputs, B: int, safeguard: Fraction = Fraction(0), **constants: Any) -> Kept:
         found = Kept()
         for view in inputs.layers:

@@ -1,4 +1,4 @@
-"""CAKE by brute force, in the terms of `methods.policies`; nothing is shared with the reference."""
+"""CAKE by brute force, with the functions of `methods.policies`. No code is shared with the reference."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -12,13 +12,20 @@ from conformance.strategies.policy_inputs import Inputs, Kept
 
 
 def variances(rows: Sequence[Any]) -> Any:
-    """Of each column, with divisor one less than the number of rows; of one row 0."""
+    """Return the variance of each column, with the number of rows minus one as divisor.
+
+    For one row, the variance is 0.
+    """
     mean = over(column_sums(rows), len(rows))
     return over(column_sums([squares(minus(row, mean)) for row in rows]), max(1, len(rows) - 1))
 
 
 def preference(layer: Layer, W: int, tau1: float, tau2: float) -> Any:
-    """Entropy of every row before the window, variance of every key over the window's queries."""
+    """Return the preference of a layer.
+
+    The preference combines the entropy of every row before the window, and the variance of every key over the window's
+    queries.
+    """
     past, rows = window(layer, W), last_rows(layer, W)
     weights = [positive(row[:past]) for head in rows for row in head]
     entropy = -fsum(fsum(times(row, each(log, row))) for row in weights)
@@ -27,7 +34,7 @@ def preference(layer: Layer, W: int, tau1: float, tau2: float) -> Any:
 
 
 def scores(layer: Layer, W: int, kernel: int, gamma: float) -> list[Score]:
-    """Mean and variance over the window, pooled, averaged over the group."""
+    """Return the scores: mean and variance over the window, pooled, averaged over the group."""
     n, past, rows, found = len(layer["k"][0]), window(layer, W), last_rows(layer, W), []
     for group in groups(layer):
         pooled = []
@@ -40,7 +47,11 @@ def scores(layer: Layer, W: int, kernel: int, gamma: float) -> list[Score]:
 
 
 def preferred_shares(preferences: Sequence[float], B: int, W: int, n: int) -> list[int]:
-    """Tokens of each layer. The layers that are full are the first so and so many by preference: the fewest that do."""
+    """Return the number of tokens of each layer.
+
+    The full layers are the first ones by preference. Their number is the smallest number for which no other layer
+    exceeds the prompt.
+    """
     L, W = len(preferences), min(W, n)
     most, total = n - W, min((B - W) * L, (n - W) * L)
     exact = [x if isinstance(x, Box) else Fraction(x) for x in preferences]
@@ -55,7 +66,7 @@ def preferred_shares(preferences: Sequence[float], B: int, W: int, n: int) -> li
 
 
 def kept(inputs: Inputs, B: int, W: int, kernel: int, gamma: float, tau1: float, tau2: float) -> Kept:
-    """Layers share the budget by their preferences."""
+    """Return the kept sets. The preferences of the layers divide the budget."""
     shares = preferred_shares([preference(plain(view), W, tau1, tau2) for view in inputs.layers], B, W, inputs.n)
     return [
         top(row, share) for view, share in zip(inputs.layers, shares, strict=True)

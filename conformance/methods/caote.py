@@ -1,4 +1,4 @@
-"""CAOTE by brute force: how the output changes when one token goes."""
+"""CAOTE by brute force: the change of the output after the eviction of one token."""
 
 import math
 from collections.abc import Sequence
@@ -26,11 +26,14 @@ from conformance.oracles.boxes import (
 
 
 def caote_error(alpha: Row, values: Sequence[Row]) -> list[float]:
-    """The change of the output when one token goes and the others are renormalised, done literally."""
+    """Return the change of the output after one token is evicted and the others are renormalised.
+
+    The output is computed again without each token.
+    """
     errors = []
     by_channel = list(map(row, columns(values)))
     whole = row([dot(alpha, channel) for channel in by_channel])
-    if isinstance(values[0], BoxRow):  # many tokens: what goes is taken off the whole, once each
+    if isinstance(values[0], BoxRow):  # For many tokens, the evicted token is subtracted from the whole output.
         rests = [total - a for total in [fsum(alpha)] for a in alpha]
         without = [over(minus(whole, times(v, a)), rest) for v, a, rest in zip(values, alpha, rests, strict=True)]
         return [sqrt(fsum(squares(minus(whole, other)))) for other in without]
@@ -50,7 +53,7 @@ def caote(layer: Layer) -> list[Score]:
     rows, n, found = last_rows(layer, 1), len(layer["k"][0]), list[Score]()
     for values, group in zip(layer["v"], groups(layer), strict=True):
         alpha = row(list(over(column_sums([rows[h][0] for h in group]), len(group))))
-        # The sinks stand for one more token, whose value is zero.
+        # The sinks act as one more token, with the value zero.
         beside = [1.0 - fsum(alpha)] if layer.get("sinks") else []
         nothing = [row(leaves(np.zeros(len(values[0])))) for _ in beside]
         errors = caote_error(row([*alpha, *beside]), [*values, *nothing])

@@ -1,4 +1,4 @@
-"""ChunkKV by brute force: whole chunks by the sums of their tokens."""
+"""ChunkKV by brute force: complete chunks, chosen by the sums of their tokens' scores."""
 
 from conformance.methods.brute import C_CHUNK, Brute, W, newest, plain
 from conformance.methods.policies import Score, accumulated, chunk_selection, last_rows, window
@@ -7,7 +7,10 @@ from conformance.strategies.policy_inputs import Inputs, Kept
 
 
 def chunkkv(inputs: Inputs, B: int, c: int, W: int, N_reuse: int = 1, totals: str = "sum") -> Kept:
-    """By the attention of the last W queries; N_reuse layers have the set of their first."""
+    """Return the kept sets by the attention of the last W queries.
+
+    N_reuse layers use the kept set of their first layer.
+    """
     found = []
     for at in range(len(inputs.layers)):
         layer = plain(inputs.layers[at - at % N_reuse])
@@ -18,7 +21,7 @@ def chunkkv(inputs: Inputs, B: int, c: int, W: int, N_reuse: int = 1, totals: st
 
 
 def described(inputs: Inputs, B: int, c: int) -> Kept:
-    """By the attention of all queries, without a window."""
+    """Return the kept sets by the attention of all queries, without a window."""
     rows = [accumulated(plain(view)) for view in inputs.layers]
     members = [list(column_sums(layer)) for layer in rows]
     return [chunk_selection(layer, c, B) for layer in members]
@@ -26,6 +29,6 @@ def described(inputs: Inputs, B: int, c: int) -> Kept:
 
 BRUTES = [
     Brute("PO-CHUNKKV", "chunkkv", chunkkv, {"c": C_CHUNK, "W": W, "N_reuse": 2}, W, newest,
-          published={"c": 10, "W": 32, "N_reuse": 1}, readings={"totals": ("sum", "mean")}),  # kvpress: the mean
+          published={"c": 10, "W": 32, "N_reuse": 1}, readings={"totals": ("sum", "mean")}),  # kvpress uses the mean
     Brute("PO-CHUNKKV-DESCRIBED", "chunkkv-described", described, {"c": C_CHUNK}, published={"c": 10}),
 ]

@@ -1,4 +1,7 @@
-"""CrystalCache's prefill by the oracles of its stages, and whether rounding decides it; nothing is of the reference."""
+"""CrystalCache's prefill by the oracles of its stages. If rounding decides the kept set, `Undecided` is raised.
+
+No code is shared with the reference.
+"""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,13 +18,13 @@ from spec.parameters import PAPER, CrystalCacheParameters
 from spec.policy import LayerView
 
 ROUNDS, UNITS = 3, 8
-"""Inputs near the given one that must keep the same tokens, and how far they are."""
+"""Number of perturbed inputs that must keep the same tokens, and size of the perturbation."""
 FORMS = ("merge", "graph", "allocation", "trunk_impact", "coverage")
-"""Parameters that change a stage's form: the oracles of full size have those of the paper."""
+"""Parameters that change the form of a stage. The oracles of full size implement only the paper's forms."""
 
 
 def prefill(view: LayerView, ids: Any, B: int, p: CrystalCacheParameters) -> list[int]:
-    """S1 to S6 of one layer."""
+    """Return the kept set of one layer after S1 to S6."""
     q, k, n = view.q.astype(np.float64), view.k.astype(np.float64), len(ids)
     if any(getattr(p, form) != getattr(PAPER, form) for form in FORMS):
         sinks = None if view.sinks is None else view.sinks.tolist()
@@ -44,7 +47,7 @@ def prefill(view: LayerView, ids: Any, B: int, p: CrystalCacheParameters) -> lis
 
 
 def neighbours(found: s1.Scored, p: CrystalCacheParameters) -> Any:
-    """The places of each token's lists whose weights, as float32, are above the threshold."""
+    """Return the neighbour lists of each token: the places whose weights, as float32, are above the threshold."""
     record: dict[str, Any] = {"start": found.start}
     for name, ranked, k, tau in (("intra", found.intra, p.k_intra, p.tau_intra),
                                  ("cross", found.cross, p.k_cross, p.tau_cross)):
@@ -55,7 +58,7 @@ def neighbours(found: s1.Scored, p: CrystalCacheParameters) -> Any:
 
 
 def degrees(E: stages.Columns, bounds: Any, p: CrystalCacheParameters) -> Any:
-    """Of each trunk the sum of its edges that are not pruned, by ascending neighbour."""
+    """Return the degree of each trunk: the sum of its unpruned edges, by ascending neighbour."""
     found = stages.pairs(E, bounds[:-1])
     w = stages.pair_weights(found, np.diff(bounds))
     there = w > p.tau_edge
@@ -66,10 +69,10 @@ def degrees(E: stages.Columns, bounds: Any, p: CrystalCacheParameters) -> Any:
 
 
 def kept(inputs: Inputs, B: int, parameters: CrystalCacheParameters) -> Kept:
-    """The observed layer's set, if it is that of all inputs within some units of rounding.
+    """Return the kept set of the observed layer, if all inputs within some units of rounding have the same kept set.
 
     Raises:
-        Undecided: if it is not.
+        Undecided: if the kept sets differ.
     """
     view = inputs.layers[parameters.observed_layer]
     found = prefill(view, inputs.token_ids, B, parameters)
@@ -84,4 +87,4 @@ def kept(inputs: Inputs, B: int, parameters: CrystalCacheParameters) -> Kept:
 
 
 BRUTE = Brute("CC-PREFILL", "crystalcache", kept, {"parameters": PAPER}, published={"parameters": PAPER}, scored=False)
-"""Not among the brute forces of policies.md: vectors and promises of its stages are of its own pages."""
+"""Brute force of CrystalCache. It is not in BRUTES, because its vectors and promises are on pages of CrystalCache."""

@@ -1,4 +1,4 @@
-"""CurDKV by brute force: tokens with a large share of the squared norms of their window."""
+"""CurDKV by brute force: tokens with a large share of the squared norms of their window are kept."""
 
 from conformance.methods.brute import BLOCK, SINK, Brute, by_layer, sinks
 from conformance.methods.policies import Layer, Row, Score
@@ -15,7 +15,7 @@ def leverage_shares(rows: list[Row], window: int) -> list[float]:
 
 
 def curdkv(layer: Layer, N_sink: int, window: int, shares: str = "window") -> list[Score]:
-    """The share of a token's key times the share of its value; the first tokens have no score."""
+    """Return the share of a token's key times the share of its value. The first tokens have no score."""
     found: list[Score] = []
     for keys, values in zip(layer["k"], layer["v"], strict=True):
         length = len(keys) if shares == "row" else window

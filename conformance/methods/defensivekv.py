@@ -1,4 +1,4 @@
-"""DefensiveKV by brute force: the worst case of the window, and a first stage by its mean."""
+"""DefensiveKV by brute force: the largest weights in the window, after a first stage by their mean."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -24,7 +24,10 @@ from conformance.strategies.policy_inputs import Inputs, Kept
 
 
 def defensive(layer: Layer, W_o: Sequence[Sequence[Row]], W: int, kernel: int, B: int) -> list[Score]:
-    """Worst case, prior, output share, and the first stage at the layer's largest score."""
+    """Return the scores: worst case, prior and output share.
+
+    Tokens of the first stage have the layer's largest score.
+    """
     n, past, rows = len(layer["k"][0]), window(layer, W), last_rows(layer, W)
     if past == 0:
         return [[None] * n for _ in layer["k"]]

@@ -1,4 +1,4 @@
-"""Expected Attention by brute force: what Gaussian queries at later positions attend to."""
+"""Expected Attention by brute force: the attention of Gaussian queries at later positions."""
 
 
 from conformance.methods.brute import FUTURE, SINK, Brute, plain, sinks
@@ -26,12 +26,12 @@ from conformance.strategies.policy_inputs import Inputs, Kept
 
 
 def waves(position: float, inv_freq: Row, factor: float) -> list[Row]:
-    """The cosine and the sine of each frequency, times the factor."""
+    """Return the cosine and the sine of each frequency at a position, times the factor."""
     return [times(each(of, times(inv_freq, position)), factor) for of in (cos, sin)]
 
 
 def rotate(x: Row, c: Row, s: Row) -> Row:
-    """Both halves of the channels, turned by the angles of these cosines and sines."""
+    """Rotate both halves of the channels by the angles with these cosines and sines."""
     half, x = len(x) // 2, row(x)
     a, b = x[:half], x[half:]
     found: Row = behind(minus(times(a, c), times(b, s)), plus(times(b, c), times(a, s)))
@@ -39,7 +39,7 @@ def rotate(x: Row, c: Row, s: Row) -> Row:
 
 
 def expected_attention(layer: Layer, inv_freq: Row, factor: float, N_sink: int, N_future: int) -> list[Score]:
-    """E exp(z) of a Gaussian query under the mean rotation of the next N_future positions."""
+    """Return E exp(z) of a Gaussian query under the mean rotation of the next N_future positions, as a score."""
     n = len(layer["k"][0])
     if n <= N_sink:
         return [[None] * n for _ in layer["k"]]
@@ -53,7 +53,7 @@ def expected_attention(layer: Layer, inv_freq: Row, factor: float, N_sink: int, 
         keys = keys if isinstance(keys, Table) else stacked([row(key) for key in keys])
         total = [0.0] * len(keys)
         for h in group:
-            # Rotation back by the same angle, and both factors taken off.
+            # Rotate back by the same angle, and divide by both factors.
             pre = [
                 over(rotate(q, *back), factor**2) for q, back in zip(layer["q"][h], past, strict=True)
             ][N_sink:]

@@ -1,4 +1,4 @@
-"""H2O by brute force: the attention that each key got from all queries, and the newest tokens."""
+"""H2O by brute force: the attention that each key received from all queries, and the newest tokens."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,20 +22,23 @@ from conformance.strategies.policy_inputs import Inputs, Kept
 
 
 def unheld(sums: Mapping[int, Any], live: Sequence[int], B: int, kind: str, recent: str) -> Score:
-    """The sums of live tokens; the newest half of B has no score."""
+    """Return the sums of live tokens. The newest half of B has no score."""
     total: Score = [sums[at] / (live[-1] + 1 - at) if kind == "mean" else sums[at] for at in live]
     held = min(len(live), B // 2) if recent == "half" else 0
     return [*total[: len(live) - held], *[None] * held]
 
 
 def rows(inputs: Inputs, B: int) -> list[Score]:
-    """At the end of a prompt."""
+    """Return the scores at the end of a prompt."""
     found = [row for view in inputs.layers for row in accumulated(plain(view))]
     return [unheld(dict(enumerate(row)), range(inputs.n), B, "all", "half") for row in found]
 
 
 def of_head(layer: Layer, steps: int, B: int, sums: str, recent: str, decode: str) -> Answer:
-    """One KV head: the sums of its prompt, to which each step adds what its queries give to the keys that are live."""
+    """Return the kept set of one KV head.
+
+    The sums start with the prompt. Each decode step adds the attention of its queries to the live keys.
+    """
     prompt = len(layer["k"][0]) - steps
     there = {**layer, "k": [layer["k"][0][:prompt]], "q": [rows[:prompt] for rows in layer["q"]]}
     got: dict[int, Any] = dict(enumerate(accumulated(there)[0]))
@@ -57,7 +60,7 @@ def h2o(inputs: Inputs, B: int, sums: str = "all", recent: str = "half", decode:
 
 
 def described(layer: Layer, W: int) -> list[Score]:
-    """A window instead of the newest half."""
+    """Return the scores with a window instead of the newest half."""
     past = window(layer, W)
     return [[*row[:past], *[None] * (len(row) - past)] for row in accumulated(layer)]
 
@@ -65,6 +68,6 @@ def described(layer: Layer, W: int) -> list[Score]:
 BRUTES = [
     Brute("PO-H2O", "h2o", h2o, guaranteed=newest_half,
           readings={"sums": ("all", "mean"), "recent": ("half", "none"), "decode": DECODE}),
-    # kvpress: the mean over the queries that see a key
+    # The reading "mean" is kvpress's: the mean over the queries that see a key.
     Brute("PO-H2O-DESCRIBED", "h2o-described", by_layer(described), {"W": W}, W, newest, published={"W": 128}),
 ]

@@ -1,4 +1,4 @@
-"""KeyDiff by brute force: keys unlike the mean direction stay."""
+"""KeyDiff by brute force: keys that differ most from the mean direction are kept."""
 
 
 from conformance.methods.brute import Brute, by_layer

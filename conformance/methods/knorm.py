@@ -1,4 +1,4 @@
-"""The L2 norm by brute force: small keys stay."""
+"""The L2 norm by brute force: tokens with small keys are kept."""
 
 
 from conformance.methods.brute import Brute, by_layer

@@ -1,4 +1,7 @@
-"""KVCrush by brute force: SnapKV's whole blocks, some of which represent evicted ones."""
+"""KVCrush by brute force: complete blocks by SnapKV's scores.
+
+Some blocks are kept as representatives of evicted blocks.
+"""
 
 from fractions import Fraction
 

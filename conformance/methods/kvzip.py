@@ -1,6 +1,6 @@
-"""KVzip by brute force, in the terms of `methods.policies`; nothing is shared with the reference.
+"""KVzip by brute force, with the functions of `methods.policies`. No code is shared with the reference.
 
-A layer's `repeats` are dicts of start, stop, q (H lists of rows), k (H_kv lists of rows) and norms.
+The `repeats` of a layer are dicts of start, stop, q (H lists of rows), k (H_kv lists of rows) and norms.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,10 @@ from spec.policy import Rehearsal
 
 
 def scores(layer: Layer, N_sink: int, W_o: Sequence[Sequence[Row]] | None = None) -> list[Score]:
-    """Per KV head the most that any query of a repeat gives to each key of its chunk; with W_o as KVzip+ weighs it."""
+    """Return, per KV head, the largest weight that any query of a repetition gives to each key of its chunk.
+
+    With W_o, the weights are those of KVzip+.
+    """
     found: list[Score] = [[None] * len(keys) for keys in layer["k"]]
     for part in layer["repeats"]:
         G, chunk = len(part["q"]) // len(layer["k"]), slice(part["start"], part["stop"])
@@ -43,17 +46,20 @@ def scores(layer: Layer, N_sink: int, W_o: Sequence[Sequence[Row]] | None = None
 
 
 def weighed(own: Any, values: Sequence[Row], W_o: Sequence[Row], norms: Sequence[Score]) -> Any:
-    """What KVzip+ makes of a head's weights: times the length of its output, by the norm of the query's state."""
+    """Return the weights of KVzip+.
+
+    A weight is multiplied by the norm of the head's output, and divided by the norm of the query's hidden state.
+    """
     return scaled(own, output_norms(values, columns(W_o)), norms)
 
 
 def output_norms(values: Sequence[Row], outputs: Sequence[Row]) -> Any:
-    """The length of what a head's projection makes of each value."""
+    """Return the norm of each value after the head's output projection."""
     return row([sqrt(dot(output, output)) for output in projected(values, outputs)])
 
 
 def global_shares(rows: Sequence[Score], B: int) -> list[int]:
-    """How many of the best of all rows each has, beside its protected ones."""
+    """Return the number of tokens of each row: its protected tokens, and its part of the best scores of all rows."""
     pinned = sum(x is None for x in rows[0])
     return [pinned + wins for wins in won(rows, (B - pinned) * len(rows))]
 
@@ -61,7 +67,7 @@ def global_shares(rows: Sequence[Score], B: int) -> list[int]:
 def chunks(
     ids: Sequence[int], template: Sequence[Sequence[int]], N_sink: int, N_recent: int, chunk: int, overlap: int,
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Start and stop of each chunk, and what is read for it, token by token of the context."""
+    """Return start and stop of each chunk, and the tokens that are read for the chunk."""
     spans, read = list[list[int]](), list[list[int]]()
     for at in range(N_sink, len(ids) - N_recent):
         if (at - N_sink) % chunk == 0:
@@ -74,13 +80,17 @@ def chunks(
 
 
 def head_means(contexts: Sequence[Sequence[Score]]) -> list[float]:
-    """Of each row the largest score of a context, as a mean over contexts."""
+    """Return, for each row, the mean over contexts of the largest score of a context."""
     best = [[max(x for x in row if x is not None) for row in rows] for rows in contexts]
     return [fsum(column) / len(column) for column in zip(*best, strict=True)]
 
 
 def full_heads(scores: Sequence[float], n: int, B: int, window: int) -> list[int]:
-    """Windows first; then one head after the other is full, as long as that fits; what is left goes round the rest."""
+    """Return the number of tokens of each head.
+
+    Each head keeps its window. Then one head after the other keeps all tokens, while the budget allows. The rest is
+    divided among the remaining heads in turns.
+    """
     w, G = min(window, n), len(scores)
     shares, left = [w] * G, G * (min(B, n) - w)
     for g in sorted(range(G), key=lambda g: (-scores[g], g)):
@@ -96,7 +106,7 @@ def full_heads(scores: Sequence[float], n: int, B: int, window: int) -> list[int
 
 
 def kept(shares: Callable[[list[Score], int], Sequence[int]], plus: bool = False) -> Callable[..., Kept]:
-    """The shares are of all layers together."""
+    """Return a function that computes the kept sets. `shares` divides the budget of all layers together."""
     def of_prompt(inputs: Inputs, B: int, N_sink: int, **rehearsal: Any) -> Kept:
         rows, asked = list[Score](), Rehearsal(N_sink=N_sink, **rehearsal)
         for view, W_o in zip(inputs.layers, inputs.W_o, strict=True):
@@ -108,7 +118,7 @@ def kept(shares: Callable[[list[Score], int], Sequence[int]], plus: bool = False
 
 
 def streaming_heads(inputs: Inputs, B: int, N_sink: int, N_recent: int) -> Kept:
-    """A head's share is of the sinks and the newest tokens."""
+    """Return the kept sets. The share of a head consists of the sinks and the newest tokens."""
     largest = [max(abs(x) for key in head for x in key) for view in inputs.layers for head in view.k.tolist()]
     return sinks_and_newest(largest, inputs.n, B, N_sink, N_recent)
 

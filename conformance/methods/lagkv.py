@@ -1,4 +1,4 @@
-"""LagKV by brute force: tokens that stand out against the next partition."""
+"""LagKV by brute force: tokens that differ most from the next partition are kept."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,11 @@ from conformance.oracles.choices import places
 
 
 def lagkv_information(rows: Sequence[Row], reference: Sequence[Row]) -> Row:
-    """Of one partition under the next: min-max by its channels, deviation over channels, softmax over tokens."""
+    """Return the information of one partition relative to the next.
+
+    The next partition gives minimum and maximum by channel. The deviation over the channels then has a softmax over
+    tokens.
+    """
     low, high = ([f(column) for column in columns(reference)] for f in (least, largest))
     wide = [c for c, (a, b) in enumerate(zip(low, high, strict=True)) if a != b]
     start, width = row([low[c] for c in wide]), row([high[c] - low[c] for c in wide])
@@ -24,7 +28,11 @@ def lagkv_information(rows: Sequence[Row], reference: Sequence[Row]) -> Row:
 
 
 def lagkv(layer: Layer, N_sink: int, lag: int) -> list[Score]:
-    """A token's place inside its partition, best first; the end of the prompt lies above, the newest highest."""
+    """Return minus the rank of each token inside its partition, so that the best token has the highest score.
+
+    Tokens after the last ranked partition have higher scores, and the newest token has the highest. Sinks have no
+    score.
+    """
     n, found = len(layer["k"][0]), []
     starts = list(range(N_sink, n - 2 * lag + 1, lag))
     for keys, values in zip(layer["k"], layer["v"], strict=True):

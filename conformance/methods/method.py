@@ -1,7 +1,8 @@
-"""A published method as `--as` names it: what it keeps, by brute force in boxes, and what else would explain an answer.
+"""Published methods as `--as` names them: kept sets by brute force in boxes, and explanations of different kept sets.
 
 `snapkv(W=16, pooling="average")` gives constants and readings by name. A reading is a choice on which published codes
-differ: `Brute.readings` lists those of a method. `ties` is one of every method, `sinks` of those that read attention.
+differ. `Brute.readings` lists the readings of a method. Every method has the reading `ties`. Methods that read
+attention have the reading `sinks`.
 """
 
 import json
@@ -51,25 +52,25 @@ Decide = Callable[[Inputs, int], Kept]
 METHODS: Mapping[str, Brute] = {one.name: one for one in (*brutes(), CRYSTALCACHE)}
 METHOD_ITEMS = frozenset(one.item for one in METHODS.values())
 TIES = {"ties": ("lower", "any")}
-"""Which of two equal scores stays: the lower position, or either of them."""
+"""Choice between two equal scores: the lower position is kept, or either of them."""
 SINKS = {"sinks": ("softmax", "none")}
-"""Whether the softmax has the attention sinks of a model such as gpt-oss. If not, no input has any."""
+"""Attention sinks of a model such as gpt-oss in the softmax: counted, or not. Without sinks, no input has any."""
 ALTERNATIVES: Mapping[str, Sequence[Any]] = {
     "W": (8, 16, 32, 64, 128), "kernel": (1, 3, 5, 7, 9, 13), "N_sink": (1, 2, 4, 8, 16, 64), "lam": (0.05, 0.1, 0.5),
     "c": (8, 10, 16, 20), "lag": (64, 128, 256), "beta": (10, 20), "fusion": ("sum", "max"), "block": (8, 16, 32),
     "safeguard": (Fraction(0), Fraction(1, 5), Fraction(1, 2)), "share": (Fraction(1, 4), Fraction(1, 2)),
     "gamma": (0.0, 1.0, 200.0), "N_future": (128, 512), "N_recent": (128, 256),
 }
-"""Values of constants in published codes, which are tried where an answer is another one."""
+"""Values of constants in published codes. They are tried if the kept sets differ."""
 MODEL_CHUNK, MODEL_STEPS = 150, 2
-"""Tokens of a repeated chunk, and decoded tokens, of an input of a model's size."""
+"""Number of tokens of a repeated chunk, and number of decoded tokens, of an input of a model's size."""
 EXTENTS = {"W": 1, "W_recent": 1, "N_sink": 1, "N_recent": 1, "lag": 3, "c": 1, "block": 1}
-"""Constants that are a number of tokens, and how many times as many an input needs before they tell."""
+"""Constants that are a number of tokens, each with the multiple of it that an input needs to show a difference."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method with constants and readings, of which `given` are not the published ones."""
+    """A method with constants and readings. `given` contains the values that differ from the published values."""
 
     name: str
     given: Mapping[str, Any] = field(default_factory=dict)
@@ -80,12 +81,15 @@ class Method:
 
     @property
     def item(self) -> str:
-        """The item of the specification that defines it."""
+        """Return the item of the specification that defines the method."""
         return self.brute.item
 
     @cached_property
     def constants(self) -> dict[str, Any]:
-        """What the brute force takes but readings: published values, else those of the tests, which a model decides."""
+        """Return the constants of the brute force.
+
+        A constant without a published value depends on the model, and has the value of the tests.
+        """
         known = {name: value for name, value in self.brute.published.items() if value is not None}
         found = {name: {**self.brute.small, **known, **self.given}[name] for name in self.brute.small}
         if changed := {name: self.given[name] for name in _fields(self.brute) & self.given.keys()}:
@@ -94,12 +98,12 @@ class Method:
 
     @property
     def readings(self) -> dict[str, Any]:
-        """Of the method, without `ties` and `sinks`."""
+        """Return the readings of the method, without `ties` and `sinks`."""
         return {name: self.given.get(name, choices[0]) for name, choices in self.brute.readings.items()}
 
     @property
     def choices(self) -> dict[str, Sequence[str]]:
-        """The values of each reading, the default first."""
+        """Return the values of each reading, the default first."""
         return {**self.brute.readings, **TIES, **(SINKS if self._reads_attention else {})}
 
     @property
@@ -113,52 +117,55 @@ class Method:
 
     @property
     def decides_in_turns(self) -> bool:
-        """Whether a later turn shows all that the method reads: the last queries, and no records of its own."""
+        """Return True if a later turn contains all inputs of the method: the last queries, and no separate records."""
         policy = self.reference(drawn(0))
         needs = policy.scorer.needs
         return needs.query_rows is not None and needs.rehearsal is None and policy.cadence.every is None
 
     def adapted(self, inputs: Inputs) -> Inputs:
-        """Inputs of a model with what this method reads alone: no sinks, chunks that are repeated, decoded tokens."""
+        """Return the inputs of a model, reduced or extended to the inputs that this method reads.
+
+        These are sinks, repeated chunks and decoded tokens.
+        """
         if not self._reads_attention or self.given.get("sinks") == "none":
             inputs = without_sinks(inputs)
         if "chunk" in self.constants:
             inputs = in_chunks(inputs, Rehearsal(**{**self.constants, "chunk": MODEL_CHUNK}))
-        exact = inputs.layers[0].k.dtype == np.float64  # in float32 rounding would decide a step, and all that follow
+        exact = inputs.layers[0].k.dtype == np.float64  # In float32, rounding would decide a step and all later steps.
         return replace(inputs, steps=MODEL_STEPS if self.name in DECODED and exact else 0)
 
     def __str__(self) -> str:
-        """As `--as` takes it: every constant, and the readings that were given."""
+        """Return the method as `--as` accepts it: every constant, and the given readings."""
         own = {name: value for name, value in self.constants.items() if name not in ("template", "parameters")}
         told = ", ".join(f"{name}={_text(value)}" for name, value in {**own, **self.given}.items())
         return f"{self.name}({told})" if told else self.name
 
     def reference(self, inputs: Inputs) -> Policy:
-        """The reference's policy at these constants."""
+        """Return the policy of the reference with these constants."""
         return self.brute.policy(inputs, self.constants)
 
     def floor(self, inputs: Inputs) -> int:
-        """Tokens below which the method has no budget."""
+        """Return the smallest budget of the method."""
         policy = self.reference(inputs)
         return max(1, policy.floor, int(policy.protection(inputs.n).sum()))
 
     def wanted(self, inputs: Inputs, B: int, unit: float = DOUBLE, **slips: str) -> Kept:
-        """The kept sets that the equation admits of an arithmetic of this unit, or an equation with known errors.
+        """Return the kept sets that the equation allows for an arithmetic with this unit. `slips` selects known errors.
 
         Raises:
-            Undecided: where rounding decides what the last choice depends on.
+            Undecided: if rounding decides a choice on which the last choice depends.
         """
         with rounding(unit, slips.pop("ties", self.given.get("ties", "lower"))):
             inputs = without_sinks(inputs) if self.given.get("sinks") == "none" else inputs
             return self.brute.kept(inputs, B, **self.constants, **self.readings, **slips)
 
     def changed(self, **given: Any) -> "Method":
-        """The same with other constants or readings."""
+        """Return the method with different constants or readings."""
         return Method(self.name, {**self.given, **given})
 
 
 def _fields(brute: Brute) -> set[str]:
-    """Names of the fields of `parameters`, if the method has them."""
+    """Return the names of the fields of `parameters`, if the method has parameters."""
     return {one.name for one in fields(brute.small["parameters"])} if "parameters" in brute.small else set()
 
 
@@ -167,12 +174,12 @@ def _text(value: Any) -> str:
 
 
 def asked(engine: Engine, method: Method, inputs: Inputs, B: int) -> Kept:
-    """What an engine keeps, with its scores if it answers them.
+    """Return the kept sets of an engine, with scores if the engine returns scores.
 
     Raises:
         SpecError, EngineFailure: as `ask_method`.
     """
-    if method.name == CRYSTALCACHE.name:  # its stages are operations, and it is none
+    if method.name == CRYSTALCACHE.name:  # The stages of CrystalCache are operations, but CrystalCache is not.
         return _by_stages(engine, method, inputs, B)
     policy = method.reference(inputs)
     values = {**of_model(method.name, inputs), **method.constants, "steps": inputs.steps}
@@ -184,10 +191,10 @@ def asked(engine: Engine, method: Method, inputs: Inputs, B: int) -> Kept:
 
 
 def _by_stages(engine: Engine, method: Method, inputs: Inputs, B: int) -> Kept:
-    """What CrystalCache keeps with the stages of an engine.
+    """Return the kept sets of CrystalCache with the stages of an engine.
 
     Raises:
-        SpecError: if the engine does not offer them.
+        SpecError: if the engine does not offer the stages.
     """
     stages = backend_of(engine)
     if stages.crystal is None:
@@ -199,7 +206,10 @@ def _by_stages(engine: Engine, method: Method, inputs: Inputs, B: int) -> Kept:
 
 @cache
 def has_own_code(backend: str, method: str) -> bool:
-    """Whether a backend has a stage or a score of a method; without, the reference's would be judged again."""
+    """Return True if a backend has a separate stage or score for a method.
+
+    Otherwise the reference would be tested again.
+    """
     found, row = resolve(backend), POLICIES[method]
     if backend == "numpy" or (BACKEND in row.constants and getattr(found, row.family) is not None):
         return True
@@ -208,10 +218,10 @@ def has_own_code(backend: str, method: str) -> bool:
 
 
 def check_own_code(backend: str, method: str) -> None:
-    """Refuse a method of which a backend has no code.
+    """Check that a backend has separate code for a method.
 
     Raises:
-        SpecError: with the methods that the backend offers.
+        SpecError: with the methods that the backend offers, if the backend has none.
     """
     if not has_own_code(backend, method):
         offered = ", ".join(name for name in METHODS if has_own_code(backend, name)) or "none"
@@ -219,7 +229,7 @@ def check_own_code(backend: str, method: str) -> None:
 
 
 def on_backend(backend: str, method: Method, inputs: Inputs, B: int) -> Kept:
-    """What our policy keeps with the scores of a backend.
+    """Return the kept sets of the reference's policy with the scores of a backend.
 
     Raises:
         SpecError: as `check_own_code`.
@@ -232,10 +242,10 @@ def on_backend(backend: str, method: Method, inputs: Inputs, B: int) -> Kept:
 
 
 def method_of(text: str) -> Method:
-    """The method of a text like `snapkv(W=16)`.
+    """Return the method of a text such as `snapkv(W=16)`.
 
     Raises:
-        SpecError: for an unknown name, constant or reading, or a value of another kind.
+        SpecError: if a name, constant or reading is unknown, or a value has the wrong type.
     """
     name, bracket, rest = text.partition("(")
     if name not in METHODS:
@@ -264,7 +274,10 @@ def _value(brute: Brute, name: str, value: Any) -> Any:
 
 
 def span_of(method: Method) -> int:
-    """Tokens of the longest window or block, of sinks and recent tokens together, or of two partitions."""
+    """Return the number of tokens that the method's constants cover.
+
+    This is the longest window or block, sinks and recent tokens together, or three partitions.
+    """
     own = vars(method.constants["parameters"]) if "parameters" in method.constants else {}
     there = {**own, **method.constants}
     for recent in {"N_recent", "W_recent"} & there.keys():
@@ -273,7 +286,7 @@ def span_of(method: Method) -> int:
 
 
 def rounded(inputs: Inputs) -> Inputs:
-    """The same in numbers that float32 has."""
+    """Return the inputs rounded to float32."""
     def near(x: Any) -> Any:
         return np.asarray(x).astype(np.float32).astype(np.float64)
 
@@ -287,7 +300,11 @@ def rounded(inputs: Inputs) -> Inputs:
 def explanations(
     decide: Decide, method: Method, unit: float = DOUBLE, failing: tuple[Inputs, int] | None = None,
 ) -> list[str]:
-    """The documented values and readings, one or two at a time, that explain all of some inputs and the failing one."""
+    """Return the methods with other documented values or readings that explain the kept sets.
+
+    One or two values are changed at a time. A method explains the kept sets if it agrees on all of some inputs, and on
+    the failing input.
+    """
     values = {name: choices for name, choices in ALTERNATIVES.items() if name in method.constants}
     values |= method.choices
     there = {**method.constants, **{name: choices[0] for name, choices in method.choices.items()}, **method.given}
@@ -304,7 +321,10 @@ def explanations(
 
 
 def telling(method: Method) -> Iterator[tuple[Inputs, int]]:
-    """Inputs of one layer on which other constants tell: short ones, and such that any window leaves tokens."""
+    """Yield inputs of one layer on which different constants give different kept sets.
+
+    The inputs are short, and some tokens are outside any window.
+    """
     span = span_of(method)
     for seed, n in enumerate((span + 14, 2 * span + 22, 4 * span + 30)):
         inputs = rounded(method.add_sinks(drawn(4 * seed + 1, n, 1 + seed % 2, (1 + seed % 2, 2)), 3 * seed))

@@ -1,4 +1,4 @@
-"""MorphKV by brute force, in the terms of `methods.policies`; nothing is shared with the reference."""
+"""MorphKV by brute force, with the functions of `methods.policies`. No code is shared with the reference."""
 
 
 from functools import partial
@@ -9,7 +9,7 @@ from conformance.oracles.boxes import column_extremes, column_sums, largest, ove
 
 
 def morphkv(layer: Layer, W: int, fusion: str) -> list[Score]:
-    """Per key before the window, the sum or the largest of each head's last queries, as a mean over the group."""
+    """Return, per key before the window, the sum or maximum over each head's last queries, as a mean over the group."""
     n, past, rows, found = len(layer["k"][0]), window(layer, W), last_rows(layer, W), []
     fuse = partial(column_extremes, largest) if fusion == "max" else column_sums
     for group in groups(layer):

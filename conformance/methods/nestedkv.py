@@ -1,4 +1,4 @@
-"""What NestedKV keeps, by brute force: plain lists, from the paper's text and Appendix A."""
+"""Kept sets of NestedKV by brute force: plain lists, from the paper's text and Appendix A."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from spec.parameters import NESTEDKV, NestedKVParameters
 
 
 def tokens(r: str, N: int) -> int:
-    """Tokens that stay where the decimal share r goes, counted up from nothing."""
+    """Return the number of tokens that are kept if the decimal share r is evicted, counted up from zero."""
     kept = 0
     while Fraction(kept + 1) <= (1 - Fraction(r)) * N:
         kept += 1
@@ -26,9 +26,11 @@ def tokens(r: str, N: int) -> int:
 
 
 def kept(rows: Sequence[Row], B: int, p: Any) -> list[Answer]:
-    """A layer's kept sets: sinks at infinity, each head's quota of its own best, then the best pairs of the layer.
+    """Return the kept sets of a layer.
 
-    Rounding may exchange tokens of one head in the last choice; tokens of two heads would change their shares.
+    Sinks have the score infinity. Each head keeps a quota of its best tokens, then the layer keeps the best remaining
+    pairs. In the last choice, rounding may exchange tokens of one head, but not of two heads, whose shares would
+    change.
     """
     pinned = [[math.inf if i < p.N_sink else x for i, x in enumerate(row)] for row in rows]
     own = [surely(best(range(len(row)), row, int(p.alpha_s * B // 1))) for row in pinned]

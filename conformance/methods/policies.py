@@ -1,7 +1,7 @@
-"""The published policies by brute force: plain lists, from the papers' text; nothing is shared with the reference.
+"""Published policies by brute force: plain lists, from the papers' text. No code is shared with the reference.
 
-A layer is a dict of q (H lists of rows), k and v (H_kv lists of rows), scaling, softcap and sinks (H of them, or None);
-a score is a list per kept set, None where a token is protected. Kept sets are sorted lists.
+A layer is a dict of q (H lists of rows), k and v (H_kv lists of rows), scaling, softcap and sinks (H numbers, or None).
+A score is a list per kept set, with None for a protected token. Kept sets are sorted lists.
 """
 
 
@@ -31,14 +31,14 @@ from conformance.oracles.boxes import (
 from conformance.oracles.choices import Answer, places, surely
 
 DECODE = ("every step", "never")
-"""When a method decides after the prompt: KVCache-Factory and kvpress decide once."""
+"""Times of decisions after the prompt: KVCache-Factory and kvpress decide only once."""
 Row = Sequence[float]
 Layer = dict[str, Any]
 Score = list[float | None]
 
 
 def normalise(logits: Row, beside: Row = ()) -> Row:
-    """Softmax; what stands beside the logits has a share, and no place."""
+    """Return the softmax. The logits in `beside` count in the denominator, but not in the result."""
     top_logit = largest([largest(logits), *beside])
     powers = each(exp, minus(logits, top_logit))
     total = fsum([fsum(powers), *(exp(x - top_logit) for x in beside)])
@@ -47,46 +47,49 @@ def normalise(logits: Row, beside: Row = ()) -> Row:
 
 
 def with_heads(layer: Layer, heads: Sequence[int]) -> Layer:
-    """The layer with these query heads alone."""
+    """Return the layer with these query heads only."""
     sinks = layer.get("sinks")
     return {**layer, "q": [layer["q"][h] for h in heads], "sinks": sinks and [sinks[h] for h in heads]}
 
 
 def sink_of(layer: Layer, heads: Sequence[int]) -> list[float]:
-    """The largest sink of some query heads, if the layer has sinks."""
+    """Return the largest sink of some query heads, or an empty list if the layer has no sinks."""
     return [largest(layer["sinks"][h] for h in heads)] if layer.get("sinks") else []
 
 
 def logits_of(layer: Layer, query: Row, keys: Sequence[Row]) -> Row:
-    """Of one query on some keys, scaled and capped."""
+    """Return the logits of one query on some keys, scaled and capped."""
     cap, found = layer.get("softcap"), times(dots(query, keys), layer["scaling"])
     capped: Row = found if cap is None else times(each(tanh, over(found, cap)), cap)
     return capped
 
 
 def keys_of(layer: Layer, head: int) -> Any:
-    """The keys that a query head reads: those of its group's KV head."""
+    """Return the keys that a query head reads: the keys of its group's KV head."""
     return layer["k"][head // (len(layer["q"]) // len(layer["k"]))]
 
 
 def weights(layer: Layer, head: int, query: Row, visible: int) -> Row:
-    """Softmax of one query over the first `visible` keys of its group's KV head; zero on the rest."""
+    """Return the softmax of one query over the first `visible` keys of its group's KV head.
+
+    The other keys have weight zero.
+    """
     return weights_on(layer, head, query, keys_of(layer, head), visible)
 
 
 def weights_on(layer: Layer, head: int, query: Row, keys: Sequence[Row], visible: int) -> Row:
-    """`weights` of some keys."""
+    """Return `weights` for given keys."""
     found: Row = extended(normalise(logits_of(layer, query, keys[:visible]), sink_of(layer, [head])), len(keys))
     return found
 
 
 MASKS = ("causal", "none")
 GROUPS = ("mean", "maximum", "first head")
-"""Of a group's query heads."""
+"""Combinations of a group's query heads."""
 
 
 def last_rows(layer: Layer, W: int, mask: str = MASKS[0]) -> list[list[Row]]:
-    """Per query head the weights of the last W queries on all keys."""
+    """Return, per query head, the weights of the last W queries on all keys."""
     n = len(layer["k"][0])
     W = min(W, n)
     visible = range(n - W + 1, n + 1) if mask == "causal" else [n] * W
@@ -94,21 +97,21 @@ def last_rows(layer: Layer, W: int, mask: str = MASKS[0]) -> list[list[Row]]:
 
 
 def over_group(rows: Sequence[Any], group: str = GROUPS[0]) -> Any:
-    """One row of the rows of a group's heads."""
+    """Return one row from the rows of a group's heads."""
     if group == "first head":
         return rows[0]
     return over(column_sums(rows), len(rows)) if group == "mean" else column_extremes(largest, rows)
 
 
 def rows_of(layer: Layer, head: int, queries: Sequence[Row], visible: Sequence[int]) -> list[Row]:
-    """`weights` of some queries of a head."""
+    """Return `weights` for some queries of a head."""
     return rows_on(layer, head, queries, keys_of(layer, head), visible)
 
 
 def rows_on(
     layer: Layer, head: int, queries: Sequence[Row], keys: Sequence[Row], visible: Sequence[int],
 ) -> list[Row]:
-    """`weights` of some queries of a head on keys that are not all of its layer."""
+    """Return `weights` for some queries of a head on given keys."""
     if isinstance(queries, Table) and isinstance(keys, Table):
         beside = sink_of(layer, [head])
         found: list[Any] = softmax_rows(queries, keys, visible, layer["scaling"], layer.get("softcap"), beside)
@@ -122,12 +125,12 @@ def groups(layer: Layer) -> list[list[int]]:
 
 
 def window(layer: Layer, W: int) -> int:
-    """Tokens before the observation window."""
+    """Return the number of tokens before the observation window."""
     return max(0, len(layer["k"][0]) - W)
 
 
 POOLED = ("around the token", "around the next token", "around the previous token")
-"""Which tokens a pool is over."""
+"""Positions of the tokens of a pool."""
 
 
 def pool(row: Row, kernel: int, kind: str, pooled: str = POOLED[0]) -> Any:
@@ -147,7 +150,7 @@ def padded(row: Row, n: int) -> Score:
 
 
 def accumulated(layer: Layer) -> list[Score]:
-    """Attention that each key got from all queries of its group."""
+    """Return the attention that each key received from all queries of its group."""
     found: list[Score] = []
     for group in groups(layer):
         rows = [
@@ -166,7 +169,7 @@ def epicache(layer: Layer) -> list[Score]:
 
 
 def best(tokens: Sequence[int], score: Sequence[Any], number: int, pinned: Sequence[int] = ()) -> Answer:
-    """The pinned tokens, and so many of the others with the highest scores; the lower index first."""
+    """Return the pinned tokens, and the `number` other tokens with the highest scores. The lower index comes first."""
     values = [score[i] for i in tokens]
     if not any(isinstance(x, Box) for x in values):
         return Answer([*pinned, *sorted(tokens, key=lambda i: (-score[i], i))[:number]])
@@ -177,7 +180,7 @@ def best(tokens: Sequence[int], score: Sequence[Any], number: int, pinned: Seque
 
 
 def top(score: Sequence[float | None], B: int) -> Answer:
-    """Protected tokens, then the highest scores; lower position first."""
+    """Return the protected tokens, then the tokens with the highest scores. The lower position comes first."""
     pinned = [i for i, s in enumerate(score) if s is None]
     found = best([i for i, s in enumerate(score) if s is not None], score, max(0, B - len(pinned)), pinned)
     found.scores = score
@@ -185,7 +188,7 @@ def top(score: Sequence[float | None], B: int) -> Answer:
 
 
 def placed(kept: Answer, live: Sequence[int]) -> Answer:
-    """The positions of what is kept of some live ones."""
+    """Return the positions of a kept set whose tokens are indices into the live positions."""
     open_ = sorted(live[i] for i in kept.open)
     return Answer([live[i] for i in kept if i not in kept.open], open_, sum(i in kept.open for i in kept))
 
@@ -193,7 +196,10 @@ def placed(kept: Answer, live: Sequence[int]) -> Answer:
 def decoded(
     kept: Answer, tokens: Sequence[int], B: int, score: Callable[[int, list[int]], Score], decode: str,
 ) -> Answer:
-    """What stays of a kept set while tokens are decoded: `score` of a token and the live positions with its own."""
+    """Return a kept set after some tokens are decoded.
+
+    `score` is called with a token and the live positions, including that of the token.
+    """
     for at in tokens:
         live = [*surely(kept), at]
         row = score(at, live)
@@ -202,25 +208,28 @@ def decoded(
 
 
 def at_places(rows: Any, live: Sequence[int]) -> Any:
-    """Some of the vectors."""
+    """Return the vectors with these indices."""
     return rows[list(live)] if isinstance(rows, Table | BoxRow) else [rows[i] for i in live]
 
 
 def seen_by(layer: Layer, at: int, live: Sequence[int]) -> list[Row]:
-    """Per query head the weights of one query on the live keys of its KV head, for all heads or of one group."""
+    """Return, per query head, the weights of one query on the live keys of its KV head.
+
+    The live keys are the same for all heads, or the layer has only the heads of one group.
+    """
     part = {**layer, "k": [at_places(head, live) for head in layer["k"]]}
     return [weights(part, h, rows[at], len(live)) for h, rows in enumerate(layer["q"])]
 
 
 def chunk_totals(members: Sequence[float | None], c: int, totals: str = "sum") -> list[float]:
-    """Sums, or means, of runs of c tokens before the window."""
+    """Return the sums, or the means, of runs of c tokens before the window."""
     scored = [x for x in members if x is not None]
     sums = [fsum(scored[a : a + c]) for a in range(0, len(scored), c)]
     return sums if totals == "sum" else [x / min(c, len(scored) - at * c) for at, x in enumerate(sums)]
 
 
 def chunk_selection(members: Sequence[float | None], c: int, B: int, sums: str = "sum") -> list[int]:
-    """The window, whole chunks by their sums, and the best tokens of the chunk that does not fit."""
+    """Return the window, complete chunks by their sums, and the best tokens of the first chunk that does not fit."""
     totals = chunk_totals(members, c, sums)
     kept = [i for i, x in enumerate(members) if x is None]
     past = len(members) - len(kept)
@@ -231,7 +240,7 @@ def chunk_selection(members: Sequence[float | None], c: int, B: int, sums: str =
 
 
 def whole(targets: Sequence[Any], total: int | None = None) -> list[int]:
-    """Hand out what the floors leave, one by one, to the largest remainder that has not had one."""
+    """Round targets down, then add one to the targets with the largest remainders until the total is reached."""
     shares = [int(t // 1) for t in targets]
     left = {g: t % 1 for g, t in enumerate(targets)}
     for _ in range((total or int(sum(targets))) - sum(shares)):
@@ -242,7 +251,7 @@ def whole(targets: Sequence[Any], total: int | None = None) -> list[int]:
 
 
 def pyramid_shares(B: Fraction, W: int, L: int, n: int, beta: int) -> list[int]:
-    """Tokens of each layer, the window among them, at a mean of B."""
+    """Return the number of tokens of each layer, including the window, with a mean of B."""
     past = Fraction(n - W)
     base = min(B - W, past)
     if L == 1 or base == past:
@@ -254,7 +263,7 @@ def pyramid_shares(B: Fraction, W: int, L: int, n: int, beta: int) -> list[int]:
 
 
 def won(scores: Sequence[Sequence[float | None]], k: int, skip: Sequence[set[int]] | None = None) -> list[int]:
-    """How many of the k best scores of a layer each head has, those to skip aside."""
+    """Return how many of the k best scores of a layer belong to each head, without the tokens to skip."""
     pool_ = [
         (h, s) for h, row in enumerate(scores) for i, s in enumerate(row)
         if s is not None and not (skip and i in skip[h])
@@ -267,7 +276,7 @@ def won(scores: Sequence[Sequence[float | None]], k: int, skip: Sequence[set[int
 
 
 def adaptive_shares(scores: Sequence[Sequence[float | None]], B: int, safeguard: Fraction) -> list[int]:
-    """Ada-KV's blend of wins and even share, whole by largest remainder."""
+    """Return the shares of Ada-KV: wins blended with the even share, rounded by largest remainder."""
     H, n = len(scores), len(scores[0])
     pinned = sum(s is None for s in scores[0])
     base = min(B, n) - pinned
@@ -276,7 +285,7 @@ def adaptive_shares(scores: Sequence[Sequence[float | None]], B: int, safeguard:
 
 
 def competition_shares(scores: Sequence[Sequence[float | None]], B: int, safeguard: Fraction) -> list[int]:
-    """Each head's best, then the layer's best."""
+    """Return the shares of heads: first the best tokens of each head, then the best remaining tokens of the layer."""
     H, n = len(scores), len(scores[0])
     pinned = sum(s is None for s in scores[0])
     quota = max(int(safeguard * B // 1), pinned)
@@ -287,7 +296,10 @@ def competition_shares(scores: Sequence[Sequence[float | None]], B: int, safegua
 
 
 def best_blocks(score: Sequence[float | None], b: int, B: int) -> list[int]:
-    """The open block and those with a protected token (None); then one by one the best that is left, while it fits."""
+    """Return the tokens of the open block, of blocks with a protected token (None), and of the best blocks.
+
+    The best remaining block is added until the next one does not fit.
+    """
     runs = [range(first, min(first + b, len(score))) for first in range(0, len(score), b)]
     kept = [run for run in runs if len(run) < b or any(score[i] is None for i in run)]
     left = [run for run in runs if run not in kept]
@@ -301,7 +313,7 @@ def best_blocks(score: Sequence[float | None], b: int, B: int) -> list[int]:
 
 
 def worth(scores: Sequence[float | None]) -> tuple[bool, float]:
-    """The sum, rounded after each token; below all others where a token has no score."""
+    """Return the sum of scores, rounded after each token. A sum with NaN sorts below all others."""
     total = 0.0
     for x in scores:
         total = total + (x or 0.0)
@@ -309,14 +321,17 @@ def worth(scores: Sequence[float | None]) -> tuple[bool, float]:
 
 
 def two_stages(first: Score, second: Sequence[float | None], b: int, B: int, share: Fraction) -> list[int]:
-    """CriticalKV's: blocks for a share of the places beside the protected ones, then for all places."""
+    """Return CriticalKV's blocks: blocks for a share of the unprotected places, then blocks for all places."""
     pinned = [i for i, x in enumerate(first) if x is None]
     early = best_blocks(first, b, len(pinned) + (B - len(pinned)) * share // 1)
     return best_blocks([None if i in early else x for i, x in enumerate(second)], b, B)
 
 
 def crushed(rows: Sequence[Score], b: int, B: int, share: Fraction, anchor: str) -> list[list[int]]:
-    """KVCrush's of a layer's heads: the best blocks, and of each run of what is left the nearest to the anchor."""
+    """Return KVCrush's kept sets of a layer's heads.
+
+    Each head keeps the best blocks. Of each run of the remaining blocks, it keeps the block nearest to the anchor.
+    """
     n, open_ = len(rows[0]), len(rows[0]) % b
     runs = [range(first, first + b) for first in range(0, n - open_, b)]
     free = [run for run in runs if all(rows[0][i] is not None for i in run)]
@@ -344,7 +359,7 @@ DIGITS = frozenset("0123456789")
 
 
 def asked(text: str, seen: int) -> int | None:
-    """CC-BUDGET-FORMS: the tokens that a text asks for; None where it must be refused."""
+    """Return the number of tokens that a budget text asks for (CC-BUDGET-FORMS), or None if the text is invalid."""
     body = text.strip(" ")
     number = body.removesuffix("%")
     whole, point, part = number.partition(".")
@@ -358,7 +373,10 @@ def asked(text: str, seen: int) -> int | None:
 
 
 def best_units(values: Sequence[float], bounds: Sequence[int], pinned: Sequence[bool], B: int) -> list[int]:
-    """PO-TOP-UNITS: pinned units, then one by one the best that is left, until it does not fit; NaN is the worst."""
+    """Return the tokens of pinned units, and of the best other units until one does not fit (PO-TOP-UNITS).
+
+    NaN is the worst.
+    """
     units = list(range(len(values)))
     sizes = [bounds[u + 1] - bounds[u] for u in units]
     kept = {u for u in units if pinned[u]}

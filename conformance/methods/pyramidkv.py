@@ -1,4 +1,4 @@
-"""PyramidKV by brute force: SnapKV's scores, or sums of attention, with shares on a line."""
+"""PyramidKV by brute force: SnapKV's scores, or sums of attention, with shares that fall linearly with the layer."""
 
 from collections.abc import Callable
 from fractions import Fraction
@@ -12,7 +12,7 @@ from conformance.strategies.policy_inputs import Inputs, Kept
 
 
 def pyramid(score: Callable[..., list[Score]]) -> Callable[..., Kept]:
-    """The shares of layers lie on a line."""
+    """Return a function that computes kept sets with linear shares of the layers."""
     def kept(inputs: Inputs, B: int, W: int, beta: int, **constants: Any) -> Kept:
         shares = pyramid_shares(Fraction(B), min(W, inputs.n), len(inputs.layers), inputs.n, beta)
         return [

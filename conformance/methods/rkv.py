@@ -1,4 +1,4 @@
-"""R-KV by brute force: importance less redundancy."""
+"""R-KV by brute force: importance minus redundancy."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ from conformance.oracles.boxes import column_extremes, directions, dots, fsum, l
 
 
 def rkv(layer: Layer, W: int, kernel: int, lam: float) -> list[Score]:
-    """Importance and redundancy of the keys before the last W."""
+    """Return importance minus redundancy of the keys before the last W."""
     n, past, found = len(layer["k"][0]), window(layer, W), []
     if past == 0:
         return [[None] * n for _ in layer["k"]]

@@ -1,4 +1,4 @@
-"""Signatures, the prior toward their mean and the schedule of budgets, by brute force in plain lists."""
+"""Signatures, the prior toward their mean, and the schedule of budgets, by brute force in plain lists."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from conformance.oracles.diversity import Row, cosine
 
 
 def unit(u: Row) -> list[float]:
-    """Eq. 1: u over its length plus 1e-8."""
+    """Return u divided by its length plus 1e-8 (Eq. 1)."""
     length = math.sqrt(added([x * x for x in u])) + 1e-8
     return [x / length for x in u]
 
@@ -18,7 +18,10 @@ def mean(vectors: Sequence[Row]) -> list[float]:
 
 
 def signatures(values: Sequence[Sequence[Sequence[Row]]], mode: str) -> list[list[list[float]]]:
-    """Eq. 1 of values[layer][head][token]: one list for the cache, one per layer, or one per layer and head."""
+    """Return the signatures (Eq. 1) from values[layer][head][token].
+
+    There is one list for the cache, one list per layer, or one list per layer and head.
+    """
     n = range(len(values[0][0]))
     if mode == "flat":
         return [[unit(mean([head[i] for layer in values for head in layer])) for i in n]]
@@ -28,13 +31,16 @@ def signatures(values: Sequence[Sequence[Sequence[Row]]], mode: str) -> list[lis
 
 
 def toward_mean(V: Sequence[Row]) -> list[float]:
-    """The cosine of each signature with the direction of their mean."""
+    """Return the cosine of each signature with the direction of their mean."""
     direction = unit(mean(V))
     return [cosine(v, direction) for v in V]
 
 
 def schedule(B: int, rounds: int, tilt: int) -> list[int]:
-    """B + tilt down to B - tilt in equal steps, as integers of mean B: rounds with the largest rests get one more."""
+    """Return budgets from B + tilt down to B - tilt in equal steps, as integers with the mean B.
+
+    Rounds with the largest remainders get one more token.
+    """
     floors, rests = [], []
     for r in range(rounds):
         whole, rest = divmod((B + tilt) * (rounds - 1) - 2 * tilt * r, rounds - 1)

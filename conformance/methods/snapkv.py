@@ -28,7 +28,7 @@ def snapkv(
     layer: Layer, W: int, kernel: int, pooling: str = "max", softmax: str = "all", order: str = SLIPS["order"][0],
     group: str = GROUPS[0], pooled: str = POOLED[0], mask: str = MASKS[0], window: str = "kept",
 ) -> list[Score]:
-    """Sum over the window, pool per query head, mean over the group."""
+    """Return the scores: sum over the window, pooled per query head, mean over the group."""
     n, past, rows, found = len(layer["k"][0]), tokens_before(layer, W), last_rows(layer, W, mask), []
     if softmax == "past" and past:
         rows = [rows_of(layer, h, queries[past - n :], [past] * (n - past)) for h, queries in enumerate(layer["q"])]
@@ -44,7 +44,7 @@ def snapkv(
 
 
 READINGS = {"pooling": ("max", "average"), "softmax": ("all", "past")}
-"""The official class averages; R-KV's copy leaves the window out of the softmax."""
+"""Readings of published codes: the official class averages, and R-KV's copy leaves the window out of the softmax."""
 BRUTES = [
     Brute("PO-SNAPKV", "snapkv", by_layer(snapkv), {"W": W, "kernel": KERNEL}, W, newest,
           published={"W": 32, "kernel": 7}, readings=READINGS, slips=SLIPS),

@@ -1,4 +1,4 @@
-"""StreamingLLM by brute force: positions alone."""
+"""StreamingLLM by brute force: positions decide alone."""
 
 from conformance.methods.brute import SINK, Brute, sinks
 from conformance.strategies.policy_inputs import Inputs, Kept

@@ -16,7 +16,7 @@ def tova(layer: Layer, at: int, live: list[int], last: str = "free", heads: str 
 def kept(
     inputs: Inputs, B: int, last: str = "free", decode: str = DECODE[0], heads: str = GROUPS[0],
 ) -> Kept:
-    """At the end of the prompt, and in every step."""
+    """Return the kept sets, decided at the end of the prompt and in every decode step."""
     found, prompt = Kept(), inputs.n - inputs.steps
     for layer in map(plain, inputs.layers):
         score = partial(tova, layer, last=last, heads=heads)
@@ -27,5 +27,5 @@ def kept(
 
 BRUTES = [
     Brute("PO-TOVA", "tova", kept, readings={"last": ("free", "kept"), "decode": DECODE},
-          slips={"heads": GROUPS}),  # kvpress: the last is kept
+          slips={"heads": GROUPS}),  # kvpress keeps the last token
 ]

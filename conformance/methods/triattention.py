@@ -1,4 +1,4 @@
-"""TriAttention by brute force: one key, one band and one offset at a time; nothing is shared with the reference."""
+"""TriAttention by brute force: one key, one band and one offset at a time. No code is shared with the reference."""
 
 import cmath
 import math
@@ -11,17 +11,17 @@ from conformance.strategies.policy_inputs import Inputs, Kept
 
 Row = Sequence[float]
 BOUND = 2.0**13
-"""TA-RANKING: 2^15 units roundoff of the row's largest score, in units of `boxes`."""
+"""Bound of TA-RANKING: 2^15 units roundoff of the row's largest score, in units of `boxes`."""
 OFFSETS = tuple(2**e for e in range(17))
 
 
 def band(x: Row, f: int) -> complex:
-    """Channels f and f + d / 2 as a complex number."""
+    """Return channels f and f + d / 2 as a complex number."""
     return complex(x[f], x[f + len(x) // 2])
 
 
 def statistics(queries: Sequence[Row]) -> tuple[list[float], list[float]]:
-    """Mean of the channels, and mean modulus of the bands."""
+    """Return the mean of the channels, and the mean modulus of the bands."""
     m, d = len(queries), len(queries[0])
     mean = [math.fsum(q[c] for q in queries) / m for c in range(d)]
     return mean, [math.fsum(abs(band(q, f)) for q in queries) / m for f in range(d // 2)]
@@ -30,7 +30,7 @@ def statistics(queries: Sequence[Row]) -> tuple[list[float], list[float]]:
 def score(
     k: Row, position: int, t: int, mean: Row, magnitude: Row, inv_freq: Row, factor: float, offsets: Sequence[int],
 ) -> float:
-    """The mean over the offsets of S_delta, as the equations have it: amplitudes, phases and distances."""
+    """Return the mean of S_delta over the offsets, as in the equations: amplitudes, phases and distances."""
     per_offset: list[list[float]] = [[] for _ in offsets]
     for f, omega in enumerate(inv_freq):
         k_f = band(k, f) * cmath.exp(complex(0, -omega * position)) / factor
@@ -43,7 +43,7 @@ def score(
 
 
 def z_score(row: Row, pinned: Sequence[bool]) -> list[float | None]:
-    """Over what is not pinned; a deviation below 1e-6 is 1e-6."""
+    """Return z-scores over the tokens that are not pinned. A deviation below 1e-6 counts as 1e-6."""
     free = [x for x, shut in zip(row, pinned, strict=True) if not shut]
     if not free:
         return [None] * len(row)
@@ -53,7 +53,7 @@ def z_score(row: Row, pinned: Sequence[bool]) -> list[float | None]:
 
 
 def joined(Z: Sequence[Sequence[Sequence[Sequence[float | None]]]], mode: str) -> list[list[float | None]]:
-    """From Z[layer][KV head][query head of its group][token] to a row per kept set."""
+    """Return a row per kept set, from Z[layer][KV head][query head of its group][token]."""
     tokens = range(len(Z[0][0][0]))
 
     def most(rows: Sequence[Sequence[float | None]], i: int) -> float | None:
@@ -74,7 +74,7 @@ def joined(Z: Sequence[Sequence[Sequence[Sequence[float | None]]]], mode: str) -
 def rows(
     inputs: Inputs, mode: str, live: Callable[[int], Sequence[int]], t: int, pinned: int,
 ) -> list[Score]:
-    """A row per kept set over its live positions; `live` by layer and KV head."""
+    """Return a row per kept set over its live positions. `live` returns the positions by layer and KV head."""
     H_kv, Z = inputs.H_kv, []
     for at, view in enumerate(inputs.layers):
         q, k, G = view.q.tolist(), view.k.tolist(), len(view.q) // H_kv
@@ -91,7 +91,7 @@ def rows(
 
 def of_prompt(mode: str) -> Callable[..., Kept]:
     def kept(inputs: Inputs, B: int, pin_prompt: int, prompt: str = "inside") -> Kept:
-        """The pinned prompt counts in B, or comes on top of it, as in TensorRT-LLM."""
+        """Return the kept sets. The pinned prompt counts in B, or is added to B, as in TensorRT-LLM."""
         places = B + (min(pin_prompt, inputs.n) if prompt == "on top" else 0)
         found = rows(inputs, mode, lambda g: range(inputs.n), inputs.n, pin_prompt)
         return [top(around(row, BOUND), places) for row in found]

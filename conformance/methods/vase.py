@@ -1,4 +1,4 @@
-"""VaSE by brute force, in the terms of `methods.policies`; nothing is shared with the reference, nor with NumPy."""
+"""VaSE by brute force, with the functions of `methods.policies`. No code is shared with the reference or with NumPy."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ WORD = 2**64
 
 
 def philox(counter: Sequence[int], key: Sequence[int]) -> list[int]:
-    """Philox4x64-10: four words for a counter of four words and a key of two."""
+    """Return four words of Philox4x64-10 for a counter of four words and a key of two words."""
     c, k = list(counter), list(key)
     for _ in range(10):
         a, b = 0xD2E7470EE14C6C93 * c[0], 0xCA5A826395121157 * c[2]
@@ -43,7 +43,11 @@ def ranges(layer: Layer, W: int) -> list[Score]:
 
 
 def attention(layer: Layer, W: int, kernel: int) -> list[list[float]]:
-    """Each query's softmax over the keys before the window; mean of the queries, pooled, mean of the heads."""
+    """Return the attention of each KV head.
+
+    Each query has a softmax over the keys before the window. The queries are averaged and pooled, then the heads are
+    averaged.
+    """
     past, n, found = window(layer, W), len(layer["k"][0]), []
     if past == 0:
         return [[] for _ in layer["k"]]
@@ -58,7 +62,10 @@ def attention(layer: Layer, W: int, kernel: int) -> list[list[float]]:
 
 
 def kept(wide: Score, A: Sequence[float], u: Sequence[float], B: int, N_sink: int, share: Fraction) -> list[int]:
-    """The wide values, then a race: each other token arrives after an exponential time at the rate of its attention."""
+    """Return the tokens with wide values, and the winners of a race.
+
+    Each other token arrives after an exponential time, with its attention as the rate.
+    """
     n = len(wide)
     held = [None if at < N_sink else x for at, x in enumerate(wide)]
     pinned = sum(x is None for x in held)
@@ -71,7 +78,10 @@ def vase(
     layer: Layer, first: int, seen: int, positions: Sequence[Sequence[int]], B: int, W: int, kernel: int, N_sink: int,
     share: Fraction, seed: int,
 ) -> list[list[int]]:
-    """Slots that each KV head keeps of what it stores; `first` is the first head's group, `seen` the tokens seen."""
+    """Return the slots that each KV head keeps of its stored tokens.
+
+    `first` is the group of the first head, and `seen` is the number of tokens seen.
+    """
     rows = zip(ranges(layer, W), attention(layer, W, kernel), strict=True)
     return [
         kept(wide, A, [uniforms(seed, first + g, seen, seen)[at] for at in positions[g]], B, N_sink, share)

@@ -1,4 +1,7 @@
-"""VATP and CriticalKV by brute force, in the terms of `methods.policies`; nothing is shared with the reference."""
+"""VATP and CriticalKV by brute force, with the functions of `methods.policies`.
+
+No code is shared with the reference.
+"""
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -26,7 +29,7 @@ Projection = Sequence[Sequence[Row]]
 
 
 def vatp(layer: Layer) -> list[Score]:
-    """What a key got from all queries of its group, times the magnitudes of its value."""
+    """Return the attention that a key received from all queries of its group, times the magnitudes of its value."""
     return [
         [(a or 0.0) * fsum(map(abs, value)) for a, value in zip(row, values, strict=True)]
         for row, values in zip(accumulated(layer), layer["v"], strict=True)
@@ -34,7 +37,7 @@ def vatp(layer: Layer) -> list[Score]:
 
 
 def output_sizes(layer: Layer, W_o: Projection) -> list[list[float]]:
-    """Per KV head and token: magnitudes of what a query head writes into the output, as a mean over the group."""
+    """Return, per KV head and token, the magnitudes of a query head's output, as a mean over the group."""
     return [
         [fsum(abs(x) for outputs in of_heads for x in outputs) / len(group) for of_heads in zip(*written, strict=True)]
         for g, group in enumerate(groups(layer))
@@ -43,14 +46,14 @@ def output_sizes(layer: Layer, W_o: Projection) -> list[list[float]]:
 
 
 def two_stages(first: Score, second: Sequence[float | None], B: int, share: Fraction) -> list[int]:
-    """Protected tokens, a share of the other places by the first score, what is left by the second."""
+    """Return the protected tokens, a share of the other places by the first score, and the rest by the second score."""
     pinned = [i for i, x in enumerate(first) if x is None]
     early = surely(top(first, len(pinned) + max(0, B - len(pinned)) * share // 1))
     return top([None if i in early else x for i, x in enumerate(second)], B)
 
 
 def critical(layer: Layer, W_o: Projection, rows: list[Score], shares: Sequence[int]) -> list[list[int]]:
-    """Half of each head's share by its scores, the rest by score and output."""
+    """Return kept sets: half of each head's share by its scores, the rest by score and output."""
     found = []
     for row, size, B in zip(rows, output_sizes(layer, W_o), shares, strict=True):
         second = [None if a is None else (a + 1e-4) * b for a, b in zip(row, size, strict=True)]
@@ -59,7 +62,7 @@ def critical(layer: Layer, W_o: Projection, rows: list[Score], shares: Sequence[
 
 
 def of_vatp(inputs: Inputs, B: int, N_sink: int) -> Kept:
-    """The sinks and the newest half have no score."""
+    """Return the kept sets of VATP. The sinks and the newest half have no score."""
     held = {*range(min(N_sink, inputs.n)), *newest_half(inputs.n, B)}
     rows = [row for view in inputs.layers for row in vatp(plain(view))]
     return [top([None if at in held else x for at, x in enumerate(row)], B) for row in rows]
@@ -68,7 +71,7 @@ def of_vatp(inputs: Inputs, B: int, N_sink: int) -> Kept:
 def of_criticalkv(
     score: Callable[..., list[Score]], shares: Callable[[list[Score], int, Fraction], Sequence[int]],
 ) -> Callable[..., Kept]:
-    """In two stages inside each head's share."""
+    """Return a function that computes kept sets in two stages inside each head's share."""
     def kept(inputs: Inputs, B: int, safeguard: Fraction = Fraction(0), **constants: Any) -> Kept:
         found = Kept()
         for view, W_o in zip(inputs.layers, inputs.W_o, strict=True):

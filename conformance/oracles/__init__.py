@@ -1,14 +1,15 @@
-"""Brute force: each stage in plain Python, as literal as the paper allows, and slow on purpose.
+"""Brute-force oracles: each stage in plain Python, as close to the paper as possible, and slow.
 
-Nothing here imports NumPy or `reference`: an oracle that shared code with what it judges would share its mistakes.
-Sums that the specification orders run left to right; sums that it leaves open are rounded once (`math.fsum`).
+The oracles share no code with `reference`, because shared code would mean shared errors. Only boxes and the oracles in
+`scale` use NumPy. If the specification gives the order of a sum, the terms are added from left to right. All other sums
+are rounded once (`math.fsum`).
 """
 
 from collections.abc import Iterable
 
 
 def added(terms: Iterable[float]) -> float:
-    """The sum from left to right, each step rounded; `sum` of newer Pythons compensates."""
+    """Return the sum from left to right, rounded in each step. `sum` of newer Python versions compensates errors."""
     total = 0.0
     for term in terms:
         total += term

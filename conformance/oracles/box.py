@@ -1,9 +1,9 @@
-"""Numbers with a certified error, for brute forces: what an expression can be if each operation is rounded.
+"""Numbers with a certified error, for brute forces: all values of an expression if each operation is rounded.
 
-A `Box` is an interval. Inside `rounding(unit)` every operation on boxes widens its result by `unit`, relatively, so
-that the box holds the exact value, and what any arithmetic with that rounding makes of the same expression, with sums
-in any order. A comparison that a box does not decide raises `Undecided`. Two boxes of one tag are the same expression
-of the same inputs, and equal. Sums of integers are exact.
+A `Box` is an interval. Inside `rounding(unit)` every operation on boxes widens its result by the relative error `unit`.
+The box then contains the exact value, and the result of any arithmetic with this rounding, with sums in any order. A
+comparison that a box cannot decide raises `Undecided`. Two boxes with one tag are the same expression of the same
+inputs, and are equal. Sums of integers are exact.
 """
 
 import math
@@ -15,25 +15,25 @@ from typing import Any, TypeAlias, Union
 import numpy as np
 
 DOUBLE, SINGLE = 2.0**-51, 2.0**-22
-"""Units of the arithmetic of a subject: four times its unit roundoff."""
+"""Units of the arithmetic under test: four times its unit roundoff."""
 FUNCTION = 4.0
-"""Units by which a library's exp, log, sin or cos may be wrong."""
+"""Maximum error of a library's exp, log, sin or cos, in units."""
 WHOLE = 2.0**24
-"""Integers below are exact in float32, and so are their sums."""
+"""Bound of integers: smaller integers and their sums are exact in float32."""
 LARGE = 4096
-"""Numbers of an array whose boxes are computed in rows."""
+"""Minimum size of an array whose boxes are computed in rows."""
 SPREAD = np.uint64(0x9E3779B97F4A7C15)
-"""Makes tags of consecutive numbers differ in all bits."""
+"""Odd factor that makes the tags of consecutive numbers differ in all bits."""
 TINY = {DOUBLE: 2.0**-1000, SINGLE: 2.0**-120}
-"""What underflows."""
+"""Absolute error by underflow."""
 
 
 class Undecided(Exception):
-    """A comparison that rounding decides."""
+    """Error of a comparison that rounding decides."""
 
 
 class State:
-    """Of the rounding that is on: none, or a unit; and which of equal tags is first."""
+    """Active rounding: its unit, or 0 without rounding, and which of equal tags is first."""
 
     unit = 0.0
     tiny = 0.0
@@ -43,7 +43,10 @@ class State:
 
 @contextmanager
 def rounding(unit: float, first: str = "lower") -> Iterator[None]:
-    """Inside the block leaves are boxes. Of equal ones the "lower" index is first, the "higher", or "any"."""
+    """Make `leaves` return boxes inside the block.
+
+    Of equal boxes the "lower" index is first, the "higher", or "any".
+    """
     before = State.unit, State.tiny, State.first
     State.unit, State.tiny, State.first = unit, TINY[unit], first
     try:
@@ -53,7 +56,7 @@ def rounding(unit: float, first: str = "lower") -> Iterator[None]:
 
 
 class Box:
-    """An interval, and which expression it is of."""
+    """An interval, and the tag of its expression."""
 
     __slots__ = ("hi", "lo", "tag")
     __hash__ = None  # type: ignore[assignment]
@@ -148,10 +151,10 @@ class Box:
         return not self < other
 
     def _open(self, other: "Box") -> bool:
-        """False where the intervals are apart.
+        """Return False if the intervals are disjoint.
 
         Raises:
-            Undecided: where they are not.
+            Undecided: if the intervals overlap.
         """
         if self.lo <= other.hi and other.lo <= self.hi:
             raise Undecided(f"{self!r} or {other!r}")
@@ -168,7 +171,7 @@ def box(x: Any) -> Box:
 
 
 def exact(x: Any, *values: Any) -> bool:
-    """Whether an arithmetic of any precision here computes sums of these boxes, of size x at most, without rounding."""
+    """Return True if sums of these boxes are exact in any precision here. `x` bounds the size of the sums."""
     return x < WHOLE and all(v.lo == v.hi and v.lo.is_integer() for v in values)
 
 

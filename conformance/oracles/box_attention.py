@@ -12,7 +12,10 @@ from conformance.oracles.boxes import each, exp, over, products, stacked, tanh, 
 def softmax_rows(
     queries: Table, keys: Table, visible: Sequence[int], scaling: float, softcap: float | None, beside: Sequence[Any],
 ) -> list[Row]:
-    """For each query the softmax over the first visible keys, and zeros; boxes beside the logits have a share."""
+    """Return, for each query, the softmax over the first visible keys, followed by zeros.
+
+    Boxes in `beside` are more logits: they count in the denominator, but not in the result.
+    """
     logits = times(products(stacked(queries), keys), scaling)
     if softcap is not None:
         logits = times(each(tanh, over(logits, softcap)), softcap)

@@ -1,4 +1,4 @@
-"""Many boxes at once, for large inputs: rows, and the tables of an input."""
+"""Many boxes at once, for large inputs: rows, and tables of input numbers."""
 
 from collections.abc import Iterator, Sequence
 from functools import reduce
@@ -10,7 +10,10 @@ from conformance.oracles.box import FUNCTION, SPREAD, Box, State, Undecided, box
 
 
 class Row(Sequence[Any]):
-    """Many boxes at once, for large inputs: ends and tags in arrays. What it computes are boxes as of single ones."""
+    """Many boxes at once, for large inputs: arrays of ends and tags.
+
+    Operations give the same boxes as with single boxes.
+    """
 
     __slots__ = ("hi", "lo", "tags")
 
@@ -19,7 +22,7 @@ class Row(Sequence[Any]):
 
     @property
     def exact(self) -> bool:
-        """Whether these are numbers of an input."""
+        """Return True if the numbers are numbers of an input."""
         return self.lo is self.hi
 
     def __len__(self) -> int:
@@ -68,44 +71,44 @@ class Row(Sequence[Any]):
         return Row(np.where(same, 0.0, found.lo), np.where(same, 0.0, found.hi), found.tags)
 
     def mapped(self, of: Any) -> "Row":
-        """A growing function of NumPy of each."""
+        """Apply an increasing function of NumPy to each number."""
         return self._with(box(0.0), of.__name__, (of(self.lo), of(self.hi)), FUNCTION)
 
     def turned(self, of: Any) -> "Row":
-        """A function of NumPy that changes no faster than its argument, of each."""
+        """Apply a function of NumPy whose slope is at most 1 to each number."""
         error = (self.hi - self.lo) / 2 + FUNCTION * State.unit * (1 + np.abs(self.hi))
         middle = of((self.lo + self.hi) / 2)
         return Row(middle - error, middle + error, self.tags * SPREAD + np.uint64(word(of.__name__)))
 
     def squares(self) -> "Row":
-        """Each times itself."""
+        """Return the square of each number."""
         low, high = np.abs(self.lo), np.abs(self.hi)
         least_ = np.where((self.lo < 0) & (self.hi > 0), 0.0, np.minimum(low, high))
         return self._with(box(2.0), "**", (least_**2, np.maximum(low, high) ** 2))
 
     def totals(self) -> Any:
-        """The sum, or one of each of stacked rows."""
+        """Return the sum of the row, or the sum of each of stacked rows."""
         size, number = np.maximum(-self.lo, self.hi).sum(axis=-1), self.lo.shape[-1]
         error, tags = State.unit * number * size + State.tiny, (self.tags * odd(number)).sum(axis=-1)
         lo, hi = self.lo.sum(axis=-1) - error, self.hi.sum(axis=-1) + error
         return Box(float(lo), float(hi), int(tags)) if self.lo.ndim == 1 else Row(lo, hi, tags)
 
     def moved(self, by: int, beyond: float) -> "Row":
-        """For each place the number so many places to the right, or another number beyond the ends."""
+        """Return, for each place, the number `by` places to the right. Beyond the ends, the number is `beyond`."""
         at = np.arange(len(self)) + by
         inside, at = (at >= 0) & (at < len(self)), np.clip(at, 0, len(self) - 1)
         lo, hi = (np.where(inside, ends[at], beyond) for ends in (self.lo, self.hi))
         return Row(lo, hi, np.where(inside, self.tags[at], np.uint64(0)))
 
     def extended(self, n: int) -> "Row":
-        """Zeros behind, up to n numbers."""
+        """Append zeros, up to n numbers."""
         rest = np.zeros(n - len(self.lo))
         lo, hi = np.concatenate([self.lo, rest]), np.concatenate([self.hi, rest])
         return Row(lo, hi, np.concatenate([self.tags, np.zeros(len(rest), np.uint64)]))
 
 
 class Table(Sequence[Any]):
-    """The numbers of an array with more than one axis."""
+    """Numbers of an input array with more than one axis."""
 
     __slots__ = ("array", "tags")
 
@@ -128,10 +131,10 @@ def _bound(of: Any, ends: Sequence[Any]) -> Any:
 
 
 def odd(number: int) -> Any:
-    """So many odd factors, for a tag of several tags in this order."""
+    """Return `number` odd factors, for a tag that combines several tags in this order."""
     return (2 * np.arange(number, dtype=np.uint64) + 1) * SPREAD
 
 
 def word(tag: Any) -> int:
-    """A tag in 64 bits: that of a row's box is the row's."""
+    """Return a tag in 64 bits. A box of a row has the tag of the row's place."""
     return tag if type(tag) is int and 0 <= tag < 2**64 else hash((tag,)) % 2**64

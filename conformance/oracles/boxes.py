@@ -1,6 +1,6 @@
 """Functions of boxes (see `box`), of floats, and of rows, which are many boxes at once.
 
-Of floats they are those of `math`.
+For floats, they are the functions of `math`.
 """
 
 import math
@@ -16,7 +16,7 @@ from conformance.oracles.box_rows import Row, Table, odd, part, word
 
 
 def leaves(array: Any) -> Any:
-    """An array as lists of its numbers: exact boxes while rounding is on, else floats. Large arrays become rows."""
+    """Return an array as nested lists: exact boxes while rounding is on, otherwise floats. Large arrays become rows."""
     if not State.unit:
         return array.tolist()
     if array.size < LARGE:
@@ -32,11 +32,11 @@ def _leaves(x: Any) -> Any:
 
 
 def fsum(terms: Iterable[Any]) -> Any:
-    """The sum of floats or boxes."""
+    """Return the sum of floats or boxes."""
     if isinstance(terms, Row):
         return terms.totals()
     terms = list(terms)
-    with suppress(TypeError):  # a box is no float
+    with suppress(TypeError):  # a box is not a float
         return math.fsum(terms)
     boxes = [box(x) for x in terms]
     size = math.fsum([max(-x.lo, x.hi) for x in boxes])
@@ -46,7 +46,7 @@ def fsum(terms: Iterable[Any]) -> Any:
 
 
 def dot(a: Sequence[Any], b: Sequence[Any]) -> Any:
-    """The sum of products."""
+    """Return the sum of products."""
     if isinstance(a, Row) and isinstance(b, Row):
         return dots(a, Table(b.lo[None], b.tags[None]))[0] if a.exact and b.exact else (a * b).totals()
     if not (a and (isinstance(a[0], Box) or isinstance(b[0], Box))):
@@ -65,7 +65,7 @@ def dot(a: Sequence[Any], b: Sequence[Any]) -> Any:
 
 
 def _function(of: Callable[[float], float]) -> Callable[[Any], Any]:
-    """A growing function of `math`, on boxes too."""
+    """Extend an increasing function of `math` to boxes and rows."""
     def applied(x: Any) -> Any:
         if isinstance(x, Row):
             with np.errstate(over="ignore"):
@@ -81,19 +81,23 @@ exp, log, tanh = _function(math.exp), _function(math.log), _function(math.tanh)
 
 
 def sqrt(x: Any) -> Any:
-    """The root; what rounding brings below zero is zero."""
+    """Return the square root. A number below zero, which is due to rounding, counts as zero."""
     if isinstance(x, Row):
         return Row(np.maximum(x.lo, 0.0), np.maximum(x.hi, 0.0), x.tags).mapped(np.sqrt)
     if not isinstance(x, Box):
         return math.sqrt(x)
     if exact(x.hi, x) and x.lo >= 0 and math.isqrt(int(x.lo)) ** 2 == x.lo:
         return box(math.sqrt(x.lo))
-    tag = x.lo if x.lo == x.hi else x.tag  # a root is that of its value: correctly rounded everywhere
+    # The root depends only on the value, because it is correctly rounded in every library.
+    tag = x.lo if x.lo == x.hi else x.tag
     return widened(math.sqrt(max(0.0, x.lo)), math.sqrt(max(0.0, x.hi)), ("sqrt", tag))
 
 
 def around(values: Sequence[Any], units: float) -> list[Any]:
-    """While rounding is on, boxes of so many units of the largest value, as an item of the specification bounds it."""
+    """Return boxes with an error of `units` times the largest value, as an item of the specification bounds it.
+
+    Without rounding, return the values.
+    """
     if not State.unit:
         return list(values)
     error = units * State.unit * max((abs(x) for x in values if x is not None), default=0.0)
@@ -101,12 +105,12 @@ def around(values: Sequence[Any], units: float) -> list[Any]:
 
 
 def norm(x: Sequence[Any]) -> Any:
-    """The length of a vector; of floats, also where no float holds its square."""
+    """Return the length of a vector. For floats, it is correct even if the square overflows or underflows."""
     return sqrt(dot(x, x)) if isinstance(x, Row) or (x and isinstance(x[0], Box)) else math.hypot(*x)
 
 
 def _turned(of: Callable[[float], float]) -> Callable[[Any], Any]:
-    """A function of `math` that changes no faster than its argument, on boxes too."""
+    """Extend a function of `math` whose slope is at most 1 to boxes and rows."""
     def applied(x: Any) -> Any:
         if isinstance(x, Row):
             return x.turned(getattr(np, of.__name__))
@@ -122,14 +126,14 @@ cos, sin = _turned(math.cos), _turned(math.sin)
 
 
 def largest(values: Iterable[Any]) -> Any:
-    """The maximum: the box of it where that is sure, else one that holds it."""
+    """Return the maximum: the box of the maximum if it is certain, otherwise a box that contains the maximum."""
     if isinstance(values, Row):
         values = values[values.hi >= values.lo.max()]
     return _extreme(list(values), max, lambda x, low, high: x.hi >= low)
 
 
 def least(values: Iterable[Any]) -> Any:
-    """The minimum, as `largest`."""
+    """Return the minimum, as `largest` does for the maximum."""
     if isinstance(values, Row):
         values = values[values.lo <= values.hi.min()]
     return _extreme(list(values), min, lambda x, low, high: x.lo <= high)
@@ -147,7 +151,7 @@ def _extreme(values: list[Any], of: Callable[..., Any], may_be: Callable[[Box, f
 
 
 def row(boxes: Sequence[Any]) -> Any:
-    """Boxes as a row; floats as they are."""
+    """Return boxes as a row, and floats unchanged."""
     if isinstance(boxes, Row) or not boxes or not all(isinstance(x, Box) for x in boxes):
         return boxes
     lo, hi = (np.array([getattr(x, end) for x in boxes]) for end in ("lo", "hi"))
@@ -155,7 +159,7 @@ def row(boxes: Sequence[Any]) -> Any:
 
 
 def stacked(rows: Any) -> Any:
-    """Rows above each other, for operations with one row; lists as they are."""
+    """Stack rows for operations with one row, and return lists unchanged."""
     if isinstance(rows, Table):
         return Row(rows.array, rows.array, rows.tags)
     if not rows or not all(isinstance(x, Row) for x in rows):
@@ -164,12 +168,12 @@ def stacked(rows: Any) -> Any:
 
 
 def unstacked(rows: Row) -> list[Row]:
-    """Stacked rows one by one."""
+    """Return stacked rows as a list of rows."""
     return [Row(*parts) for parts in zip(rows.lo, rows.hi, rows.tags, strict=True)]
 
 
 def dots(a: Any, rows: Any) -> Any:
-    """The products of a vector with each of some rows, which may be stacked."""
+    """Return the inner product of a vector with each of some rows, which may be stacked."""
     if isinstance(a, Row) and isinstance(rows, Row):
         return products(rows, a) if a.exact else (rows * a).totals()
     if not (isinstance(a, Row) and isinstance(rows, Table)):
@@ -185,7 +189,7 @@ def dots(a: Any, rows: Any) -> Any:
 
 
 def products(rows: Row, given: Row | Table) -> Row:
-    """The products of each of stacked rows with one row of an input, or with each of some."""
+    """Return the inner products of each of stacked rows with one row of an input, or with each of several."""
     numbers = given.lo if isinstance(given, Row) else given.array.T
     of_given = given.tags[:1] if isinstance(given, Row) else given.tags[:, 0]
     middle, size, most = (rows.lo + rows.hi) / 2, np.maximum(-rows.lo, rows.hi), np.abs(numbers)
@@ -197,7 +201,7 @@ def products(rows: Row, given: Row | Table) -> Row:
 
 
 def scaled(rows: Sequence[Any], sizes: Any, divisors: Sequence[Any]) -> Any:
-    """Each row times the sizes, over its divisor."""
+    """Return each row multiplied by the sizes, and divided by its divisor."""
     each_ = row(divisors)
     if not (isinstance(each_, Row) and all(isinstance(one, Row) for one in [sizes, *rows])):
         return [times(row(own), over(sizes, x)) for own, x in zip(rows, divisors, strict=True)]
@@ -206,7 +210,7 @@ def scaled(rows: Sequence[Any], sizes: Any, divisors: Sequence[Any]) -> Any:
 
 
 def projected(values: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-    """What each vector gives with each column of a projection."""
+    """Return the inner products of each vector with each column of a projection."""
     numbers = [row(own) for own in outputs]
     if not (isinstance(values, Table) and all(isinstance(own, Row) for own in numbers)):
         return [dots(value, outputs) for value in values]
@@ -215,7 +219,7 @@ def projected(values: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
 
 
 def column_sums(rows: Sequence[Any]) -> Any:
-    """The sum of each column."""
+    """Return the sum of each column."""
     if not all(isinstance(row, Row) for row in rows):
         return [fsum(column) for column in zip(*rows, strict=True)]
     lo, hi, tags = (np.stack([getattr(one, name) for one in rows]) for name in ("lo", "hi", "tags"))
@@ -226,7 +230,7 @@ def column_sums(rows: Sequence[Any]) -> Any:
 
 
 def column_extremes(of: Callable[..., Any], rows: Sequence[Any]) -> Any:
-    """The largest or the least of each column."""
+    """Return the largest or the least number of each column."""
     if not all(isinstance(one, Row) for one in rows):
         return row([of(column) for column in columns(rows)])
     lo, hi, tags = (np.stack([getattr(one, name) for one in rows]) for name in ("lo", "hi", "tags"))
@@ -238,12 +242,12 @@ def column_extremes(of: Callable[..., Any], rows: Sequence[Any]) -> Any:
 
 
 def squares(values: Any) -> Any:
-    """Each number times itself."""
+    """Return the square of each number."""
     return values.squares() if isinstance(values, Row) else [x**2 for x in values]
 
 
 def directions(rows: Any, beside: float = 0.0) -> Any:
-    """Each row over its length and a number beside it."""
+    """Return each row divided by the sum of its length and `beside`."""
     if not isinstance(rows, Table):
         return [over(x, norm(x) + beside) for x in rows]
     together = stacked(rows)
@@ -254,7 +258,7 @@ def directions(rows: Any, beside: float = 0.0) -> Any:
 
 
 def positive(row: Any) -> Any:
-    """The numbers above zero."""
+    """Return the numbers above zero."""
     if not isinstance(row, Row):
         return [x for x in row if x > 0]
     if np.any((row.lo <= 0) & (row.hi > 0)):
@@ -263,7 +267,7 @@ def positive(row: Any) -> Any:
 
 
 def columns(rows: Any) -> Any:
-    """The columns of some rows, as rows."""
+    """Return the columns of some rows, as rows."""
     if not isinstance(rows, Table) and rows and all(isinstance(x, Row) for x in rows):
         each_ = stacked(rows)
         return [Row(each_.lo[:, c], each_.hi[:, c], each_.tags[:, c]) for c in range(each_.lo.shape[1])]
@@ -273,50 +277,50 @@ def columns(rows: Any) -> Any:
 
 
 def over(row: Any, x: Any) -> Any:
-    """Each number of a row over x, or over those of another row."""
+    """Divide each number of a row by x, or by the numbers of another row."""
     if isinstance(row, Row):
         return row / x
     return [a / b for a, b in zip(row, x, strict=True)] if isinstance(x, list) else [a / x for a in row]
 
 
 def minus(row: Any, x: Any) -> Any:
-    """Each number of a row less x, or less those of another row."""
+    """Subtract x, or the numbers of another row, from each number of a row."""
     if isinstance(row, Row):
         return row - x
     return [a - b for a, b in zip(row, x, strict=True)] if isinstance(x, list) else [a - x for a in row]
 
 
 def times(row: Any, x: Any) -> Any:
-    """Each number of a row times x, or times those of another row."""
+    """Multiply each number of a row by x, or by the numbers of another row."""
     if isinstance(row, Row):
         return row * x
     return [a * b for a, b in zip(row, x, strict=True)] if isinstance(x, list) else [a * x for a in row]
 
 
 def plus(row: Any, x: Any) -> Any:
-    """Each number of a row and those of another row."""
+    """Add the numbers of another row to a row."""
     return row + x if isinstance(row, Row) else [a + b for a, b in zip(row, x, strict=True)]
 
 
 def each(of: Callable[[Any], Any], row: Any) -> Any:
-    """A function of each number of a row."""
+    """Apply a function to each number of a row."""
     return of(row) if isinstance(row, Row) else [of(a) for a in row]
 
 
 def behind(row: Any, other: Any) -> Any:
-    """One row behind another one."""
+    """Append a row to a row."""
     if isinstance(row, Row):
         return Row(*(np.concatenate([getattr(x, name) for x in (row, other)]) for name in ("lo", "hi", "tags")))
     return [*row, *other]
 
 
 def extended(row: Any, n: int) -> Any:
-    """A row with zeros behind, up to n numbers."""
+    """Append zeros to a row, up to n numbers."""
     return row.extended(n) if isinstance(row, Row) else [*row, *[0.0] * (n - len(row))]
 
 
 def joined(*rows: Any) -> Any:
-    """Some lists of vectors behind each other."""
+    """Concatenate some lists of vectors."""
     if all(isinstance(part, Table) for part in rows):
         return Table(*(np.concatenate([getattr(part, name) for part in rows]) for name in ("array", "tags")))
     return [row for part in rows for row in part]

@@ -1,4 +1,4 @@
-"""Choices by numbers with a certified error: orders of boxes, and kept sets of which rounding may exchange tokens."""
+"""Choices by numbers with a certified error: orders of boxes, and kept sets whose tokens rounding may exchange."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
@@ -8,7 +8,10 @@ from conformance.oracles.box import Box, State, Undecided, box
 
 
 def ordered(values: Sequence[Any]) -> list[Any]:
-    """From the largest to the smallest value: of boxes, what the first, the second, ... can be."""
+    """Return the values from the largest to the smallest.
+
+    For boxes, return a box for the first, the second, ... value.
+    """
     if not any(isinstance(x, Box) for x in values):
         return sorted(values, reverse=True)
     boxes = [box(x) for x in values]
@@ -18,7 +21,10 @@ def ordered(values: Sequence[Any]) -> list[Any]:
 
 
 def places(values: Sequence[Any]) -> list[tuple[int, int]]:
-    """How many of the others come before each, at least and at most: higher ones, and equal ones of a lower index."""
+    """Return, for each value, the least and greatest number of other values before it.
+
+    Values are before it if they are higher, or equal with a lower index.
+    """
     boxes = [box(x) for x in values]
     low, high = (sorted(getattr(x, end) for x in boxes) for end in ("lo", "hi"))
     same: dict[Any, list[int]] = {}
@@ -36,11 +42,11 @@ def places(values: Sequence[Any]) -> list[tuple[int, int]]:
 
 
 class Answer(list[int]):
-    """A kept set, and the tokens of it and beside it that rounding may exchange."""
+    """A kept set, and the tokens inside and outside the set that rounding may exchange."""
 
     open: frozenset[int] = frozenset()
     scores: Sequence[Any] = ()
-    """Of all tokens, where the set is chosen by them at once; None where a token is protected."""
+    """Scores of all tokens, if one choice by scores gives the set. None for a protected token."""
 
     def __init__(self, sure: Iterable[int], open_: Sequence[int] = (), number: int = 0) -> None:
         super().__init__(sorted([*sure, *open_[:number]]))
@@ -48,10 +54,10 @@ class Answer(list[int]):
 
 
 def surely(kept: list[int]) -> list[int]:
-    """The same kept set.
+    """Return the kept set if rounding does not decide it.
 
     Raises:
-        Undecided: where rounding decides it.
+        Undecided: if rounding decides it.
     """
     if getattr(kept, "open", None):
         raise Undecided("a choice before the last one")
@@ -59,11 +65,11 @@ def surely(kept: list[int]) -> list[int]:
 
 
 def holds(wanted: Any, x: float) -> bool:
-    """Whether a number lies in a box; any does where there is none."""
+    """Return True if a number is in a box, or if the box is None."""
     return wanted is None or box(wanted).lo <= x <= box(wanted).hi
 
 
 def fits(kept: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Whether a kept set is one of those that the boxes admit."""
+    """Return True if a kept set is one of the sets that the boxes allow."""
     free: frozenset[int] = getattr(wanted, "open", frozenset())
     return len(kept) == len(set(kept)) == len(wanted) and set(kept) - free == set(wanted) - free

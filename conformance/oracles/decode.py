@@ -1,4 +1,4 @@
-"""Decode by brute force: one sequence between two forwards, as trunks that are objects and W that is a dict."""
+"""Decode by brute force: one sequence between two forward passes, with trunks as objects and W as a dict."""
 
 import math
 from collections import Counter
@@ -16,7 +16,7 @@ Pair = frozenset[int]
 
 @dataclass
 class Trunk:
-    """A living trunk; its name is the first position that it ever held, so that it survives its members."""
+    """A live trunk. Its name is the first position that it ever contained, so the name remains after evictions."""
 
     name: int
     members: list[int]
@@ -26,7 +26,7 @@ class Trunk:
 
 @dataclass
 class Model:
-    """What is known of one sequence; per-token values are keyed by position."""
+    """State of one sequence. Values of tokens have positions as keys."""
 
     budget: Fraction | int
     seen: int = 0
@@ -42,12 +42,18 @@ class Model:
 
 
 def inverse_norm(keys: Rows) -> float:
-    """Of one token's keys, one per KV head: the mean of 1 / length; infinite if a key has none."""
+    """Return the mean of 1 / length over one token's keys, one per KV head.
+
+    If a key has length zero, the mean is infinite.
+    """
     return math.fsum(map(inverse_length, keys)) / len(keys)
 
 
 def inverse_length(key: Sequence[float]) -> float:
-    """1 over the length; a key whose squares float64 does not hold is multiplied by a power of two, exactly."""
+    """Return 1 over the length of a key.
+
+    A key whose squares overflow or underflow float64 is multiplied by a power of two, which is exact.
+    """
     largest = max(abs(x) for x in key)
     scale = 2.0**600 if largest < 2.0**-500 else 2.0**-600 if largest > 2.0**500 else 1.0
     square = math.fsum((scale * x) * (scale * x) for x in key)
@@ -55,20 +61,23 @@ def inverse_length(key: Sequence[float]) -> float:
 
 
 def eta(inverse_norms: Sequence[float]) -> list[float]:
-    """Inverse norms over the largest of the finite ones; 1 for an infinite one."""
+    """Return inverse norms divided by the largest finite one. An infinite inverse norm becomes 1."""
     finite = [x for x in inverse_norms if x < math.inf]
     return [1.0 if x == math.inf else x / max(finite) for x in inverse_norms]
 
 
 def active(now: Model, p: CrystalCacheParameters) -> set[int]:
-    """Names of the trunks most of whose members lie above the threshold; half is not enough."""
+    """Return the names of the trunks with most of their members above the threshold.
+
+    Half of the members is not enough.
+    """
     positions = [i for g in now.trunks for i in g.members]
     share = dict(zip(positions, eta([now.norm[i] for i in positions]), strict=True))
     return {g.name for g in now.trunks if sum(share[i] > p.theta_act for i in g.members) > len(g.members) / 2}
 
 
 def pulses(source: int, W: Mapping[Pair, float], p: CrystalCacheParameters) -> dict[int, float]:
-    """Eq. 37 from one trunk: by name, what arrives; level by level, the strongest way in wins."""
+    """Return the pulses of Eq. 37 from one trunk by name. In each level, the strongest path wins."""
     arrived, level = {source: 1.0}, {source: 1.0}
     for _ in range(p.max_hops):
         following: dict[int, float] = {}
@@ -84,12 +93,12 @@ def pulses(source: int, W: Mapping[Pair, float], p: CrystalCacheParameters) -> d
 
 
 def raise_D(D: float, pulse: float, p: CrystalCacheParameters) -> float:
-    """Eq. 38."""
+    """Return D after one pulse (Eq. 38)."""
     return min(1.0, D + p.alpha_res * pulse * (1.0 - D))
 
 
 def resonance(now: Model, sources: Set[int], p: CrystalCacheParameters) -> None:
-    """Every source in turn, Eq. 38 once for each pulse that arrives."""
+    """Apply the pulses of every source in turn: Eq. 38 once for each arriving pulse."""
     for source in sorted(sources):
         arrived = pulses(source, now.W, p)
         for g in now.trunks:
@@ -98,7 +107,7 @@ def resonance(now: Model, sources: Set[int], p: CrystalCacheParameters) -> None:
 
 
 def hebb(W: Mapping[Pair, float], together: Set[int], p: CrystalCacheParameters) -> dict[Pair, float]:
-    """Eq. 39 for an edge with both ends active, Eq. 40 for every other; then Eq. 25's prune."""
+    """Apply Eq. 39 to edges with both ends active and Eq. 40 to all other edges, then the prune of Eq. 25."""
     if p.hebb == "static":
         return dict(W)
     after = {
@@ -108,20 +117,23 @@ def hebb(W: Mapping[Pair, float], together: Set[int], p: CrystalCacheParameters)
 
 
 def decay(D: float, M_bar: float, p: CrystalCacheParameters) -> float:
-    """Eq. 36 with dt = 1."""
+    """Return D after one step (Eq. 36 with dt = 1)."""
     rho = p.beta_0 * math.exp(-D * M_bar / p.D_c)
     return max(0.0, D - rho * D)
 
 
 def append(now: Model, token: int, norm: float) -> None:
-    """A generated token waits in the tail."""
+    """Append a generated token to the tail."""
     now.tail.append((token, norm))
     now.seen += 1
     now.step += 1
 
 
 def join_tail(now: Model, ends: Set[int], p: CrystalCacheParameters) -> None:
-    """The tail becomes trunks: no edges, salience M_min, rarity over all tokens seen, Eq. 27 at degree 0."""
+    """Convert the tail to trunks.
+
+    The new trunks have no edges, salience M_min, rarity over all tokens seen, and D by Eq. 27 at degree 0.
+    """
     if not now.tail:
         return
     start = now.seen - len(now.tail)
@@ -137,7 +149,7 @@ def join_tail(now: Model, ends: Set[int], p: CrystalCacheParameters) -> None:
 
 
 def edgeless_D(mu: float, sigma: float, p: CrystalCacheParameters) -> float:
-    """Eq. 27 of a trunk at degree 0 under given moments."""
+    """Return D by Eq. 27 for a trunk of degree 0 with given moments."""
     power = math.exp(-p.s * mu / sigma)
     return 0.0 if p.graph == "zero" else power / (1 + power)
 
@@ -147,7 +159,7 @@ def _all(members: Sequence[int]) -> list[int]:
 
 
 def degrees(now: Model) -> list[float]:
-    """Eq. 26 of every trunk, neighbours in order."""
+    """Return the degree of every trunk (Eq. 26), summed in the order of neighbours."""
     def terms(g: Trunk) -> list[float]:
         return [now.W.get(frozenset({g.name, h.name}), 0.0) for h in now.trunks if h is not g]
 
@@ -158,7 +170,7 @@ def add_segment(
     now: Model, E: Sequence[Edge], salience: Sequence[float], ids: Sequence[int], norms: Sequence[float],
     ends: Set[int], p: CrystalCacheParameters,
 ) -> None:
-    """A segment whose S1 is given joins behind the tail; nothing goes yet."""
+    """Append a segment with given co-attention after the tail. No token is evicted yet."""
     join_tail(now, ends, p)
     start, n = now.seen, len(ids)
     now.counts.update(ids)
@@ -184,41 +196,41 @@ def add_segment(
 
 
 def in_windows(now: Model, p: CrystalCacheParameters) -> list[bool]:
-    """Which trunks still hold a position of the sink or of the recent window."""
+    """Return, for each trunk, True if it has a position in the sink or in the recent window."""
     return s6.protected([g.members for g in now.trunks], now.seen, p.N_sink, p.W_recent)
 
 
 def settle(
     deg: Sequence[float], trunks: Sequence[Trunk], new: Sequence[Trunk], p: CrystalCacheParameters,
 ) -> None:
-    """Eq. 27 over all trunks: its D is the new trunks' alone."""
+    """Compute Eq. 27 over all trunks, and set D of the new trunks only."""
     for g, D in zip(trunks, s4.crystallization(deg, p), strict=True):
         if g in new:
             g.D = D
 
 
 def scale(deg: Sequence[float], p: CrystalCacheParameters) -> tuple[float, float]:
-    """mu and sigma of Eq. 27, which the prefill leaves behind."""
+    """Return mu and sigma of Eq. 27 after the prefill."""
     mu = math.fsum(deg) / len(deg)
     sigma = math.sqrt(math.fsum((x - mu) ** 2 for x in deg) / len(deg))
     return mu, sigma if sigma >= p.epsilon else 1.0
 
 
 def protected(now: Model, p: CrystalCacheParameters) -> list[bool]:
-    """Who is safe at a breath."""
+    """Return, for each trunk, True if it is protected at a breath (decode-time eviction)."""
     if p.breath_protection == "none":
         return [False] * len(now.trunks)
     return in_windows(now, p)
 
 
 def evict(now: Model, safe: Sequence[bool], p: CrystalCacheParameters) -> None:
-    """S5, then Algorithm 1 on what is left."""
+    """Compute S5, then apply Algorithm 1 to the unprotected trunks."""
     alive = [g for g in range(len(now.trunks)) if not safe[g]]
     evict_by(now, s5.score([g.D for g in now.trunks], [g.M_bar for g in now.trunks], alive, p), safe, p)
 
 
 def evict_by(now: Model, score: Mapping[int, float], safe: Sequence[bool], p: CrystalCacheParameters) -> None:
-    """Algorithm 1 from given scores, Eq. 30 with n = tokens seen."""
+    """Apply Algorithm 1 with given scores, and Eq. 30 with n = tokens seen."""
     order = sorted(i for g in now.trunks for i in g.members)
     D = [g.D for g in now.trunks]
     B = s6.effective_budget(now.budget, now.seen, p.N_sink, p.W_recent)
@@ -228,7 +240,7 @@ def evict_by(now: Model, score: Mapping[int, float], safe: Sequence[bool], p: Cr
 
 
 def keep(now: Model, left: Set[int], D: Sequence[float]) -> None:
-    """Only these positions are left; a trunk without one is gone, with its edges."""
+    """Keep only these positions. A trunk without positions is removed, together with its edges."""
     for g, after in zip(now.trunks, D, strict=True):
         g.members, g.D = [i for i in g.members if i in left], after
     now.trunks = [g for g in now.trunks if g.members]
@@ -238,7 +250,10 @@ def keep(now: Model, left: Set[int], D: Sequence[float]) -> None:
 
 
 def before_eviction(before: Model, ends: Set[int], p: CrystalCacheParameters) -> Model:
-    """Section 3.8 (a) to (c) and the new trunks: who is active is settled first, W changes after the pulses."""
+    """Return the state after Section 3.8 (a) to (c) and the new trunks.
+
+    The active trunks are determined first. W changes after the pulses.
+    """
     now = deepcopy(before)
     together = active(now, p)
     for g in now.trunks:
@@ -250,14 +265,14 @@ def before_eviction(before: Model, ends: Set[int], p: CrystalCacheParameters) ->
 
 
 def breath(before: Model, ends: Set[int], p: CrystalCacheParameters) -> Model:
-    """Section 3.8 (a) to (d)."""
+    """Return the state after a breath, Section 3.8 (a) to (d)."""
     now = before_eviction(before, ends, p)
     evict(now, protected(now, p), p)
     return now
 
 
 def after_forward(before: Model, token: int, norm: float, p: CrystalCacheParameters) -> Model:
-    """Append, then decay."""
+    """Return the state after a forward pass: append, then decay."""
     now = deepcopy(before)
     append(now, token, norm)
     for g in now.trunks:
@@ -268,7 +283,7 @@ def after_forward(before: Model, token: int, norm: float, p: CrystalCacheParamet
 def decode_step(
     before: Model, token: int, norm: float, ends: Set[int], p: CrystalCacheParameters,
 ) -> Model:
-    """Append, decay, and a breath when the step's number is a multiple of T_breath."""
+    """Return the state after a decode step: append, decay, and a breath if T_breath divides the number of the step."""
     now = after_forward(before, token, norm, p)
     return now if now.step % p.T_breath else breath(now, ends, p)
 
@@ -277,7 +292,10 @@ def join_chunk(
     now: Model, ids: Sequence[int], kept: Sequence[int], norms: Sequence[float], ends: Set[int],
     p: CrystalCacheParameters,
 ) -> None:
-    """A spliced chunk: the tail is cut off, then the chunk is one, whose missing tokens go at once."""
+    """Append a spliced chunk of tokens.
+
+    The tail becomes trunks first. Then the chunk becomes trunks, and its missing tokens are removed at once.
+    """
     join_tail(now, ends, p)
     start = now.seen
     given = dict(zip(kept, norms, strict=True))

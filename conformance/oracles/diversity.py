@@ -1,4 +1,7 @@
-"""The alpha selector by brute force: plain lists, from the paper's Algorithm 1; nothing is shared with the rest."""
+"""The alpha selector by brute force: plain lists, from the paper's Algorithm 1.
+
+No code is shared with other modules.
+"""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +16,10 @@ def cosine(a: Row, b: Row) -> float:
 
 
 def alpha(s: Sequence[float], V: Sequence[Row], retained: Sequence[int], k: int, lam: float) -> list[int]:
-    """Algorithm 1: at every step every candidate against every token that is kept; NaN is the worst score."""
+    """Return the tokens that Algorithm 1 keeps.
+
+    Every step compares every candidate with every kept token. NaN is the worst score.
+    """
     S = list(retained)
     while len(S) < k:
         best, best_gain = -1, -math.inf

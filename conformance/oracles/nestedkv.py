@@ -1,6 +1,6 @@
-"""NestedKV by brute force: plain lists, from the paper's text and Appendix A; nothing is shared with the reference.
+"""NestedKV by brute force: plain lists, from the paper's text and Appendix A. No code is shared with the reference.
 
-A head is a list of keys. Parameters are read by the paper's names from any object that has them.
+A head is a list of keys. Parameters can be any object with the paper's names as attributes.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ TINY = Fraction(1, 2**16)
 
 
 def unit(keys: Sequence[Row]) -> list[list[float]]:
-    """Directions, also of keys whose squares no float holds."""
+    """Return the directions of keys, even if the squares of a key overflow or underflow a float."""
     found: list[list[float]] = directions(keys)
     return found
 
@@ -26,7 +26,7 @@ def mean(rows: Sequence[Row]) -> list[float]:
 
 
 def block_of(i: int, N: int, p: Any) -> range:
-    """The block of token i, counted from 0."""
+    """Return the block of token i, counted from 0."""
     b = sorted((p.b_min, N // p.blocks, p.b_max))[1]
     return range(i - i % b, min(i - i % b + b, N))
 
@@ -34,7 +34,7 @@ def block_of(i: int, N: int, p: Any) -> range:
 def memories(
     directions: Sequence[Row], i: int, p: Any, stable: list[float] | None = None,
 ) -> tuple[list[float], list[float], list[float]]:
-    """mu_s (the same for every i: `stable` where it is known), mu_e(i), mu_c(i)."""
+    """Return mu_s, mu_e(i) and mu_c(i). mu_s is equal for every i, and can be given as `stable`."""
     N = len(directions)
     return (
         stable or mean(directions), mean([directions[j] for j in block_of(i, N, p)]),
@@ -43,7 +43,7 @@ def memories(
 
 
 def anomaly(direction: Row, memory: Row) -> float:
-    """Minus the cosine; 0 where the memory points nowhere."""
+    """Return minus the cosine, or 0 if the memory has no direction."""
     length = sqrt(dot(memory, memory))
     return -dot(direction, memory) / length if length > TINY else 0.0
 
@@ -54,7 +54,7 @@ def min_max(row: Row) -> list[float]:
 
 
 def deltas(scales: Sequence[Row], p: Any) -> list[float]:
-    """Top mean less bottom mean of each scale."""
+    """Return the top mean minus the bottom mean of each scale."""
     number = max(1, int(p.p * len(scales[0]) // 1))
     best = [ordered(scale) for scale in scales]
     return [fsum(row[:number]) / number - fsum(row[-number:]) / number for row in best]
@@ -68,7 +68,7 @@ def blended(scales: Sequence[Row], gaps: Row, p: Any) -> list[float]:
 
 
 def surprise(scales: Sequence[Row]) -> list[float]:
-    """The population deviation of each token's three readings."""
+    """Return the population deviation of each token's three anomalies."""
     found = []
     for column in zip(*scales, strict=True):
         centre = fsum(column) / 3
@@ -96,13 +96,13 @@ def routed(scales: Sequence[Row], blend: Row, s: Row, p: Any) -> list[float]:
 
 
 class Trace(NamedTuple):
-    """One head's score, and what its error depends on."""
+    """Score of one head, with the values that determine its error."""
 
     score: list[float]
     raw: list[list[float]]
-    """The three anomalies before they are normalised."""
+    """The three anomalies before normalisation."""
     shortest: list[float]
-    """The shortest memory of each scale."""
+    """Length of the shortest memory of each scale."""
     deviation: list[float]
 
 
@@ -120,5 +120,5 @@ def traced(keys: Sequence[Row], p: Any) -> Trace:
 
 
 def scores(head: Sequence[Row], p: Any) -> list[float]:
-    """a* of every token of a head."""
+    """Return a* of every token of a head."""
     return traced(head, p).score

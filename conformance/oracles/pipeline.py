@@ -10,7 +10,7 @@ from spec.parameters import CrystalCacheParameters
 
 @dataclass(frozen=True)
 class Prefill:
-    """Every record of Algorithm 2."""
+    """All records of Algorithm 2."""
 
     segment: s1.Segment
     impact: list[float]
@@ -28,7 +28,7 @@ def prefill(
     q: s1.Block, k: s1.Block, ids: Sequence[int], ends: Set[int], share: Fraction | int, p: CrystalCacheParameters,
     scaling: float, softcap: float | None = None, sinks: Sequence[float] | None = None,
 ) -> Prefill:
-    """S1, S3, S2, S4, S5, S6, in that order."""
+    """Run S1, S3, S2, S4, S5 and S6, in this order, and return all records."""
     n = len(ids)
     segment = s1.coattention(q, k, range(n), p, scaling, softcap, sinks)
     E = s1.edges(segment)

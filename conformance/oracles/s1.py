@@ -15,7 +15,7 @@ Edge: TypeAlias = tuple[int, int, float]
 
 @dataclass(frozen=True)
 class Segment:
-    """What S1 says of each token: salience, and neighbours with weights, best first."""
+    """Result of S1 for each token: salience, and neighbours with weights, best first."""
 
     start: int
     salience: list[float]
@@ -24,7 +24,7 @@ class Segment:
 
 
 def float32(x: float) -> float:
-    """x rounded to the nearest float32."""
+    """Return x rounded to the nearest float32."""
     rounded: float = struct.unpack("f", struct.pack("f", x))[0]
     return rounded
 
@@ -33,9 +33,10 @@ def attention(
     q: Block, k: Block, query_positions: Sequence[int], key_positions: Sequence[int], scaling: float,
     softcap: float | None, sinks: Sequence[float] | None = None,
 ) -> Block:
-    """Eq. 3 without V: query head h reads KV head h // (H / H_kv); a key later than the query has weight 0.
+    """Return the weights of Eq. 3 without V.
 
-    A head's sink takes its share first: what is left goes to the keys.
+    Query head h reads KV head h // (H / H_kv). A key later than the query has weight 0. The sink of a head takes its
+    share first, and the keys share the rest.
     """
     group = len(q) // len(k)
     return [
@@ -54,7 +55,7 @@ def log_sum_exp(
     q: Block, k: Block, query_positions: Sequence[int], key_positions: Sequence[int], scaling: float,
     softcap: float | None,
 ) -> Rows:
-    """The natural logarithm of the denominator of Eq. 3 without sinks, by head and query."""
+    """Return the natural logarithm of the denominator of Eq. 3 without sinks, by head and query."""
     group = len(q) // len(k)
     found: Rows = []
     for h, head in enumerate(q):
@@ -81,9 +82,10 @@ def _softmax(logits: list[float], sink: list[float]) -> list[float]:
 
 
 def salience(own: Block, p: CrystalCacheParameters) -> list[float]:
-    """Eq. 11: per head the column sum over the chunk's queries; then the sum of each token's own best heads.
+    """Return the salience of each token (Eq. 11).
 
-    The essay takes their mean.
+    Each head has a column sum over the chunk's queries. The salience is the sum of each token's best heads. In the
+    essay it is their mean.
     """
     S = []
     for i in range(len(own[0])):
@@ -95,7 +97,7 @@ def salience(own: Block, p: CrystalCacheParameters) -> list[float]:
 
 
 def head_mean(A: Block) -> Rows:
-    """The attention block averaged over its heads."""
+    """Return the attention block averaged over its heads."""
     H = len(A)
     return [
         [math.fsum(head[row][column] for head in A) / H for column in range(len(A[0][row]))]
@@ -104,17 +106,17 @@ def head_mean(A: Block) -> Rows:
 
 
 def row_normalise(A: Rows, epsilon: float) -> Rows:
-    """Eq. 12: each row over its length plus epsilon."""
+    """Return each row divided by the sum of its length and epsilon (Eq. 12)."""
     return [[a / (math.sqrt(math.fsum(b * b for b in row)) + epsilon) for a in row] for row in A]
 
 
 def cosine(rows: Rows, i: int, j: int) -> float:
-    """Eq. 13: the inner product of two normalised rows."""
+    """Return the inner product of two normalised rows (Eq. 13)."""
     return math.fsum(a * b for a, b in zip(rows[i], rows[j], strict=True))
 
 
 def strongest(weights: Mapping[int, float], k: int, tau: float) -> list[tuple[int, float]]:
-    """The k largest weights as float32, lower index first on a tie; of these, the ones above float32(tau)."""
+    """Return the k largest weights as float32 that are above float32(tau). The lower index comes first on a tie."""
     order = sorted(weights, key=lambda j: (-float32(weights[j]), j))[:k]
     return [(j, weights[j]) for j in order if float32(weights[j]) > float32(tau)]
 
@@ -123,7 +125,10 @@ def coattention(
     q: Block, k: Block, positions: Sequence[int], p: CrystalCacheParameters, scaling: float, softcap: float | None,
     sinks: Sequence[float] | None = None,
 ) -> Segment:
-    """Chunk by chunk: salience, then the edges inside the chunk, then those to all earlier keys."""
+    """Return the result of S1.
+
+    Each chunk in turn has salience, then edges inside the chunk, then edges to all earlier keys.
+    """
     n = len(q[0])
     before = len(positions) - n
     S: list[float] = []
@@ -147,7 +152,7 @@ def coattention(
 
 
 def edges(segment: Segment) -> list[Edge]:
-    """Eq. 15, directed: (owner, neighbour) inside a chunk, (source, owner) across chunks."""
+    """Return the directed edges of Eq. 15: (owner, neighbour) inside a chunk, (source, owner) across chunks."""
     E = [(segment.start + i, j, w) for i, row in enumerate(segment.intra) for j, w in row]
     E += [(i, segment.start + j, w) for j, row in enumerate(segment.cross) for i, w in row]
     return E

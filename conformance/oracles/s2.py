@@ -14,7 +14,10 @@ Trunk = list[int]
 
 
 def sentences(ends: Sequence[bool], start: int = 0) -> list[Trunk]:
-    """Step 1: an end belongs to the sentence that it ends; what follows the last end is a sentence."""
+    """Return the sentences (step 1).
+
+    An end belongs to the sentence that it ends. Tokens after the last end are one sentence.
+    """
     found: list[Trunk] = [[]]
     for i, end in enumerate(ends):
         found[-1].append(start + i)
@@ -24,28 +27,28 @@ def sentences(ends: Sequence[bool], start: int = 0) -> list[Trunk]:
 
 
 def last5(trunk: Trunk) -> Trunk:
-    """The left side of Eq. 16."""
+    """Return the last five positions of a trunk (left side of Eq. 16)."""
     return trunk[-5:]
 
 
 def first5(sentence: Trunk) -> Trunk:
-    """The right side of Eq. 16."""
+    """Return the first five positions of a sentence (right side of Eq. 16)."""
     return sentence[:5]
 
 
 def interface_weights(g_cur: Trunk, s_i: Trunk, E: Sequence[Edge]) -> list[float]:
-    """Eq. 17: weights of the edges whose first endpoint is in last5 and whose second is in first5, by (a, b)."""
+    """Return the weights of the edges from last5 to first5, sorted by (a, b) (Eq. 17)."""
     inside = [(a, b, w) for a, b, w in E if a in last5(g_cur) and b in first5(s_i)]
     return [w for _, _, w in sorted(inside)]
 
 
 def merges(weights: Sequence[float], size: int, next_size: int, p: CrystalCacheParameters) -> bool:
-    """Eq. 18 and 19, with the mean's comparison multiplied out."""
+    """Return True if Eq. 18 and 19 hold. The comparison with the mean is multiplied by the number of weights."""
     return added(weights) - p.tau_merge * len(weights) > 0 and size + next_size <= p.T_max
 
 
 def split(trunk: Trunk, T_max: int) -> list[Trunk]:
-    """Step 3: as few pieces as fit, sizes that differ by at most one, larger first."""
+    """Split a trunk (step 3): as few pieces as possible, with sizes that differ by at most one, larger first."""
     pieces = 1
     while pieces * T_max < len(trunk):
         pieces += 1
@@ -60,7 +63,7 @@ def split(trunk: Trunk, T_max: int) -> list[Trunk]:
 
 
 def median_strength(pieces: Sequence[Trunk], E: Sequence[Edge], tau_merge: float) -> float:
-    """F4: at most half of the interfaces between sentences exceed it; it is one of their strengths."""
+    """Return the strength of F4: one of the strengths, exceeded by at most half of the interfaces between sentences."""
     found = []
     for left, right in itertools.pairwise(pieces):
         weights = interface_weights(left, right, E)
@@ -74,7 +77,7 @@ def median_strength(pieces: Sequence[Trunk], E: Sequence[Edge], tau_merge: float
 
 
 def trunks(ends: Sequence[bool], E: Sequence[Edge], p: CrystalCacheParameters, start: int = 0) -> list[Trunk]:
-    """Steps 1 to 3."""
+    """Return the trunks (steps 1 to 3)."""
     first, *rest = sentences(ends, start)
     if p.merge == "median":
         p = replace(p, tau_merge=median_strength([first, *rest], E, p.tau_merge))

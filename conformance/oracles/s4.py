@@ -10,25 +10,25 @@ from spec.parameters import CrystalCacheParameters
 
 
 def cross_weights(E: Sequence[Edge], g_a: Trunk, g_b: Trunk) -> list[float]:
-    """Eq. 24: the multiset W_ab, additive over both orientations, in the order of E."""
+    """Return the multiset W_ab of Eq. 24 over both orientations, in the order of E."""
     return [w for i, j, w in E if (i in g_a and j in g_b) or (i in g_b and j in g_a)]
 
 
 def unpruned_weight(W_ab: Sequence[float], size_a: int, size_b: int) -> float:
-    """Eq. 25 before the prune: the mean weight times the root of the density."""
+    """Return the weight of Eq. 25 before the prune: the mean weight times the root of the density."""
     if not W_ab:
         return 0.0
     return added(W_ab) / len(W_ab) * math.sqrt(len(W_ab) / (size_a * size_b))
 
 
 def trunk_weight(W_ab: Sequence[float], size_a: int, size_b: int, tau_edge: float) -> float:
-    """Eq. 25."""
+    """Return the weight of Eq. 25 after the prune."""
     W = unpruned_weight(W_ab, size_a, size_b)
     return W if tau_edge < W else 0.0
 
 
 def weight_matrix(E: Sequence[Edge], trunks: Sequence[Trunk], p: CrystalCacheParameters) -> list[list[float]]:
-    """W between every two trunks; 0 on the diagonal."""
+    """Return W between every two trunks, with 0 on the diagonal."""
     return [
         [
             0.0 if a == b else trunk_weight(cross_weights(E, g_a, g_b), len(g_a), len(g_b), p.tau_edge)
@@ -39,12 +39,12 @@ def weight_matrix(E: Sequence[Edge], trunks: Sequence[Trunk], p: CrystalCachePar
 
 
 def degree(W: Sequence[Sequence[float]]) -> list[float]:
-    """Eq. 26, by ascending neighbour."""
+    """Return the degrees of Eq. 26, summed by ascending neighbour."""
     return [added(row) for row in W]
 
 
 def crystallization(deg: Sequence[float], p: CrystalCacheParameters) -> list[float]:
-    """Eq. 27 with the population standard deviation and the fallback sigma = 1; or the ablation D = 0."""
+    """Return D by Eq. 27 with the population standard deviation and the fallback sigma = 1, or the ablation D = 0."""
     if p.graph == "zero":
         return [0.0] * len(deg)
     m = len(deg)

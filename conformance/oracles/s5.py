@@ -7,7 +7,7 @@ from spec.parameters import CrystalCacheParameters
 
 
 def normalised_impact(M_bar: Sequence[float], alive: Sequence[int], epsilon: float) -> dict[int, float]:
-    """Eq. 28 over the unprotected trunks."""
+    """Return the normalised impact of the unprotected trunks (Eq. 28)."""
     ell = {g: math.log1p(M_bar[g]) for g in alive}
     if not ell:
         return {}
@@ -18,6 +18,6 @@ def normalised_impact(M_bar: Sequence[float], alive: Sequence[int], epsilon: flo
 def score(
     D: Sequence[float], M_bar: Sequence[float], alive: Sequence[int], p: CrystalCacheParameters,
 ) -> dict[int, float]:
-    """Eq. 29 for each unprotected trunk."""
+    """Return the score of each unprotected trunk (Eq. 29)."""
     M_tilde = normalised_impact(M_bar, alive, p.epsilon)
     return {g: max(D[g], p.alpha * M_tilde[g]) for g in alive}

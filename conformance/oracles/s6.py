@@ -1,4 +1,4 @@
-"""S6 by brute force: Algorithm 1, and the closed form of its loop as a second opinion (Section 3.7)."""
+"""S6 by brute force: Algorithm 1, and the closed form of its loop as a second oracle (Section 3.7)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from spec.parameters import CrystalCacheParameters
 
 @dataclass(frozen=True)
 class Eviction:
-    """What Algorithm 1 leaves: R ascending, r and D of every trunk, and the cut that no trunk could give."""
+    """Result of Algorithm 1: R ascending, r and D of every trunk, and the rest c of the cut."""
 
     kept: list[int]
     ratio: list[Fraction]
@@ -21,7 +21,7 @@ class Eviction:
 
 
 def tokens(budget: float | int | str, seen: int) -> int:
-    """CC-BUDGET-FORMS: the fewest tokens that are no less than the written share; a count as it is."""
+    """Return the smallest number of tokens that is at least the written share, or a written count (CC-BUDGET-FORMS)."""
     text = repr(budget) if isinstance(budget, float) else str(budget)
     if not isinstance(budget, float) and "." not in text and "%" not in text:
         return int(text)
@@ -30,18 +30,18 @@ def tokens(budget: float | int | str, seen: int) -> int:
 
 
 def effective_budget(share: Fraction | int, n: int, N_sink: int, W_recent: int) -> int:
-    """Eq. 30; the ceiling by exact integers."""
+    """Return the budget of Eq. 30. The ceiling is computed with exact integers."""
     tokens = share if isinstance(share, int) else -((-share.numerator * n) // share.denominator)
     return max(N_sink + W_recent, tokens)
 
 
 def protected(trunks: Sequence[Trunk], n: int, N_sink: int, W_recent: int) -> list[bool]:
-    """Whether a member position lies in the sink or in the recent window."""
+    """Return, for each trunk, True if a member position is in the sink or in the recent window."""
     return [any(i < N_sink or i >= n - W_recent for i in g) for g in trunks]
 
 
 def allocate(sizes: Sequence[int], c_0: int, N_min: int) -> tuple[list[Fraction], int]:
-    """Eq. 32 in sorted order: r of each trunk, and the c that is left."""
+    """Apply Eq. 32 in sorted order, and return r of each trunk and the rest c."""
     r = [Fraction(1)] * len(sizes)
     c = c_0
     for g, size in enumerate(sizes):
@@ -57,7 +57,7 @@ def allocate(sizes: Sequence[int], c_0: int, N_min: int) -> tuple[list[Fraction]
 
 
 def closed_form(sizes: Sequence[int], c_0: int, N_min: int) -> list[int]:
-    """Tokens kept per trunk from the exclusive prefix sum alone: no state runs through the loop."""
+    """Return the number of kept tokens per trunk from the exclusive prefix sum, without the loop of Eq. 32."""
     kept = []
     for g, size in enumerate(sizes):
         before = sum(sizes[:g])
@@ -70,7 +70,7 @@ def closed_form(sizes: Sequence[int], c_0: int, N_min: int) -> list[int]:
 
 
 def keep_count(r: Fraction, size: int, N_min: int) -> int:
-    """Eq. 33; `round` of a Fraction is exact and half to even."""
+    """Return the number of kept tokens by Eq. 33. `round` of a Fraction is exact, and rounds half to even."""
     return min(size, max(N_min, round(r * size)))
 
 
@@ -78,7 +78,7 @@ def dissolve(
     trunks: Sequence[Trunk], score: Mapping[int, float], M: Sequence[float], D: Sequence[float],
     is_protected: Sequence[bool], B: int, N_min: int, allocation: str = "cut",
 ) -> Eviction:
-    """Algorithm 1, line by line, from given scores; or with the essay's tiers as its Stage 1."""
+    """Apply Algorithm 1 line by line with given scores. Stage 1 is the paper's, or the essay's tiers."""
     alive = [g for g in range(len(trunks)) if not is_protected[g]]
     B_prot = sum(len(trunks[g]) for g in range(len(trunks)) if is_protected[g])
     T_alive = sum(len(trunks[g]) for g in alive)
@@ -100,7 +100,7 @@ def dissolve(
 
 
 def tier_counts(sizes: Sequence[int], t: int, N_min: int) -> list[int]:
-    """The essay's tiers at shift t, best trunk first, in fractions as they are written."""
+    """Return the number of kept tokens of each trunk, best first, by the essay's tiers at shift t."""
     m = len(sizes)
     a = min(max(math.floor(Fraction(3, 10) * m) + t, 0), m)
     b = min(max(math.floor(Fraction(7, 10) * m) + t, a), m)
@@ -118,7 +118,10 @@ def tier_counts(sizes: Sequence[int], t: int, N_min: int) -> list[int]:
 
 
 def tier_allocate(sizes: Sequence[int], c_0: int, N_min: int) -> tuple[list[Fraction], int]:
-    """r from the lowest score up, and the c that is left: every shift is tried from below; the loop cuts the rest."""
+    """Return r from the lowest score up, and the rest c.
+
+    Every shift is tried from below. The loop removes the rest.
+    """
     B_avail = max(0, sum(sizes) - c_0)
     best_first = list(reversed(sizes))
     t = -len(sizes)
@@ -139,12 +142,18 @@ def tier_allocate(sizes: Sequence[int], c_0: int, N_min: int) -> tuple[list[Frac
 
 
 def reserve(n: int, B: int, B_prot: int, share: Fraction) -> int:
-    """F3: the whole tokens in the share of what protected trunks leave of B; none where nothing is evicted."""
+    """Return the number of tokens of F3: a share of B after the protected trunks, rounded down.
+
+    Without eviction, it is 0.
+    """
     return 0 if n <= B else math.floor(share * max(0, B - B_prot))
 
 
 def backfill(found: Eviction, trunks: Sequence[Trunk], D: Sequence[float], k: int) -> Eviction:
-    """F3: the evicted trunks' tokens in k runs as equal as integers allow; of each run the middle token."""
+    """Add the tokens of F3.
+
+    The tokens of evicted trunks are split into k runs of nearly equal length. The middle token of each run is kept.
+    """
     gone = [i for g, members in enumerate(trunks) if found.ratio[g] == 0 for i in members]
     k = min(k, len(gone))
     middle = [Fraction((2 * i + 1) * len(gone), 2 * k) for i in range(k)]
@@ -161,7 +170,7 @@ def evict(
     trunks: Sequence[Trunk], score: Mapping[int, float], M: Sequence[float], D: Sequence[float],
     is_protected: Sequence[bool], B: int, p: CrystalCacheParameters,
 ) -> Eviction:
-    """Algorithm 1 in the form that the parameters ask for, and the backfill."""
+    """Apply Algorithm 1 in the form that the parameters select, then the backfill."""
     B_prot = sum(len(g) for g, shut in zip(trunks, is_protected, strict=True) if shut)
     k = reserve(sum(map(len, trunks)), B, B_prot, Fraction(repr(float(p.coverage))))
     found = dissolve(trunks, score, M, D, is_protected, B - k, p.N_min, p.allocation)

@@ -1,1 +1,1 @@
-"""Tests of kvspec's own packages, by package."""
+"""Tests of kvspec's packages, by package."""

@@ -1,4 +1,4 @@
-"""Folders that need what is not installed are not collected: the rest needs NumPy alone."""
+"""Folders with missing dependencies are not collected. The remaining folders need only NumPy."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -13,7 +13,7 @@ collect_ignore = [] if find_spec("torch") and find_spec("transformers") else ["m
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Forwards of a few tokens gain nothing from threads, and lose much where the machine is busy."""
+    """Use one thread. Forward passes of a few tokens gain nothing from threads, and lose much on a busy machine."""
     import torch
 
     before = torch.get_num_threads()
@@ -24,7 +24,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def same_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where `kvspec verify` is given no seed, each run of a test draws the same."""
+    """Make `kvspec verify` without a seed draw the same examples in each run of a test."""
     from conformance.verify import __main__ as verify_main
 
     monkeypatch.setattr(verify_main, "secrets", SimpleNamespace(randbelow=Random(1).randrange))
@@ -32,7 +32,7 @@ def same_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def sparing() -> Iterator[None]:
-    """Few examples: that nothing true is accused shows in any of them."""
+    """Use few examples. They suffice to show that no correct subject is rejected."""
     before = settings.default
     settings.load_profile("few")
     yield

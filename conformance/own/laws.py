@@ -1,30 +1,30 @@
-"""The laws that tests of the integration judge where no single item of the specification does: name and sentence."""
+"""Laws that tests of the integration check if no single item of the specification applies: name and sentence."""
 
 LAWS = {
     "eviction-equals-masking": "The output equals that of the full cache with the evicted tokens masked.",
     "decided-as-the-reference":
-        "What is read off a model is the model's own, and what is made of it is what the reference makes of it.",
+        "Values that are read from a model are the model's values, and results from them equal those of the reference.",
     "parts-equal-the-whole":
-        "Rows of a batch, pieces of a text and single calls give what the row alone and the whole text give.",
+        "Rows of a batch, pieces of a text and single calls give the results of the single row and of the whole text.",
     "a-cache-like-any-other":
-        "Tokens and rows are found, hidden, chosen, copied and taken back, and gradients flow, as in any cache.",
-    "freed-memory": "Room is held for what is kept alone: no slot, view or reference of what was evicted is left.",
+        "Tokens and rows are found, hidden, selected, copied and removed as in any cache, and gradients flow.",
+    "freed-memory": "Memory is held only for kept tokens: no slot, view or reference of an evicted token is left.",
     "the-model-stays-as-it-was":
-        "What is only read, the model above all, stays as it was; what evicts nothing changes no bit of the output.",
-    "refused-before-anything-changes": "What is not served is refused by name, before anything changes.",
-    "unusable-after-a-failure": "What fails half way leaves what was there before, or refuses to be used any further.",
+        "Objects that are only read, such as the model, are unchanged. Without eviction, no bit of the output changes.",
+    "refused-before-anything-changes": "Unsupported input raises an error that names it, before anything changes.",
+    "unusable-after-a-failure": "After a failure, the earlier state is unchanged, or the object refuses further use.",
     "saved-is-what-was":
-        "What is saved or put comes back as it was, from a codec within its step, and goes on as it would have.",
-    "an-identity-tells-apart": "What is equal has one identity, and whatever differs has another.",
+        "A saved object is loaded unchanged, or within the step of its codec, and continues as the original would.",
+    "an-identity-tells-apart": "Equal objects have one identity, and different objects have different identities.",
     "a-splice-equals-a-block-mask":
-        "A session with chunks equals one forward in which masks keep apart what was read apart.",
+        "A session with chunks equals one forward pass with masks that separate what was read separately.",
     "promised-is-there-forgotten-is-not":
-        "Whatever fails or is killed, what was promised is there, and what was forgotten or evicted is nowhere.",
-    "an-object-proves-itself": "What is damaged or crafted is noticed, is never used, and stops nothing else.",
+        "After any failure or kill, promised data is stored, and forgotten or evicted data is nowhere.",
+    "an-object-proves-itself": "A damaged or crafted object is noticed, is never used, and affects no other object.",
     "nothing-readable-without-the-key":
-        "Without the key, the tenant's name or the rights, an object is not read and tells nothing.",
-    "one-line-with-the-way-out": "A mistake on the command line is one line that names the way out, before any work.",
-    "figures-are-counted-right": "What is reported or drawn is all of what was measured, as counting by hand has it.",
-    "as-it-is-described": "Tasks, models, names, defaults and commands are what their descriptions say.",
-    "the-proof-has-teeth": "A mistake that is made on purpose fails the check that is there for it.",
+        "Without the key, the tenant's name or the rights, an object is not read and reveals nothing.",
+    "one-line-with-the-way-out": "An error on the command line is one line that says what to type, before any work.",
+    "figures-are-counted-right": "Reported or drawn numbers cover all measurements, and equal those counted by hand.",
+    "as-it-is-described": "Tasks, models, names, defaults and commands match their descriptions.",
+    "the-proof-has-teeth": "A planted error fails the check that is meant to find it.",
 }

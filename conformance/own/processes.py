@@ -1,6 +1,6 @@
-"""Processes that tests start and kill; they are forked from a server that has started no thread.
+"""Processes that tests start and kill. They are forked from a server without threads.
 
-A worker of the test run has threads of its own (BLAS, Numba, xdist), and a fork of it may wait for a lock for ever.
+A worker of the test run has threads (BLAS, Numba, xdist). A fork of this worker could wait for a lock forever.
 """
 
 import multiprocessing
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-# Loaded once, by the server: what the processes do.
+# Modules that the server imports once.
 WORK = [
     f"conformance.own.models_integration.{room}"
     for room in (
@@ -19,7 +19,7 @@ WORK = [
 
 
 def started(work: Callable[..., None], *arguments: Any) -> ForkServerProcess:
-    """A process that does the work; its exit code is 0 when that ended well."""
+    """Start a process that does the work. Its exit code is 0 if the work succeeds."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(WORK)
     process = context.Process(target=work, args=arguments)

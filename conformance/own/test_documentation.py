@@ -1,4 +1,4 @@
-"""What the pages of the repository show: Python, commands, links."""
+"""Contents of the repository's pages: Python, commands, links."""
 
 import importlib
 import re
@@ -34,7 +34,7 @@ _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Fence:
-    """A block of a page: its language ("" for commands), its text, and the line of the page on which that begins."""
+    """Code block of a page: language ("" for commands), text, and the line of the page on which the text begins."""
 
     language: str
     text: str
@@ -46,51 +46,54 @@ def read(page: str) -> str:
 
 
 def fences(page: str) -> list[Fence]:
-    """The blocks, in order."""
+    """Return the code blocks of a page, in order."""
     text = read(page)
     return [Fence(m[1], m[2], 1 + text.count("\n", 0, m.start(2))) for m in _FENCE.finditer(text)]
 
 
 def prose(page: str) -> str:
-    """The text between the blocks."""
+    """Return the text between the code blocks."""
     return _FENCE.sub("", read(page))
 
 
 def commands(page: str) -> Iterator[list[str]]:
-    """The words of each command in a block of no language, without comments; in spec/ such a block is a format."""
+    """Yield the words of each command in a block without language, without comments.
+
+    In spec/ such a block is a format.
+    """
     for fence in fences(page):
         if not fence.language and not page.startswith("spec/"):
             yield from commands_in(fence)
 
 
 def commands_in(fence: Fence) -> Iterator[list[str]]:
-    """The same of one block."""
+    """Yield the words of each command of one block."""
     for line in fence.text.replace("\\\n", " ").splitlines():
         yield from filter(None, (shlex.split(command, comments=True) for command in line.split("&&")))
 
 
 def spoken(page: str) -> Iterator[list[str]]:
-    """The words of each command in running text; its options may lack values."""
+    """Yield the words of each command in running text. Its options may lack values."""
     for span in _SPAN.findall(prose(page)):
         if span.startswith(("kvspec ", "nox -s ", "python -m ")):
             yield span.split()
 
 
 def links(page: str) -> Iterator[tuple[Path, str]]:
-    """Each file of the repository that the page links to, and the anchor in it, or ""."""
+    """Yield each file of the repository that the page links to, and the anchor in it, or ""."""
     for target, anchor in _LINK.findall(_SPAN.sub("", prose(page))):
         yield (ROOT / page).parent / target if target else ROOT / page, anchor
 
 
 def anchors(page: Path) -> set[str]:
-    """What a link may point to, as GitHub makes it of headings."""
+    """Return the possible targets of links, as GitHub creates them from headings."""
     found = _HEADING.findall(_FENCE.sub("", page.read_text(encoding="utf-8")))
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
 
 
 SECTIONS = ("A policy", "A backend", "A spec item", "A model family", "A codec")
 PROGRAMS = [page for page in PAGES if any(fence.language == "python" for fence in fences(page))]
-# Beginnings of commands that are not run here, and why.
+# Beginnings of commands that the test does not run, and the reason.
 NOT_RUN = {
     "kvspec models fetch": "fetches",
     "kvspec explain text.txt --model smollm2": "reads what was fetched",
@@ -123,7 +126,7 @@ def run_here(words: Sequence[str]) -> bool:
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a text, where pages write what they write."""
+    """Return a folder with a text. Pages write their files into this folder."""
     (tmp_path / "text.txt").write_text("The river runs past the old mill. " * 30, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -154,7 +157,7 @@ def test_the_python_of_a_page_runs_and_prints_what_is_shown(
 
 
 def shown_by(block: Fence, after: Fence | None) -> list[str]:
-    """The output of a block of Python, as the page shows it; none if it does not."""
+    """Return the output of a Python block as the page shows it, or an empty list."""
     if after is not None and after.language == "text":
         return lines(after.text)
     return re.findall(r"^ *print\(.*?  # (.+)$", block.text, re.MULTILINE)
@@ -165,7 +168,7 @@ def lines(text: str) -> list[str]:
 
 
 def shows(shown: Sequence[str], printed: Sequence[str]) -> bool:
-    """Whether the lines on a page are those printed; `...` stands for any number of lines."""
+    """Return whether the lines on a page are the printed lines. `...` means any number of lines."""
     pattern = r"\n".join(".*" if line == "..." else re.escape(line) for line in shown)
     return re.fullmatch(pattern, "\n".join(printed), re.DOTALL) is not None
 
@@ -209,13 +212,13 @@ def test_the_commands_of_a_page_exist(page: str) -> None:
     for words in commands(page):
         assert words[0] in SHELL or exists(words), words
         if words[0] == "kvspec":
-            parsed(words[1 : words.index(">") if ">" in words else None])  # the rest is the shell's
+            parsed(words[1 : words.index(">") if ">" in words else None])  # The rest belongs to the shell.
     for words in spoken(page):
         assert exists(words), words
 
 
 def exists(words: Sequence[str]) -> bool:
-    """Whether there is such a command with such options, such a session, such a module, such an extra."""
+    """Return whether the command, its options, or the named session, module or extra exists."""
     match words:
         case ["kvspec", *rest]:
             return {word for word in rest if word.startswith("--")} <= options(rest) | {"--", "--version", "--help"}
@@ -226,7 +229,7 @@ def exists(words: Sequence[str]) -> bool:
             known = parts is None or (len(rest) > 2 and rest[2] in parts)
             return known and bool(named) and set(named) <= set(importlib.import_module("nox.registry").get())
         case ["python", "-m", module, *_]:
-            home = ROOT / module.replace(".", "/")  # find_spec would import the packages above it, which may need torch
+            home = ROOT / module.replace(".", "/")  # find_spec would import the parent packages, which may need torch.
             ours = home.with_suffix(".py").is_file() or (home / "__main__.py").is_file()
             return ours or ("." not in module and find_spec(module) is not None)
         case ["pip" | "python", *_] | [_, "-m", "pip", *_]:
@@ -238,17 +241,17 @@ def exists(words: Sequence[str]) -> bool:
 
 
 def options(words: Sequence[str]) -> set[str]:
-    """Of the command that words name; those of `verify` stand in the suite."""
+    """Return the options of a command. The options of `verify` are defined in the suite."""
     if words[0] == "verify":
         return {option for action in parser()._actions for option in action.option_strings}
-    if words[0] == "lm-eval":  # its own command line: nox -s lab -- extra lm-eval runs one
+    if words[0] == "lm-eval":  # This is a separate command line: nox -s lab -- extra lm-eval runs one.
         return set(words)
     command, _ = found_command(words)
     return {option for parameter in command.params for option in parameter.opts}
 
 
 def found_command(words: Sequence[str]) -> tuple[Any, list[str]]:
-    """The command of typer's tree that words name, and what follows its name."""
+    """Return the command of typer's tree that the words name, and the words after its name."""
     from typer.main import get_command
 
     from models_integration.cli.app import app
@@ -261,14 +264,14 @@ def found_command(words: Sequence[str]) -> tuple[Any, list[str]]:
 
 
 def commands_below(command: Any) -> Iterator[Any]:
-    """The command, and all commands below it."""
+    """Yield the command and all its subcommands."""
     yield command
     for one in getattr(command, "commands", {}).values():
         yield from commands_below(one)
 
 
 def test_every_option_has_a_help_text() -> None:
-    """Also an option whose type is a union, of which typer drops the text of a part."""
+    """Check options whose type is a union too: typer drops the text of a part of them."""
     pytest.importorskip("transformers", reason="the commands drive transformers models")
     every = [(one.name, each.name, each.help) for one in commands_below(found_command(())[0]) for each in one.params]
     assert len(every) > 100
@@ -276,7 +279,7 @@ def test_every_option_has_a_help_text() -> None:
 
 
 def parsed(words: Sequence[str]) -> None:
-    """Read as the command line would be, values and required arguments too; nothing is run."""
+    """Parse words as the command line would, including values and required arguments. Nothing is run."""
     if words[0] == "verify":
         request(words[1:])
         return

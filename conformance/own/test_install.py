@@ -1,4 +1,4 @@
-"""What a new user meets: a file that hides a package, the lines of the installation, and the entry points."""
+"""First steps of a new user: a file that hides a package, the lines of the installation, and the entry points."""
 
 import ast
 import subprocess

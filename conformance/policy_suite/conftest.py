@@ -1,4 +1,4 @@
-"""Who is judged, and as which method; without a subject there is nothing to collect."""
+"""Fixtures of the policy under test and of the methods with which it is compared."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """What the tests of a file are about must be given."""
+    """Ignore a file of tests if an option that the file needs is missing."""
     needed = {"test_method.py": ["--kvspec-as"], "test_turn.py": ["--kvspec-as", "--kvspec-policy"]}
     options = needed.get(collection_path.name, ["--kvspec-policy"])
     return True if any(config.getoption(option) is None for option in options) else None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A case for each method, about the item that defines it."""
+    """Parametrize tests by method. Each case has a mark with the spec item of the method."""
     if "method" in metafunc.fixturenames:
         from conformance.methods.method import method_of
 
@@ -34,7 +34,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def judged_policy(request: pytest.FixtureRequest) -> "Callable[[Inputs], Policy]":
-    """The policy of --kvspec-policy."""
+    """Return the policy of --kvspec-policy, as a function of the inputs."""
     from conformance.strategies.policy_inputs import named
 
     given = request.config.getoption("--kvspec-as")
@@ -44,7 +44,10 @@ def judged_policy(request: pytest.FixtureRequest) -> "Callable[[Inputs], Policy]
 
 @pytest.fixture(scope="session")
 def keeps(request: pytest.FixtureRequest, method_engine: "Engine | None") -> "Subject":
-    """What the subject keeps of inputs at a budget, as a method: an engine, a policy, or our policies on a backend."""
+    """Return the function under test, which maps a method, inputs and a budget to kept sets.
+
+    The function calls an engine, a policy, or the policies of kvspec on a backend.
+    """
     from conformance.methods.method import asked, on_backend
     from conformance.strategies.policy_inputs import decided
 
@@ -59,11 +62,11 @@ def keeps(request: pytest.FixtureRequest, method_engine: "Engine | None") -> "Su
 
 @pytest.fixture(scope="session")
 def scored() -> set[str]:
-    """The methods of which scores were compared too."""
+    """Return a set for the names of the methods whose scores were compared."""
     return set()
 
 
 @pytest.fixture(scope="session")
 def explained() -> dict[str, list[str]]:
-    """What explains the answers to a method, once that was asked."""
+    """Return a cache of the results of `reasons`, by method."""
     return {}

@@ -1,4 +1,4 @@
-"""Which step of a method differs in a wrong one: known errors are tried, and the nearest is named."""
+"""Explanations of a failed comparison with a method: the known error with the most similar kept sets."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,11 +13,11 @@ from spec.errors import SpecError
 from spec.policy import LayerView
 
 CLOSER = 4
-"""How many times nearer than the method itself an error must be to be named."""
+"""Factor by which an error must have fewer different tokens than the method to be reported."""
 
 
 def _interleaved(view: LayerView) -> LayerView:
-    """Query heads in the order in which head h would read KV head h % H_kv."""
+    """Return the view with query heads in the order in which head h reads KV head h % H_kv."""
     order = np.arange(len(view.q)).reshape(-1, len(view.k)).T.ravel()
     return replace(view, q=view.q[order], sinks=None if view.sinks is None else np.asarray(view.sinks)[order])
 
@@ -29,13 +29,16 @@ SHOWN: Mapping[str, Callable[[LayerView], LayerView]] = {
     "query heads: head h reads KV head h % H_kv instead of h // (H / H_kv)": _interleaved,
     "keys: in float16": lambda view: replace(view, k=view.k.astype(np.float16).astype(view.k.dtype)),
 }
-"""Errors in what a method is shown, for every method that reads it."""
+"""Errors in the inputs of a method, by description, for every method that reads this input."""
 
 
 def reasons(
     decide: Decide, method: Method, unit: float = DOUBLE, failing: tuple[Inputs, int] | None = None,
 ) -> list[str]:
-    """Sentences that say why a subject is not the method, if that is found: documented choices, else a known error."""
+    """Return sentences that explain why kept sets differ from the method, or an empty list.
+
+    The sentences name readings or constants with which the subject agrees, otherwise the nearest known error.
+    """
     agreeing = explanations(decide, method, unit, failing)
     if agreeing:
         return [f"it agrees with {' and with '.join(agreeing[:3])}: declare that"]
@@ -55,7 +58,7 @@ def reasons(
 
 
 def _errors(method: Method) -> Iterator[tuple[str, Callable[[LayerView], LayerView], dict[str, str]]]:
-    """Each error in words, what it shows of a layer, and arguments of the brute force."""
+    """Yield each error as a description, a change of a layer's view, and arguments of the brute force."""
     for name, (right, *others) in {**method.brute.slips, "ties": ("lower", "higher")}.items():
         for wrong in others:
             yield f"{name}: {wrong} instead of {right}", lambda view: view, {name: wrong}
@@ -85,7 +88,7 @@ def _answered(decide: Decide, inputs: Inputs, B: int) -> Kept | None:
 
 
 def _distance(answers: Sequence[Kept | None], equation: Sequence[Kept | None]) -> Any:
-    """Tokens that differ, of all kept sets; infinite if nothing can be compared."""
+    """Return the number of tokens that differ over all kept sets, or infinity if no kept sets can be compared."""
     found, compared = 0, 0
     for kept, wanted in zip(answers, equation, strict=True):
         if kept is None or wanted is None or len(kept) != len(wanted):

@@ -1,4 +1,4 @@
-"""Kept sets of a method by name, on drawn inputs: a subject keeps what the equation of the method admits."""
+"""Tests that the kept sets of a subject satisfy the equation of a published method."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,7 +21,7 @@ from spec.policy import Rehearsal
 
 MOST_LISTED = 8
 LONG_SPAN = 100
-"""Tokens of a window; beyond, an input has one and no more: all attention of 300 tokens takes a second."""
+"""Length of a window from which an input has at most one window. All attention of 300 tokens takes a second."""
 Subject = Callable[[Method, Inputs, int], Kept]
 
 DRAWS = st.builds(
@@ -41,13 +41,13 @@ SMALL += [
     *(Draw(12, 1, 0, 2, 2, 6, seed) for seed in (6, 12, 24, 30)),
     *(Draw(12, 1, 0, 2, 3, 6, seed) for seed in (6, 24, 30)),
 ]
-"""From small to large: the first of them that fails is shown. A third has a budget of any size.
+"""Inputs by size, so that the smallest failing input is reported. A third of them has a budget of any size.
 
-The others are inputs on which a reading tells that is hidden otherwise: equal scores, equal remainders of three heads,
-equal ranks of two partitions, keys of which none is similar, expectations over many positions, attention sinks.
+The inputs at the end show readings that are hidden otherwise. They have equal scores, equal remainders of three heads,
+equal ranks of two partitions, keys without similar keys, expectations over many positions, or attention sinks.
 """
 SLOW = 2.0**-10
-"""Of rotary frequencies: the mean rotation over 512 positions leaves them whole, and fast ones nearly nothing."""
+"""Factor that makes rotary frequencies slow. The mean rotation over 512 positions nearly cancels fast frequencies."""
 
 
 @with_examples(SMALL[::-1])
@@ -78,7 +78,10 @@ def test_the_kept_sets_are_those_of_the_method(
 def test_the_kept_sets_are_those_of_the_method_at_sizes_of_models(
     method: Method, keeps: Subject, precision: str, explained: dict[str, list[str]], scored: set[str],
 ) -> None:
-    """Fixed inputs, in every run. If float32 does not decide what is kept, the same sizes are judged in float64."""
+    """Check fixed inputs, the same in every run.
+
+    If rounding decides the kept sets and the precision is float64, check float64 inputs of the same sizes too.
+    """
     def judged(shape: Shape) -> bool:
         inputs = method.adapted(shape.inputs())
         floor = method.floor(inputs)
@@ -95,10 +98,10 @@ def compared(
     method: Method, keeps: Subject, given: tuple[Inputs, int], unit: float, explained: dict[str, list[str]],
     scored: set[str], described: str,
 ) -> bool:
-    """Compare what the subject keeps of an input; False if rounding decides what the method keeps.
+    """Compare the kept sets of the subject with the method. Return False if rounding decides the kept sets.
 
     Raises:
-        AssertionError: if the subject keeps other tokens, or answers other scores.
+        AssertionError: if the subject keeps different tokens, or returns different scores.
     """
     with boundary("the subject"):
         kept = keeps(method, *given)
@@ -117,7 +120,7 @@ def compared(
 
 
 def difference(kept: Kept, wanted: Kept, layers: int = 1) -> str:
-    """The first kept set that is another one, without the tokens that both keep; nothing if all are those wanted."""
+    """Return a description of the first kept set that differs, or an empty string if no kept set differs."""
     if len(kept) != len(wanted):
         return f"it has {len(kept)} kept sets, and must have {len(wanted)}"
     g = next((g for g, pair in enumerate(zip(kept, wanted, strict=True)) if not fits(*pair)), None)
@@ -130,7 +133,7 @@ def difference(kept: Kept, wanted: Kept, layers: int = 1) -> str:
 
 
 def place_of(g: int, sets: int, layers: int) -> str:
-    """The layer and the KV head of a kept set, if layers or heads have their own."""
+    """Return the layer and the KV head of a kept set, if layers or heads have separate kept sets."""
     if sets == 1 or sets % layers:
         return ""
     layer, head = divmod(g, sets // layers)
@@ -138,7 +141,10 @@ def place_of(g: int, sets: int, layers: int) -> str:
 
 
 def other_score(method: Method, kept: Kept, wanted: Kept, scored: set[str]) -> str:
-    """The first score of an engine outside the box of the equation; `scored` learns that some were compared."""
+    """Return a description of the first score of an engine that is outside the box of the equation.
+
+    Add the method to `scored` if scores were compared.
+    """
     for g, (own, right) in enumerate(zip(kept, wanted, strict=True)):
         scores, boxes = (getattr(one, "scores", ()) for one in (own, right))
         if method.brute.scored and len(scores) and len(boxes):

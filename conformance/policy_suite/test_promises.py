@@ -1,4 +1,4 @@
-"""Each column that the policy promises, on drawn inputs; the others are skipped by name."""
+"""Tests of each property that the policy promises, on drawn inputs. Other properties are skipped with a reason."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,18 +20,21 @@ from spec.policy import Policy
 pytestmark = pytest.mark.spec("PO-RETAIN")
 
 LONG = 1 << 16
-"""Tokens at which sinks and windows are whole."""
+"""Number of tokens for which sinks and windows have their full size."""
 MANY = 100
-"""Tokens of an input of which the kept ones are counted, not listed."""
+"""Number of tokens from which a message counts the kept tokens instead of listing them."""
 SHORT, TIMES = 26, 8
-"""Tokens of the longest input beside what is protected, and how many times that: shares of a budget show beyond it."""
+"""Largest number of tokens beside the protected ones, and largest multiple of the protected number that is added.
+
+An error in a share of the budget shows only in inputs that are longer than the protected tokens.
+"""
 
 
 class Draw(NamedTuple):
-    """An input of `tokens`, and `times` as many as are protected; of more layers than must be; at 1 + budget tokens.
+    """Sizes of an input: `tokens` plus `times` the protected tokens, with `more_layers` additional layers.
 
-    Keys, values and queries are of a kind: normal ones, and such that tokens or heads tie, or are close to each other.
-    With a `shape`, the input is the one of a model's sizes instead.
+    `keys`, `values` and `queries` name a kind: normally distributed, or such that tokens or heads tie or nearly tie.
+    With a `shape`, the input has the sizes of a model instead.
     """
 
     tokens: int
@@ -62,7 +65,7 @@ DRAWS = st.builds(
     queries=st.sampled_from(["normal", *TYING]),
 )
 
-# Of explicit examples that fail, Hypothesis shows the one with the shortest text: a small input, if there is one.
+# If several examples fail, Hypothesis reports the one with the shortest text, which is a small input if possible.
 TIES = [Draw(SHAPES[0].tokens, 0, 0, SHAPES[0].kv_heads, SHAPES[0].group, 120, 1, shape=str(SHAPES[0]))]
 TIES += [
     Draw(3 + seed % 4, 0, 0, 2 + seed % 2, 1, seed, seed, keys)
@@ -74,23 +77,23 @@ TIES += [
         ("few values", "few values", "few values"),
     ]
 ]
-TIES += [Draw(9, 0, 0, 2, 1, 0, seed, "long") for seed in range(8)]  # at the floor, with scores above 2 048
+TIES += [Draw(9, 0, 0, 2, 1, 0, seed, "long") for seed in range(8)]  # The budget is the floor, and scores exceed 2 048.
 
 
 def with_examples(draws: Sequence[Draw]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The test on these inputs, the last first, before those that are drawn."""
+    """Return a decorator that runs a test on these inputs, the last first, before the drawn inputs."""
     return lambda test: reduce(lambda found, draw: example(draw=draw)(found), draws, test)
 
 
 @dataclass(frozen=True)
 class Own:
-    """A policy that protects what its protection says, whatever the inputs."""
+    """Policy under test. The protected tokens are those of the policy's protection for any inputs."""
 
     policy: Callable[[Inputs], Policy]
 
     @cached_property
     def made(self) -> Policy:
-        """On some input."""
+        """The policy for some input."""
         return self.policy(drawn(0))
 
     @property
@@ -102,7 +105,7 @@ class Own:
 
     @property
     def fewest_layers(self) -> int:
-        """The model must have the layer that is observed."""
+        """Smallest number of layers of a model that has the observed layer."""
         needs = self.made.scorer.needs
         return 1 if needs.layers != "observed" else max(needs.observed + 1, -needs.observed)
 
@@ -123,7 +126,10 @@ def test_a_promise_holds(column: str, judged_policy: Callable[[Inputs], Policy],
 
 
 def check(case: Own, column: str, inputs: Inputs, B: int, seed: int) -> None:
-    """One input: no budget below what is protected, and none that the policy refuses, which may not be a full one."""
+    """Check a property on one input. A smaller budget is raised to the number of protected tokens.
+
+    The input does not count if the policy refuses a budget below the number of tokens.
+    """
     try:
         with boundary("the policy"):
             B = max(B, len(case.guaranteed(inputs.n, B)))

@@ -1,4 +1,4 @@
-"""Kept sets of a policy at the end of a later turn, over what the cache still holds after an eviction."""
+"""Test of the kept sets of a policy at the end of a later turn, over the tokens that the cache still stores."""
 
 from collections.abc import Callable
 
@@ -14,13 +14,16 @@ from conformance.strategies.policy_inputs import Inputs, decided_in_turn, drawn
 from spec.policy import Policy
 
 PROMPT, TURN = 60, 24
-"""Tokens beside the longest window."""
+"""Numbers of tokens of the prompt and of the turn, in addition to the longest window."""
 
 
 def test_the_kept_sets_after_a_later_turn_are_those_of_the_method(
     method: Method, judged_policy: Callable[[Inputs], Policy],
 ) -> None:
-    """The scorer is shown the tokens that are left as one sequence (PO-TURN); protection goes by their positions."""
+    """Check that the scorer reads the stored tokens as one sequence (PO-TURN).
+
+    Protection depends on the positions of the tokens in the text.
+    """
     if not method.decides_in_turns:
         pytest.skip(f"{method.name} needs the whole prompt or its own records in a later turn")
     span = span_of(method)

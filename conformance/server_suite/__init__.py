@@ -1,1 +1,1 @@
-"""Tests of a running server: did the server evict, and as it states (spec/witness.md)?"""
+"""Tests that a running server evicts, and that its evictions are those that it states (spec/witness.md)."""

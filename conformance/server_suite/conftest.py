@@ -1,4 +1,4 @@
-"""The server that is judged, and the witness's model; without a server there is nothing to collect."""
+"""Fixtures of the server under test and of the witness. Without --kvspec-server, pytest collects no tests."""
 
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.fixture(scope="session")
 def at_once() -> dict[str, int]:
-    """How many requests the server runs at once, after that was measured."""
+    """Return a dictionary for the number of requests that the server runs at once, filled by the measurement."""
     return {}
 
 
 @pytest.fixture(scope="session")
 def witness(request: pytest.FixtureRequest) -> Any:
-    """The witness of --kvspec-server, with the weights of --kvspec-model."""
+    """Return the witness of --kvspec-server, with the weights of --kvspec-model."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""Names for what a server did instead of the eviction that it states."""
+"""Names of faults that explain why log-probabilities of a server do not fit the stated evictions."""
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations
@@ -18,7 +18,7 @@ def name_fault(
     reader: Reader, statement: Statement, events: Sequence[Event], found: Tensor, tolerance: float,
     others: Sequence[Sequence[Event]] = (),
 ) -> str:
-    """Return the first reading of the answer that explains the log-probabilities of a server.
+    """Return the name of the first fault that explains the log-probabilities of a server.
 
     Args:
         reader: the witness's model.
@@ -38,7 +38,7 @@ def name_fault(
 def _hypotheses(
     events: Sequence[Event], rule: str, others: Sequence[Sequence[Event]],
 ) -> Iterator[tuple[str, Sequence[Event], str]]:
-    """Yield what may have happened: a name, the evictions and the position rule."""
+    """Yield possible faults, each as a name, the evictions and the position rule."""
     yield "the log-probabilities are those of the full cache: nothing was evicted", [], "kept"
     for another in ("kept", "renumbered", "slots"):
         if another != rule:
@@ -54,7 +54,7 @@ def _hypotheses(
 
 
 def _changed_sets(events: Sequence[Event]) -> Iterator[tuple[str, list[Event]]]:
-    """Yield sets beside the stated ones, evictions at another time, and evictions that left something out."""
+    """Yield faults of the sets: shifted positions, a different time, and evictions that did not happen."""
     for by in (1, -1):
         yield f"each kept token is {by:+d} beside the stated position", [_moved(event, by) for event in events]
         yield f"the eviction happened {by:+d} tokens later than stated", _later(events, by)
@@ -74,7 +74,7 @@ def _moved(event: Event, by: int) -> Event:
 
 
 def _later(events: Sequence[Event], by: int) -> list[Event]:
-    """Move all evictions; tokens between are kept, or are not there yet."""
+    """Return evictions that happen `by` tokens later. Tokens between the two times are kept, or not read yet."""
     return [
         Event(one.seen + by, [
             [[*(p for p in own if p < one.seen + by), *range(one.seen, one.seen + by)] for own in layer]
@@ -90,12 +90,12 @@ def _whole(event: Event, layer: int) -> Event:
 
 
 def _fitted(event: Event, other: Event) -> Event:
-    """Return the sets of another request, without positions that this request has not seen."""
+    """Return the sets of a different request, without positions that this request has not read."""
     return Event(event.seen, [[[p for p in own if p < event.seen] for own in layer] for layer in other.sets])
 
 
 def _pairs(events: Sequence[Event]) -> list[tuple[int, int, int]]:
-    """Pairs of KV heads of a layer that keep different tokens."""
+    """Return pairs of KV heads that keep different tokens, as (layer, head, head)."""
     sets = events[0].sets if events else []
     found = [
         (layer, a, b) for layer, own in enumerate(sets) for a, b in combinations(range(len(own)), 2) if own[a] != own[b]

@@ -1,4 +1,4 @@
-"""The rules of spec/witness.md: each takes an answer and its readings, and says what is wrong."""
+"""Rules of spec/witness.md. Each rule is a function that checks the reading of one answer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,15 +34,15 @@ from spec.errors import SpecError
 __all__ = ["RULES", "Reading", "Witness", "prompts_of"]
 
 ANSWER = 12
-"""Answer tokens of a request: the first is chosen before a prompt's eviction, the others after it."""
+"""Number of answer tokens. The first token is chosen before the eviction of the prompt, the others after it."""
 LONG_ANSWER = 160
-"""Answer tokens of a request for policies that evict while decoding."""
+"""Number of answer tokens of a request for policies that evict while decoding."""
 LENGTHS = (2, 16, 31, 32, 33, 64, 65, 127, 128, 129, 257, 512, 601)
-"""Prompt lengths: around the blocks of 16, 32, 64 and 128 tokens that servers store, and more than one chunk."""
+"""Prompt lengths: near multiples of 16, 32, 64 and 128 tokens, which servers use as blocks, and above one chunk."""
 REQUESTS = 32
-"""Requests that are sent at once, to count how many of them the server runs."""
+"""Number of requests that are sent at once to count how many of them the server runs."""
 READINGS = 4
-"""Copies of the weights with noise, to find the tokens whose eviction rounding decides."""
+"""Number of copies of the weights with noise. The copies show the tokens whose eviction depends on rounding."""
 
 
 def prompts_of(group: str, vocabulary: int, longest: int, seed: int) -> list[list[int]]:
@@ -64,7 +64,7 @@ def prompts_of(group: str, vocabulary: int, longest: int, seed: int) -> list[lis
     if group == "shared prefixes":
         prefix = draw(300)
         return [(prefix + draw(n))[:longest] for n in (20, 33, 20, 1)]
-    if group == "recalled":  # a text that begins again at the end, which a model continues from what it remembers
+    if group == "recalled":  # The text begins again at the end, so the answer depends on the first occurrence.
         texts = [draw(n) for n in (60, 120, 200)]
         return [(text + draw(200) + text[: len(text) // 2])[-longest:] for text in texts]
     if group == "at once":
@@ -82,7 +82,7 @@ class Reading:
 
     @cached_property
     def statement(self) -> Statement:
-        """What the server states; a server that states nothing is asked nothing but whether it evicts."""
+        """Statement of the server. Without a statement, the test is skipped, except for the rule "eviction"."""
         if self.answer.stated is None:
             pytest.skip(f"prompt of {len(self.answer.prompt_ids)} ids: the server states nothing (spec/witness.md)")
         return self.answer.statement()
@@ -123,7 +123,7 @@ class Witness:
 
     Args:
         model: the weights that the server claims to run, in float32.
-        server: where the answers come from.
+        server: server that answers the requests.
         dtype: dtype of the server's computation, "float32" or "bfloat16".
         seed: random seed of the prompts.
     """
@@ -217,7 +217,7 @@ def check_masking(reading: Reading) -> None:
 
 
 def _check_subsets(reading: Reading) -> None:
-    """A token that was evicted cannot be kept by a later eviction."""
+    """Check that no eviction keeps a token that an earlier eviction removed."""
     for before, after in zip(reading.events, reading.events[1:], strict=False):
         for old, new in zip(_flat(before.sets), _flat(after.sets), strict=True):
             back = [position for position in new if position < before.seen and position not in set(old)]
@@ -244,7 +244,7 @@ def check_eviction(reading: Reading) -> None:
 
 
 def _check_some_eviction(reading: Reading) -> None:
-    """Tell "evicts" from "does not" without a statement, where the answer depends on tokens that policies evict."""
+    """Check without a statement that the server evicts, if the answer depends on tokens that policies evict."""
     answer, witness = reading.answer, reading.witness
     n, about = len(answer.prompt_ids), f"prompt of {len(answer.prompt_ids)} ids"
     if answer.answer_ids is None or answer.logprobs is None:
@@ -260,7 +260,7 @@ def _check_some_eviction(reading: Reading) -> None:
 
 
 def check_policy(reading: Reading) -> None:
-    """Rule 4: the stated sets are those of the stated policy, but for tokens whose eviction rounding decides."""
+    """Rule 4: the stated sets are those of the stated policy, except for tokens whose eviction depends on rounding."""
     one, seen = reading.statement, [event.seen for event in reading.events]
     if not seen:
         pytest.skip(f"{reading}: nothing was evicted ({one.reason})")
@@ -287,7 +287,7 @@ def check_policy(reading: Reading) -> None:
 
 
 def _differences(events: Sequence[Event], expected: Sequence[HeadSets]) -> set[tuple[int, int, int]]:
-    """Return (eviction, set, position) of each token that only one of both keeps."""
+    """Return (eviction, set, position) of each token that is in exactly one of the stated and expected sets."""
     return {
         (at, own, position)
         for at, (event, sets) in enumerate(zip(events, expected, strict=True))
@@ -317,4 +317,4 @@ RULES: Mapping[str, Callable[[Reading], Any]] = {
     "size": check_size, "masking": check_masking, "eviction": check_eviction, "policy": check_policy,
     "commitment": check_commitment,
 }
-"""What is checked of each answer, by the names of spec/witness.md."""
+"""Checks of each answer, by the names in spec/witness.md."""

@@ -1,4 +1,4 @@
-"""Log-probabilities of an answer, and kept sets of a policy, as the judge of a server computes them."""
+"""Log-probabilities of an answer and kept sets of a policy, computed by the witness."""
 
 import copy
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ __all__ = [
 ]
 
 TOLERANCE = {"float32": 2e-3, "bfloat16": 0.3}
-"""Largest difference of a log-probability from the witness's, by dtype of the server."""
+"""Largest allowed difference between log-probabilities of the server and the witness, by dtype of the server."""
 POWER = 10
-"""How many tolerances masking must change log-probabilities by, before a comparison can pass."""
+"""Number of tolerances by which masking must change log-probabilities, so that a comparison can pass."""
 WEIGHT_NOISE = {"float32": 2.0**-21, "bfloat16": 2.0**-8}
-"""Relative change of weights that moves scores as much as the rounding of another engine does."""
+"""Relative change of weights that changes scores as much as the rounding of a different engine."""
 
 HeadSets = list[list[list[int]]]
 """Kept positions, by full-attention layer and KV head."""
@@ -60,8 +60,9 @@ class Reader:
             ids: token ids of the prompt and the answer.
             n: number of prompt tokens.
             events: evictions in order. An eviction after the last token that is read has no effect.
-            rule: "kept", "renumbered" (each KV head counts its kept tokens from 0), or "slots": kept tokens keep the
-                positions of the text, and later tokens are counted by the number of stored tokens, which is a fault.
+            rule: "kept", "renumbered" (each KV head counts its kept tokens from 0), or "slots". With "slots", kept
+                tokens keep the positions of the text. Later tokens are counted by the number of stored tokens, which
+                is a fault.
         """
         masked, read, logits = self._of_rule(rule), 0, []
         masked.reset()
@@ -94,7 +95,7 @@ def events_of(statement: Statement, layers: int, heads: int) -> list[Event]:
 
 
 def apart(a: Tensor, b: Tensor) -> float:
-    """Return the largest difference. NaN counts as infinite."""
+    """Return the largest absolute difference. NaN counts as infinite."""
     worst = float((a - b).abs().max()) if len(a) else 0.0
     return worst if worst == worst else float("inf")
 
@@ -110,7 +111,7 @@ def policy_of(statement: Statement) -> RetentionPolicy:
 
 
 def policy_sets(model: PreTrainedModel, statement: Statement, seen: Sequence[int]) -> list[HeadSets]:
-    """Return the sets that a session of the stated policy stores after each of `seen` tokens of the request.
+    """Return the sets that a session of the stated policy stores, for each number of tokens in `seen`.
 
     Raises:
         SpecError: if kvspec does not know the policy, or if the budget is not valid.

@@ -1,4 +1,4 @@
-"""A server evicts as it states (spec/witness.md)."""
+"""Tests that the evictions of a server are those that it states (spec/witness.md)."""
 
 from typing import Any
 
@@ -24,5 +24,5 @@ def test_an_answer_keeps_the_rule(witness: Any, rule: str, group: str) -> None:
 
 @pytest.mark.row
 def test_how_many_requests_run_at_once(witness: Any, at_once: dict[str, int]) -> None:
-    """Measure, for the certificate; no number is right or wrong."""
+    """Measure the number for the certificate. The test passes for any number."""
     at_once["requests"] = witness.running_at_once()

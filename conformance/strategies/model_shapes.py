@@ -1,7 +1,8 @@
-"""Inputs of the shapes of models: wide heads, large groups, many layers, hundreds of tokens; few, and always the same.
+"""Inputs with the shapes of real models: wide heads, large groups, many layers, hundreds of tokens.
 
-Random inputs are small, so that an equation can be evaluated for many of them. An error that shows only beyond their
-sizes is seen here. Each value of a size occurs with several values of the others.
+There are few inputs, and they never change. Random inputs are small, so that an equation can be evaluated for many of
+them. The inputs here show errors that occur only at larger sizes. Each value of a size occurs with several values of
+the other sizes.
 """
 
 from dataclasses import replace
@@ -14,13 +15,13 @@ from spec.policy import LayerView
 
 Array = np.ndarray[Any, Any]
 WORD = 2**16
-"""Token ids of large vocabularies do not fit in 16 bits: some differ in higher bits alone."""
+"""Step between token ids. Ids of a large vocabulary do not fit in 16 bits, so some ids differ only in higher bits."""
 SMALL_KEYS = 2.0**-18
-"""What keys in float32 are multiplied by, and queries divided by: half precision would lose digits of both."""
+"""Factor of float32 keys, and divisor of the queries. In half precision both would lose digits."""
 
 
 class Shape(NamedTuple):
-    """Sizes of a model's inputs, the arrays' precision, and the share of tokens to keep."""
+    """Sizes of a model's inputs, dtype of the arrays, and share of tokens to keep."""
 
     tokens: int
     layers: int
@@ -42,7 +43,7 @@ class Shape(NamedTuple):
         )
 
     def inputs(self) -> Inputs:
-        """The inputs, always the same."""
+        """Return the inputs. They are the same in every call."""
         rng = np.random.default_rng([self.tokens, self.layers, self.kv_heads, self.width])
         n, d, H = self.tokens, self.width, self.kv_heads * self.group
         layers = [
@@ -55,12 +56,12 @@ class Shape(NamedTuple):
         ]
         W_o = [rng.standard_normal((H, d, 5)).astype(np.float32).astype(np.float64) for _ in range(self.layers)]
         ids = rng.integers(0, n // 5, n) + WORD * rng.integers(0, 3, n)
-        ids[rng.random(n) < 0.05] = 0  # ends of sentences
+        ids[rng.random(n) < 0.05] = 0  # Id 0 ends a sentence.
         inv_freq = 10_000.0 ** -(np.arange(d // 2) / (d // 2))
         return Inputs(layers, inv_freq, W_o, ids, factor=1.0 + (self.layers == 3) / 4)
 
     def _sinks(self, rng: np.random.Generator) -> Array:
-        """Logits near the sum of a row's powers, so that sinks take a large and different share of each head."""
+        """Return logits near the log-sum-exp of a row, so that sinks take a large and different share of each head."""
         spread = 2 * self.scaling * self.width**0.5
         middle = np.log(self.tokens) + min(spread**2 / 2, 3 * spread)
         logits = middle + 1.5 * rng.standard_normal(self.kv_heads * self.group)
@@ -68,7 +69,10 @@ class Shape(NamedTuple):
         return rounded
 
     def _in_dtype(self, x: Array, size: float = 1.0) -> Array:
-        """The numbers as the arrays of a model have them; bfloat16 keeps 8 bits, which NumPy stores in float32."""
+        """Return the numbers rounded to the dtype of the shape.
+
+        A bfloat16 number has 8 bits and is stored in float32.
+        """
         if self.dtype == "float64":
             return x.astype(np.float32).astype(np.float64)
         found = x.astype(np.float32)
@@ -87,10 +91,10 @@ SHAPES = (
     Shape(600, 3, 4, 1, 64, 0.25, 50.0, "float32", False, 0.2),
     Shape(1100, 1, 2, 2, 128, 0.05, None, "float64", True, 0.4),
 )
-"""Each takes a method a few seconds at most."""
+"""Shapes for which a method takes a few seconds at most."""
 
 
 def of_turn(inputs: Inputs, live: Array, first: int) -> Inputs:
-    """What a cache shows at the end of a later turn: the live tokens, and the queries from position `first` on."""
+    """Return the inputs at the end of a later turn: the tokens at `live`, and the queries from position `first` on."""
     layers = [replace(x, q=x.q[:, first:], k=x.k[:, live], v=np.asarray(x.v)[:, live]) for x in inputs.layers]
     return replace(inputs, layers=layers, token_ids=inputs.token_ids[live])

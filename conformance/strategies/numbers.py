@@ -1,8 +1,8 @@
-"""How large the drawn inputs of the small lane are, each with its reason; what stands beyond is the scale lane's.
+"""Sizes of the small random inputs, each with its reason, and random numbers of several kinds.
 
-Small inputs show rules, ties, thresholds and orders, and shrink to a case that can be read. Oracles in plain Python are
-quadratic or worse, and a property runs up to 20 000 times. `conformance/assurance/mutants/sizes.toml` lists sizes that
-the scale lane goes beyond.
+Small inputs show rules, ties, thresholds and orders, and shrink to a readable case. Oracles in plain Python are
+quadratic or worse, and a property runs up to 20 000 times. Larger inputs belong to the scale tests.
+`conformance/assurance/mutants/sizes.toml` lists the sizes that the scale tests exceed.
 """
 
 import math
@@ -17,33 +17,33 @@ from hypothesis import strategies as st
 from spec.arrays import BoolVector, IntVector, Vector
 from spec.parameters import CrystalCacheParameters, NestedKVParameters
 
-# S1's oracle takes H n^2 d steps of plain Python: 0.1 s at 26 tokens of 16 heads; 26 cross two to six chunks.
+# S1's oracle takes H n^2 d steps of plain Python: 0.1 s at 26 tokens of 16 heads. 26 tokens cross two to six chunks.
 S1_TOKENS = 26
-# Every head of every token draws its keys by itself: 80 permutations at 20 tokens of 4 heads.
+# Every head of every token draws separate keys: 80 permutations at 20 tokens of 4 heads.
 HOT_TOKENS = 20
-# A prompt runs S1's oracle and all stages' behind it; 24 tokens reach the sink, the window and trunks between them.
+# A prompt runs the oracles of all stages. 24 tokens reach the sink, the window and the trunks between them.
 PROMPT_TOKENS = 24
-# S2 and S4 compare every edge with every pair of trunks; 16 tokens hold five sentences and three chunks.
+# S2 and S4 compare every edge with every pair of trunks. 16 tokens contain five sentences and three chunks.
 TEXT_TOKENS = 16
-# Two KV heads tell grouped from not grouped; three or more, which tell it from modulo, are the scale lane's.
+# Two KV heads distinguish grouped from ungrouped heads. Only three or more, as in the scale tests, exclude modulo.
 KV_HEADS = 2
-# Small enough that a few dozen tokens cross chunks, fill lists and overflow trunks.
+# With these sizes a few dozen tokens cross chunks, fill lists and overflow trunks.
 CHUNK, HEADS_SUMMED, INTRA, CROSS, TRUNK = 12, 4, 4, 3, 9
-# How far from a token its drawn neighbours lie: S2 looks at five tokens on either side.
+# Maximum distance of a token's drawn neighbours. S2 reads five tokens on either side.
 NEAR = 6
-# Ten trunks of up to nine tokens reach every corner of S6 in one of a hundred draws; the brute force is quadratic.
+# Ten trunks of up to nine tokens reach every corner of S6 in one of a hundred draws. The brute force is quadratic.
 EVICTED_TRUNKS, EVICTED_SIZE = 10, 9
-# Degrees of a few trunks: moments are of all of them, however many.
+# Degrees of a few trunks are enough, because the moments are over all trunks.
 DEGREES = 12
-# A breath runs every stage of decode in plain Python, and a machine of states hundreds of them.
+# A breath (decode-time eviction) runs every stage of decode in plain Python. A state machine runs hundreds of them.
 LIVE_TRUNKS, LIVE_SIZE = 6, 4
-# So few ids that most of them repeat within a dozen tokens.
+# Number of ids: most ids repeat within a dozen tokens.
 ALPHABET = 9
 
 
 @st.composite
 def small_parameters(draw: st.DrawFn) -> CrystalCacheParameters:
-    """Every constant varies, its boundary values included."""
+    """Draw parameters in which every constant varies and reaches its boundary values."""
     def pick(name: str, values: list[float]) -> float:
         return draw(st.sampled_from(values), label=name)
 
@@ -63,7 +63,7 @@ def small_parameters(draw: st.DrawFn) -> CrystalCacheParameters:
 
 @st.composite
 def ablations(draw: st.DrawFn) -> CrystalCacheParameters:
-    """Table 10's forms on small parameters."""
+    """Draw small parameters with the forms of Table 10."""
     p = draw(small_parameters(), label="parameters")
     return replace(
         p,
@@ -74,7 +74,7 @@ def ablations(draw: st.DrawFn) -> CrystalCacheParameters:
 
 @st.composite
 def forms(draw: st.DrawFn) -> CrystalCacheParameters:
-    """The essay's forms and the extensions in any combination, on small parameters."""
+    """Draw small parameters with any combination of the essay's forms and the extensions."""
     p = draw(small_parameters(), label="parameters")
     return replace(
         p,
@@ -96,11 +96,11 @@ CLOSE: Mapping[str, Sequence[float]] = {
     "huge": (1e300, float(np.nextafter(1e300, 2e300)), 1.7e308), "tiny": (1e-50, 1.1e-50, 1e-300, 1.1e-300, 0.0),
     "signs": (-1 - 2.0**-52, -1.0, -LEAST, -0.0, 0.0, LEAST),
 }
-"""Kinds, each with its few values: all are met, and most of them tie."""
+"""Kinds of nearly equal values. A draw contains all values of its kind, and most of the numbers tie."""
 
 
 def close(kind: str, seed: int, shape: int | tuple[int, ...]) -> Any:
-    """An array of values of one kind."""
+    """Return an array of values of one kind in `CLOSE`."""
     return np.random.default_rng(seed).choice(CLOSE[kind], shape)
 
 
@@ -108,11 +108,11 @@ SPECIAL: Mapping[str, Sequence[float]] = {
     "no number or least": (math.nan, -math.inf), "no number": (math.nan,), "least": (-math.inf, -1.7e308, -1e30),
     "all kinds": (math.nan, -math.inf, math.inf, -1.7e308, -1.0, -0.0, 0.0, 1.7e308),
 }
-"""Kinds of scores that order among themselves alone: as numbers they are lost in any sum, or stand for something."""
+"""Kinds of scores that can be ordered but not summed: NaN, infinities and very large numbers."""
 
 
 def special(kind: str, seed: int, shape: int | tuple[int, ...]) -> Any:
-    """An array of values of one of these kinds."""
+    """Return an array of values of one kind in `SPECIAL`."""
     return np.random.default_rng(seed).choice(SPECIAL[kind], shape)
 
 
@@ -121,20 +121,21 @@ TYPES: Mapping[str, tuple[type, float]] = {
     "float32": (np.float32, 1.0), "large float32": (np.float32, 2.0**60), "small float32": (np.float32, 2.0**-60),
     "float64": (np.float64, 1.0), "longdouble": (np.longdouble, 1.0),
 }
-"""Types of arrays, and what a number of the size of 1 is multiplied by: sums and squares of large ones overflow."""
+"""Dtypes, each with a factor for numbers of size 1. Sums and squares of the large numbers overflow."""
 
 TYPE_PAIRS = [
     *[(kind, kind) for kind, (_, size) in TYPES.items() if size == 1.0], ("large float16", "small float16"),
     ("small float16", "large float16"), ("large float32", "small float32"), ("small float32", "large float32"),
     ("float16", "float32"), ("float32", "float16"), ("longdouble", "float32"),
 ]
-"""Of queries and keys, whose products are of the size of 1."""
+"""Kinds of queries and keys whose products have size 1."""
 
 
 def of_type(kind: str, seed: int, shape: tuple[int, ...]) -> tuple[Any, float]:
-    """Positive numbers up to 2, times the type's size, and that size; the type has them exactly.
+    """Return positive numbers up to 2 times the type's factor, and the factor.
 
-    Float16 has eighths, wider types 4096ths: float16 rounds the latter.
+    The dtype represents the numbers exactly. Float16 numbers are multiples of 1/8. Wider dtypes have multiples of
+    1/4096, which float16 would round.
     """
     dtype, size = TYPES[kind]
     steps = 8 if dtype is np.float16 else 4_096
@@ -146,24 +147,24 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def keys(seed: int, H_kv: int, n: int, d: int = 4) -> Any:
-    """float32 keys around a direction of their own, so that no memory is short."""
+    """Return float32 keys around one random direction per head, so that no memory of NestedKV is short."""
     rng = np.random.default_rng(seed)
     return (rng.standard_normal((H_kv, n, d)) + rng.standard_normal((H_kv, 1, d))).astype(np.float32)
 
 
 def token_ids(n: int) -> st.SearchStrategy[IntVector]:
-    """n ids out of few, so that most of them repeat; now and then an id is far away."""
+    """Draw n ids out of few, so that most ids repeat. Occasionally an id is very large."""
     ids = st.lists(st.one_of(st.integers(0, ALPHABET - 1), st.just(128_000)), min_size=n, max_size=n)
     return ids.map(lambda found: np.array(found, dtype=np.int64))
 
 
 def sentence_ends() -> st.SearchStrategy[frozenset[int]]:
-    """Ids of the alphabet, and an id that never occurs."""
+    """Draw ids of the alphabet, and one id that never occurs."""
     return st.frozensets(st.integers(0, ALPHABET), min_size=1, max_size=3)
 
 
 def end_masks(n: int) -> st.SearchStrategy[BoolVector]:
-    """Any tokens end a sentence: none, all, runs of ends, the last one or not."""
+    """Draw masks of the tokens that end a sentence: none, all, runs, with and without the last token."""
     masks = st.one_of(
         st.lists(st.booleans(), min_size=n, max_size=n),
         st.lists(st.sampled_from([False, False, False, True]), min_size=n, max_size=n),
@@ -179,7 +180,7 @@ FIRST, SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def mixed(seed: Words, t: IntVector) -> Words:
-    """The t-th word of a seed, one by one; t counts from 1."""
+    """Return the t-th word of each seed. t counts from 1."""
     z = seed + t.astype(np.uint64) * GOLDEN
     z = (z ^ (z >> np.uint64(30))) * FIRST
     z = (z ^ (z >> np.uint64(27))) * SECOND
@@ -188,29 +189,29 @@ def mixed(seed: Words, t: IntVector) -> Words:
 
 
 class Numbers:
-    """The stream of one seed; each call goes on where the last one stopped."""
+    """Stream of random numbers of one seed. Each call continues the stream."""
 
     def __init__(self, seed: int) -> None:
         self.seed, self.used = np.uint64(seed), 0
 
     def words(self, size: int) -> Words:
-        """The next numbers, 64 bits each."""
+        """Return the next numbers of 64 bits each."""
         t = np.arange(self.used + 1, self.used + size + 1)
         self.used += size
         return mixed(np.full(size, self.seed), t)
 
     def integers(self, low: int, high: int, size: int) -> IntVector:
-        """`low` plus a number modulo `high - low`."""
+        """Return `low` plus a number modulo `high - low`."""
         return (self.words(size) % np.uint64(high - low)).astype(np.int64) + low
 
     def fractions(self, size: int, bits: int = 53) -> Vector:
-        """Multiples of 2^-bits in [0, 1): the number's highest bits."""
+        """Return multiples of 2^-bits in [0, 1): the highest bits of each number."""
         return (self.words(size) >> np.uint64(64 - bits)).astype(np.float64) / 2.0**bits
 
     def below(self, high: IntVector) -> IntVector:
-        """One number modulo each bound."""
+        """Return one number modulo each bound."""
         return (self.words(len(high)) % high.astype(np.uint64)).astype(np.int64)
 
     def permutation(self, n: int) -> IntVector:
-        """0 to n - 1 in the order of n numbers, equal ones by place."""
+        """Return 0 to n - 1, sorted by n numbers. Equal numbers keep the order of their places."""
         return np.argsort(self.words(n), kind="stable").astype(np.int64)

@@ -1,7 +1,7 @@
-"""Calls of every stage, and for each what it reads: the same call with one parameter or one array's content changed.
+"""Calls of every stage, each with the same call after a change of one parameter or of one array's content.
 
-Arrays keep their shapes, types and outermost elements, so that a result kept by any of these, or by other parameters,
-is the result of the call before. Each change changes the result.
+Each change changes the result. Changed arrays keep their shapes, dtypes and outermost elements. A stage that caches
+results by any of these, or by the other parameters, would return the result of the previous call.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ TINIEST = 2.0**-1074
 
 @dataclass(frozen=True)
 class Calls:
-    """A call of a stage, an item of the stage, and what other arguments change; by the names of the protocol."""
+    """Call of a stage, an item of the stage, and changes of its arguments by the names of the protocol."""
 
     item: str
     arguments: Mapping[str, Any]
@@ -32,18 +32,21 @@ class Calls:
 
     @property
     def all_changed(self) -> tuple[Any, ...]:
-        """With all of the changes that leave the rest as it is; of two of one argument the later."""
+        """Return the arguments with all changes of a single argument applied.
+
+        Of two changes of one argument, the later is used.
+        """
         alone = (change for change in self.changes.values() if len(change) == 1)
         return tuple({**self.arguments, **{name: x for change in alone for name, x in change.items()}}.values())
 
     def with_parameters(self, **changes: tuple[Any, ...]) -> "Calls":
-        """The same, and each of the values of a parameter as a change."""
+        """Return the calls with more changes: each of the given values of a parameter."""
         p = self.arguments["parameters"]
         more = {f"{at} {x}": {"parameters": replace(p, **{at: x})} for at, found in changes.items() for x in found}
         return replace(self, changes={**self.changes, **more})
 
     def with_arrays(self, **changes: Any) -> "Calls":
-        """The same, and each of these arrays as a change."""
+        """Return the calls with more changes: each of these arrays."""
         return replace(self, changes={**self.changes, **{name: {name: x} for name, x in changes.items()}})
 
 
@@ -52,14 +55,17 @@ def drawn(*shape: int, seed: int = 0) -> Any:
 
 
 def within(array: Any, *place: Any, value: Any) -> Any:
-    """A copy with one element, or the row of a place, changed; never the first or the last element."""
+    """Return a copy with one changed element or row. Callers never change the first or the last element."""
     found = array.copy()
     found[place] = value
     return found
 
 
 def coattention(weight: float = 0.75, n: int = 24, place: int = 3) -> CoAttention:
-    """Tokens, each with its successor and the one behind, and one from the half before; a weight at a place."""
+    """Return a co-attention record in which each token has its two successors and one token of the first half.
+
+    The `weight` is set for the token at `place`, and for the last neighbour of the token before.
+    """
     intra = np.stack([np.arange(1, n + 1), np.arange(2, n + 2)], axis=1)
     intra[intra >= n] = -1
     weights = np.where(intra >= 0, np.linspace(0.4, 0.9, 2 * n).reshape(n, 2), 0.0)
@@ -199,25 +205,28 @@ CALLS: Mapping[str, Calls] = {
 }
 
 N, M, FAR = 9_002, 1_100, 7_501
-"""Tokens of whose numbers 64 KiB are not enough, a line for each of several channels, and a place far behind."""
+"""Sizes of large arrays, and a place far from both ends.
+
+N tokens with one number each, and M tokens with several channels each, take more than 64 KiB.
+"""
 
 
 def ring(m: int) -> TrunkWeights:
-    """Each trunk with the next, the last with the first."""
+    """Return a graph in which each trunk has an edge to the next trunk, and the last to the first."""
     at = np.arange(m)
     pairs = np.sort(np.stack([(at - 1) % m, (at + 1) % m], axis=1), axis=1)
     return TrunkWeights(2 * np.arange(m + 1), pairs.ravel(), np.full(2 * m, 0.75))
 
 
 def heavier(W: TrunkWeights, a: int, w: float) -> TrunkWeights:
-    """With another weight between a trunk and the next."""
+    """Return the graph with a different weight between trunk `a` and the next trunk."""
     row = np.repeat(np.arange(len(W.indptr) - 1), np.diff(W.indptr))
     edge = ((row == a) & (W.indices == a + 1)) | ((row == a + 1) & (W.indices == a))
     return W._replace(weights=np.where(edge, w, W.weights))
 
 
 def far(array: Any, value: Any, place: int = FAR) -> Any:
-    """A copy with another value at one place, or in one row of a head."""
+    """Return a copy with a different value at one place, or in one row of a head."""
     return within(array, *(0,) * (array.ndim == 3), place, value=value)
 
 
@@ -312,4 +321,4 @@ LARGE: list[tuple[str, Calls]] = [
         values=within(ROWS, 6, FAR, value=9.0), pinned=within(np.zeros((8, N), dtype=np.bool_), 6, FAR, value=True),
     )),
 ]
-"""Calls with arrays of more than 64 KiB, and for each array one number or row far from both ends changed."""
+"""Calls with arrays of more than 64 KiB. For each array, one number or row far from both ends is changed."""

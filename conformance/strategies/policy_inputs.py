@@ -1,4 +1,4 @@
-"""Random attention inputs for policies, shown to them as a session shows them; and what they then keep."""
+"""Random attention inputs of policies, observations as a session makes them, and the resulting kept sets."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +25,10 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Inputs:
-    """q, k, v of each layer and the tokens' ids; rotary frequencies and output projections, which two policies need."""
+    """Inputs of a policy: q, k and v of each layer, and the token ids.
+
+    Rotary frequencies and output projections are needed by two policies.
+    """
 
     layers: Sequence[LayerView]
     inv_freq: Array
@@ -33,7 +36,7 @@ class Inputs:
     token_ids: Array
     factor: float = 1.0
     steps: int = 0
-    """The last tokens, which are decoded one by one."""
+    """Number of last tokens that are decoded one by one."""
 
     @property
     def n(self) -> int:
@@ -45,7 +48,10 @@ class Inputs:
 
 
 def drawn(seed: int, n: int | None = None, L: int | None = None, heads: tuple[int, int] | None = None) -> Inputs:
-    """Normal q, k and v, of 1 to 26 tokens, 1 to 3 layers, 1 to 3 KV heads of 1 or 2 query heads; some with a cap."""
+    """Return normal q, k and v: 1 to 26 tokens, 1 to 3 layers, 1 to 3 KV heads with 1 or 2 query heads each.
+
+    A quarter of the seeds has a softcap.
+    """
     rng = np.random.default_rng(seed)
     n = n or int(rng.integers(1, 27))
     L = L or int(rng.integers(1, 4))
@@ -65,7 +71,7 @@ def drawn(seed: int, n: int | None = None, L: int | None = None, heads: tuple[in
 
 
 def with_sinks(inputs: Inputs, seed: int) -> Inputs:
-    """The same, with sinks for a third of the seeds."""
+    """Return the inputs. For a third of the seeds, the layers have attention sinks."""
     rng, H = np.random.default_rng(seed), len(inputs.layers[0].q)
     layers = [replace(view, sinks=2 * rng.standard_normal(H)) for view in inputs.layers]
     return inputs if seed % 3 else replace(inputs, layers=layers)
@@ -76,20 +82,20 @@ def without_sinks(inputs: Inputs) -> Inputs:
 
 
 def few_values(k: Array, seed: int) -> Array:
-    """Keys of nine directions in a plane, so that tokens tie; none is zero."""
+    """Return keys of nine directions in a plane, so that tokens tie. No key is zero."""
     found = np.zeros_like(k)
     found[..., :2] = np.random.default_rng(seed).integers(-1, 2, (*k.shape[:-1], 2)) + np.array([0, 3])
     return found
 
 
 def same_keys(k: Array, seed: int) -> Array:
-    """Every KV head has the keys of the first one, in an order of its own: heads tie."""
+    """Return keys in which every KV head has the keys of the first head, in a separate order. Heads tie."""
     rng = np.random.default_rng(seed)
     return np.stack([k[0, rng.permutation(k.shape[1])] for _ in k])
 
 
 def axes(k: Array, seed: int) -> Array:
-    """Unit vectors along an axis: products with them are exact, so that equal keys tie in any arithmetic."""
+    """Return unit vectors along an axis. Products with these vectors are exact, so equal keys tie in any arithmetic."""
     found = np.zeros_like(k)
     at = np.random.default_rng(seed).integers(0, k.shape[-1], k.shape[:-1])
     np.put_along_axis(found, at[..., None], 1.0, axis=-1)
@@ -101,11 +107,11 @@ KINDS: Mapping[str, Callable[[Array, int], Array]] = {
     "same keys": same_keys, "axes": axes, "long": lambda k, seed: 30 * k,
     "equal": lambda k, seed: np.broadcast_to(k[:, :1], k.shape).copy(), "short": lambda k, seed: k / 1024,
 }
-"""Keys, values or queries of other kinds, from normal ones and a seed."""
+"""Functions that return keys, values or queries of a different kind, from normal ones and a seed."""
 
 
 def altered(inputs: Inputs, kind: str, seed: int, values: str = "normal", queries: str = "normal") -> Inputs:
-    """The same with keys, and values and queries, of another kind."""
+    """Return the inputs with keys, values and queries of different kinds."""
     layers = [
         replace(
             view, q=KINDS[queries](view.q, seed + at + 2), k=KINDS[kind](view.k, seed + at),
@@ -117,7 +123,7 @@ def altered(inputs: Inputs, kind: str, seed: int, values: str = "normal", querie
 
 
 def another(inputs: Inputs, seed: int) -> Inputs:
-    """Inputs of another sequence, with the same number of tokens and the same model."""
+    """Return the inputs of a different sequence, with the same number of tokens and the same model."""
     rng = np.random.default_rng(seed)
 
     def normal(x: Any, size: float = 1.0) -> Array:
@@ -129,7 +135,7 @@ def another(inputs: Inputs, seed: int) -> Inputs:
 
 
 def resized(inputs: Inputs, size: float) -> Inputs:
-    """Queries, keys and values so many times as long."""
+    """Return the inputs with queries, keys and values multiplied by `size`."""
     layers = [replace(x, q=size * x.q, k=size * x.k, v=size * np.asarray(x.v)) for x in inputs.layers]
     return replace(inputs, layers=layers)
 
@@ -139,7 +145,7 @@ def identity(inputs: Inputs) -> Identity:
 
 
 def calibrated(inputs: Inputs) -> Calibration:
-    """As if the queries at hand were those of a calibration text, before their rotation."""
+    """Return a calibration, as if the queries of the inputs were the unrotated queries of a calibration text."""
     found = [band_statistics(view.q) for view in inputs.layers]
     mean, magnitude = (np.stack([pair[at] for pair in found]) for at in (0, 1))
     of_heads = np.stack([np.abs(view.k).max(axis=(1, 2)) for view in inputs.layers])
@@ -147,9 +153,9 @@ def calibrated(inputs: Inputs) -> Calibration:
 
 
 SENTENCE_ENDS = frozenset({0})
-"""Token ids."""
+"""Token ids that end a sentence."""
 TEMPLATE = ((1, 2, 3), (4, 5), (6,))
-"""Of a rehearsal."""
+"""Token ids of the template of a rehearsal."""
 
 _OF_MODEL: Mapping[str, Callable[[Inputs], Any]] = {
     "W_o": lambda inputs: dict(enumerate(inputs.W_o)), "inv_freq": lambda inputs: inputs.inv_freq,
@@ -159,18 +165,19 @@ _OF_MODEL: Mapping[str, Callable[[Inputs], Any]] = {
 
 
 def of_model(name: str, inputs: Inputs) -> dict[str, Any]:
-    """The constants of a policy that a model decides, as the inputs have them."""
+    """Return the constants of a policy that depend on the model, from the inputs."""
     taken = (constants_of(name) | constants_of_model(name)) & _OF_MODEL.keys()
     return {constant: _OF_MODEL[constant](inputs) for constant in taken}
 
 
 def named(name: str, inputs: Inputs, method: str = "") -> Policy:
-    """A policy by its name, as `module:ATTRIBUTE` too; what a model decides is what the inputs have of one.
+    """Return a policy by its name or `module:ATTRIBUTE`. Constants that depend on the model are taken from the inputs.
 
-    If it is to be a method, the attribute may be a function that makes the policy, from what a model decides of it.
+    If `method` is given, the attribute may be a function. The function receives the method's model constants and
+    returns the policy.
 
     Raises:
-        SpecError: for an unknown name, or what cannot be loaded.
+        SpecError: if the name is unknown, the module cannot be loaded, or the function returns no policy.
     """
     if method and name not in NAMES:
         made = find_plugin("policy", name, ENTRY_POINTS, NAMES).value
@@ -183,13 +190,17 @@ def named(name: str, inputs: Inputs, method: str = "") -> Policy:
 
 
 def groups_of(policy: Policy, inputs: Inputs) -> int:
-    """Kept sets of the policy."""
+    """Return the number of kept sets of the policy."""
     L = len(inputs.layers)
     return {Granularity.MODEL: 1, Granularity.LAYER: L, Granularity.HEAD: L * inputs.H_kv}[policy.granularity]
 
 
 def repeats(inputs: Inputs, view: LayerView, rehearsal: Rehearsal) -> tuple[Repeat, ...]:
-    """Each chunk's, if the layer has none: its tokens ask, and are asked, as some of the prompt's are."""
+    """Return the repetitions of the prompt, chunk by chunk, for a layer without any.
+
+    The queries of the repeated tokens are queries of some tokens of the prompt. The keys are twice the keys of these
+    tokens.
+    """
     if view.repeats is not None:
         return view.repeats
     found = []
@@ -200,13 +211,16 @@ def repeats(inputs: Inputs, view: LayerView, rehearsal: Rehearsal) -> tuple[Repe
 
 
 def in_chunks(inputs: Inputs, rehearsal: Rehearsal) -> Inputs:
-    """The same with what repeats the prompt in these chunks, whatever the chunks of a policy are."""
+    """Return the inputs with repetitions of the prompt in the chunks of this rehearsal.
+
+    The chunks of a policy may differ.
+    """
     layers = [replace(view, repeats=repeats(inputs, view, rehearsal)) for view in inputs.layers]
     return replace(inputs, layers=layers)
 
 
 def observation(policy: Policy, inputs: Inputs) -> Observation:
-    """As a session makes one: the layers, query rows and ids that the scorer asked for."""
+    """Return the observation that a session would make: the layers, query rows and ids that the scorer needs."""
     needs, layers = policy.scorer.needs, range(len(inputs.layers))
     first = 0 if needs.query_rows is None else max(0, inputs.n - needs.query_rows - inputs.steps)
     watched = {"all": layers, "observed": layers[needs.observed :][:1], "none": ()}[needs.layers]
@@ -220,7 +234,10 @@ def observation(policy: Policy, inputs: Inputs) -> Observation:
 
 
 def decided_in_turn(policy: Policy, inputs: Inputs, live: Array, seen: int, B: int) -> Kept:
-    """Its kept positions at the end of a later turn, if every kept set stores the tokens `live` of the inputs."""
+    """Return the kept positions at the end of a later turn.
+
+    Every kept set stores the tokens `live` of the inputs before the decision.
+    """
     rows = policy.scorer.needs.query_rows
     shown = observation(policy, inputs)
     asking = inputs.layers[0].q.shape[1]
@@ -233,12 +250,12 @@ def decided_in_turn(policy: Policy, inputs: Inputs, live: Array, seen: int, B: i
 
 
 def retained(policy: Policy, inputs: Inputs, B: int) -> Retention:
-    """The decision at the end of the prompt."""
+    """Return the decision at the end of the prompt."""
     return retain(policy, Budget(count=B), observation(policy, inputs))
 
 
 def decided(policy: Policy, inputs: Inputs, B: int) -> Kept:
-    """Its kept sets, after the steps if there are some."""
+    """Return the kept sets, after the decode steps if the inputs have steps."""
     if inputs.steps:
         groups = groups_of(policy, inputs)
         return decoded_sets(policy, inputs.layers, groups, B, inputs.n - inputs.steps)[-1]

@@ -1,4 +1,4 @@
-"""Attention inputs: q and k with grouped heads, at random, peaked, with copied rows; and such that S1 is exact."""
+"""Attention inputs of S1: q and k with grouped heads, random, peaked, with copied rows, or such that S1 is exact."""
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -28,7 +28,7 @@ HOT = 2048.0  # exp(-HOT) is 0 in every floating type
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What S1 is given, arrays read-only."""
+    """Arguments of S1. The arrays are read-only."""
 
     q: np.ndarray[Any, Any]
     k: np.ndarray[Any, Any]
@@ -39,7 +39,7 @@ class AttentionInputs:
     sinks: Any = None
 
     def run(self, stages: CrystalStages, lse: Any = None) -> CoAttention:
-        """What a backend's S1 makes of it, with the denominators that it is given."""
+        """Return the co-attention that a backend's S1 computes. `lse` contains the denominators, if given."""
         return stages.coattention(
             self.q, self.k, self.positions, self.parameters, self.scaling, self.softcap, lse, self.sinks
         )
@@ -51,7 +51,7 @@ def frozen(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def sinks(H: int) -> st.SearchStrategy[Any]:
-    """None, or a logit for each head: far below those of keys, like these, or above."""
+    """Draw None, or a logit for each head that is far below, near or above the logits of keys."""
     return st.none() | st.lists(
         st.sampled_from([-30.0, -1.5, 0.0, 1.0, 3.0]), min_size=H, max_size=H
     ).map(lambda logits: frozen(np.array(logits, np.float32)))
@@ -61,7 +61,10 @@ def sinks(H: int) -> st.SearchStrategy[Any]:
 def attention_inputs(
     draw: st.DrawFn, p: st.SearchStrategy[CrystalCacheParameters] | None = None, max_n: int = S1_TOKENS,
 ) -> AttentionInputs:
-    """One segment from position 0. Values are float32; the entropy is drawn as one seed, the structure is not."""
+    """Draw one segment from position 0.
+
+    Values are float32. The entropy is drawn as one seed, but the structure is drawn by Hypothesis.
+    """
     parameters = draw(st.one_of(st.just(TINY), small_parameters()) if p is None else p, label="parameters")
     n = draw(st.integers(2, max_n), label="n")
     H_kv = draw(st.integers(1, KV_HEADS), label="H_kv")
@@ -82,7 +85,10 @@ def attention_inputs(
 
 @st.composite
 def later_segments(draw: st.DrawFn) -> AttentionInputs:
-    """A segment behind live keys of an earlier one, at positions with gaps, across each width of an integer."""
+    """Draw a segment after live keys of an earlier segment.
+
+    Positions have gaps, and reach the limits of float32, int32, uint32 and float64.
+    """
     whole = draw(attention_inputs(), label="inputs")
     n = whole.k.shape[1]
     before = draw(st.integers(0, n - 2), label="live keys before the segment")
@@ -99,9 +105,10 @@ def later_segments(draw: st.DrawFn) -> AttentionInputs:
 def hot_sets(
     draw: st.DrawFn, widths: tuple[int, ...] = (1, 2, 4), heads: tuple[int, ...] = (1, 2, 4), max_n: int = HOT_TOKENS,
 ) -> AttentionInputs:
-    """Each query of each head attends 1, 2 or 4 keys, all alike: attention, salience and head means are dyadic.
+    """Draw inputs in which each query of each head attends equally to 1, 2 or 4 keys.
 
-    So is the clip, or it would be another number in float32. With one key and one head cosines are 0 or 1, too.
+    Attention, salience and head means are then dyadic numbers. The bounds of the clip are dyadic too, because other
+    bounds would change in float32. With one key and one head, cosines are 0 or 1.
     """
     p = draw(st.one_of(st.just(TINY), small_parameters()), label="parameters")
     p = replace(p, M_min=draw(st.sampled_from([0.125, 0.0, 1.0]), label="M_min"))
@@ -119,7 +126,7 @@ def hot_sets(
 
 @dataclass(frozen=True)
 class Prompt:
-    """Everything that `prefill` is given."""
+    """Arguments of `prefill`."""
 
     inputs: AttentionInputs
     token_ids: IntVector
@@ -132,7 +139,7 @@ class Prompt:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `prefill`."""
+        """Return the keyword arguments of `prefill`."""
         inputs = self.inputs
         return {
             "q": inputs.q, "k": inputs.k, "token_ids": self.token_ids, "sentence_ends": self.sentence_ends,
@@ -142,14 +149,14 @@ class Prompt:
 
 
 def budget_fractions() -> st.SearchStrategy[str]:
-    """Decimals in (0, 1], the awkward ones of binary floating point among them."""
+    """Draw decimals in (0, 1], including decimals that binary floating point cannot represent."""
     awkward = st.sampled_from(["0.3", "0.5", "0.28", "0.07", "0.14", "0.55", "0.1", "1.0"])
     return st.one_of(awkward, st.integers(1, 100).map(lambda percent: f"{percent / 100:.2f}"))
 
 
 @st.composite
 def prompts(draw: st.DrawFn, max_n: int = PROMPT_TOKENS) -> Prompt:
-    """A prompt with small parameters, or TINY, at any fraction."""
+    """Draw a prompt with small parameters, or TINY, and any fraction as its budget."""
     inputs = draw(attention_inputs(st.one_of(st.just(TINY), ablations()), max_n), label="inputs")
     n = len(inputs.positions)
     return Prompt(
@@ -159,7 +166,7 @@ def prompts(draw: st.DrawFn, max_n: int = PROMPT_TOKENS) -> Prompt:
 
 
 def random_prompt(rng: np.random.Generator, p: CrystalCacheParameters, n: int) -> Prompt:
-    """A prompt of n tokens in float32 from a seed: topics that come back, so that trunks link."""
+    """Return a float32 prompt of n tokens from a seed. Topics repeat, so that trunks are linked."""
     H, H_kv, d = 4, 2, 8
     topic = rng.standard_normal((5, d))[rng.integers(0, 5, n)]
     q = (topic + rng.standard_normal((H, n, d))).astype(np.float32)

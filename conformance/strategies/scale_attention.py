@@ -1,8 +1,8 @@
-"""Attention inputs of the sizes of real models, from a seed.
+"""Attention inputs with the sizes of real models, from a seed.
 
-`addressed`: every query head points at one key, so that attention, salience and head means are exact in every floating
-type, ties included; cosines inside a chunk are 0 or 1. `laddered`: weights fall off in steps wider than the certified
-error of float32, so that few choices are left to rounding.
+In `addressed` inputs every query head points at one key. Attention, salience and head means are then exact in every
+floating type, including ties. Cosines inside a chunk are 0 or 1. In `laddered` inputs weights fall in steps wider than
+the certified error of float32, so rounding decides few choices.
 """
 
 import math
@@ -16,20 +16,24 @@ from conformance.strategies.prompts import AttentionInputs, Prompt, frozen
 from spec.arrays import IntMatrix, IntVector
 from spec.parameters import PAPER, CrystalCacheParameters
 
-SURE = 1024.0  # the margin of a logit: exp(-SURE) is 0 in every floating type
-VOCABULARY = 151_936  # of Qwen2.5: more than 2^16 ids
-ENDS = frozenset({13, 30, 65_536 + 13, 131_072 + 30})  # two of them are the other two modulo 2^16
+SURE = 1024.0  # Margin of a logit: exp(-SURE) is 0 in every floating type.
+VOCABULARY = 151_936  # Vocabulary of Qwen2.5: more than 2^16 ids
+ENDS = frozenset({13, 30, 65_536 + 13, 131_072 + 30})  # Modulo 2^16, two ids equal the other two.
 SOURCES = 6  # more than PAPER's k_cross
-# `laddered`: keys of a group, groups of a block, tokens that look for a group, groups of earlier chunks, own share.
+# `laddered` has RANKS keys in a group, GROUPS groups in a block, and MEMBERS tokens that point at a group. A token can
+# point at FAR groups of earlier chunks. OWN is the share of queries that point at their own chunk.
 RANKS, GROUPS, MEMBERS, FAR, OWN = 6, 4, 14, 3, 0.4
 STEEP = 3.0  # a step between two keys of a group is at most e^STEEP
-# Which share of a token's heads points at its first, second, ... source.
+# Shares of a token's heads that point at the first, second, ... source of the token.
 SHARES = ((0.35, 0.25, 0.15, 0.1, 0.1, 0.05), (0.3, 0.3, 0.2, 0.1, 0.1, 0.0))
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A layer and a prompt: H query heads on H_kv KV heads of d channels, n tokens behind `before` live keys."""
+    """Sizes of a layer and a prompt.
+
+    H query heads use H_kv KV heads of d channels. The prompt has n tokens after `before` live keys.
+    """
 
     name: str
     H: int
@@ -48,18 +52,21 @@ class Shape:
 
 
 def addressed(shape: Shape) -> AttentionInputs:
-    """Hard attention at places all over the segment: far ones, the first key, and own ones of every row."""
+    """Return inputs in which each head of each query points at one key.
+
+    The keys are far keys, the first key, and keys of the same chunk in every row.
+    """
     numbers, live = Numbers(shape.seed), shape.before + shape.n
     target = _targets(shape, numbers)
     bits = max(1, (live - 1).bit_length())
     wide = shape.d // (2 * bits)
     scaling = shape.d**-0.5
     cold = 2.0 ** math.ceil(math.log2(SURE / (wide * scaling)))
-    # A key is the bits of its address and their complements; a query that looks for it is `cold` times the opposite.
-    # Then every product with that key is 0, so that no rounding enters its logit, and one bit off is far below.
+    # A key is the bits of its address and their complements. A query for a key is -`cold` times the complement of the
+    # key. The product of both is 0, so this logit is not rounded. A key with one other bit has a far lower logit.
     k = np.zeros((shape.H_kv, live, shape.d), dtype=np.float32)
     for g in range(shape.H_kv):
-        # Another numbering of the keys in each KV head: a query that reads the wrong one points elsewhere.
+        # Each KV head numbers the keys differently: a query that reads the wrong KV head points at a different key.
         digits = numbers.permutation(live)[:, None] >> np.arange(bits) & 1
         k[g, :, : 2 * bits * wide] = np.repeat(np.concatenate([digits, 1 - digits], axis=1), wide, axis=1)
     swapped = np.concatenate([k[:, :, bits * wide : 2 * bits * wide], k[:, :, : bits * wide]], axis=2)
@@ -71,7 +78,7 @@ def addressed(shape: Shape) -> AttentionInputs:
 
 def _positions(shape: Shape) -> IntVector:
     positions = np.arange(shape.start, shape.start + shape.before + shape.n, dtype=np.int64)
-    if shape.before:  # an older cache has gaps
+    if shape.before:  # An older cache has gaps.
         positions[: shape.before] -= np.arange(shape.before, 0, -1)
         positions -= min(0, int(positions[0]))
     positions.flags.writeable = False
@@ -79,7 +86,7 @@ def _positions(shape: Shape) -> IntVector:
 
 
 def _targets(shape: Shape, numbers: Numbers) -> IntMatrix:
-    """The key that each head of each query points at (H, n), as an index into the live keys."""
+    """Return the key that each head of each query points at (H, n), as an index into the live keys."""
     p, H, n, before = shape.parameters, shape.H, shape.n, shape.before
     sources = max(SOURCES, p.k_cross + 2)
     own_heads = max(1, 3 * H // 8)
@@ -103,9 +110,9 @@ def _targets(shape: Shape, numbers: Numbers) -> IntMatrix:
 
 
 def _cluster_heads(n: int, C: int, numbers: Numbers) -> IntVector:
-    """Of each token the first member of its cluster: a run of neighbours, or tokens from all over the chunk.
+    """Return the first member of each token's cluster: a run of neighbours, or tokens from anywhere in the chunk.
 
-    Clusters hold 1 to some hundred tokens; all members but those in front of a list's last place tie.
+    A cluster has 1 to about a hundred members. All members of a cluster tie, except those before a list's last place.
     """
     found = np.arange(n)
     for c in range(0, n, C):
@@ -126,7 +133,10 @@ def _cluster_heads(n: int, C: int, numbers: Numbers) -> IntVector:
 
 
 def text_of(inputs: AttentionInputs, budget: str, seed: int) -> Prompt:
-    """Ids of a large vocabulary, most of them rare, one common beyond all else; sentences of 1 to 40 tokens."""
+    """Return a prompt with ids of a large vocabulary: most ids are rare, and one is very common.
+
+    Sentences have 1 to 40 tokens.
+    """
     n, numbers = inputs.q.shape[1], Numbers(seed)
     ids = (VOCABULARY * numbers.fractions(n) ** 4).astype(np.int64)
     ends = sorted(ENDS)
@@ -138,10 +148,11 @@ def text_of(inputs: AttentionInputs, budget: str, seed: int) -> Prompt:
 
 
 def laddered(shape: Shape) -> AttentionInputs:
-    """Each head attends the RANKS keys of one group, which have one address, in steps of up to e^STEEP.
+    """Return inputs in which each head attends to the RANKS keys of one group.
 
-    Keys of other groups have weight 0, as in `addressed`, so that few rounded terms enter any sum. Groups lie in
-    blocks of their own; a token looks for one of its chunk, mostly a recent one, and for some of earlier chunks.
+    The keys of a group share one address, and their weights fall in steps of up to e^STEEP. Keys of other groups have
+    weight 0, as in `addressed`, so few rounded terms enter any sum. Groups are in separate blocks. A token points at
+    one group of its chunk, often a recent one, and at some groups of earlier chunks.
     """
     numbers, n = Numbers(shape.seed), shape.n
     block = RANKS * GROUPS
@@ -170,7 +181,7 @@ def laddered(shape: Shape) -> AttentionInputs:
 
 
 def _rooms(shape: Shape, numbers: Numbers, groups: int) -> tuple[Any, Any]:
-    """Per KV head and group: the key channels of its address, and the query channels that look for it."""
+    """Return, for each KV head and group, the key channels of its address and the query channels that point at it."""
     bits = max(1, (groups - 1).bit_length())
     wide = (shape.d - RANKS) // (2 * bits)
     cold = 2.0 ** math.ceil(math.log2(SURE / (wide * shape.d**-0.5)))
@@ -184,13 +195,13 @@ def _rooms(shape: Shape, numbers: Numbers, groups: int) -> tuple[Any, Any]:
 
 
 def _groups_looked_for(shape: Shape, numbers: Numbers) -> tuple[IntVector, IntMatrix]:
-    """Of each token the group of its chunk that it looks for, and those of earlier chunks; -1 where there is none."""
+    """Return, for each token, the group of its chunk and the groups of earlier chunks that it points at, or -1."""
     n, C, block = shape.n, shape.parameters.C, RANKS * GROUPS
     own, far = np.full(n, -1), np.full((n, FAR), -1)
     recent, u = numbers.integers(0, 2, n), numbers.fractions(n)
     members: dict[int, int] = {}
     for i in range(n):
-        first, done = -(-(i // C * C) // block), (i + 1) // block  # blocks that lie in the chunk and are complete
+        first, done = -(-(i // C * C) // block), (i + 1) // block  # Range of complete blocks inside the chunk.
         open_ = [g for g in range(first * GROUPS, done * GROUPS) if members.get(g, 0) < MEMBERS]
         if recent[i]:
             open_ = open_[-GROUPS:]

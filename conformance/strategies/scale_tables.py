@@ -1,4 +1,4 @@
-"""Inputs of S2 to S6 and of decode at full size: neighbour lists, partitions, evictions, graphs, from a seed."""
+"""Inputs of S2 to S6 and of decode at full size, from a seed: neighbour lists, partitions, evictions and graphs."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from spec.records import CoAttention, Trunks
 
 @dataclass(frozen=True)
 class Lists:
-    """How many neighbours a token has, and how they lie."""
+    """Sizes of neighbour lists, and the places of the neighbours."""
 
     n: int
     k_intra: int
@@ -24,12 +24,15 @@ class Lists:
     C: int
     start: int = 0
     near: bool = True
-    """Inside a chunk: next to the token, where S2 looks; else anywhere."""
+    """Inside a chunk: True for neighbours next to the token, where S2 reads, False for neighbours anywhere."""
     seed: int = 1
 
 
 def lists(shape: Lists) -> CoAttention:
-    """Neighbours as S1 would give them: own chunk without the token itself, earlier chunks; weights of 53 bits."""
+    """Return neighbours as S1 would: of the same chunk without the token itself, and of earlier chunks.
+
+    Weights have 53 bits.
+    """
     numbers, n, C = Numbers(shape.seed), shape.n, shape.C
     at = np.arange(n)
     first = at // C * C
@@ -43,14 +46,17 @@ def lists(shape: Lists) -> CoAttention:
 
 
 def _inside(shape: Lists, numbers: Numbers, at: IntVector, first: IntVector, size: IntVector) -> IntMatrix:
-    """k_intra steps ahead in the chunk, round its end: never the token itself, never one twice."""
+    """Return k_intra distinct neighbours inside the chunk, never the token itself.
+
+    The neighbours are next to the token, or at steps that wrap around the end of the chunk.
+    """
     n, k = shape.n, shape.k_intra
     if k == 0:
         return np.zeros((n, 0), dtype=np.int64)
     span = np.maximum(size - 1, 1)
     if shape.near:
         step = np.argsort(numbers.words(n * 2 * k).reshape(n, 2 * k), axis=1)[:, :k]
-        step = np.where(step < k, step + 1, k - 1 - step)  # k steps ahead and k back
+        step = np.where(step < k, step + 1, k - 1 - step)  # k steps ahead and k steps back
     else:
         step = 1 + numbers.below(span)[:, None] + np.arange(k) * (span[:, None] // k + 1)
     place = (at - first)[:, None] + step
@@ -60,7 +66,10 @@ def _inside(shape: Lists, numbers: Numbers, at: IntVector, first: IntVector, siz
 
 
 def _across(shape: Lists, numbers: Numbers, at: IntVector, first: IntVector) -> IntMatrix:
-    """Sources apart from each other; those of a chunk's first tokens lie right before it."""
+    """Return distinct sources in earlier chunks.
+
+    The sources of a chunk's first tokens are immediately before the chunk.
+    """
     n, k = shape.n, shape.k_cross
     if k == 0:
         return np.zeros((n, 0), dtype=np.int64)
@@ -76,13 +85,13 @@ def _placed(index: IntMatrix, start: int) -> IntMatrix:
 
 
 def _weights(index: IntMatrix, numbers: Numbers) -> Matrix:
-    """Falling from below 1 to above 0.3, as 53 bits that few sums hold exactly."""
+    """Return weights from below 1 down to above 0.3, with 53 bits that few sums represent exactly."""
     w = 0.31 + 0.69 * numbers.fractions(index.size).reshape(index.shape)
     return np.where(index >= 0, -np.sort(-w, axis=1), 0.0)
 
 
 def some_ends(n: int, every: int, seed: int) -> BoolVector:
-    """One token in `every` ends a sentence; 1 means all, 0 none."""
+    """Return a mask in which one token in `every` ends a sentence. 1 means all tokens, 0 means none."""
     if every == 0:
         return np.zeros(n, dtype=np.bool_)
     found: BoolVector = Numbers(seed).integers(0, every, n) == 0
@@ -90,7 +99,7 @@ def some_ends(n: int, every: int, seed: int) -> BoolVector:
 
 
 def of_sizes(sizes: Any, start: int = 0) -> Trunks:
-    """Trunks of given sizes; their impact says nothing."""
+    """Return trunks of given sizes. Their impact is 1 and has no meaning."""
     sizes = np.asarray(sizes, dtype=np.int64)
     return Trunks(np.concatenate([[0], np.cumsum(sizes)]) + start, np.ones(len(sizes)))
 
@@ -101,14 +110,17 @@ def _record(index: IntMatrix, weight: Matrix) -> CoAttention:
 
 
 def hub(n: int, at: int) -> CoAttention:
-    """Every other token has one edge to token `at`."""
+    """Return a record in which every other token has one edge to token `at`."""
     index = np.full((n, 1), at)
     index[at] = -1
     return _record(index, np.where(index >= 0, 0.31 + 0.69 * Numbers(n).fractions(n)[:, None], 0.0))
 
 
 def blocks_of_edges(side: int, blocks: int) -> tuple[CoAttention, Trunks]:
-    """Pairs of trunks of `side` tokens, each token of the first with an edge to each of the second: density 1."""
+    """Return pairs of trunks of `side` tokens with density 1.
+
+    Each token of the first trunk has an edge to each token of the second trunk.
+    """
     n = 2 * side * blocks
     at = np.arange(n)
     base = at // (2 * side) * (2 * side) + side
@@ -119,7 +131,10 @@ def blocks_of_edges(side: int, blocks: int) -> tuple[CoAttention, Trunks]:
 
 
 def two_blocks(size: int) -> tuple[CoAttention, Trunks]:
-    """Two trunks of `size` tokens; each token has an edge to its like in the other: the multiset has 2 size members."""
+    """Return two trunks of `size` tokens, with an edge from each token to the corresponding token of the other trunk.
+
+    The multiset of edges has 2 size members.
+    """
     at = np.arange(2 * size)
     index = ((at + size) % (2 * size))[:, None]
     return _record(index, 0.31 + 0.69 * Numbers(size).fractions(2 * size)[:, None]), of_sizes([size, size])
@@ -127,19 +142,19 @@ def two_blocks(size: int) -> tuple[CoAttention, Trunks]:
 
 @dataclass(frozen=True)
 class Eviction:
-    """A problem of S6 by its sizes."""
+    """Sizes of a problem of S6."""
 
     name: str
     m: int
     largest: int
     share: float
-    """Of the tokens, B."""
+    """Budget B as a share of the tokens."""
     values: int
-    """Distinct scores; 1 means that all tie."""
+    """Number of distinct scores. 1 means that all scores tie."""
     marks: int
-    """Distinct M_i."""
+    """Number of distinct M_i."""
     protected: int = 0
-    """One trunk in so many; 0 means none."""
+    """One trunk in this many is protected, on average. 0 means none."""
     N_min: int = 3
     start: int = 0
     seed: int = 1
@@ -149,7 +164,7 @@ class Eviction:
 
 
 def eviction(shape: Eviction, p: CrystalCacheParameters) -> EvictionProblem:
-    """Trunks of 1 to `largest` tokens, scores and impacts that tie."""
+    """Return a problem of S6: trunks of 1 to `largest` tokens, with scores and impacts that tie."""
     numbers, m = Numbers(shape.seed), shape.m
     sizes = 1 + numbers.integers(0, shape.largest, m)
     n = int(sizes.sum())
@@ -162,7 +177,7 @@ def eviction(shape: Eviction, p: CrystalCacheParameters) -> EvictionProblem:
 
 
 def network(m: int, degree: int, seed: int) -> TrunkWeights:
-    """A symmetric graph: each trunk is linked to `degree` others at steps of its own choice; some far."""
+    """Return a symmetric graph in which each trunk is linked to `degree` others at random steps, some of them far."""
     numbers = Numbers(seed)
     a = np.repeat(np.arange(m), degree)
     b = (a + 1 + numbers.integers(0, m - 1, len(a))) % m
@@ -173,19 +188,22 @@ def network(m: int, degree: int, seed: int) -> TrunkWeights:
 
 
 def csr(m: int, low: IntVector, high: IntVector, w: Vector) -> TrunkWeights:
-    """Both directions of each pair."""
+    """Return both directions of each pair, in CSR form."""
     rows, columns, values = np.concatenate([low, high]), np.concatenate([high, low]), np.concatenate([w, w])
     order = np.lexsort((columns, rows))
     indptr = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=m))]).astype(np.int64)
     return TrunkWeights(indptr, columns[order].astype(np.int64), values[order])
 
 
-# Ids that a narrower type takes for one another.
+# Ids that are equal in narrower integer types.
 FAR_IDS = np.array([1, 65_537, 2**31 + 1, 2**32 + 1, 2**53, 2**53 + 1])
 
 
 def state_at(seen: int, m: int, largest: int, tail: int, budget: int, p: CrystalCacheParameters) -> DecodeState:
-    """m trunks of 1 to `largest` live tokens and a tail, the last of `seen`; some keys are zero."""
+    """Return a decode state: m trunks of 1 to `largest` live tokens and a tail of the last tokens.
+
+    Some keys are zero.
+    """
     numbers = Numbers(m + tail)
     sizes = numbers.integers(1, largest + 1, m)
     n = int(sizes.sum())

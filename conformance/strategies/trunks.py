@@ -1,6 +1,6 @@
-"""Texts, partitions into trunks, graphs between them, eviction problems, and states of decode.
+"""Texts, partitions into trunks, graphs between trunks, eviction problems, and decode states.
 
-Hypothesis and a seeded generator draw eviction problems from one definition.
+Hypothesis and a seeded generator draw eviction problems from the same definition.
 """
 
 import random
@@ -30,7 +30,7 @@ from spec.decode import DecodeState, LiveTrunks, TrunkWeights
 from spec.parameters import TINY, CrystalCacheParameters
 from spec.records import CoAttention, Dissolution, Trunks
 
-# Draws an integer in [low, high]; the third argument names it.
+# Function that draws an integer in [low, high]. The third argument names the integer.
 Integer = Callable[[int, int, str], int]
 
 CORNERS = ("overshoot 1", "overshoot 2", "a partial trunk", "protected above budget", "nothing unprotected")
@@ -38,7 +38,7 @@ CORNERS = ("overshoot 1", "overshoot 2", "a partial trunk", "protected above bud
 
 @dataclass(frozen=True)
 class EvictionProblem:
-    """What S6 is given."""
+    """Arguments of S6."""
 
     score: Vector
     trunks: Trunks
@@ -50,18 +50,18 @@ class EvictionProblem:
 
     @property
     def lists(self) -> list[list[int]]:
-        """The trunks as lists of positions, for the oracle."""
+        """Return the trunks as lists of positions, for the oracle."""
         offsets = self.trunks.offsets.tolist()
         return [list(range(offsets[g], offsets[g + 1])) for g in range(len(offsets) - 1)]
 
     def run(self, stages: CrystalStages) -> Dissolution:
-        """What a backend's S6 makes of it."""
+        """Return the result of a backend's S6."""
         return stages.dissolve(
             self.score, self.trunks, self.impact, self.D, self.protected, self.budget, self.parameters
         )
 
     def expected(self) -> s6.Eviction:
-        """What Algorithm 1 makes of it."""
+        """Return the result of Algorithm 1."""
         scores = {g: x for g, x in enumerate(self.score.tolist()) if not self.protected[g]}
         return s6.evict(
             self.lists, scores, self.impact.tolist(), self.D.tolist(), self.protected.tolist(), self.budget,
@@ -89,7 +89,7 @@ def _problem(integer: Integer) -> EvictionProblem:
 
 
 def _protected(integer: Integer, m: int) -> BoolVector:
-    """Ends protected as the sink and the window do it; rarely all trunks, rarely any pattern."""
+    """Draw protected trunks: usually both ends, as the sink and the window protect them, rarely all or any pattern."""
     kind = integer(0, 19, "protection")
     if kind == 0:
         return np.ones(m, dtype=np.bool_)
@@ -102,7 +102,10 @@ def _protected(integer: Integer, m: int) -> BoolVector:
 
 
 def _budget(integer: Integer, sizes: list[int], score: Vector, protected: BoolVector) -> int:
-    """Half the time the cut falls within 4 of a trunk's edge in eviction order; else B is anything up to n + 3."""
+    """Draw a budget B.
+
+    In half of the draws the cut is within 4 tokens of a trunk's edge in eviction order. Otherwise B is at most n + 3.
+    """
     n = sum(sizes)
     if integer(0, 1, "aim") == 0:
         return integer(0, n + 3, "B")
@@ -114,19 +117,19 @@ def _budget(integer: Integer, sizes: list[int], score: Vector, protected: BoolVe
 
 @st.composite
 def evictions(draw: st.DrawFn) -> EvictionProblem:
-    """Problems that shrink."""
+    """Draw problems that shrink."""
     return _problem(lambda low, high, label: draw(st.integers(low, high), label=label))
 
 
 def random_evictions(seed: int, count: int) -> Iterator[EvictionProblem]:
-    """The same problems from a seed, a hundred times faster."""
+    """Yield problems of the same definition from a seed, a hundred times faster."""
     source = random.Random(seed)
     for _ in range(count):
         yield _problem(lambda low, high, _label: source.randint(low, high))
 
 
 def corners(problem: EvictionProblem, result: s6.Eviction) -> Iterator[str]:
-    """Which of CORNERS the problem is."""
+    """Yield the names in CORNERS that apply to the problem."""
     B_prot = int(problem.trunks.sizes[problem.protected].sum())
     if result.c in (-1, -2):
         yield f"overshoot {-result.c}"
@@ -140,7 +143,7 @@ def corners(problem: EvictionProblem, result: s6.Eviction) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Text:
-    """What S2 and S4 are given."""
+    """Arguments of S2 and S4."""
 
     coattention: CoAttention
     impact: Vector
@@ -152,7 +155,7 @@ def record(
     salience: list[float], intra: list[list[tuple[int, float]]], cross: list[list[tuple[int, float]]],
     k_intra: int, k_cross: int, start: int = 0,
 ) -> CoAttention:
-    """Neighbour lists as the padded arrays of a CoAttention."""
+    """Return neighbour lists as the padded arrays of a `CoAttention`."""
     def padded(rows: list[list[tuple[int, float]]], k: int) -> tuple[IntVector, Vector]:
         index, weight = np.full((len(rows), k), -1, dtype=np.int64), np.zeros((len(rows), k))
         for i, row in enumerate(rows):
@@ -167,7 +170,7 @@ def record(
 
 @st.composite
 def coattentions(draw: st.DrawFn, n: int, p: CrystalCacheParameters, start: int = 0) -> CoAttention:
-    """Neighbours anywhere the specification allows them, weights in sixteenths above the thresholds."""
+    """Draw neighbours anywhere the specification allows. Weights are multiples of 1/16 above the thresholds."""
     def neighbours(allowed: list[int], k: int, tau: float, label: str) -> list[tuple[int, float]]:
         if not allowed or not k:
             return []
@@ -186,13 +189,13 @@ def coattentions(draw: st.DrawFn, n: int, p: CrystalCacheParameters, start: int 
 
 
 def dyadic_impacts(n: int) -> st.SearchStrategy[Vector]:
-    """M_i of few values, so that tokens tie."""
+    """Draw M_i of few values, so that tokens tie."""
     return st.lists(st.integers(1, 9), min_size=n, max_size=n).map(lambda found: np.array(found) / 4)
 
 
 @st.composite
 def texts(draw: st.DrawFn, max_n: int = TEXT_TOKENS) -> Text:
-    """Co-attention, impact and sentence ends of one text, from position 0."""
+    """Draw co-attention, impact and sentence ends of one text, from position 0."""
     p = draw(st.one_of(st.just(TINY), small_parameters()), label="parameters")
     n = draw(st.integers(2, max_n), label="n")
     return Text(
@@ -203,14 +206,14 @@ def texts(draw: st.DrawFn, max_n: int = TEXT_TOKENS) -> Text:
 
 @st.composite
 def partitions(draw: st.DrawFn, n: int) -> Trunks:
-    """Any trunks of n tokens, with any impact."""
+    """Draw a partition of n tokens into trunks, with any impact."""
     inner = draw(st.sets(st.integers(1, n - 1)) if n > 1 else st.just(set()), label="boundaries")
     offsets = np.array([0, *sorted(inner), n], dtype=np.int64)
     return Trunks(offsets, draw(dyadic_impacts(len(offsets) - 1), label="trunk impact"))
 
 
 def degrees() -> st.SearchStrategy[Vector]:
-    """Degrees of 1 to 12 trunks in quarters, often equal."""
+    """Draw degrees of 1 to 12 trunks, in multiples of 1/4 that are often equal."""
     quarters = st.one_of(st.integers(0, 3), st.integers(0, 400))
     return st.lists(quarters, min_size=1, max_size=DEGREES).map(lambda found: np.array(found) / 4)
 
@@ -219,12 +222,12 @@ ENDS = frozenset({2, 7})
 
 
 def ends() -> frozenset[int]:
-    """Ids that end a sentence, of an alphabet of nine."""
+    """Return the ids that end a sentence, of an alphabet of nine ids."""
     return ENDS
 
 
 def sixteenths(m: int, low: int = 0, high: int = 16) -> st.SearchStrategy[Vector]:
-    """m dyadic numbers, so that products and sums are often exact and ties are common."""
+    """Draw m multiples of 1/16, so that products and sums are often exact and ties are common."""
     return st.lists(st.integers(low, high), min_size=m, max_size=m).map(lambda found: np.array(found) / 16)
 
 
@@ -234,7 +237,10 @@ def flags(m: int) -> st.SearchStrategy[BoolVector]:
 
 @st.composite
 def graphs(draw: st.DrawFn, m: int, tau_edge: float = 0.05) -> TrunkWeights:
-    """A symmetric graph of m trunks: chains, cliques, isolated trunks; weights up to 1.375, all above tau_edge."""
+    """Draw a symmetric graph of m trunks: chains, cliques, isolated trunks.
+
+    Weights are above tau_edge, at most 1.375.
+    """
     W = np.zeros((m, m))
     for a in range(m):
         for b in range(a):
@@ -244,21 +250,21 @@ def graphs(draw: st.DrawFn, m: int, tau_edge: float = 0.05) -> TrunkWeights:
 
 
 def csr_of_matrix(W: Matrix) -> TrunkWeights:
-    """The entries above 0, row by row."""
+    """Return the entries above 0 in CSR form, row by row."""
     row, column = np.nonzero(W)
     indptr = np.concatenate([[0], np.cumsum((W > 0).sum(axis=1))]).astype(np.int64)
     return TrunkWeights(indptr, column.astype(np.int64), W[row, column])
 
 
 def inverse_norms(n: int) -> st.SearchStrategy[Vector]:
-    """Positive values in eighths, and now and then a zero key's infinity."""
+    """Draw positive multiples of 1/8, and occasionally infinity, the inverse norm of a zero key."""
     value = st.one_of(st.integers(1, 16).map(lambda x: x / 8), st.just(float("inf")))
     return st.lists(value, min_size=n, max_size=n).map(lambda found: np.array(found, dtype=np.float64))
 
 
 @st.composite
 def decode_parameters(draw: st.DrawFn) -> CrystalCacheParameters:
-    """Small values of everything, with every constant of decode at its ends too."""
+    """Draw small parameters in which every constant of decode also reaches its boundary values."""
     p = draw(small_parameters(), label="parameters")
     pick: dict[str, list[Any]] = {
         "T_breath": [3, 1, 2, 5], "beta_0": [0.05, 0.0, 1.0], "D_c": [2.0, 0.5], "theta_act": [0.3, 0.0, 0.5, 1.0],
@@ -273,7 +279,7 @@ def decode_parameters(draw: st.DrawFn) -> CrystalCacheParameters:
 
 @st.composite
 def states(draw: st.DrawFn, p: CrystalCacheParameters, max_m: int = LIVE_TRUNKS, tail: bool = True) -> DecodeState:
-    """Any state that decode could have made: trunks with gaps, dead ones gone, a tail or none."""
+    """Draw any state that decode can produce: trunks with gaps, evicted tokens, with or without a tail."""
     sizes = draw(st.lists(st.integers(1, LIVE_SIZE), max_size=max_m), label="live sizes")
     n, m = sum(sizes), len(sizes)
     gaps = draw(st.lists(st.sampled_from([1, 1, 2, 5]), min_size=n, max_size=n), label="gaps")
@@ -301,7 +307,7 @@ def states(draw: st.DrawFn, p: CrystalCacheParameters, max_m: int = LIVE_TRUNKS,
 
 
 def random_state(rng: np.random.Generator, p: CrystalCacheParameters) -> DecodeState:
-    """A state from a seed in which everything is there: edges, active trunks, a tail, and a budget that binds."""
+    """Return a state from a seed with edges, active trunks, a tail, and a budget below the number of tokens."""
     sizes = rng.integers(1, 5, int(rng.integers(3, 9)))
     n, m = int(sizes.sum()), len(sizes)
     positions = np.cumsum(rng.integers(1, 3, n))
@@ -320,7 +326,7 @@ def random_state(rng: np.random.Generator, p: CrystalCacheParameters) -> DecodeS
 
 
 def frozen_state(state: DecodeState) -> DecodeState:
-    """The same state with read-only arrays: whatever writes into one fails."""
+    """Make the arrays of a state read-only, so that a write raises an error, and return the state."""
     for array in (state.D, state.ids, state.counts, *state.W, *vars(state.live).values()):
         array.flags.writeable = False
     return state

@@ -1,1 +1,1 @@
-"""The tests that judge a backend, anybody's; they need spec, reference, NumPy, pytest and Hypothesis alone."""
+"""Tests of a backend. They need only spec, reference, NumPy, pytest and Hypothesis."""

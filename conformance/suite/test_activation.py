@@ -1,4 +1,4 @@
-"""Decode: key norms and activation."""
+"""Tests of decode: key norms and activation."""
 
 import math
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from spec.parameters import PAPER, CrystalCacheParameters
 
 @st.composite
 def keys(draw: st.DrawFn) -> Any:
-    """Keys of any floating type, some of them zero in one head or in all."""
+    """Draw keys of any floating type, of which some are zero in some or all heads."""
     H, n, d = (draw(st.integers(1, most), label=name) for name, most in (("H_kv", 3), ("n", 6), ("d", 5)))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1), label="seed"))
     k = rng.standard_normal((H, n, d)) * draw(st.sampled_from([1.0, 1e-4, 100.0]), label="length")
@@ -54,7 +54,7 @@ def active_by_force(live: LiveTrunks, p: CrystalCacheParameters) -> list[bool]:
 @pytest.mark.spec("CC-KEY-NORM")
 @given(k=keys())
 def test_inverse_norms_lie_in_their_bound(breath_stages: BreathStages, k: Any) -> None:
-    """The mean over heads of 1 / ||k||, in float64 whatever the keys' type; infinite for a zero key."""
+    """Check the mean over heads of 1 / ||k||, in float64 for any type of the keys. It is infinite for a zero key."""
     found = breath_stages.inverse_key_norms(k)
     want = np.array([decode.inverse_norm(list(token)) for token in k.astype(np.float64).transpose(1, 0, 2).tolist()])
     assert found.dtype == np.float64
@@ -68,7 +68,7 @@ def test_inverse_norms_lie_in_their_bound(breath_stages: BreathStages, k: Any) -
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("n", [1, 17, 1_025])
 def test_keys_of_every_type_and_size(breath_stages: BreathStages, kind: str, n: int) -> None:
-    """Each type holds these keys, and of some neither their squares nor their inverses."""
+    """Check keys that a type can hold, also if it cannot hold their squares or their inverses."""
     k, _ = of_type(kind, n, (2, n, 4))
     want = (1 / np.sqrt((k.astype(np.float64) ** 2).sum(axis=2))).mean(axis=0)
     assert (np.abs(breath_stages.inverse_key_norms(k) - want) <= tolerances.key_norm_error(2, 4) * want).all()
@@ -77,7 +77,7 @@ def test_keys_of_every_type_and_size(breath_stages: BreathStages, kind: str, n: 
 @pytest.mark.spec("CC-KEY-NORM")
 @pytest.mark.parametrize("size", [2.0**-990, 1e-200, 1e-162, 1e-160, 1e-150, 1e150, 1.3e154, 1e155, 1e200, 2.0**990])
 def test_norms_whose_squares_float64_does_not_hold(breath_stages: BreathStages, size: float) -> None:
-    """Beside a head of usual length, and with a channel that is as good as 0."""
+    """Check very short and very long keys next to a head of usual length, with a channel that is nearly 0."""
     k = np.array([[[1.0, 0.7, 0.0, 1e-30], [-0.6, 0.0, 0.0, 0.8]], [[1.0, 0.0, 2.0, 0.0], [0.0, 0.0, 0.0, 0.0]]])
     k[0] *= size
     found, radius = breath_stages.inverse_key_norms(k), tolerances.key_norm_error(2, 4)
@@ -118,7 +118,7 @@ def test_keys_that_are_not_finite_are_refused_anywhere(breath_stages: BreathStag
 
 @pytest.mark.spec("CC-KEY-NORM")
 def test_the_mean_is_of_inverses(breath_stages: BreathStages) -> None:
-    """Heads of norms (1, 9) are above heads of norms (3, 3)."""
+    """Check that norms (1, 9) of two heads have a larger mean inverse than norms (3, 3)."""
     k = np.array([[[1.0], [3.0]], [[9.0], [3.0]]])
     assert breath_stages.inverse_key_norms(k).round(3).tolist() == [0.556, 0.333]
 
@@ -139,7 +139,7 @@ FORMS: list[Callable[[Vector, float, float], Any]] = [
 @pytest.mark.parametrize("theta", [0.3, 0.1, 0.7])
 @pytest.mark.parametrize("size", [1.0, 2.0**-60, 1e-3, 1e9])
 def test_a_quotient_is_compared(breath_stages: BreathStages, theta: float, size: float) -> None:
-    """Norms about theta times the largest, where each other form is wrong of some."""
+    """Check norms near theta times the largest norm, for which each different formula has wrong results."""
     for form in FORMS:
         told = 0
         for top in size * (1 + Numbers(17).fractions(400)):
@@ -151,13 +151,13 @@ def test_a_quotient_is_compared(breath_stages: BreathStages, theta: float, size:
                 assert found.tolist() == [*(x / top > theta).tolist(), True]
             if told == 3:
                 break
-        assert told, "the inputs tell nothing"
+        assert told, "no input has a different result with this formula"
 
 
 @pytest.mark.spec("CC-ACTIVATION")
 @pytest.mark.parametrize("half", [128, 256, 2**15, 2**16])
 def test_active_members_are_counted_to_the_last(breath_stages: BreathStages, half: int) -> None:
-    """Half of a trunk's tokens are not more than half; one more are."""
+    """Check that a trunk is not active if half of its tokens are, and is active with one token more."""
     norms = np.where(np.arange(4 * half + 1) < half, 1.0, 0.1)
     norms[2 * half :][: half + 1] = 1.0
     live = table([2 * half, 2 * half, 1], norms)
@@ -167,7 +167,7 @@ def test_active_members_are_counted_to_the_last(breath_stages: BreathStages, hal
 @pytest.mark.spec("CC-KEY-NORM", "CC-ETA")
 @pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
 def test_a_key_of_negative_zeros_is_zero(breath_stages: BreathStages, kind: type) -> None:
-    """Of one head or of all: its inverse norm is infinite."""
+    """Check that the inverse norm is infinite if the key is negative zero in one head or in all heads."""
     k: Any = np.ones((2, 4, 3), dtype=kind)
     k[:, 1], k[1, 2] = -0.0, -0.0
     assert np.isinf(breath_stages.inverse_key_norms(k)).tolist() == [False, True, True, False]

@@ -1,6 +1,6 @@
-"""Every call: bad input is refused by name, and a result depends on nothing but spec/implementing.md, "Calls".
+"""Tests of the section "Calls" of spec/implementing.md: what a result depends on, and errors for bad input.
 
-S1 also with the forward's log-sum-exp, views of any layout, and real widths of heads.
+S1 is also tested with the log-sum-exp of the forward pass, views of any layout, and head dimensions of real models.
 """
 
 import math
@@ -50,7 +50,7 @@ def stage_of(backend: Backend, op: str) -> Stage:
 
 
 def parts(value: Any) -> list[Any]:
-    """All numbers of a result, arrays as bytes."""
+    """Return all numbers of a result, and arrays as shape, dtype and bytes."""
     if isinstance(value, np.ndarray):
         return [value.shape, value.dtype, value.tobytes()]
     members = value if isinstance(value, tuple) else vars(value).values() if is_dataclass(value) else None
@@ -59,14 +59,14 @@ def parts(value: Any) -> list[Any]:
 
 @pytest.mark.parametrize(("op", "change"), CHANGES)
 def test_what_changes_is_read(judged: Backend, op: str, change: str) -> None:
-    """A call, the same with one change, and the call again: other results, and the same result."""
+    """Check that a call with one change has a different result, and that the first call, repeated, has the same."""
     check_that_it_is_read(stage_of(judged, op), CALLS[op], change)
 
 
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize(("op", "calls", "change"), FAR_CHANGES)
 def test_large_arrays_are_read_whole(judged: Backend, op: str, calls: Calls, change: str) -> None:
-    """The same of arrays that agree in their first 60 KB, in their last, and in all but one number or row."""
+    """Check one change of a number or a row of large arrays, of which the first and last 60 KB do not change."""
     check_that_it_is_read(stage_of(judged, op), calls, change)
 
 
@@ -74,12 +74,12 @@ def check_that_it_is_read(stage: Stage, calls: Calls, change: str) -> None:
     same = tuple(calls.arguments.values())
     before, other, after = stage(*same), stage(*calls.changed(change)), stage(*same)
     assert parts(before) == parts(after), "the result depends on an earlier call"
-    assert parts(before) != parts(other), "what changed was not read"
+    assert parts(before) != parts(other), "the changed argument was not read"
 
 
 @pytest.mark.parametrize(("op", "change"), CHANGES)
 def test_arrays_filled_anew_are_read_anew(judged: Backend, subject: Backend, op: str, change: str) -> None:
-    """The caller fills the arrays of its last call with other content: as if they were others."""
+    """Check that arrays of an earlier call that the caller filled with new content have the result of the content."""
     stage, calls = stage_of(subject, op), CALLS[op]
     given, wanted = deepcopy(tuple(calls.arguments.values())), calls.changed(change)
     stage(*given)
@@ -93,7 +93,10 @@ def test_arrays_filled_anew_are_read_anew(judged: Backend, subject: Backend, op:
 
 @pytest.mark.parametrize("op", STAGES)
 def test_threads_have_results_of_their_own(judged: Backend, subject: Backend, together: bool, op: str) -> None:
-    """Calls of the same sizes and other contents: in turns at every line, every third, and as threads run."""
+    """Check two threads that call a stage with inputs of the same sizes and different content.
+
+    The threads take turns at every line, at every third line, and as the interpreter switches them.
+    """
     stage, calls = stage_of(subject, op), (tuple(CALLS[op].arguments.values()), CALLS[op].all_changed)
     wanted = [parts(stage(*call)) for call in calls]
     if not together:
@@ -170,7 +173,7 @@ BAD: list[tuple[str, str, dict[str, Any]]] = [
 @pytest.mark.spec("CC-PREFILL")
 @pytest.mark.parametrize(("argument", "change"), [bad[::2] for bad in BAD], ids=[bad[1] for bad in BAD])
 def test_bad_input_is_refused_by_name(backend: Backend, argument: str, change: dict[str, Any]) -> None:
-    """A SpecError MUST name the argument, what came and the bound; inputs stay as they were."""
+    """A SpecError MUST name the argument, its value and the bound. The inputs MUST NOT change."""
     arguments = {**good(), "backend": backend, **change}
     before = pickle.dumps({name: value for name, value in arguments.items() if name != "backend"})
     with unchecked(), refused(argument, arguments.get(argument)):
@@ -185,7 +188,7 @@ def test_bad_input_is_refused_by_name(backend: Backend, argument: str, change: d
      ("q", {"q": ones(3, N, 4)}), ("k", {"k": ones(2, N, 5)}), ("q", {"q": ones(4, N + 1, 4)})],
 )
 def test_the_first_stage_refuses_bad_tensors_itself(backend: Backend, argument: str, change: dict[str, Any]) -> None:
-    """A stage is an entry point: a policy calls it without `prefill`."""
+    """The first stage MUST check its tensors, because a policy calls it without `prefill`."""
     arguments = {**good(), **change}
     with unchecked(), refused(argument, arguments[argument]):
         backend.require_crystal().coattention(arguments["q"], arguments["k"], np.arange(N), TINY, 0.5, None)
@@ -193,7 +196,7 @@ def test_the_first_stage_refuses_bad_tensors_itself(backend: Backend, argument: 
 
 @pytest.mark.spec("CC-PREFILL")
 def test_good_input_is_accepted(backend: Backend) -> None:
-    """The base of the cases above is no bad input itself."""
+    """Check that the unchanged arguments, from which the cases above are made, are accepted."""
     assert len(prefill(**good(), backend=backend).kept) >= 5
 
 
@@ -201,7 +204,7 @@ Array = np.ndarray[Any, Any]
 
 
 def lse_of(inputs: AttentionInputs) -> Matrix:
-    """The right lse of these inputs, (H, n)."""
+    """Return the correct lse of these inputs, (H, n)."""
     at = inputs.positions.tolist()
     return np.array(s1.log_sum_exp(
         inputs.q.tolist(), inputs.k.tolist(), at[-inputs.q.shape[1] :], at, inputs.scaling, inputs.softcap
@@ -213,7 +216,7 @@ def lse_of(inputs: AttentionInputs) -> Matrix:
 def test_with_the_right_lse_s1_lies_in_the_certified_box(
     stages: CrystalStages, precision: str, inputs: AttentionInputs, k_cross: int | None,
 ) -> None:
-    """A given lse, in the backend's own precision, MUST change nothing beyond rounding."""
+    """A given lse in the precision of the backend MUST change the result only by rounding."""
     p = inputs.parameters
     inputs = replace(inputs, parameters=p if k_cross is None else replace(p, k_cross=k_cross))
     lse = lse_of(inputs).astype(precision)
@@ -236,7 +239,7 @@ def plain(H: int, n: int) -> AttentionInputs:
     ],
 )
 def test_a_bad_lse_is_refused_by_name(stages: CrystalStages, lse: object) -> None:
-    """Of another shape, no array, not floating, not finite."""
+    """Check values of a wrong shape or type, and values that are not finite."""
     with refused("lse", lse):
         plain(2, 4).run(stages, lse)
 
@@ -247,7 +250,7 @@ def test_a_bad_lse_is_refused_by_name(stages: CrystalStages, lse: object) -> Non
     np.array([-np.inf, 0.0]),
 ])
 def test_bad_sinks_are_refused_by_name(stages: CrystalStages, sinks: object) -> None:
-    """Of another shape, no array, not floating, not finite."""
+    """Check values of a wrong shape or type, and values that are not finite."""
     with refused("sinks", sinks):
         replace(plain(2, 4), sinks=sinks).run(stages)
 
@@ -257,7 +260,7 @@ def test_bad_sinks_are_refused_by_name(stages: CrystalStages, sinks: object) -> 
 def test_a_left_padded_row_is_the_view_behind_its_padding(
     stages: CrystalStages, precision: str, inputs: AttentionInputs, pad: int,
 ) -> None:
-    """S1 reads q[:, pad:] and k[:, pad:] and nothing before: padding of NaN MUST NOT show."""
+    """S1 MUST read only q[:, pad:] and k[:, pad:], so padding of NaN MUST NOT change the result."""
     q: Array = np.pad(inputs.q, ((0, 0), (pad, 0), (0, 0)), constant_values=np.nan)[:, pad:]
     k: Array = np.pad(inputs.k, ((0, 0), (pad, 0), (0, 0)), constant_values=np.nan)[:, pad:]
     lse = np.pad(lse_of(inputs).astype(precision), ((0, 0), (pad, 0)), constant_values=np.nan)[:, pad:]
@@ -267,7 +270,10 @@ def test_a_left_padded_row_is_the_view_behind_its_padding(
 
 
 def orders(x: Array) -> list[Array]:
-    """The same (heads, tokens, d): of (tokens, heads, d), of every other row, channel, and of both in reverse."""
+    """Return views (heads, tokens, d) of equal content in four memory layouts.
+
+    The layouts are (tokens, heads, d), every second row, every second channel, and both axes in reverse order.
+    """
     return [
         np.ascontiguousarray(x.transpose(1, 0, 2)).transpose(1, 0, 2),
         np.repeat(x, 2, axis=1)[:, ::2], np.repeat(x, 2, axis=2)[:, :, ::2],
@@ -280,7 +286,7 @@ def orders(x: Array) -> list[Array]:
 def test_any_order_in_memory_is_read(
     stages: CrystalStages, precision: str, inputs: AttentionInputs, order: int,
 ) -> None:
-    """Views of other layouts lie in the same certified box."""
+    """Check that views of any layout have a result inside the same certified box."""
     views = replace(inputs, q=orders(inputs.q)[order], k=orders(inputs.k)[order])
     assert not views.k.flags.c_contiguous or min(inputs.k.shape) == 1
     assert not list(stage_checks.coattention(views.run(stages), inputs, precision))
@@ -293,7 +299,7 @@ def test_any_order_in_memory_is_read(
 def test_every_width_and_type(
     stages: CrystalStages, precision: str, d: int, dtype: type, group: int, softcap: float | None,
 ) -> None:
-    """Real widths of heads, in the types that models have; bfloat16 has no NumPy type."""
+    """Check head dimensions and types of real models. NumPy has no bfloat16."""
     rng = np.random.default_rng(d + group)
     q: Array = rng.standard_normal((group, 24, d)).astype(dtype)
     k: Array = rng.standard_normal((1, 24, d)).astype(dtype)
@@ -304,7 +310,7 @@ def test_every_width_and_type(
 @pytest.mark.spec("CC-COATTENTION", "CC-ATTENTION")
 @pytest.mark.parametrize(("of_q", "of_k"), TYPE_PAIRS)
 def test_every_type_and_size_of_numbers(stages: CrystalStages, precision: str, of_q: str, of_k: str) -> None:
-    """All that are finite, also those of whose sum the type is not; q and k may be of two types."""
+    """Check finite numbers of any size, also if the type cannot hold their sum. q and k may have different types."""
     (q, large), (k, small) = of_type(of_q, 1, (2, 12, 4)), of_type(of_k, 2, (1, 12, 4))
     inputs = AttentionInputs(q, k, np.arange(12), replace(TINY, C=5), 0.5 / (large * small), None)
     wide = replace(inputs, q=q.astype(np.float64), k=k.astype(np.float64))
@@ -316,7 +322,10 @@ def test_every_type_and_size_of_numbers(stages: CrystalStages, precision: str, o
 @pytest.mark.parametrize("n", [3, 65, 257, 1_025])
 @pytest.mark.parametrize("name", ["q", "k", "lse"])
 def test_what_is_not_finite_is_refused_anywhere(stages: CrystalStages, name: str, n: int, value: float) -> None:
-    """The first, a middle and the last number, of few queries and many keys; whatever becomes of the result."""
+    """Check a NaN or an infinity at the first, a middle and the last place, with few queries and many keys.
+
+    S1 MUST refuse the value even if it would not change the result.
+    """
     p = replace(TINY, k_heads=0, k_intra=0, k_cross=0)
     m = n if name == "lse" and n < 257 else 3
     for place in (0, 1, -1):

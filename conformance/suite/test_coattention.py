@@ -1,4 +1,4 @@
-"""S1: attention, salience and co-attention edges."""
+"""Tests of S1: attention, salience and co-attention edges."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ def brute_force(inputs: AttentionInputs) -> s1.Segment:
 
 
 def one_head(rows: list[list[int]], p: CrystalCacheParameters) -> AttentionInputs:
-    """Query i of a single head attends the keys rows[i], all alike."""
+    """Return the inputs of a single head whose query i attends equally to the keys rows[i]."""
     n = len(rows)
     q = np.zeros((1, n, n), dtype=np.float32)
     for i, keys in enumerate(rows):
@@ -36,7 +36,7 @@ def one_head(rows: list[list[int]], p: CrystalCacheParameters) -> AttentionInput
 @pytest.mark.spec("CC-COATTENTION", "CC-ATTENTION", "CC-SALIENCE", "CC-ROW-NORM", "CC-INTRA", "CC-CROSS")
 @given(inputs=attention_inputs())
 def test_a_prompt_lies_in_the_certified_box(stages: CrystalStages, precision: str, inputs: AttentionInputs) -> None:
-    """S1 MUST give the salience and the neighbours of Eq. 11 to 14."""
+    """S1 MUST compute the salience and the neighbours of Eq. 11 to 14."""
     assert not list(stage_checks.coattention(inputs.run(stages), inputs, precision))
 
 
@@ -56,7 +56,7 @@ def chosen(index: IntMatrix) -> list[list[int]]:
 @pytest.mark.spec("CC-SALIENCE", "CC-CROSS")
 @given(inputs=hot_sets())
 def test_hot_sets_are_exact(stages: CrystalStages, inputs: AttentionInputs) -> None:
-    """Where attention is dyadic, salience, chosen sources (ties too) and their weights MUST be equal to the bit."""
+    """If attention is dyadic, salience, sources (ties included) and weights MUST be equal bit for bit."""
     found, want = inputs.run(stages), brute_force(inputs)
     assert found.salience.tolist() == want.salience
     assert chosen(found.cross) == [[j for j, _ in row] for row in want.cross]
@@ -65,7 +65,7 @@ def test_hot_sets_are_exact(stages: CrystalStages, inputs: AttentionInputs) -> N
 
 @pytest.mark.spec("CC-ATTENTION", "CC-SALIENCE", "CC-CROSS")
 def test_a_later_key_says_nothing(stages: CrystalStages) -> None:
-    """Queries that look for the last key above all, which is not there yet: the same bits as if they did not."""
+    """Check that a query whose largest logit belongs to a later key has the same result as without this logit."""
     inputs = one_head([[0], [0, 1], [1, 2], [0, 3]], TINY)
     blind = inputs.run(stages)
     inputs.q[0, :3, 3] = 8 * HOT
@@ -78,7 +78,10 @@ def test_a_later_key_says_nothing(stages: CrystalStages) -> None:
 @pytest.mark.spec("CC-INTRA")
 @given(inputs=hot_sets(widths=(1,), heads=(1,)))
 def test_one_hot_rows_have_exact_neighbours(stages: CrystalStages, inputs: AttentionInputs) -> None:
-    """Where each query attends one key, cosines are 0 or 1 and all neighbours tie: the lower index MUST come first."""
+    """The lower index MUST come first if all neighbours tie.
+
+    Each query attends to one key, so all cosines are 0 or 1.
+    """
     assert chosen(inputs.run(stages).intra) == [[j for j, _ in row] for row in brute_force(inputs).intra]
 
 
@@ -87,7 +90,7 @@ def test_one_hot_rows_have_exact_neighbours(stages: CrystalStages, inputs: Atten
 def test_uniform_attention_lies_in_the_certified_box(
     stages: CrystalStages, precision: str, n: int, p: CrystalCacheParameters,
 ) -> None:
-    """Where every query attends its past evenly, many cosines tie in the reals."""
+    """Check queries that attend evenly to all earlier keys, so that many cosines tie in exact arithmetic."""
     inputs = AttentionInputs(np.zeros((2, n, 4)), np.ones((1, n, 4)), np.arange(n), p, 0.5, None)
     assert not list(stage_checks.coattention(inputs.run(stages), inputs, precision))
 
@@ -97,7 +100,10 @@ def test_uniform_attention_lies_in_the_certified_box(
 def test_one_token_lies_in_the_certified_box(
     stages: CrystalStages, precision: str, inputs: AttentionInputs, alone: bool,
 ) -> None:
-    """No entry point asks for it, but the stage MUST take n = 1: no neighbour in its chunk, sources as ever."""
+    """The stage MUST accept n = 1, although no entry point uses it.
+
+    The token has no neighbour in its chunk. Its sources are selected as in longer segments.
+    """
     first = -1 if alone else 0
     one = replace(inputs, q=inputs.q[:, -1:], k=inputs.k[:, first:], positions=inputs.positions[first:])
     found = one.run(stages)
@@ -108,7 +114,10 @@ def test_one_token_lies_in_the_certified_box(
 @pytest.mark.spec("CC-EDGES")
 @given(inputs=attention_inputs())
 def test_edges_are_a_set_of_directed_triples(stages: CrystalStages, inputs: AttentionInputs) -> None:
-    """No self edge, no ordered pair twice, at most k_intra n + k_cross max(0, n - C) edges, cross ones forward."""
+    """Check that no edge is a self edge or occurs twice, that cross edges go forward, and the number of edges.
+
+    There are at most k_intra n + k_cross max(0, n - C) edges.
+    """
     p, n = inputs.parameters, len(inputs.positions)
     E = inputs.run(stages).edges()
     pairs = list(zip(E.first.tolist(), E.second.tolist(), strict=True))
@@ -131,7 +140,7 @@ def test_edges_are_ordered_by_owner_and_rank(stages: CrystalStages, inputs: Atte
 @pytest.mark.spec("CC-SALIENCE")
 @given(inputs=attention_inputs())
 def test_salience_is_clipped(stages: CrystalStages, inputs: AttentionInputs) -> None:
-    """M_min <= S_i <= M_max."""
+    """Check M_min <= S_i <= M_max."""
     S, p = inputs.run(stages).salience, inputs.parameters
     assert S.min() >= p.M_min
     assert S.max() <= p.M_max
@@ -142,7 +151,7 @@ def test_salience_is_clipped(stages: CrystalStages, inputs: AttentionInputs) -> 
 def test_salience_does_not_fall_when_a_head_is_added(
     stages: CrystalStages, inputs: AttentionInputs, data: st.DataObject,
 ) -> None:
-    """A further head can only raise a token's best k_heads."""
+    """An additional head can only raise the sum of a token's k_heads largest values."""
     extra = data.draw(st.sampled_from(range(len(inputs.q))), label="head to mirror")
     more = replace(inputs, q=np.concatenate([inputs.q, inputs.q[extra : extra + 1]]))
     assert (more.run(stages).salience >= inputs.run(stages).salience).all()
@@ -151,7 +160,7 @@ def test_salience_does_not_fall_when_a_head_is_added(
 @pytest.mark.spec("CC-CROSS")
 @given(inputs=attention_inputs())
 def test_k_cross_0_drops_the_cross_edges_and_nothing_else(stages: CrystalStages, inputs: AttentionInputs) -> None:
-    """k_cross = 0 MUST equal dropping E_cross."""
+    """k_cross = 0 MUST have the same result as removing E_cross."""
     a = inputs.run(stages)
     b = replace(inputs, parameters=replace(inputs.parameters, k_cross=0)).run(stages)
     assert b.cross.shape == (len(a.salience), 0)
@@ -162,7 +171,10 @@ def test_k_cross_0_drops_the_cross_edges_and_nothing_else(stages: CrystalStages,
 
 @pytest.mark.spec("CC-INTRA")
 def test_a_threshold_is_strict_and_ties_go_to_the_lower_index(stages: CrystalStages) -> None:
-    """Of three equal cosines k = 1 takes the lowest other index; 1 > 1 is false."""
+    """Check that k_intra = 1 selects the lowest different index of equal cosines, and that tau_intra = 1 selects none.
+
+    A cosine of 1 is not larger than a threshold of 1.
+    """
     same = one_head([[0], [0], [0], [0]], replace(TINY, k_intra=1))
     assert same.run(stages).intra.tolist() == [[1], [0], [0], [0]]
     assert (replace(same, parameters=replace(TINY, tau_intra=1.0)).run(stages).intra == -1).all()
@@ -170,7 +182,7 @@ def test_a_threshold_is_strict_and_ties_go_to_the_lower_index(stages: CrystalSta
 
 @pytest.mark.spec("CC-CROSS")
 def test_a_cross_weight_equal_to_the_threshold_is_no_edge(stages: CrystalStages) -> None:
-    """Eq. 14 is strict; equal sources tie towards the earlier one; the edge is (earlier, later)."""
+    """Check that Eq. 14 is strict and that the earlier of equal sources is selected. Edges are (earlier, later)."""
     rows = [[0], [1], [0, 1], [0, 1]]
     p = replace(TINY, C=2, k_cross=1, tau_cross=0.5)
     assert (one_head(rows, p).run(stages).cross == -1).all()
@@ -182,7 +194,7 @@ def test_a_cross_weight_equal_to_the_threshold_is_no_edge(stages: CrystalStages)
 
 @pytest.mark.spec("CC-ROW-NORM")
 def test_rows_are_restricted_before_they_are_normalised(stages: CrystalStages) -> None:
-    """Two rows that send most of their mass to an earlier chunk are still alike inside their own."""
+    """Check that two rows with most of their mass in an earlier chunk are still similar inside their chunk."""
     p = replace(TINY, C=2, tau_intra=0.9)
     rows = [[0], [1], [0, 1, 2], [0, 1, 2]]
     assert one_head(rows, p).run(stages).intra[2:, 0].tolist() == [3, 2]
@@ -190,7 +202,10 @@ def test_rows_are_restricted_before_they_are_normalised(stages: CrystalStages) -
 
 @pytest.mark.spec("CC-ROW-NORM")
 def test_epsilon_stands_outside_the_norm(stages: CrystalStages) -> None:
-    """Rows with 5e-5 of their mass in their chunk have a cosine of 0.7; under the root epsilon would leave 0.2."""
+    """Check that epsilon is added to the norm, not under the root.
+
+    Rows with 5e-5 of their mass in their chunk have a cosine of 0.7. With epsilon under the root, it would be 0.2.
+    """
     q, k = np.ones((1, 4, 1), dtype=np.float32), np.array([[[9.25], [9.25], [0.0], [0.0]]], dtype=np.float32)
     found = AttentionInputs(q, k, np.arange(4), replace(TINY, C=2, tau_intra=0.6), 1.0, None).run(stages)
     assert found.intra[2:, 0].tolist() == [3, 2]
@@ -198,7 +213,7 @@ def test_epsilon_stands_outside_the_norm(stages: CrystalStages) -> None:
 
 @pytest.mark.spec("CC-ROW-NORM")
 def test_a_row_without_mass_in_its_chunk_has_no_neighbour(stages: CrystalStages) -> None:
-    """Epsilon keeps a zero row at zero; nothing becomes NaN."""
+    """Check that epsilon keeps a zero row at zero, so that no number becomes NaN."""
     p = replace(TINY, C=2, tau_intra=0.0, M_min=0.0)
     found = one_head([[0], [1], [0], [0]], p).run(stages)
     assert (found.intra[2:] == -1).all()
@@ -223,7 +238,7 @@ def test_query_heads_share_keys_by_consecutive_groups(stages: CrystalStages) -> 
 
 @pytest.mark.spec("CC-ATTENTION")
 def test_the_soft_cap_is_of_the_scaled_logit(stages: CrystalStages) -> None:
-    """Logits far beyond the cap on either side: the second key gets 1 / (1 + e^2cap) = 1/4 of its own query."""
+    """Check logits far above the cap and far below its negative: the second key gets 1 / (1 + e^2cap) = 1/4."""
     q, k = np.full((1, 2, 1), 1_000.0, dtype=np.float32), np.array([[[1.0], [-1.0]]], dtype=np.float32)
     found = AttentionInputs(q, k, np.arange(2), TINY, 0.5, float(np.log(3.0)) / 2).run(stages)
     assert np.abs(found.salience - [1.75, 0.25]).max() < 1e-5
@@ -231,14 +246,14 @@ def test_the_soft_cap_is_of_the_scaled_logit(stages: CrystalStages) -> None:
 
 @pytest.mark.spec("CC-SALIENCE")
 def test_the_sum_of_heads_is_clipped_once(stages: CrystalStages) -> None:
-    """Three heads that give nothing have M_min together, and three that give 2 have M_max."""
+    """Check that three heads that add 0 have M_min together, and that three heads that add 2 have M_max."""
     one = one_head([[0], [0]], replace(TINY, M_min=0.5, M_max=4.0))
     assert replace(one, q=np.repeat(one.q, 3, axis=0)).run(stages).salience.tolist() == [4.0, 0.5]
 
 
 @pytest.mark.spec("CC-ATTENTION", "CC-SALIENCE")
 def test_logits_beyond_ten_thousand(stages: CrystalStages) -> None:
-    """12 000 and 11 000.4: the second key gets nothing of the first one's query, to the bit."""
+    """Check logits of 12 000 and 11 000.4: the second key gets exactly 0."""
     p = replace(TINY, M_min=0.0)
     q, k = np.full((1, 2, 1), 12_000.0, dtype=np.float32), np.array([[[1.0], [0.9167]]], dtype=np.float32)
     assert AttentionInputs(q, k, np.arange(2), p, 1.0, None).run(stages).salience.tolist() == [2.0, 0.0]
@@ -246,7 +261,10 @@ def test_logits_beyond_ten_thousand(stages: CrystalStages) -> None:
 
 @pytest.mark.spec("CC-ATTENTION", "CC-SALIENCE")
 def test_each_row_and_head_has_its_own_largest_logit(stages: CrystalStages) -> None:
-    """Logits of 0, 3 000 and 6 000: exp of a logit less the largest of all rows or heads is 0."""
+    """Check logits of 0, 3 000 and 6 000 in different rows and heads.
+
+    A backend that subtracts the largest logit of all rows or heads computes exp(-3 000) = 0.
+    """
     q = np.array([[[0.0], [6_000.0]], [[3_000.0], [0.0]]], np.float32)
     p = replace(TINY, M_min=0.0, k_heads=2)
     inputs = AttentionInputs(q, np.ones((1, 2, 1), np.float32), np.arange(2), p, 1.0, None)
@@ -255,7 +273,7 @@ def test_each_row_and_head_has_its_own_largest_logit(stages: CrystalStages) -> N
 
 @pytest.mark.spec("CC-COATTENTION")
 def test_the_largest_chunk_is_one_chunk(stages: CrystalStages) -> None:
-    """C = 2^31 - 1, which an offset of 32 bits plus C does not hold: as C = n."""
+    """Check that C = 2^31 - 1 has the result of C = n, although an offset plus C exceeds 32 bits."""
     rows = [[0], [0, 1], [1, 2], [0, 3], [2], [0, 5]]
     whole, large = (one_head(rows, replace(TINY, C=C)).run(stages) for C in (len(rows), 2**31 - 1))
     assert whole.salience.tolist() == large.salience.tolist()
@@ -266,7 +284,10 @@ def test_the_largest_chunk_is_one_chunk(stages: CrystalStages) -> None:
 @pytest.mark.spec("CC-INTRA", "CC-CROSS")
 @pytest.mark.parametrize("k", [17, 33, 64, 65, 130])
 def test_lists_are_as_long_as_they_may_be(stages: CrystalStages, k: int) -> None:
-    """All cosines of a chunk tie, and all shares of earlier keys: the k lowest, or above 64 a refusal of k, by name."""
+    """Check that the k lowest indices are selected if all cosines of a chunk and all shares of earlier keys tie.
+
+    For k above 64, a backend may instead raise a SpecError that names k_intra or k_cross.
+    """
     C = k + 3
     p = replace(TINY, C=C, k_intra=k, k_cross=k, tau_intra=0.0, tau_cross=0.0)
     try:
@@ -283,7 +304,7 @@ def test_lists_are_as_long_as_they_may_be(stages: CrystalStages, k: int) -> None
 @pytest.mark.spec("CC-COATTENTION", "CC-CROSS")
 @pytest.mark.parametrize("live", [70, 1_100, 5_000])
 def test_the_oldest_live_keys_are_sources(stages: CrystalStages, live: int) -> None:
-    """Behind so many live keys each query sends half of its weight to the fourth of them."""
+    """Check queries after many live keys that send half of their weight to the fourth key."""
     q, k = np.ones((1, 8, 1), dtype=np.float32), np.zeros((1, live + 8, 1), dtype=np.float32)
     k[0, 3] = np.log(live)
     found = AttentionInputs(q, k, np.arange(live + 8), replace(TINY, k_cross=1, tau_cross=0.25), 1.0, None).run(stages)
@@ -294,7 +315,10 @@ def test_the_oldest_live_keys_are_sources(stages: CrystalStages, live: int) -> N
 @pytest.mark.spec("CC-SALIENCE")
 @pytest.mark.parametrize(("k_heads", "S"), [(5, [10.0, 5.0]), (11, [19.0, 8.0]), (15, [23.0, 8.0])])
 def test_many_heads_are_summed(stages: CrystalStages, k_heads: int, S: list[float]) -> None:
-    """Of 16 heads half send the second query to the first key: column sums of 2 and 0, or of 1 and 1."""
+    """Check the salience of 16 heads, of which half attend from the second query to the first key.
+
+    The column sums of a head are therefore 2 and 0, or 1 and 1.
+    """
     q = np.zeros((16, 2, 2), dtype=np.float32)
     q[:, 0, 0], q[::2, 1, 0], q[1::2, 1, 1] = HOT, HOT, HOT
     p = replace(TINY, k_heads=k_heads, M_max=128.0, M_min=0.0)
@@ -304,7 +328,7 @@ def test_many_heads_are_summed(stages: CrystalStages, k_heads: int, S: list[floa
 
 @pytest.mark.spec("CC-CROSS")
 def test_shares_closer_than_float32_tie(stages: CrystalStages) -> None:
-    """Two sources whose shares differ by 4e-10: the lower index, wherever the greater one is."""
+    """Check that two sources whose shares differ by 4e-10 tie, so that the lower index is selected."""
     for k in ([0.0, 1e-9, -9_000.0], [1e-9, 0.0, -9_000.0]):
         keys = np.array(k)[None, :, None]
         inputs = AttentionInputs(

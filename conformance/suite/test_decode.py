@@ -1,4 +1,4 @@
-"""Decode: the state, the tail, decay, breaths, each transition from the state before it; whole lives; the essay."""
+"""Tests of decode: each transition of the state, whole sequences, and the parameters of the essay."""
 
 from dataclasses import replace
 from functools import partial
@@ -39,7 +39,7 @@ Situation = tuple[DecodeState, CrystalCacheParameters]
 @pytest.mark.spec("CC-DECAY")
 @given(data=st.data(), p=decode_parameters())
 def test_decay_is_equation_36(breath_stages: BreathStages, data: st.DataObject, p: CrystalCacheParameters) -> None:
-    """(1 - beta_0) D <= D' <= D, and 0 exactly where D is 0 (or beta_0 takes all)."""
+    """Check Eq. 36 and its bounds: (1 - beta_0) D <= D' <= D. If beta_0 < 1, D' is 0 exactly where D is 0."""
     m = data.draw(st.integers(0, 8), label="m")
     D, M_bar = data.draw(sixteenths(m), label="D"), data.draw(sixteenths(m, 0, 320), label="Mbar")
     found = breath_stages.decay(D, M_bar, p)
@@ -53,7 +53,7 @@ def test_decay_is_equation_36(breath_stages: BreathStages, data: st.DataObject, 
 
 @pytest.mark.spec("CC-DECAY")
 def test_impact_and_D_slow_the_decay(breath_stages: BreathStages) -> None:
-    """At beta_0 = 0.05 a trunk without impact loses a twentieth; D' rises with Mbar and with D."""
+    """Check that a trunk without impact loses a twentieth at beta_0 = 0.05, and that D' rises with Mbar and D."""
     found = breath_stages.decay(np.array([0.5, 0.5, 0.5]), np.array([0.0, 4.0, 20.0]), PAPER)
     assert found[0] == 0.475
     assert (np.diff(found) > 0).all()
@@ -64,7 +64,7 @@ def test_impact_and_D_slow_the_decay(breath_stages: BreathStages) -> None:
 @pytest.mark.spec("CC-DECAY")
 @pytest.mark.parametrize(("D", "M_bar", "steps"), [(0.9, 8.0, 214), (0.3, 1.0, 16)])
 def test_half_lives(breath_stages: BreathStages, D: float, M_bar: float, steps: int) -> None:
-    """The essay's two trunks (errata G1 and G2): how many steps until D has halved."""
+    """Check after how many steps D has halved, for the two trunks of the essay (errata G1 and G2)."""
     now, taken = np.array([D]), 0
     while now[0] > D / 2:
         now, taken = breath_stages.decay(now, np.array([M_bar]), PAPER), taken + 1
@@ -74,7 +74,10 @@ def test_half_lives(breath_stages: BreathStages, D: float, M_bar: float, steps: 
 @pytest.mark.spec("CC-TAIL-TRUNKS")
 @given(situation=situations())
 def test_the_tail_becomes_trunks(decoder: Backend, situation: Situation) -> None:
-    """Behind the table, without edges, every token in one trunk of at most T_max; older tokens keep everything."""
+    """Check that the tail becomes new trunks at the end of the table, without edges.
+
+    Every token is in one trunk of at most T_max tokens. The values of older tokens do not change.
+    """
     before, p = situation
     after = tail.join_tail(before, ENDS, p, decoder)
     want = decode_checks.model(before)
@@ -92,7 +95,10 @@ def test_the_tail_becomes_trunks(decoder: Backend, situation: Situation) -> None
 
 @pytest.mark.spec("CC-TAIL-TRUNKS")
 def test_rarity_counts_the_whole_tail_and_the_evicted(decoder: Backend) -> None:
-    """Id 5 was seen once, is evicted, and comes twice: 1 / (1 + ln 4) each time, on half of M_max."""
+    """Check the rarity of id 5, which was seen once and evicted, and occurs twice in the tail.
+
+    Both tokens have the rarity 1 / (1 + ln 4), times half of M_max.
+    """
     state = replace(
         live.empty_state(Budget(count=8)), seen=3, ids=np.array([5]), counts=np.array([1]), tail_ids=(5, 5),
         tail_inverse_norms=(1.0, 1.0),
@@ -104,7 +110,10 @@ def test_rarity_counts_the_whole_tail_and_the_evicted(decoder: Backend) -> None:
 @pytest.mark.spec("CC-CHUNK-TRUNKS")
 @given(situation=situations(), data=st.data())
 def test_a_spliced_chunk_becomes_trunks(decoder: Backend, situation: Situation, data: st.DataObject) -> None:
-    """A text of its own behind the cut tail; tokens that are not stored are counted, and gone."""
+    """Check that a chunk becomes trunks of a separate text, after the tail was cut into trunks.
+
+    Tokens that are not stored are only counted.
+    """
     before, p = situation
     ids = np.array(data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=9), label="ids"))
     kept = np.flatnonzero(data.draw(flags(len(ids)), label="kept"))
@@ -125,7 +134,7 @@ def test_a_spliced_chunk_becomes_trunks(decoder: Backend, situation: Situation, 
 def test_an_eviction_of_live_trunks_is_algorithm_1(
     decoder: Backend, situation: Situation, data: st.DataObject,
 ) -> None:
-    """Kept tokens, D and sizes under I.19, with Eq. 30 of all tokens seen."""
+    """Check the kept tokens, D and the sizes under I.19. The budget of Eq. 30 counts all tokens seen."""
     state, p = situation
     safe = data.draw(flags(len(state.D)), label="protected")
     after = breath.evict(state, safe, p, decoder)
@@ -136,7 +145,7 @@ def test_an_eviction_of_live_trunks_is_algorithm_1(
 @pytest.mark.spec("CC-REEVICT")
 @given(situation=situations())
 def test_a_second_eviction_changes_nothing(decoder: Backend, situation: Situation) -> None:
-    """The same tokens seen, none protected: the budget is met already."""
+    """Check that the state does not change, because no token was read and the budget is already met."""
     state, p = situation
     nobody = np.zeros(len(state.D), dtype=np.bool_)
     once = breath.evict(state, nobody, p, decoder)
@@ -148,7 +157,10 @@ def test_a_second_eviction_changes_nothing(decoder: Backend, situation: Situatio
 @sparingly
 @given(situation=situations())
 def test_a_breath_is_its_substeps_in_order(decoder: Backend, situation: Situation) -> None:
-    """Activation, resonance, Hebbian update, new trunks, eviction; afterwards every live token has a trunk."""
+    """Check the order: activation, resonance, Hebbian update, new trunks, eviction.
+
+    After the breath, every live token is in a trunk.
+    """
     state, p = situation
     after = breath.breath(state, ENDS, p, decoder)
     assert not list(decode_checks.breath(state, after, ENDS, p, decoder))
@@ -160,7 +172,7 @@ def test_a_breath_is_its_substeps_in_order(decoder: Backend, situation: Situatio
 
 @pytest.mark.spec("CC-BREATH", "CC-STEP")
 def test_two_hundred_breaths_in_which_everything_happens(decoder: Backend) -> None:
-    """Edges, active trunks, a tail and a budget that binds; every breath follows a decay."""
+    """Check breaths of states with edges, active trunks, a tail and a binding budget. A decay precedes each breath."""
     rng = np.random.default_rng(2026)
     p = replace(TINY, N_sink=1, W_recent=1, T_breath=1)
     for trial in range(200):
@@ -178,7 +190,7 @@ def test_two_hundred_breaths_in_which_everything_happens(decoder: Backend) -> No
 def test_a_step_appends_decays_and_breathes_in_time(
     decoder: Backend, situation: Situation, token: int, norm: float,
 ) -> None:
-    """Between breaths only D changes; a breath starts from the decayed state."""
+    """Check that only D and the tail change between breaths, and that a breath starts from the decayed state."""
     state, p = situation
     after = breath.decode_step(state, token, norm, ENDS, p, decoder)
     assert after.step == state.step + 1
@@ -199,7 +211,10 @@ def test_a_step_appends_decays_and_breathes_in_time(
 def test_before_the_first_breath_nothing_is_evicted(
     decoder: Backend, situation: Situation, data: st.DataObject,
 ) -> None:
-    """T_breath above the number of steps is prefill only: stored tokens grow, W and the table stay."""
+    """Check that a T_breath above the number of steps means no eviction while decoding.
+
+    The stored tokens grow. W and the table do not change.
+    """
     first, p = situation
     state, p = replace(first, step=0), replace(p, T_breath=100)
     for token in data.draw(st.lists(st.integers(0, 8), max_size=9), label="tokens"):
@@ -211,7 +226,10 @@ def test_before_the_first_breath_nothing_is_evicted(
 
 @pytest.mark.spec("CC-STEP")
 def test_decay_comes_before_the_breath(decoder: Backend) -> None:
-    """D = 0.5, Mbar = 0, its own pulse: 0.55375, where the other order gives 0.54625."""
+    """Check a trunk with D = 0.5 and Mbar = 0 that its own pulse raises to 0.55375.
+
+    With the breath before the decay, the result would be 0.54625.
+    """
     state = one_trunk(D=0.5, M_bar=0.0)
     p = replace(PAPER, T_breath=1, N_sink=0, W_recent=0)
     after = breath.decode_step(state, 3, 1.0, ENDS, p, decoder)
@@ -219,7 +237,7 @@ def test_decay_comes_before_the_breath(decoder: Backend) -> None:
 
 
 def one_trunk(D: float, M_bar: float) -> DecodeState:
-    """Four live tokens of four, one trunk, a large budget."""
+    """Return a state with one trunk of four tokens, of which none was evicted, and a large budget."""
     table = LiveTrunks(np.arange(4), np.array([0, 4]), np.ones(4), np.ones(4), np.array([M_bar]))
     none = np.empty(0, dtype=np.int64)
     return DecodeState(
@@ -230,15 +248,15 @@ def one_trunk(D: float, M_bar: float) -> DecodeState:
 
 @pytest.mark.spec("CC-STEP", "CC-BREATH", "CC-SEGMENT", "CC-REEVICT", "CC-LIVE")
 def test_a_sequence_lives(decoder: Backend) -> None:
-    """Any order of prompts, steps, turns, chunks, evictions and copies."""
+    """Check states after any order of prompts, steps, turns, chunks, evictions and copies."""
     profile = settings.default or settings()
     lives = settings(profile, max_examples=max(20, profile.max_examples // 3), stateful_step_count=20)
     run_state_machine_as_test(partial(decode_checks.Life, decoder), settings=lives)  # type: ignore[arg-type]
 
 
 ESSAY_ENDS = frozenset({7})
-# Without decay and resonance, and with a rational rarity, every value but a score is exact: renewal, tiers and
-# protection remain.
+# Without decay and resonance, and with a rational rarity, every value except a score is exact. Renewal, tiers and
+# protection are still active.
 EXACT = replace(
     ESSAY, T_breath=4, N_sink=1, W_recent=2, T_max=4, N_min=1, beta_0=0.0, alpha_res=0.0, rarity="reciprocal",
 )
@@ -246,7 +264,7 @@ TOKENS = st.lists(st.tuples(st.integers(0, 8), st.sampled_from([0.125, 0.25, 0.5
 
 
 def nearly_tied(before: oracle.Model, token: int, norm: float, p: CrystalCacheParameters) -> bool:
-    """Whether a breath now would order trunks that differ in the last bits of a score only."""
+    """Return True if a breath now would compare trunks whose scores differ only in the last bits."""
     now = oracle.before_eviction(oracle.after_forward(before, token, norm, p), ESSAY_ENDS, p)
     alive = [g for g, safe in zip(range(len(now.trunks)), oracle.protected(now, p), strict=True) if not safe]
     D, M_bar = [g.D for g in now.trunks], [g.M_bar for g in now.trunks]
@@ -262,7 +280,7 @@ def nearly_tied(before: oracle.Model, token: int, norm: float, p: CrystalCachePa
 def test_breaths_of_the_essay_equal_the_model(
     decoder: Backend, tokens: list[tuple[int, float]], budget: int, coverage: float, allocation: bool,
 ) -> None:
-    """Every field of the state after every step, to the bit, over breaths that evict."""
+    """Check every field of the state after every step, bit for bit, over breaths that evict."""
     p = replace(EXACT, coverage=coverage, allocation="tiers" if allocation else "cut")
     given_state: dict[str, Any] = state(**{**WAITING, "budget": budget})
     now, model = state_of(given_state), model_of(given_state)
@@ -277,7 +295,7 @@ def test_breaths_of_the_essay_equal_the_model(
 
 @pytest.mark.spec("CC-RENEWAL")
 def test_renewal_comes_before_resonance_and_spares_nobody_else(decoder: Backend) -> None:
-    """Without eviction: D + 0.5 (1 - D) where a trunk is active, D elsewhere."""
+    """Check that, without eviction, an active trunk gets D + 0.5 (1 - D), and every other trunk keeps D."""
     p = replace(EXACT, renewal=0.5, T_breath=1)
     before = state_of(state(budget=100))
     active = decoder.require_breath().activation(before.live, p)
@@ -291,7 +309,10 @@ def test_renewal_comes_before_resonance_and_spares_nobody_else(decoder: Backend)
 
 @pytest.mark.spec("CC-TIERS")
 def test_the_essay_lives_on_end_to_end(decoder: Backend) -> None:
-    """A prompt, 200 steps with breaths every 16, and a turn: the budget holds, sink and newest tokens stay."""
+    """Check that the budget is met and that the sink and the newest tokens are kept in a long sequence.
+
+    The sequence has a prompt, 200 steps with a breath every 16 steps, and a turn.
+    """
     rng = np.random.default_rng(11)
     p = replace(ESSAY, T_breath=16, N_sink=2, W_recent=8)
 

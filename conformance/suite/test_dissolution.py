@@ -1,4 +1,4 @@
-"""S6: which trunks go, which one goes in part, and what stays."""
+"""Tests of S6: which trunks are evicted, wholly or in part, and which tokens are kept."""
 
 import itertools
 from collections import Counter
@@ -23,7 +23,7 @@ RANDOM_EVICTIONS = 10_000
 
 
 def partitions_of(total: int) -> Iterator[list[int]]:
-    """Every ordered way to write `total` as sizes of at least 1."""
+    """Yield every ordered way to write `total` as a sum of sizes of at least 1."""
     for cuts in itertools.product([False, True], repeat=total - 1):
         sizes = [1]
         for cut in cuts:
@@ -35,7 +35,7 @@ def partitions_of(total: int) -> Iterator[list[int]]:
 
 
 def bare(sizes: list[int], budget: int, N_min: int = 3) -> EvictionProblem:
-    """Trunks that are evicted from the left, nothing protected, M falling with position."""
+    """Return an eviction problem that evicts trunks from the left, without protection. M falls with the position."""
     m, n = len(sizes), sum(sizes)
     return EvictionProblem(
         np.arange(m) / 16, Trunks(np.cumsum([0, *sizes]), np.ones(m)), -np.arange(n, dtype=np.float64), np.ones(m),
@@ -46,7 +46,7 @@ def bare(sizes: list[int], budget: int, N_min: int = 3) -> EvictionProblem:
 @pytest.mark.spec("CC-DISSOLVE", "CC-CUT", "CC-ALLOCATE", "CC-KEEP-COUNT", "CC-DISSOLVE-D")
 @given(problem=evictions())
 def test_dissolution_equals_algorithm_1(stages: CrystalStages, problem: EvictionProblem) -> None:
-    """Kept positions and r MUST be equal, ties included, to those of Algorithm 1."""
+    """Kept positions and r MUST be equal to Algorithm 1, ties included."""
     for corner in corners(problem, problem.expected()):
         event(corner)
     found = problem.run(stages)
@@ -56,7 +56,7 @@ def test_dissolution_equals_algorithm_1(stages: CrystalStages, problem: Eviction
 
 @pytest.mark.spec("CC-DISSOLVE", "CC-ALLOCATE")
 def test_ten_thousand_evictions_equal_algorithm_1_and_reach_every_corner(stages: CrystalStages, every: int) -> None:
-    """Each corner makes at least 1 % of the cases, so that no rule goes unseen."""
+    """Check random evictions, of which at least 1 % reach each corner, so that each rule is tested."""
     seen: Counter[str] = Counter()
     number = RANDOM_EVICTIONS // every
     for problem in random_evictions(20260, number):
@@ -67,7 +67,7 @@ def test_ten_thousand_evictions_equal_algorithm_1_and_reach_every_corner(stages:
 
 @pytest.mark.spec("CC-ALLOCATE", "CC-CUT")
 def test_every_small_eviction_through_the_stage(stages: CrystalStages, every: int) -> None:
-    """All partitions of totals up to 8 and all budgets: what is kept is the prefix sum's closed form."""
+    """Check all partitions of totals up to 8 and all budgets against the closed form of the prefix sum."""
     cases = [case for total in range(1, 9) for case in itertools.product(partitions_of(total), range(total + 1))]
     for sizes, B in cases[::every]:
         found = bare(sizes, B).run(stages)
@@ -79,7 +79,7 @@ def test_every_small_eviction_through_the_stage(stages: CrystalStages, every: in
 @pytest.mark.spec("CC-ALLOCATE")
 @given(n=st.integers(1, 12), B=st.integers(0, 14), N_min=st.integers(0, 5))
 def test_single_tokens_fill_the_budget(stages: CrystalStages, n: int, B: int, N_min: int) -> None:
-    """T_max = 1: no partial trunk, |R| = min(n, B), whatever N_min."""
+    """Check that T_max = 1 has no partial trunk and keeps min(n, B) tokens, for any N_min."""
     found = bare([1] * n, B, N_min).run(stages)
     assert found.kept.tolist() == list(range(max(0, n - B), n))
 
@@ -87,7 +87,7 @@ def test_single_tokens_fill_the_budget(stages: CrystalStages, n: int, B: int, N_
 @pytest.mark.spec("CC-DISSOLVE")
 @given(problem=evictions())
 def test_a_protected_score_is_never_read(stages: CrystalStages, problem: EvictionProblem) -> None:
-    """Protection is a mask of its own, never a sentinel score."""
+    """Check that the score of a protected trunk is not read. Protection is a separate mask, not a special score."""
     a, b = (replace(problem, score=np.where(problem.protected, x, problem.score)).run(stages) for x in (-9.0, 9.0))
     assert a.kept.tolist() == b.kept.tolist() == problem.run(stages).kept.tolist()
 
@@ -97,21 +97,21 @@ def test_a_protected_score_is_never_read(stages: CrystalStages, problem: Evictio
     ("size", "c", "N_min", "kept"), [(5, 5, 3, 0), (5, 2, 3, 3), (4, 2, 3, 0), (4, 1, 3, 3), (3, 1, 3, 0), (2, 1, 0, 1)]
 )
 def test_the_branches_of_the_loop(stages: CrystalStages, size: int, c: int, N_min: int, kept: int) -> None:
-    """Eq. 32 at its boundaries: |g| = c, |g| - c = N_min, N_min - 1 and N_min - 2."""
+    """Check the boundaries of Eq. 32: |g| = c, |g| - c = N_min, N_min - 1 and N_min - 2."""
     assert len(bare([size], size - c, N_min).run(stages).kept) == kept
 
 
 @pytest.mark.spec("CC-DISSOLVE")
 @given(problem=evictions())
 def test_positions_are_absolute(stages: CrystalStages, problem: EvictionProblem) -> None:
-    """Trunks that begin at position 7 keep the same tokens, seven further on."""
+    """Check that trunks that begin at position 7 keep the corresponding tokens, seven positions later."""
     later = replace(problem, trunks=Trunks(problem.trunks.offsets + 7, problem.trunks.impact))
     assert later.run(stages).kept.tolist() == (problem.run(stages).kept + 7).tolist()
 
 
 @pytest.mark.spec("CC-KEEP-COUNT", "CC-DISSOLVE")
 def test_members_closer_than_float32_are_told_apart(stages: CrystalStages) -> None:
-    """Of M = 1, 1 + 1e-9, 1 + 2e-9 and 1 + 3e-9 the three largest stay: in float32 they would tie."""
+    """Check that the three largest of M = 1, 1 + 1e-9, 1 + 2e-9, 1 + 3e-9 are kept. In float32 they would tie."""
     impact: Vector = 1 + 1e-9 * np.arange(4, dtype=np.float64)
     problem = replace(bare([4], 3), impact=impact)
     assert problem.run(stages).kept.tolist() == [1, 2, 3]
@@ -120,7 +120,7 @@ def test_members_closer_than_float32_are_told_apart(stages: CrystalStages) -> No
 
 @pytest.mark.spec("CC-KEEP-COUNT", "CC-ALLOCATE")
 def test_a_count_of_any_ratio_is_the_count(stages: CrystalStages) -> None:
-    """Every k of a trunk of s tokens whose ratio k / s times s is not k in floats, below k and above it; s to 128."""
+    """Check that k of s tokens are kept if k / s * s in floats is below or above k, for s up to 128."""
     pairs = [(s, k) for s in range(4, 129) for k in range(3, s) if k / s * s != k or (1 - (s - k) / s) * s != k]
     assert any(k / s * s < k for s, k in pairs if s <= 32)
     for s, k in [*[pair for pair in pairs if pair[0] <= 32], *pairs[::29]]:
@@ -133,7 +133,7 @@ def test_a_count_of_any_ratio_is_the_count(stages: CrystalStages) -> None:
 @pytest.mark.parametrize("kind", CLOSE)
 @pytest.mark.parametrize("size", [5, 40, 1_100])
 def test_close_scores_and_members_are_told_apart(stages: CrystalStages, size: int, kind: str) -> None:
-    """Floats next to each other in float64 at every size, subnormal and huge ones; -0.0 and 0.0 are equal."""
+    """Check adjacent float64 numbers of any size, subnormal and huge ones included. -0.0 and 0.0 are equal."""
     score, impact = close(kind, size, size), close(kind, size + 1, size)
     order = np.argsort(score, kind="stable")
     many = replace(bare([1] * size, size // 2), score=score)
@@ -144,7 +144,7 @@ def test_close_scores_and_members_are_told_apart(stages: CrystalStages, size: in
 
 
 def alike(B: int, p: CrystalCacheParameters) -> EvictionProblem:
-    """Ten trunks of nine tokens, each with a better score than the one before."""
+    """Return an eviction problem with ten trunks of nine tokens and rising scores."""
     score, none = np.arange(10) / 16, np.zeros(10, dtype=np.bool_)
     return EvictionProblem(score, Trunks(np.arange(0, 91, 9), np.ones(10)), np.arange(90) / 8, np.ones(10), none, B, p)
 
@@ -152,14 +152,14 @@ def alike(B: int, p: CrystalCacheParameters) -> EvictionProblem:
 @pytest.mark.spec("CC-CUT")
 @pytest.mark.parametrize("B", [90, 2**31, 2**32 + 3, 2**63 - 1])
 def test_a_budget_that_holds_all_keeps_all(stages: CrystalStages, B: int) -> None:
-    """Up to the largest budget that there is."""
+    """Check that no token is evicted if the budget is at least the number of tokens, up to the largest budget."""
     assert alike(B, PAPER).run(stages).kept.tolist() == list(range(90))
 
 
 @pytest.mark.spec("CC-TIERS")
 @pytest.mark.parametrize("B", [5, 10, 27, 49, 50, 51, 85])
 def test_boundaries_of_tiers_shift_either_way(stages: CrystalStages, B: int) -> None:
-    """Unshifted tiers keep 50 of the 90 tokens."""
+    """Check budgets below and above 50 tokens, which tiers keep of 90 tokens if their boundaries do not shift."""
     problem = alike(B, replace(PAPER, allocation="tiers"))
     assert not list(stage_checks.eviction(problem.run(stages), problem))
 
@@ -167,9 +167,9 @@ def test_boundaries_of_tiers_shift_either_way(stages: CrystalStages, B: int) -> 
 @pytest.mark.spec("CC-TIERS", "CC-TIER-COUNT")
 @pytest.mark.parametrize("less", [0, 1])
 def test_a_ratio_of_tiers_that_floats_round_down(stages: CrystalStages, less: int) -> None:
-    """Rank 167 of a middle tier of 178 has the ratio 91.5 / 177: of 59 tokens 30.5, a half, which rounds up to 31.
+    """Check rank 167 of a middle tier of 178, whose ratio is 91.5 / 177: 30.5 of 59 tokens, rounded up to 31.
 
-    With a token less than the tiers hold, a trunk of one token goes for it, and not the 31st.
+    With a budget of one token less than the tiers keep, a trunk of one token is evicted, not the 31st token.
     """
     m, at = 445, 133 + 167
     sizes = np.ones(m, dtype=np.int64)
@@ -187,7 +187,10 @@ def test_a_ratio_of_tiers_that_floats_round_down(stages: CrystalStages, less: in
 @pytest.mark.spec("CC-TIERS", "CC-TIER-COUNT")
 @pytest.mark.parametrize(("w", "j", "size"), [(3, 1, 45), (7, 3, 35), (7, 7, 5), (12, 5, 20), (12, 11, 20), (1, 1, 9)])
 def test_halves_of_tiers_are_rounded_up(stages: CrystalStages, w: int, j: int, size: int) -> None:
-    """The j-th after the first of w + 1 middle trunks keeps so many and a half: floats of other forms have less."""
+    """Check trunk j of w + 1 middle trunks, whose number of kept tokens ends in .5 and is rounded up.
+
+    Different formulas in floats have a smaller number.
+    """
     m = next(m for m in range(2, 99) if 7 * m // 10 - 3 * m // 10 == w + 1)
     sizes = np.ones(m, dtype=np.int64)
     sizes[3 * m // 10 + j] = size

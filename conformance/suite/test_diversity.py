@@ -1,4 +1,4 @@
-"""Set-conditioned selection: Algorithm 1 to the last tie, its cosines and its signatures."""
+"""Tests of set-conditioned selection: Algorithm 1 with all ties, cosines and signatures."""
 
 from itertools import product
 from typing import Any
@@ -18,7 +18,10 @@ from spec.backend import DiversityStages
 
 @st.composite
 def selections(draw: st.DrawFn) -> tuple[Any, Any, Any, int, float]:
-    """Few directions and few scores, so that copies and ties are common; some without a score, or infinite."""
+    """Draw inputs with few directions and few scores, so that equal vectors and ties are common.
+
+    Some scores are missing or infinite.
+    """
     seed, n, d = draw(seeds), draw(st.integers(1, 24)), draw(st.integers(1, 6))
     rng = np.random.default_rng(seed)
     kinds = rng.standard_normal((draw(st.integers(1, 4)), d)) if draw(st.booleans()) else rng.integers(-1, 2, (4, d))
@@ -36,7 +39,7 @@ def selections(draw: st.DrawFn) -> tuple[Any, Any, Any, int, float]:
 @pytest.mark.spec("DV-GREEDY", "DV-COSINE")
 @given(given_=selections())
 def test_the_sets_are_those_of_algorithm_1(selector: DiversityStages, given_: tuple[Any, Any, Any, int, float]) -> None:
-    """Equal gains MUST go to the lower position, whatever form the implementation has."""
+    """Equal gains MUST go to the lower position, for any form of the implementation."""
     s, V, retained, k, lam = given_
     found = selector.diverse(s, V, retained, k, lam)
     assert found.tolist() == brute.alpha(s.tolist(), V.tolist(), np.flatnonzero(retained).tolist(), k, lam)
@@ -62,7 +65,11 @@ UP, RIGHT, LEFT, NAN = [0.0, 1.0], [1.0, 0.0], [-1.0, 0.0], float("nan")
 def test_two_of_three(
     selector: DiversityStages, s: list[float], V: list[list[float]], lam: float, kept: list[int],
 ) -> None:
-    """A copy gives way; a tie goes to the lower position; an opposite direction MUST NOT earn a bonus; NaN is last."""
+    """Check copies, ties, opposite directions and missing scores.
+
+    A copy of a kept token is selected later, and a tie goes to the lower position. An opposite direction MUST NOT get
+    a bonus, and NaN is last.
+    """
     found = selector.diverse(np.array(s), np.array(V), np.zeros(3, dtype=np.bool_), 2, lam)
     assert found.tolist() == kept
 
@@ -71,7 +78,7 @@ def test_two_of_three(
 @pytest.mark.parametrize("kind", CLOSE)
 @pytest.mark.parametrize("n", [2, 40, 150, 1_100])
 def test_close_scores_are_told_apart(selector: DiversityStages, n: int, kind: str) -> None:
-    """Floats next to each other in float64 at every size, subnormal and huge ones; -0.0 and 0.0 are equal."""
+    """Check adjacent float64 numbers of any size, subnormal and huge ones included. -0.0 and 0.0 are equal."""
     s, V, none = close(kind, n, n), np.tile([UP, RIGHT], (n, 1))[:n], np.zeros(n, dtype=np.bool_)
     for k, lam in ((1, 0.0), (n // 2, 0.0), (min(n, 9), 0.5)):
         assert np.array_equal(selector.diverse(s, V, none, k, lam), scale.diverse(s, V, none, k, lam))
@@ -81,7 +88,7 @@ def test_close_scores_are_told_apart(selector: DiversityStages, n: int, kind: st
 @pytest.mark.parametrize("kind", SPECIAL)
 @pytest.mark.parametrize("n", [2, 40, 150, 1_100])
 def test_no_score_is_minus_infinity(selector: DiversityStages, n: int, kind: str) -> None:
-    """And below the least of the finite ones; where nothing else is left, the lower of two goes in."""
+    """Check that a missing score ranks below all finite scores. Among missing scores, the lower position is first."""
     s, V, none = special(kind, n, n), np.tile([UP, RIGHT], (n, 1))[:n], np.zeros(n, dtype=np.bool_)
     for k, lam in ((1, 0.5), (n // 2, 0.0), (min(n, 9), 0.5)):
         assert np.array_equal(selector.diverse(s, V, none, k, lam), scale.diverse(s, V, none, k, lam))
@@ -90,7 +97,7 @@ def test_no_score_is_minus_infinity(selector: DiversityStages, n: int, kind: str
 @pytest.mark.spec("DV-GREEDY", "DV-COSINE")
 @pytest.mark.parametrize("n", [3, 40, 150, 1_100, 2_300])
 def test_close_signatures_are_told_apart(selector: DiversityStages, n: int) -> None:
-    """Cosines with what is retained rise by 2^-40 and scores are equal: the least like it goes in."""
+    """Check equal scores and cosines with the retained token that differ by 2^-40: the smallest cosine is selected."""
     V = np.ones((n, 2))
     V[1:, 0] = 1 - 2.0**-40 * (1 + np.random.default_rng(n).permutation(n - 1))
     retained, k = np.arange(n) == 0, min(n - 1, 5)
@@ -107,9 +114,10 @@ def test_close_signatures_are_told_apart(selector: DiversityStages, n: int) -> N
 def test_products_are_added_in_the_order_of_channels(
     selector: DiversityStages, n: int, first: list[float], second: list[float], third: list[float],
 ) -> None:
-    """The third is less like the first by an ulp.
+    """Check that the third token is selected, whose cosine with the first is smaller by an ulp.
 
-    23 products of 2^-53 leave 1 as it is, and together they do not; fused with its sum a product is less than rounded.
+    Each of 23 products of 2^-53 does not change a sum of 1, but their sum does. A fused multiply-add has a smaller
+    product than a rounded one.
     """
     rows = [first, *[second, third] * n]
     V = np.array([row + [0.0] * (24 - len(row)) for row in rows[:n]])
@@ -119,9 +127,10 @@ def test_products_are_added_in_the_order_of_channels(
 @pytest.mark.spec("DV-GREEDY")
 @pytest.mark.parametrize("lam", [0.01, 0.02, 0.07, 0.3])
 def test_what_redundancy_costs_is_rounded(selector: DiversityStages, lam: float) -> None:
-    """lam times 0.03, as floats have it, is the second score: its gain is 0, as the third's, and the lower stays.
+    """Check that the product of lam and the cosine 0.03 is rounded, so that the gains of tokens 1 and 2 are both 0.
 
-    Fused with the subtraction the product keeps its lower bits, of either sign: less than 0 for some lam.
+    The lower position is then selected. A fused multiply-add keeps the lower bits of the product, so the gain is below
+    0 for some lam.
     """
     s, V = np.array([1.0, lam * 0.03, 0.0]), np.array([[1.0, 0.0], [0.03, 0.0], [0.0, 1.0]])
     assert selector.diverse(s, V, np.zeros(3, dtype=np.bool_), 2, lam).tolist() == [0, 1]
@@ -129,7 +138,7 @@ def test_what_redundancy_costs_is_rounded(selector: DiversityStages, lam: float)
 
 @pytest.mark.spec("DV-GREEDY")
 def test_the_retained_alone_are_kept(selector: DiversityStages) -> None:
-    """As many as k, with the worst scores, one a copy of the other."""
+    """Check that k retained tokens are kept even if they have the lowest scores and equal vectors."""
     retained = np.array([True, False, True])
     found = selector.diverse(np.array([0.25, 1.0, 0.0]), np.array([UP, RIGHT, UP]), retained, 2, 0.5)
     assert found.tolist() == [0, 2]
@@ -137,7 +146,7 @@ def test_the_retained_alone_are_kept(selector: DiversityStages) -> None:
 
 @pytest.mark.spec("DV-GREEDY", "DV-COSINE")
 def test_larger_sets_are_those_of_algorithm_1(selector: DiversityStages) -> None:
-    """150 of 300 clustered tokens: several panels of a form that keeps signatures in panels."""
+    """Check 150 of 300 clustered tokens, which are several panels if an implementation stores signatures in panels."""
     rng = np.random.default_rng(8)
     V = diversity.unit_rows(rng.standard_normal((9, 6))[rng.integers(0, 9, 300)] + 0.1 * rng.standard_normal((300, 6)))
     s, retained = rng.standard_normal(300), np.arange(300) < 3
@@ -148,7 +157,7 @@ def test_larger_sets_are_those_of_algorithm_1(selector: DiversityStages) -> None
 @pytest.mark.spec("DV-GREEDY")
 @pytest.mark.parametrize("held", [65, 130])
 def test_more_retained_tokens_than_a_panel(selector: DiversityStages, held: int) -> None:
-    """The last one that is retained is a copy of the best of the others, and MUST count from the first choice on."""
+    """The last retained token MUST count from the first choice on. It equals the best candidate."""
     V = np.array([LEFT] * (held - 1) + [UP, UP] + [RIGHT] * 9)
     found = selector.diverse(np.arange(len(V), 0.0, -1.0), V, np.arange(len(V)) < held, held + 1, 1e3)
     assert found.tolist() == [*range(held), held + 1]
@@ -177,7 +186,10 @@ def test_a_selection_that_is_not_admitted_is_refused(
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("n", [1, 2, 33, 257, 1_025])
 def test_signatures_are_refused_where_nothing_is_chosen(selector: DiversityStages, n: int, value: float) -> None:
-    """In any row, whether all tokens are kept, none, the retained alone, or of no penalty the best."""
+    """Check that a bad signature in any row is refused, also if the selection does not read signatures.
+
+    This is so if all tokens, no tokens or only retained tokens are kept, or if lam is 0.
+    """
     calls = ((n, 0, 0.5), (0, 0, 0.5), (n, n, 0.5), (1, 1, 0.5), (1, 0, 0.0))
     for row, (k, held, lam) in product((0, n // 2, n - 1), calls):
         V = np.ones((n, 2))

@@ -1,4 +1,4 @@
-"""The essay's forms and the extensions beyond the paper."""
+"""Tests of the forms of the essay, and of the extensions that the paper does not have."""
 
 from dataclasses import replace
 from typing import Any
@@ -28,7 +28,7 @@ def in_tiers(problem: EvictionProblem) -> EvictionProblem:
 @pytest.mark.spec("CC-MEAN-SALIENCE", "CC-COATTENTION")
 @given(inputs=attention_inputs())
 def test_mean_salience_equals_the_brute_force(stages: CrystalStages, inputs: AttentionInputs, precision: str) -> None:
-    """S1 with `heads="mean"`, inside the certified box."""
+    """Check that S1 with `heads="mean"` is inside the certified box."""
     mean = replace(inputs, parameters=replace(inputs.parameters, heads="mean"))
     assert not list(stage_checks.coattention(mean.run(stages), mean, precision))
 
@@ -38,7 +38,7 @@ def test_mean_salience_equals_the_brute_force(stages: CrystalStages, inputs: Att
 def test_mean_salience_is_exact_where_attention_is_dyadic(
     stages: CrystalStages, inputs: AttentionInputs, k_heads: int, M_max: float,
 ) -> None:
-    """The mean of 1, 2 or 4 heads of dyadic columns, clipped after the division, to the bit."""
+    """Check that the mean of 1, 2 or 4 heads is exact and clipped after the division, if attention is dyadic."""
     p = replace(inputs.parameters, heads="mean", k_heads=k_heads, M_min=0.0, M_max=M_max)
     found = stages.coattention(inputs.q, inputs.k, inputs.positions, p, 1.0, None)
     want = s1.coattention(inputs.q.tolist(), inputs.k.tolist(), inputs.positions.tolist(), p, 1.0, None)
@@ -60,9 +60,9 @@ def salient_tokens(draw: st.DrawFn) -> tuple[Vector, IntVector]:
 def test_unit_impact_equals_the_brute_force(
     stages: CrystalStages, tokens: tuple[Vector, IntVector], rarity: str, size: float,
 ) -> None:
-    """M_i MUST be half the share of the largest salience and half the rarity; it lies in [0, 0.8).
+    """M_i MUST be half of the salience relative to the largest, plus half of the rarity. M_i is in [0, 0.8).
 
-    Float64 does not have the reciprocal of a salience of 2^-1060.
+    Float64 cannot hold the reciprocal of a salience of 2^-1060.
     """
     p, (S, ids) = replace(PAPER, impact="unit", rarity=rarity), tokens  # type: ignore[arg-type]
     M = stages.impact(size * S, ids, p)
@@ -75,7 +75,7 @@ def test_unit_impact_equals_the_brute_force(
 def test_a_scale_of_salience_says_nothing(
     stages: CrystalStages, tokens: tuple[Vector, IntVector], factor: float,
 ) -> None:
-    """A power of two on all salience leaves M to the bit: nothing constant is compared with it."""
+    """Check that a power of two as a factor of all salience does not change M, bit for bit."""
     S, ids = tokens
     p = replace(PAPER, impact="unit")
     assert stages.impact(factor * S, ids, p).tolist() == stages.impact(S, ids, p).tolist()
@@ -84,7 +84,7 @@ def test_a_scale_of_salience_says_nothing(
 @pytest.mark.spec("CC-UNIT-TRUNK-IMPACT")
 @given(text=texts())
 def test_unit_trunk_impact_equals_the_brute_force(stages: CrystalStages, text: Text) -> None:
-    """The trunks are those of the paper; their impact lies in [0, 1), the least at 0."""
+    """Check that the trunks equal the trunks of the paper. Their impact is in [0, 1), and the least is 0."""
     p = replace(text.parameters, trunk_impact="unit")
     found = stages.trunks(text.coattention, text.impact, text.ends, p)
     assert not list(stage_checks.trunks(found, text.coattention, text.impact, text.ends, p))
@@ -107,7 +107,7 @@ def test_dissolution_in_tiers_equals_the_brute_force(stages: CrystalStages, prob
 @sparingly
 @given(prompt=prompts(), p=forms())
 def test_a_prefill_in_any_form_equals_its_chain(backend: Backend, prompt: Prompt, p: Any, precision: str) -> None:
-    """End to end, every stage judged from the one before it."""
+    """Check a whole prefill. Each stage is tested against the result of the stage before it."""
     formed = replace(prompt, inputs=replace(prompt.inputs, parameters=p))
     found = prefill(backend=backend, **formed.arguments)
     assert not list(stage_checks.retention(found, formed, precision))
@@ -115,7 +115,7 @@ def test_a_prefill_in_any_form_equals_its_chain(backend: Backend, prompt: Prompt
 
 @pytest.mark.spec("CC-TIERS")
 def test_the_essay_runs_end_to_end(backend: Backend) -> None:
-    """300 tokens under ESSAY: many partial trunks, where the paper has one at most."""
+    """Check that 300 tokens under ESSAY have many partial trunks, and at most one under PAPER."""
     rng = np.random.default_rng(7)
     q, k = (rng.standard_normal((h, 300, 8)).astype(np.float32) for h in (4, 2))
     ids = rng.zipf(1.5, 300).clip(0, 40).astype(np.int64)
@@ -131,7 +131,7 @@ def test_the_essay_runs_end_to_end(backend: Backend) -> None:
 @pytest.mark.spec("CC-TIERS")
 @given(prompt=prompts())
 def test_the_paper_has_no_forms(backend: Backend, prompt: Prompt) -> None:
-    """Named default values change nothing."""
+    """Check that default values, given explicitly, do not change the result."""
     p = replace(
         TINY, heads="sum", impact="mixture", trunk_impact="mean", allocation="cut", renewal=0.3, rarity="logarithm",
         merge="fixed", coverage=0.0,
@@ -145,7 +145,8 @@ def test_the_paper_has_no_forms(backend: Backend, prompt: Prompt) -> None:
 
 RARITIES = {"reciprocal": impact.reciprocal_rarity, "exponential": impact.exponential_rarity}
 COVERAGES = st.sampled_from([0.1, 0.25, 0.29, 0.5, 1.0])
-# Evicted tokens and shares of which a form of floats misses a place: of (i + 1/2) e / k, of e / k as a step.
+# For these numbers of evicted tokens e and places k, a formula in floats is wrong at one place: (i + 1/2) e / k, or
+# a step of e / k.
 PLACES = [(30, 11), (52, 23), (60, 13), (90, 35), (110, 33)]
 
 
@@ -163,7 +164,7 @@ def trunks_of(stages: CrystalStages, text: Text, merge: str, S1: CoAttention | N
 @pytest.mark.spec("CC-RARITY-FORMS")
 @given(ids=st.integers(1, 20).flatmap(token_ids), S=st.floats(0.1, 20))
 def test_all_forms_order_alike(stages: CrystalStages, ids: IntVector, S: float) -> None:
-    """On equal salience the three forms differ in spacing alone, and a token of fewer mentions never weighs less."""
+    """Check that, at equal salience, a rarer token never has less impact, in each of the three forms."""
     salience, c = np.full(len(ids), S), impact.token_counts(ids)
     found = {
         form: stages.impact(salience, ids, replace(PAPER, rarity=form))  # type: ignore[arg-type]
@@ -177,7 +178,10 @@ def test_all_forms_order_alike(stages: CrystalStages, ids: IntVector, S: float) 
 
 @pytest.mark.spec("CC-IMPACT", "CC-RARITY-FORMS")
 def test_impact_of_an_exact_rarity_is_exact(stages: CrystalStages) -> None:
-    """Of S = 0.11 to 0.16 and counts of 6 U is 1/7: in the stated order M is another float than 0.5 S + 10 U is."""
+    """Check that M is computed in the specified order, whose result differs from 0.5 S + 10 U in the last bits.
+
+    S is 0.11 to 0.16. The counts are 6, so U is 1/7.
+    """
     S, ids = np.arange(11, 17) / 100, np.zeros(6, dtype=np.int64)
     want = 20.0 * (0.5 * (S / 20.0) + 0.5 * (1 / 7))
     assert (want != 0.5 * S + 10 * (1 / 7)).any()
@@ -187,7 +191,7 @@ def test_impact_of_an_exact_rarity_is_exact(stages: CrystalStages) -> None:
 @pytest.mark.spec("CC-TRUNKS", "CC-ADAPTIVE-MERGE")
 @given(text=texts())
 def test_the_adaptive_merge_equals_the_brute_force(stages: CrystalStages, text: Text) -> None:
-    """S2 with the segment's own threshold, exactly."""
+    """Check that S2 with the threshold of the segment equals the brute force exactly."""
     p = replace(text.parameters, merge="median")
     found = trunks_of(stages, text, "median")
     assert not list(stage_checks.trunks(found, text.coattention, text.impact, text.ends, p))
@@ -196,7 +200,7 @@ def test_the_adaptive_merge_equals_the_brute_force(stages: CrystalStages, text: 
 @pytest.mark.spec("CC-ADAPTIVE-MERGE")
 @given(text=texts(), start=st.integers(1, 99))
 def test_where_a_segment_begins_says_nothing(stages: CrystalStages, text: Text, start: int) -> None:
-    """The same edges at later positions: the same trunks, as much later."""
+    """Check that a shift of all positions shifts the trunks, and does not change them otherwise."""
     S1 = text.coattention
     later = replace(
         S1, start=start, intra=np.where(S1.intra < 0, -1, S1.intra + start),
@@ -208,7 +212,10 @@ def test_where_a_segment_begins_says_nothing(stages: CrystalStages, text: Text, 
 
 @pytest.mark.spec("CC-ADAPTIVE-MERGE")
 def test_the_next_float_exceeds_the_median(stages: CrystalStages) -> None:
-    """Three interfaces of one edge each, 1/2, 1/2 and the float above: tau is 1/2 itself, and the last one merges."""
+    """Check three interfaces with one edge each, of weights 1/2, 1/2 and the next float after 1/2.
+
+    tau is exactly 1/2, so only the last interface merges.
+    """
     heavier = float(np.nextafter(0.5, 1))
     rows: list[list[tuple[int, float]]] = [[] for _ in range(12)]
     rows[2], rows[5], rows[8] = [(3, 0.5)], [(6, 0.5)], [(9, heavier)]
@@ -219,7 +226,7 @@ def test_the_next_float_exceeds_the_median(stages: CrystalStages) -> None:
 
 @pytest.mark.spec("CC-ADAPTIVE-MERGE")
 def test_an_interface_does_not_exceed_its_own_strength(stages: CrystalStages) -> None:
-    """0.1 + 0.2 + 0.6 is 0.9 in floats, and three times its third is less: tau MUST be the next float."""
+    """tau MUST be the next float if three times a third of 0.1 + 0.2 + 0.6 is less than the sum in floats."""
     assert (0.1 + 0.2 + 0.6) / 3 * 3 < 0.1 + 0.2 + 0.6
     S1 = record([1.0] * 6, [[(3, 0.1)], [(3, 0.2)], [(3, 0.6)], [], [], []], [[]] * 6, 1, 0)
     text = Text(S1, np.ones(6), np.arange(6) == 2, PAPER)
@@ -233,13 +240,13 @@ def test_an_interface_does_not_exceed_its_own_strength(stages: CrystalStages) ->
 def test_coverage_equals_the_brute_force(
     stages: CrystalStages, problem: EvictionProblem, share: float, allocation: str,
 ) -> None:
-    """Kept positions, r and D MUST be equal, with either allocation."""
+    """Kept positions, r and D MUST be equal for both allocations."""
     problem = covered(problem, share, allocation)
     assert not list(stage_checks.eviction(problem.run(stages), problem))
 
 
 def of_sizes(sizes: list[int], budget: int, share: float) -> EvictionProblem:
-    """Trunks that are evicted from the left, nothing protected."""
+    """Return an eviction problem that evicts trunks from the left and protects no trunk."""
     m, n = len(sizes), sum(sizes)
     return EvictionProblem(
         np.arange(m) / 1024, Trunks(np.cumsum([0, *sizes]), np.ones(m)), np.arange(n) / 8, np.ones(m),
@@ -255,7 +262,10 @@ def of_sizes(sizes: list[int], budget: int, share: float) -> EvictionProblem:
     *[(10.0**-digits, 100, 0) for digits in (3, 5, 10, 300)], (0.010001, 100, 1), (0.01, 100, 1),
 ])
 def test_a_share_is_the_decimal_that_is_written(stages: CrystalStages, share: float, room: int, k: int) -> None:
-    """Of room 100 a share of 0.29 is 29 tokens; the product of floats, 28.999999999999996, is 28. All digits count."""
+    """Check that a share counts as the decimal that is written, with all digits: 0.29 of 100 tokens is 29 tokens.
+
+    The product of floats is 28.999999999999996, which would be 28 tokens.
+    """
     problem = of_sizes([5] * (room // 5 + 30), room, share)
     found, bare = problem.run(stages), covered(replace(problem, budget=room - k), 0.0).run(stages)
     assert len(found.kept) - len(bare.kept) == k
@@ -265,6 +275,6 @@ def test_a_share_is_the_decimal_that_is_written(stages: CrystalStages, share: fl
 @pytest.mark.spec("CC-COVERAGE")
 @pytest.mark.parametrize(("gone", "k"), PLACES)
 def test_spacing_is_counted_in_whole_tokens(stages: CrystalStages, gone: int, k: int) -> None:
-    """Of `gone` single tokens the k in the middle of equal parts; a step of floats misses one of them by one."""
+    """Check that the middle tokens of k equal parts of `gone` tokens come back. A step in floats misses one token."""
     found = of_sizes([1] * (gone + k), 2 * k, 0.5).run(stages)
     assert found.kept.tolist() == [(2 * i + 1) * gone // (2 * k) for i in range(k)] + list(range(gone, gone + k))

@@ -1,6 +1,6 @@
-"""What does not hold: claims of the prose and tempting properties, each with its counterexample.
+"""Counterexamples to claims of the paper's prose, and to properties that are plausible but false.
 
-None of these may become a property. A change that makes one of these tests fail has changed the method.
+None of these claims may become a property. A change that makes one of these tests fail has changed the method.
 """
 
 from dataclasses import replace
@@ -33,20 +33,20 @@ def score(stages: CrystalStages, D: list[float], M_bar: list[float]) -> list[flo
 
 @pytest.mark.spec("CC-ALLOCATE")
 def test_loss_is_not_proportional_to_the_score(stages: CrystalStages) -> None:
-    """FC1: ten trunks of ten tokens, B = 45: five go wholly, one in part, four stay intact."""
+    """Check FC1: ten trunks of ten tokens at B = 45. Five are evicted wholly, one in part, and four are kept."""
     found = evict(stages, [10] * 10, [g / 16 for g in range(10)], 45)
     assert found.ratio.tolist() == [0.0] * 5 + [0.5] + [1.0] * 4
 
 
 @pytest.mark.spec("CC-ALLOCATE")
 def test_a_kept_trunk_may_hold_fewer_than_N_min_tokens(stages: CrystalStages) -> None:
-    """FC2: trunks of one or two tokens are kept whole."""
+    """Check FC2: trunks of one or two tokens are kept whole."""
     assert evict(stages, [4, 2], [0.0, 1.0], 2).kept.tolist() == [4, 5]
 
 
 @pytest.mark.spec("CC-PROTECTED")
 def test_the_protected_set_may_exceed_the_budget(stages: CrystalStages) -> None:
-    """FC4: tokens of whole trunks, not 132: here 8 of 10 are protected at B = 5."""
+    """Check FC4: protection counts the tokens of whole trunks, not 132. Here 8 of 10 are protected at B = 5."""
     p = replace(TINY, N_sink=1, W_recent=1)
     offsets = np.array([0, 4, 6, 10])
     protected = protected_trunks(offsets, 10, p.N_sink, p.W_recent)
@@ -58,7 +58,7 @@ def test_the_protected_set_may_exceed_the_budget(stages: CrystalStages) -> None:
 
 @pytest.mark.spec("CC-SPLIT")
 def test_the_split_does_not_bound_the_number_of_trunks(stages: CrystalStages) -> None:
-    """FC5: a text of full stops has one trunk a token."""
+    """Check FC5: a text of full stops has one trunk for each token."""
     n = 50
     found = record([1.0] * n, [[] for _ in range(n)], [[] for _ in range(n)], 8, 4)
     assert len(stages.trunks(found, np.ones(n), np.ones(n, dtype=np.bool_), PAPER).impact) == n
@@ -66,7 +66,10 @@ def test_the_split_does_not_bound_the_number_of_trunks(stages: CrystalStages) ->
 
 @pytest.mark.spec("CC-NORMALISED-IMPACT")
 def test_two_evictions_are_not_one(stages: CrystalStages) -> None:
-    """FC9: 12 to 8 to 4 tokens keeps trunk 0, 12 to 4 keeps trunk 2: the range of M~ changed in between."""
+    """Check FC9: eviction from 12 to 8 to 4 tokens keeps trunk 0, and eviction from 12 to 4 keeps trunk 2.
+
+    The range of M~ changes after the first eviction.
+    """
     D, M_bar = [0.82, 0.74, 0.45], [5.3, 1.4, 5.3]
     direct = evict(stages, [4] * 3, score(stages, D, M_bar), 4)
     first = evict(stages, [4] * 3, score(stages, D, M_bar), 8)
@@ -78,7 +81,7 @@ def test_two_evictions_are_not_one(stages: CrystalStages) -> None:
 
 @pytest.mark.spec("CC-NORMALISED-IMPACT")
 def test_a_low_outlier_squashes_the_rest_towards_one(stages: CrystalStages) -> None:
-    """FC10: impacts (1, 8 .. 12) give (0, .80 .. 1); without the outlier the same trunks give 0 .. 1."""
+    """Check FC10: impacts (1, 8 .. 12) have M~ (0, .80 .. 1). Without the outlier, the other trunks have 0 .. 1."""
     rest = [8.0, 9.0, 10.0, 11.0, 12.0]
     with_outlier = score(stages, [0.0] * 6, [1.0, *rest])
     assert round(with_outlier[1], 2) == 0.80
@@ -90,7 +93,10 @@ def test_a_low_outlier_squashes_the_rest_towards_one(stages: CrystalStages) -> N
 def test_a_single_cross_chunk_edge_does_not_link_two_trunks(
     stages: CrystalStages, size: int, weight: float, edges: int,
 ) -> None:
-    """FC12: it needs a head-mean weight above .75 between trunks of 15, and none suffices for 20."""
+    """Check FC12: a single edge between trunks of 15 tokens needs a mean weight over heads above .75.
+
+    For trunks of 20 tokens, no weight suffices.
+    """
     n = 2 * size
     cross: list[list[tuple[int, float]]] = [[] for _ in range(n)]
     cross[size] = [(0, weight)]
@@ -101,13 +107,13 @@ def test_a_single_cross_chunk_edge_does_not_link_two_trunks(
 
 @pytest.mark.spec("CC-SCORE")
 def test_uniform_impact_adds_no_constant(stages: CrystalStages) -> None:
-    """FC13: the constant is 0, so the score is D itself."""
+    """Check FC13: the constant is 0, so the score is D."""
     assert score(stages, [0.25, 0.0, 1.0], [1.0, 1.0, 1.0]) == [0.25, 0.0, 1.0]
 
 
 @pytest.mark.spec("CC-EDGES")
 def test_a_token_may_stand_in_every_edge(stages: CrystalStages) -> None:
-    """FC16: k_intra + k_cross bounds what a token owns, not what points to it."""
+    """Check FC16: k_intra + k_cross bounds the edges that a token owns, not the edges to the token."""
     p = replace(TINY, C=1, tau_cross=0.0, k_cross=1)
     q, k = np.zeros((1, 9, 2)), np.ones((1, 9, 2))
     k[0, 0] = 9
@@ -118,7 +124,7 @@ def test_a_token_may_stand_in_every_edge(stages: CrystalStages) -> None:
 
 @pytest.mark.spec("CC-ALLOCATE")
 def test_half_of_the_tokens_need_not_remain(stages: CrystalStages) -> None:
-    """FC17: B = 501 of 1001, a remnant of two: 499 stay."""
+    """Check FC17: at B = 501 of 1001 tokens, a remnant of two tokens is evicted, and 499 tokens are kept."""
     sizes = [502, *[31] * 16, 3]
     found = evict(stages, sizes, [0.0, *[1.0] * 17], 501)
     assert (sum(sizes), len(found.kept)) == (1001, 499)
@@ -126,13 +132,13 @@ def test_half_of_the_tokens_need_not_remain(stages: CrystalStages) -> None:
 
 @pytest.mark.spec("CC-ALLOCATE")
 def test_a_small_trunk_goes_whole_for_one_token(stages: CrystalStages) -> None:
-    """FC18: |g| = 3, c = 1: three tokens go."""
+    """Check FC18: for |g| = 3 and c = 1, three tokens are evicted."""
     assert evict(stages, [3, 4], [0.0, 1.0], 6).kept.tolist() == [3, 4, 5, 6]
 
 
 @pytest.mark.spec("CC-COUNT")
 def test_more_mentions_make_a_fact_less_rare(stages: CrystalStages) -> None:
-    """FC20: two mentions against six: 1/2 + 10 U(2) and 1/2 + 10 U(6)."""
+    """Check FC20: two mentions have the impact 1/2 + 10 U(2), and six have 1/2 + 10 U(6)."""
     S = np.full(7, 1.0)
     sparse = stages.impact(S, np.array([5, 5, 1, 2, 3, 4, 6]), PAPER)[0]
     dense = stages.impact(S, np.array([5, 5, 5, 5, 5, 5, 6]), PAPER)[0]
@@ -140,7 +146,7 @@ def test_more_mentions_make_a_fact_less_rare(stages: CrystalStages) -> None:
 
 
 def after_breaths(stages: BreathStages, D: float, M_bar: float, breaths: int) -> float:
-    """D of an isolated trunk that is active at every breath: 64 decays, then its own pulse."""
+    """Return D of an isolated trunk that is active at every breath: T_breath decays, then its own pulse."""
     alone = TrunkWeights(np.zeros(2, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0))
     now, impact, active = np.array([D]), np.array([M_bar]), np.ones(1, dtype=np.bool_)
     for _ in range(breaths):
@@ -152,7 +158,10 @@ def after_breaths(stages: BreathStages, D: float, M_bar: float, breaths: int) ->
 
 @pytest.mark.spec("CC-RESONANCE", "CC-DECAY")
 def test_resonance_does_not_hold_a_trunk_up(breath_stages: BreathStages) -> None:
-    """FC15: active at every breath, a trunk of impact 10.75 falls from D = 1 to 0.17; from 11 on it can stay up."""
+    """Check FC15: a trunk of impact 10.75 that is active at every breath falls from D = 1 to 0.17.
+
+    With an impact of 11, D can stay above 0.83.
+    """
     assert 0.15 < after_breaths(breath_stages, 1.0, 4.0, 100) < 0.17
     assert 0.15 < after_breaths(breath_stages, 1.0, 10.75, 300) < 0.175
     assert after_breaths(breath_stages, 1.0, 11.0, 100) > 0.83
@@ -161,7 +170,7 @@ def test_resonance_does_not_hold_a_trunk_up(breath_stages: BreathStages) -> None
 
 @pytest.mark.spec("CC-HEBB")
 def test_edges_between_active_trunks_may_weaken(breath_stages: BreathStages) -> None:
-    """FC19: the additive multiset makes weights above 1, and min(1, W + eta) takes them back to 1."""
+    """Check FC19: the additive multiset makes weights above 1, which min(1, W + eta) reduces to 1."""
     W = TrunkWeights(np.array([0, 1, 2]), np.array([1, 0]), np.full(2, 2**0.5))
     both = np.ones(2, dtype=np.bool_)
     assert breath_stages.hebbian(W, both, PAPER).weights.tolist() == [1.0, 1.0]

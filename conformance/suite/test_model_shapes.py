@@ -1,6 +1,6 @@
-"""Stages at the head counts and widths of real models, on a few hundred tokens: also a quick run has them.
+"""Tests of stages with the head counts and head dimensions of real models, on a few hundred tokens.
 
-The scale lane has thousands of tokens.
+A quick run has these tests too. The scale lane has thousands of tokens.
 """
 
 import os
@@ -25,22 +25,25 @@ from spec.parameters import PAPER, CrystalCacheParameters
 SHAPES = [
     (32, 8, 64, 300), (9, 3, 64, 512), (28, 4, 128, 300), (8, 1, 128, 256), (64, 8, 64, 128), (15, 5, 64, 384),
 ]
-"""Query heads, KV heads, width and tokens: groups of 4, 3, 7, 8, 8 and 3; whole blocks of tokens and others."""
+"""Query heads, KV heads, head dimension and tokens, with 4, 3, 7, 8, 8 and 3 query heads for each KV head.
+
+Some numbers of tokens are multiples of a block size.
+"""
 LAST = 70
-"""Queries that are the last of a prompt: more than 64, of which half precision loses sums."""
+"""Number of the last queries of a prompt that are read: above 64, for which sums in half precision are wrong."""
 CAPS = [None, 30.0, 50.0]
 REPEATS = 2_100
 FEWER = {
     "crystal.coattention": {"q": Q[:, :6], "k": K[:, :6], "positions": np.arange(6)},
     "diversity.diverse": {"s": SCORES, "V": np.eye(6), "retained": NONE, "k": 2},
 }
-"""Arguments of slow stages in a call that is made that often."""
+"""Smaller arguments of slow stages, for a call that is repeated REPEATS times."""
 
 large = pytest.mark.usefixtures("compiled")
 
 
 def attention_input(H: int, H_kv: int, d: int, n: int, queries: int) -> tuple[Any, Any]:
-    """Queries of the last tokens (H, queries, d), and keys (H_kv, n, d), in float32."""
+    """Return queries of the last tokens (H, queries, d), and keys (H_kv, n, d), in float32."""
     numbers = Numbers(H + d)
     shapes = ((H, queries, d), (H_kv, n, d))
     q, k = ((numbers.fractions(h * m * d).reshape(h, m, d) - 0.5).astype(np.float32) for h, m, d in shapes)
@@ -54,7 +57,10 @@ def attention_input(H: int, H_kv: int, d: int, n: int, queries: int) -> tuple[An
 def test_attention_that_keys_receive(
     policy_stages: PolicyStages, precision: str, H: int, H_kv: int, d: int, n: int, softcap: float | None,
 ) -> None:
-    """The sum and the largest of each key's weights, within their certified radius; capped models with sinks."""
+    """Check the sum and the largest of each key's weights within their certified radius.
+
+    Inputs with a soft cap also have attention sinks.
+    """
     q, k = attention_input(H, H_kv, d, n, LAST)
     scaling, norms = 8 * d**-0.5, np.linspace(1.0, 3.0, LAST)
     sinks = None if softcap is None else np.linspace(-1.0, 1.0, H)
@@ -62,7 +68,7 @@ def test_attention_that_keys_receive(
     received = policy_stages.received_attention(q, k, scaling, softcap, sinks)
     for head, (got, rows) in enumerate(zip(received, A.reshape(H_kv, -1, n), strict=True)):
         radius = received_radius(rows, np.tile(error, H // H_kv), precision)
-        assert radius.max() < 0.005 * rows.sum(axis=0).max(), "the inputs leave nothing certain"
+        assert radius.max() < 0.005 * rows.sum(axis=0).max(), "the error bound is too large for a test"
         off = np.abs(got - rows.sum(axis=0)) - radius
         assert off.max() <= 0, f"KV head {head}, key {off.argmax()}: {got[off.argmax()]} is wrong"
     largest = policy_stages.largest_attention(q, k, norms, scaling, softcap, sinks)
@@ -75,7 +81,7 @@ def test_attention_that_keys_receive(
 @pytest.mark.spec("PO-OBSERVED-ATTENTION", "PO-KVZIP", "PO-KVZIP-PLUS")
 @pytest.mark.parametrize("d", [64, 128])
 def test_keys_are_not_rounded_to_float16(policy_stages: PolicyStages, precision: str, d: int) -> None:
-    """The second logit is larger by 1, and equal to the first for keys in float16 or bfloat16."""
+    """Check that the second logit is larger by 1. For keys in float16 or bfloat16, both logits would be equal."""
     q, k = np.zeros((32, 1, d), np.float32), np.zeros((8, 2, d), np.float32)
     q[:, :, -1], k[:, :, -1] = 4096.0, [1.0, 1.0 + 2.0**-12]
     want, error = np.exp([-1.0, 0.0]) / (1 + np.exp(-1.0)), attention_error(q, k, 1.0, None, precision)[0]
@@ -95,7 +101,7 @@ def test_attention_that_is_expected(
     inv_freq, at = 10_000.0 ** (-np.arange(d // 2) / (d // 2)), np.arange(n)
     want, mass = oracle.expected(q, k, v, at, at + n, inv_freq, 1.25, 4 / d)
     error = expected_error(mass, n, d, n, precision)
-    assert error < 0.05, "the inputs leave nothing certain"
+    assert error < 0.05, "the error bound is too large for a test"
     found = policy_stages.expected_attention(q, k, v, at, at + n, inv_freq, 1.25, 4 / d)
     assert (np.abs(found - want) <= error * want).all()
 
@@ -128,7 +134,7 @@ def test_nestedkv(nestedkv_stages: NestedKVStages, precision: str, H_kv: int, d:
 @pytest.mark.spec("DV-GREEDY")
 @pytest.mark.parametrize(("n", "d", "k"), [(128, 64, 32), (512, 128, 128), (300, 128, 90)])
 def test_diverse_tokens(selector: DiversityStages, n: int, d: int, k: int) -> None:
-    """Copies among the signatures, and scores that tie."""
+    """Check inputs with equal signatures and equal scores."""
     numbers = Numbers(n + d)
     V, s = signatures(n, d, n // 4, numbers), numbers.integers(0, 9, n) / 9
     retained = np.arange(n) >= n - 16
@@ -137,7 +143,7 @@ def test_diverse_tokens(selector: DiversityStages, n: int, d: int, k: int) -> No
 
 @pytest.mark.spec("PO-TOP-UNITS")
 def test_the_best_tokens_of_each_layer_and_head(policy_stages: PolicyStages) -> None:
-    """32 layers of 8 KV heads, of which each keeps another number."""
+    """Check 32 layers of 8 KV heads, each with a different number of kept tokens."""
     numbers, groups, n = Numbers(7), 32 * 8, 256
     scores = numbers.integers(0, 40, groups * n).reshape(groups, n) / 40
     shares, pinned = numbers.integers(0, n + 1, groups), np.zeros((groups, n), dtype=np.bool_)
@@ -147,7 +153,7 @@ def test_the_best_tokens_of_each_layer_and_head(policy_stages: PolicyStages) -> 
 
 @pytest.mark.parametrize("op", STAGES)
 def test_a_result_is_the_same_after_thousands_of_calls(subject: Backend, op: str) -> None:
-    """A server asks a stage that often within minutes. Interpreted code is asked less often."""
+    """Check repeated calls, as a server makes them within minutes. Interpreted code is called less often."""
     interpreted = any(os.environ.get(name, "0") not in ("", "0") for name in INTERPRETERS)
     stage, given = stage_of(subject, op), tuple({**CALLS[op].arguments, **FEWER.get(op, {})}.values())
     first = parts(stage(*given))

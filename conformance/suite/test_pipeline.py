@@ -1,4 +1,4 @@
-"""The whole prefill: end to end against the brute force, no-ops and ablations, policies that compose to it."""
+"""Tests of the whole prefill: comparison with the brute force, ablations, and the policy made of five parts."""
 
 import math
 from dataclasses import replace
@@ -42,7 +42,7 @@ def brute_force(prompt: Prompt) -> pipeline.Prefill:
 
 
 def same_records(a: CrystalRetention, b: CrystalRetention) -> bool:
-    """Equal to the bit, record by record."""
+    """Return True if all records are equal bit for bit."""
     def arrays(found: CrystalRetention) -> list[np.ndarray[Any, Any]]:
         S1, S4 = found.coattention, found.graph
         return [
@@ -60,7 +60,7 @@ def same_records(a: CrystalRetention, b: CrystalRetention) -> bool:
 @pytest.mark.spec("CC-PREFILL")
 @given(prompt=prompts())
 def test_a_prefill_equals_algorithm_2(backend: Backend, precision: str, prompt: Prompt) -> None:
-    """Kept positions MUST be those of Algorithm 2, unless S1 outputs inside the certified box lead elsewhere."""
+    """Kept positions MUST be those of Algorithm 2, or follow from results of S1 inside the certified box."""
     found, want = run(backend, prompt), brute_force(prompt)
     same = found.kept.tolist() == want.eviction.kept
     event("kept as the brute force" if same else "kept as a near tie allows")
@@ -70,7 +70,7 @@ def test_a_prefill_equals_algorithm_2(backend: Backend, precision: str, prompt: 
 @pytest.mark.spec("CC-PREFILL")
 @given(prompt=prompts())
 def test_a_prefill_is_a_function_of_its_arguments(backend: Backend, prompt: Prompt) -> None:
-    """The same arguments MUST give the same bits; read-only inputs are accepted, and none is changed."""
+    """Equal arguments MUST have equal results, bit for bit. Read-only inputs are accepted, and no input is changed."""
     ids = prompt.token_ids.copy()
     ids.flags.writeable = False
     before = [prompt.inputs.q.copy(), prompt.inputs.k.copy(), ids.copy()]
@@ -83,7 +83,7 @@ def test_a_prefill_is_a_function_of_its_arguments(backend: Backend, prompt: Prom
 @pytest.mark.spec("CC-PREFILL")
 @given(prompt=prompts())
 def test_strides_say_nothing(backend: Backend, precision: str, prompt: Prompt) -> None:
-    """Views with other strides are read as what they hold."""
+    """Check that the strides of views do not change the result."""
     q, k = prompt.inputs.q, prompt.inputs.k
     strided = run(
         backend, prompt, q=np.asfortranarray(q), k=np.repeat(k, 2, axis=1)[:, ::2],
@@ -95,7 +95,7 @@ def test_strides_say_nothing(backend: Backend, precision: str, prompt: Prompt) -
 @pytest.mark.spec("CC-PREFILL")
 @given(prompt=prompts(), data=st.data())
 def test_ids_are_names(backend: Backend, prompt: Prompt, data: st.DataObject) -> None:
-    """A bijection of ids that takes the sentence ends along changes nothing."""
+    """Check that a bijection of ids, applied also to the sentence ends, does not change the result."""
     values = sorted({*prompt.token_ids.tolist(), *prompt.sentence_ends})
     names = dict(zip(values, data.draw(st.permutations(range(5, 5 + len(values))), label="names"), strict=True))
     renamed = run(
@@ -108,7 +108,7 @@ def test_ids_are_names(backend: Backend, prompt: Prompt, data: st.DataObject) ->
 @pytest.mark.spec("CC-BUDGET", "CC-PROTECTED")
 @given(prompt=prompts())
 def test_the_result_says_how_far_it_is_over_budget(backend: Backend, prompt: Prompt) -> None:
-    """B_prot <= |R| <= max(B, B_prot); over_budget is the excess; the sink and the window stay."""
+    """Check B_prot <= |R| <= max(B, B_prot), and that over_budget is the excess. Sink and window are kept."""
     found, p, n = run(backend, prompt), prompt.inputs.parameters, len(prompt.token_ids)
     B_prot = int(found.trunks.sizes[found.protected].sum())
     assert B_prot <= len(found.kept) <= max(found.budget, B_prot)
@@ -119,7 +119,10 @@ def test_the_result_says_how_far_it_is_over_budget(backend: Backend, prompt: Pro
 @pytest.mark.spec("CC-SCORE", "CC-NORMALISED-IMPACT", "CC-IMPACT")
 @given(prompt=prompts())
 def test_uniform_impact_equals_alpha_0(backend: Backend, prompt: Prompt) -> None:
-    """Table 10: scores and r to the bit, R up to the single partial trunk; S1, trunks and graph as by default."""
+    """Check the ablation of Table 10: equal scores and r, bit for bit, and equal R except in the partial trunk.
+
+    Trunks and the graph do not change.
+    """
     uniform, D_only = varied(backend, prompt, impact="uniform"), varied(backend, prompt, alpha=0.0)
     assert np.array_equal(uniform.scores, D_only.scores, equal_nan=True)
     assert uniform.ratio.tolist() == D_only.ratio.tolist()
@@ -134,7 +137,7 @@ def test_uniform_impact_equals_alpha_0(backend: Backend, prompt: Prompt) -> None
 @pytest.mark.spec("CC-IMPACT")
 @given(prompt=prompts())
 def test_no_von_restorff_changes_the_impact_alone(backend: Backend, prompt: Prompt) -> None:
-    """Table 10: M_i = clip(S_i); edges, trunks, W and D are the default's to the bit."""
+    """Check the ablation of Table 10: M_i = clip(S_i). Trunks and D equal the default, bit for bit."""
     a, b = varied(backend, prompt, impact="mixture"), varied(backend, prompt, impact="salience")
     assert b.impact.tolist() == b.coattention.salience.tolist() == a.coattention.salience.tolist()
     assert a.trunks.offsets.tolist() == b.trunks.offsets.tolist()
@@ -144,7 +147,7 @@ def test_no_von_restorff_changes_the_impact_alone(backend: Backend, prompt: Prom
 @pytest.mark.spec("CC-SCORE", "CC-CRYSTALLIZATION")
 @given(prompt=prompts(), alpha=st.sampled_from([0.25, 2.0]))
 def test_without_D_alpha_says_nothing(backend: Backend, prompt: Prompt, alpha: float) -> None:
-    """Table 10, M only: score = alpha M~, and R does not depend on alpha > 0."""
+    """Check the ablation of Table 10, M only: score = alpha M~, so R does not depend on alpha > 0."""
     a, b = varied(backend, prompt, graph="zero", alpha=1.0), varied(backend, prompt, graph="zero", alpha=alpha)
     assert np.array_equal(a.scores * alpha, b.scores, equal_nan=True)
     assert a.kept.tolist() == b.kept.tolist()
@@ -153,7 +156,7 @@ def test_without_D_alpha_says_nothing(backend: Backend, prompt: Prompt, alpha: f
 @pytest.mark.spec("CC-SCORE")
 @given(prompt=prompts())
 def test_without_edges_D_is_a_half(backend: Backend, prompt: Prompt) -> None:
-    """E empty, or tau_edge >= sqrt 2: D = 1/2, so score = max(1/2, alpha M~)."""
+    """Check that D = 1/2 if E is empty or tau_edge >= sqrt 2, so that score = max(1/2, alpha M~)."""
     bare = varied(backend, prompt, k_intra=0, k_cross=0, graph="degree")
     pruned = varied(backend, prompt, tau_edge=1.5, graph="degree")
     for found in (bare, pruned):
@@ -164,7 +167,7 @@ def test_without_edges_D_is_a_half(backend: Backend, prompt: Prompt) -> None:
 @pytest.mark.spec("CC-PROTECTED")
 @given(prompt=prompts())
 def test_no_sink_and_no_window_protect_nothing(backend: Backend, prompt: Prompt) -> None:
-    """N_sink = W_recent = 0: Protected is empty and B is the ceiling alone."""
+    """Check that N_sink = W_recent = 0 protects no trunk, and that B is then only the ceiling."""
     found = varied(backend, prompt, N_sink=0, W_recent=0)
     assert not found.protected.any()
     assert found.budget == -(-prompt.share.numerator * len(prompt.token_ids) // prompt.share.denominator)
@@ -174,7 +177,7 @@ def test_no_sink_and_no_window_protect_nothing(backend: Backend, prompt: Prompt)
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("group", [1, 2, 4, 7, 8])
 def test_two_tokens_and_every_head_group(backend: Backend, dtype: type, group: int) -> None:
-    """The shortest segment, in each floating type."""
+    """Check the shortest segment in each floating type."""
     found = prefill(
         np.ones((group, 2, 3), dtype), np.ones((1, 2, 3), dtype), np.array([1, 2]), frozenset({2}), 0.5, TINY, backend
     )
@@ -194,7 +197,7 @@ def test_the_default_scaling_is_one_over_the_root_of_d(backend: Backend, prompt:
 @sparingly
 @given(prompt=prompts(), tokens=st.integers(1, 30))
 def test_every_form_of_a_budget(backend: Backend, prompt: Prompt, tokens: int) -> None:
-    """A float, a decimal, a percentage and a Budget are one; an int is tokens."""
+    """Check that a float, a decimal, a percentage and a Budget mean the same share. An int is a number of tokens."""
     forms = [float(prompt.budget), prompt.budget, f"{float(prompt.share) * 100:g}%", parse_budget(prompt.budget)]
     found = [run(backend, prompt, budget=form) for form in forms]
     assert all(same_records(found[0], other) for other in found[1:])
@@ -219,7 +222,7 @@ def test_the_default_is_half_of_the_tokens(backend: Backend, prompt: Prompt) -> 
 @pytest.mark.spec("CC-PREFILL", "PO-RETAIN")
 @given(prompt=prompts())
 def test_five_parts_compose_to_the_prefill(backend: Backend, prompt: Prompt) -> None:
-    """The policy's scorer, budgets, selector and protection MUST give the prefill to the bit."""
+    """The scorer, budgets, selector and protection of the policy MUST have the result of `prefill`, bit for bit."""
     policy = crystalcache(prompt.sentence_ends, prompt.inputs.parameters, backend)
     assert policy.name == "crystalcache"
     assert policy.scorer.needs == Needs("observed", None, token_ids=True, takes=backend.takes)
@@ -231,7 +234,7 @@ def test_five_parts_compose_to_the_prefill(backend: Backend, prompt: Prompt) -> 
 @pytest.mark.spec("PO-RETAIN")
 @given(prompt=prompts())
 def test_its_scores_serve_another_selector(backend: Backend, prompt: Prompt) -> None:
-    """Whole trunks by score instead of the dissolution: B tokens and no records, which are the dissolution's."""
+    """Check a selector of whole trunks instead of the dissolution: it keeps B tokens and returns no records."""
     policy = crystalcache(prompt.sentence_ends, prompt.inputs.parameters, backend)
     budget, shown = parse_budget(prompt.budget), observation(prompt)
     retention = retain(replace(policy, selector=fill_units), budget, shown)
@@ -241,7 +244,7 @@ def test_its_scores_serve_another_selector(backend: Backend, prompt: Prompt) -> 
 
 @pytest.mark.spec("CC-PREFILL")
 def test_paper_parameters_on_a_prompt_longer_than_the_floor(backend: Backend, precision: str) -> None:
-    """PAPER: 240 tokens, B = max(132, 168): something is evicted, and the chain holds."""
+    """Check PAPER with 240 tokens: B = max(132, 168), and tokens are evicted."""
     prompt = replace(random_prompt(np.random.default_rng(7), PAPER, 240), budget="0.7")
     found = run(backend, prompt)
     assert found.budget == 168
@@ -251,7 +254,7 @@ def test_paper_parameters_on_a_prompt_longer_than_the_floor(backend: Backend, pr
 
 @pytest.mark.spec("CC-IMPACT")
 def test_a_token_that_occurs_once_has_an_impact_of_5_956_or_more(stages: CrystalStages) -> None:
-    """[5.956, 15.906] for c = 1, between the least and the greatest salience."""
+    """Check the impact for c = 1: 5.956 at the least salience, and 15.906 at the greatest."""
     M = stages.impact(np.array([PAPER.M_min, PAPER.M_max]), np.array([1, 2]), PAPER)
     assert np.round(M, 3).tolist() == [5.956, 15.906]
 
@@ -259,7 +262,10 @@ def test_a_token_that_occurs_once_has_an_impact_of_5_956_or_more(stages: Crystal
 @pytest.mark.spec("CC-TRUNK-WEIGHT")
 @pytest.mark.parametrize(("edges", "w", "W"), [(64, 0.31, 0.248), (4, 0.9, 0.18)])
 def test_many_weak_edges_outweigh_a_few_strong_ones(stages: CrystalStages, edges: int, w: float, W: float) -> None:
-    """B.1.10: 10 x 10 tokens, 64 edges at .31 against 4 at .9: the paper's prose says the contrary."""
+    """Check the example of B.1.10: 64 edges of .31 between 10 x 10 tokens weigh more than 4 edges of .9.
+
+    The prose of the paper says the contrary.
+    """
     intra: list[list[tuple[int, float]]] = [[] for _ in range(20)]
     for edge in range(edges):
         intra[edge % 10].append((10 + edge // 10, w))

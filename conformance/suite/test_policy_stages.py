@@ -1,4 +1,4 @@
-"""Stages of the published policies against brute force on small inputs: masked softmax, sums and sorts by hand."""
+"""Tests that compare the stages of the published policies with brute force on small inputs."""
 
 from typing import Any
 
@@ -15,12 +15,15 @@ SEEDS = range(40)
 
 
 def single(x: Any) -> Any:
-    """As a model's tensors are."""
+    """Return `x` as a contiguous float32 array, like the tensors of a model."""
     return np.ascontiguousarray(x, dtype=np.float32)
 
 
 def drawn(seed: int) -> tuple[Any, Any, Any, float | None, Any]:
-    """q, k and v of 1 to 26 tokens, 1 to 3 KV heads of 1 or 2 query heads, 4 channels; of some a cap, and sinks."""
+    """Return random q, k and v, and for some seeds a soft cap or attention sinks.
+
+    There are 1 to 26 tokens, 1 to 3 KV heads with 1 or 2 query heads each, and 4 channels.
+    """
     rng = np.random.default_rng(seed)
     n, H_kv, G = int(rng.integers(1, 27)), int(rng.integers(1, 4)), int(rng.integers(1, 3))
     q, k, v = (rng.standard_normal((heads, n, 4)) for heads in (H_kv * G, H_kv, H_kv))
@@ -31,7 +34,7 @@ def drawn(seed: int) -> tuple[Any, Any, Any, float | None, Any]:
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_received_attention(policy_stages: PolicyStages, precision: str, seed: int, dtype: type) -> None:
-    """Of all queries, of the later half, and of the last alone; every key of every KV head."""
+    """Check the attention that each key of each KV head gets from all queries, the later half, and the last one."""
     q, k, _, softcap, sinks = drawn(seed)
     q, k, n = q.astype(dtype), k.astype(dtype), k.shape[1]
     for m in {1, (n + 1) // 2, n}:
@@ -45,7 +48,7 @@ def test_received_attention(policy_stages: PolicyStages, precision: str, seed: i
 
 @pytest.mark.spec("PO-OBSERVED-ATTENTION")
 def test_each_query_gives_one(policy_stages: PolicyStages) -> None:
-    """Far apart logits, one key, equal keys: exactly."""
+    """Check that the attention of a query sums to 1, for one key, for equal keys, and for logits far apart."""
     one = policy_stages.received_attention(single(np.ones((6, 1, 4))), single(np.ones((2, 1, 4))), 1.0, None)
     assert one.tolist() == [[3.0], [3.0]]
     equal = policy_stages.received_attention(single(np.ones((2, 4, 4))), single(np.ones((2, 4, 4))), 0.5, None)
@@ -59,7 +62,7 @@ def test_each_query_gives_one(policy_stages: PolicyStages) -> None:
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_largest_attention(policy_stages: PolicyStages, precision: str, seed: int, dtype: type) -> None:
-    """Of all queries, of the later half, and of the last alone; every key of every query head."""
+    """Check the largest attention to each key, by query head, of all queries, the later half, and the last one."""
     q, k, _, softcap, sinks = drawn(seed)
     q, k, n = q.astype(dtype), k.astype(dtype), k.shape[1]
     norms = np.random.default_rng(seed).uniform(0.01, 9.0, n)
@@ -75,7 +78,7 @@ def test_largest_attention(policy_stages: PolicyStages, precision: str, seed: in
 @pytest.mark.spec("PO-KVZIP", "PO-KVZIP-PLUS")
 @pytest.mark.parametrize("size", [1.0, 2.0**-90, 2.0**90, 2.0**-200, 2.0**200, 2.0**-960, 2.0**960])
 def test_the_query_that_gives_most_decides(policy_stages: PolicyStages, size: float) -> None:
-    """Far apart logits and norms that are powers of 2, small and large: exactly."""
+    """Check exact results for logits far apart and norms that are small or large powers of 2."""
     q, k = single([[[2000.0], [-2000.0], [2000.0]]]), single([[[1.0], [-1.0], [0.0]]])
     norms = size * np.array([4.0, 2.0, 1.0])
     assert (size * policy_stages.largest_attention(q, k, norms, 1.0, None)).tolist() == [[1.0, 0.5, 0.0]]
@@ -89,7 +92,7 @@ def test_the_query_that_gives_most_decides(policy_stages: PolicyStages, size: fl
 @pytest.mark.spec("PO-EXPECTED-ATTENTION")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_expected_attention(policy_stages: PolicyStages, precision: str, seed: int) -> None:
-    """Queries behind a sink, or of a later segment, under a rotation with and without a factor."""
+    """Check queries after a sink or of a later segment, with rotation factors equal to 1 and above 1."""
     (q, k, v), sinks = map(single, drawn(seed)[:3]), drawn(seed)[4]
     n, factor, inv_freq = k.shape[1], 1.0 + (seed % 3) / 4, np.array([1.0, 0.25])
     for m in {1, n}:
@@ -102,7 +105,7 @@ def test_expected_attention(policy_stages: PolicyStages, precision: str, seed: i
 
 
 def best(values: Matrix, shares: IntVector, pinned: BoolMatrix) -> list[list[int]]:
-    """Row by row, by a sort of (pinned, has a score, score, index)."""
+    """Return the best tokens of each row, sorted by: pinned first, then with a score, larger score, lower index."""
     found = []
     for row, B, own in zip(values.tolist(), shares.tolist(), pinned.tolist(), strict=True):
         order = sorted(range(len(row)), key=lambda j: (not own[j], row[j] != row[j], -row[j], j))
@@ -119,7 +122,7 @@ def kept(stages: PolicyStages, values: Matrix, shares: IntVector, pinned: BoolMa
 @pytest.mark.spec("PO-TOP-UNITS")
 @pytest.mark.parametrize("seed", range(120))
 def test_best_tokens(policy_stages: PolicyStages, seed: int) -> None:
-    """Ties by the dozen, infinite scores, tokens without one, pinned tokens of each row's own, any share."""
+    """Check rows with many ties, infinite scores, tokens without a score, separate pinned tokens, and any share."""
     rng = np.random.default_rng(seed)
     g, n = int(rng.integers(1, 5)), int(rng.integers(1, 27))
     values = rng.integers(-2, rng.integers(0, 9), (g, n)).astype(np.float64)
@@ -136,7 +139,10 @@ def test_best_tokens(policy_stages: PolicyStages, seed: int) -> None:
 def test_expected_attention_of_many_heads_and_channels(
     policy_stages: PolicyStages, precision: str, H: int, H_kv: int, d: int,
 ) -> None:
-    """Every frequency turns its pair far, the last too, and the queries have a direction that the turn moves."""
+    """Check inputs for which each pair of channels changes the result.
+
+    Every frequency rotates its pair by a large angle, and the mean of the queries is not zero.
+    """
     rng = np.random.default_rng(d)
     q, k, v = (single(rng.standard_normal((heads, n, d))) for heads, n in ((H, 24), (H_kv, 30), (H_kv, 30)))
     inv_freq, at, ahead = np.linspace(1.0, 0.3, d // 2), np.arange(10, 34), np.arange(35, 43)
@@ -144,14 +150,14 @@ def test_expected_attention_of_many_heads_and_channels(
     want, mass = oracle.expected(q, k, v, at, ahead, inv_freq, 1.5, scaling)
     found = policy_stages.expected_attention(q, k, v, at, ahead, inv_freq, 1.5, scaling)
     error = expected_error(mass, 24, d, 30, precision)
-    assert error < 0.05, "the inputs leave nothing certain"
+    assert error < 0.05, "the error bound is too large for a test"
     assert (np.abs(found - want) <= error * want).all()
 
 
 @pytest.mark.spec("PO-OBSERVED-ATTENTION")
 @pytest.mark.parametrize("n", [1_025, 1_100, 1_400])
 def test_half_precision_beyond_a_thousand_keys(policy_stages: PolicyStages, n: int) -> None:
-    """Keys of half precision are read exactly, and their sums are not of half precision: an even share of each."""
+    """Check that float16 keys are read exactly, and that sums over the keys are not computed in float16."""
     found = policy_stages.received_attention(np.ones((2, 3, 4), np.float16), np.ones((1, n, 4), np.float16), 0.5, None)
     shares = [1 / (n - 2), 1 / (n - 1), 1 / n]
     want = 2 * np.array([sum(shares)] * (n - 2) + [sum(shares[1:]), shares[2]])
@@ -162,7 +168,7 @@ def test_half_precision_beyond_a_thousand_keys(policy_stages: PolicyStages, n: i
 @pytest.mark.parametrize("kind", SPECIAL)
 @pytest.mark.parametrize("n", [2, 17, 130, 1_100])
 def test_what_is_no_number_comes_last(policy_stages: PolicyStages, n: int, kind: str) -> None:
-    """Behind minus infinity, as one of equals; the lower token of two."""
+    """Check that all values that are not a number rank equally, after minus infinity. Ties go to the lower token."""
     values = special(kind, n, (3, n))
     shares, pinned = np.array([1, (n + 1) // 2, n - 1]), np.zeros((3, n), dtype=np.bool_)
     assert kept(policy_stages, values, shares, pinned) == best(values, shares, pinned)
@@ -171,7 +177,7 @@ def test_what_is_no_number_comes_last(policy_stages: PolicyStages, n: int, kind:
 @pytest.mark.spec("PO-TOP-UNITS")
 @pytest.mark.parametrize("g", [255, 256, 257, 300, 1_025])
 def test_as_many_kept_sets_as_there_are(policy_stages: PolicyStages, g: int) -> None:
-    """Of two tokens one, of the last set both; the offsets count on."""
+    """Check many kept sets that each have one of two tokens. The last set has both tokens."""
     values, shares = np.tile([[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]], (g, 1))[:g], np.where(np.arange(g) < g - 1, 1, 2)
     pinned = np.zeros((g, 2), dtype=np.bool_)
     assert kept(policy_stages, values, shares, pinned) == best(values, shares, pinned)
@@ -180,7 +186,7 @@ def test_as_many_kept_sets_as_there_are(policy_stages: PolicyStages, g: int) -> 
 @pytest.mark.spec("PO-TOP-UNITS")
 @pytest.mark.parametrize("n", [33, 100, 700])
 def test_ties_among_hundreds_go_to_the_lower_token(policy_stages: PolicyStages, n: int) -> None:
-    """Three values and every share, where a partial sort leaves equal ones in any order."""
+    """Check many ties for every share, because a partial sort returns equal values in any order."""
     values = np.random.default_rng(n).integers(0, 3, (6, n)).astype(np.float64)
     shares, pinned = n * np.arange(1, 7) // 7, np.zeros((6, n), dtype=np.bool_)
     assert kept(policy_stages, values, shares, pinned) == best(values, shares, pinned)
@@ -190,7 +196,7 @@ def test_ties_among_hundreds_go_to_the_lower_token(policy_stages: PolicyStages, 
 @pytest.mark.parametrize("kind", CLOSE)
 @pytest.mark.parametrize("n", [2, 17, 130, 1_100, 5_000])
 def test_close_scores_are_told_apart(policy_stages: PolicyStages, n: int, kind: str) -> None:
-    """Floats next to each other in float64 at every size, subnormal and huge ones; -0.0 and 0.0 are equal."""
+    """Check adjacent float64 numbers of any size, subnormal and huge ones included. -0.0 and 0.0 are equal."""
     values = close(kind, n, (3, n))
     shares, pinned = np.array([1, (n + 1) // 2, n - 1]), np.zeros((3, n), dtype=np.bool_)
     assert kept(policy_stages, values, shares, pinned) == best(values, shares, pinned)
@@ -199,7 +205,7 @@ def test_close_scores_are_told_apart(policy_stages: PolicyStages, n: int, kind: 
 @pytest.mark.spec("PO-OBSERVED-ATTENTION", "PO-KVZIP", "PO-KVZIP-PLUS")
 @pytest.mark.parametrize("n", [31, 32, 33, 63, 64, 65, 127, 129, 257])
 def test_each_of_many_queries_counts_once(policy_stages: PolicyStages, precision: str, n: int) -> None:
-    """Each looks at one key alone, two at each of the first half; norms that no two queries share."""
+    """Check queries that each attend to one key, with two queries for each key and with distinct norms."""
     q, k, target = np.zeros((1, n, n)), np.eye(n)[None], np.arange(n) // 2
     q[0, np.arange(n), target] = 2000.0
     norms: Vector = np.asarray(1.0 + (7 * np.arange(n) + 3) % n)
@@ -215,7 +221,7 @@ def test_each_of_many_queries_counts_once(policy_stages: PolicyStages, precision
 @pytest.mark.spec("PO-EXPECTED-ATTENTION")
 @pytest.mark.parametrize(("first", "bits"), [(2**24, 27), (2**31 - 3, 20), (2**32 - 3, 20), (2**40, 12)])
 def test_queries_far_from_the_start(policy_stages: PolicyStages, precision: str, first: int, bits: int) -> None:
-    """Positions and frequencies of which float32 holds neither; their products are exact in float64."""
+    """Check positions and frequencies that float32 cannot hold, and whose products are exact in float64."""
     q, k, v = map(single, drawn(8)[:3])
     n, inv_freq = k.shape[1], np.round(np.array([0.9, 0.0137]) * 2.0**bits) / 2.0**bits
     at, ahead = first + 1 + np.arange(n), first + n + 1 + np.arange(3)
@@ -227,7 +233,10 @@ def test_queries_far_from_the_start(policy_stages: PolicyStages, precision: str,
 @pytest.mark.spec("PO-OBSERVED-ATTENTION", "PO-KVZIP", "PO-KVZIP-PLUS")
 @pytest.mark.parametrize(("of_q", "of_k"), TYPE_PAIRS)
 def test_attention_of_every_type_and_size(policy_stages: PolicyStages, precision: str, of_q: str, of_k: str) -> None:
-    """Each type holds these numbers, and the products are alike; a type of whose sums or squares it has none too."""
+    """Check numbers of any size that a type can hold, also if the type cannot hold their sums or squares.
+
+    The scaling makes the products of queries and keys similar for all types.
+    """
     (q, large), (k, small) = of_type(of_q, 3, (4, 12, 4)), of_type(of_k, 4, (2, 12, 4))
     norms, scaling = np.linspace(0.5, 2, 12), 0.5 / (large * small)
     weights = oracle.attended(q.astype(np.float64), k.astype(np.float64), scaling, None)
@@ -246,7 +255,10 @@ def test_attention_of_every_type_and_size(policy_stages: PolicyStages, precision
 def test_a_longer_type_is_not_rounded_to_float16(
     policy_stages: PolicyStages, precision: str, of: str, own: str, other: str,
 ) -> None:
-    """The second logit is larger by 1, and equal to the first if keys, or queries, are float16 or bfloat16."""
+    """Check that the second logit is larger by 1 than the first.
+
+    If the keys or the queries were rounded to float16 or bfloat16, the logits would be equal.
+    """
     if of == "keys":
         q, k = np.array([[[4096.0, 0.0]]], other), np.array([[[1.0, 0.0], [1.0 + 2.0**-12, 0.0]]], own)
     else:
@@ -269,7 +281,7 @@ def test_a_longer_type_is_not_rounded_to_float16(
 def test_expected_attention_of_every_type_and_size(
     policy_stages: PolicyStages, precision: str, of_q: str, of_k: str, of_v: str,
 ) -> None:
-    """Lengths of values whose squares the type has not; queries and keys of any."""
+    """Check values whose squares the type cannot hold, with queries and keys of any type."""
     (q, large), (k, small) = of_type(of_q, 5, (4, 9, 4)), of_type(of_k, 6, (2, 12, 4))
     v, _ = of_type(of_v, 7, (2, 12, 4))
     at, ahead, inv_freq, scaling = np.arange(3, 12), np.arange(12, 20), np.array([1.0, 0.25]), 0.5 / (large * small)

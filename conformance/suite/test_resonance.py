@@ -1,4 +1,4 @@
-"""Decode: pulses, the Hebbian update and the crystallization of a segment."""
+"""Tests of decode: pulses, the Hebbian update and the crystallization of a segment."""
 
 from dataclasses import replace
 from typing import Any
@@ -46,14 +46,14 @@ def rows(W: TrunkWeights) -> dict[str, Any]:
 def test_resonance_is_the_searches_one_by_one(
     breath_stages: BreathStages, case: Network, p: CrystalCacheParameters,
 ) -> None:
-    """To the bit, by ascending source."""
+    """Check that resonance equals separate searches by ascending source, bit for bit."""
     assert breath_stages.resonance(*case, p).tolist() == by_force(case, p)
 
 
 @pytest.mark.spec("CC-HEBB", "CC-RESONANCE", "CC-PULSE", "CC-RAISE")
 @pytest.mark.parametrize("seed", range(12))
 def test_products_are_rounded_in_the_stated_order(breath_stages: BreathStages, seed: int) -> None:
-    """Weights, D and constants of all bits, where another order of the same products is another float."""
+    """Check numbers that use all bits, for which a different order of the products has a different result."""
     rng, m = np.random.default_rng(seed), 9
     W = np.triu((rng.random((m, m)) < 0.5) * rng.uniform(0.3, 1.3, (m, m)), 1)
     case = rng.random(m), csr_of_matrix(W + W.T), rng.random(m) < 0.5
@@ -67,7 +67,10 @@ def test_products_are_rounded_in_the_stated_order(breath_stages: BreathStages, s
 @pytest.mark.spec("CC-PULSE", "CC-RESONANCE")
 @pytest.mark.parametrize("m", [130, 258, 520])
 def test_hundreds_of_trunks_send_and_are_reached(breath_stages: BreathStages, m: int) -> None:
-    """The last trunk is reached from the first and from the 256th, all but the last hundred send; and a star."""
+    """Check hundreds of trunks: the first and the 256th send to the last, and all but the last hundred are active.
+
+    Also check a star.
+    """
     pairs = np.zeros((m, m))
     pairs[0, m - 1] = pairs[min(255, m - 2), m - 1] = 0.9
     W, active = csr_of_matrix(pairs + pairs.T), np.arange(m) < m - 100
@@ -83,7 +86,7 @@ def test_hundreds_of_trunks_send_and_are_reached(breath_stages: BreathStages, m:
 
 @pytest.mark.spec("CC-PULSE")
 def test_a_pulse_below_tau_marks_nobody(breath_stages: BreathStages) -> None:
-    """The direct edge is too weak, so the way round arrives a hop later."""
+    """Check a pulse that arrives over two edges a hop later, because the direct edge is too weak."""
     W = np.array([[0.0, 1.0, 0.125], [1.0, 0.0, 1.0], [0.125, 1.0, 0.0]])
     p = replace(PAPER, alpha_res=1.0, tau_pulse=0.125)
     assert breath_stages.resonance(np.zeros(3), csr_of_matrix(W), np.arange(3) == 0, p).tolist() == [1.0, 0.5, 0.25]
@@ -94,7 +97,7 @@ def test_a_pulse_below_tau_marks_nobody(breath_stages: BreathStages) -> None:
 def test_edges_grow_together_and_fade_apart(
     breath_stages: BreathStages, case: Network, p: CrystalCacheParameters,
 ) -> None:
-    """To the bit; W stays symmetric, above tau_edge, without new edges, and the input is not changed."""
+    """Check the update bit for bit. All weights are above tau_edge, and the input is not changed."""
     _, W, active = case
     names = list(range(len(active)))
     before = rows(W)
@@ -107,7 +110,7 @@ def test_edges_grow_together_and_fade_apart(
 
 @pytest.mark.spec("CC-HEBB")
 def test_an_edge_that_decays_to_tau_is_pruned(breath_stages: BreathStages) -> None:
-    """Strict, as Eq. 25: 0.5 * 0.25 is 0.125."""
+    """Check that the comparison with tau_edge is strict, as in Eq. 25: 0.5 * 0.25 is 0.125."""
     W = TrunkWeights(np.array([0, 1, 2]), np.array([1, 0]), np.full(2, 0.25))
     p = replace(PAPER, gamma_decay=0.5, tau_edge=0.125)
     assert not len(breath_stages.hebbian(W, np.array([False, True]), p).weights)
@@ -115,7 +118,7 @@ def test_an_edge_that_decays_to_tau_is_pruned(breath_stages: BreathStages) -> No
 
 @pytest.mark.spec("CC-HEBB")
 def test_an_idle_edge_dies_in_299_breaths(breath_stages: BreathStages) -> None:
-    """0.99 ^ 299 is the first power below 0.05."""
+    """Check that an idle edge is removed at breath 299, because 0.99 ^ 299 is the first power below 0.05."""
     W = TrunkWeights(np.array([0, 1, 2]), np.array([1, 0]), np.ones(2))
     idle = np.zeros(2, dtype=np.bool_)
     for _ in range(298):
@@ -127,7 +130,10 @@ def test_an_idle_edge_dies_in_299_breaths(breath_stages: BreathStages) -> None:
 @pytest.mark.spec("CC-PULSE", "CC-RESONANCE")
 @pytest.mark.parametrize("hops", [1, 2, 3])
 def test_a_pulse_at_the_threshold_arrives(breath_stages: BreathStages, hops: int) -> None:
-    """Along a chain that halves and halves again, tau_pulse is the pulse of the last hop, or the float above it."""
+    """Check a chain with tau_pulse equal to the pulse of the last hop, which arrives, and the next float.
+
+    Each hop multiplies the pulse by 0.25.
+    """
     W = csr_of_matrix(0.5 * (np.eye(6, k=1) + np.eye(6, k=-1)))
     for tau, reached in ((0.25**hops, hops), (float(np.nextafter(0.25**hops, 1)), hops - 1)):
         p = replace(PAPER, max_hops=5, gamma_hop=0.5, tau_pulse=tau, alpha_res=0.5)
@@ -137,7 +143,7 @@ def test_a_pulse_at_the_threshold_arrives(breath_stages: BreathStages, hops: int
 
 @pytest.mark.spec("CC-SEGMENT-D")
 def test_degrees_of_all_trunks_that_are_close_have_a_spread(breath_stages: BreathStages) -> None:
-    """About 1 000 and a thousandth apart, where moments in one pass leave nothing of sigma."""
+    """Check degrees near 1 000 that differ by a thousandth. Moments computed in one pass have a wrong sigma."""
     degree = 1_000 + np.arange(9) / 1024
     radius = tolerances.crystallization_radius(degree, PAPER.s, PAPER.epsilon)
     assert radius < 1e-6
@@ -148,7 +154,7 @@ def test_degrees_of_all_trunks_that_are_close_have_a_spread(breath_stages: Breat
 
 @pytest.mark.spec("CC-DECAY", "CC-ACTIVATION", "CC-RESONANCE", "CC-HEBB")
 def test_the_number_of_calls_says_nothing(breath_stages: BreathStages, every: int) -> None:
-    """6 000 steps with their breaths: what is counted inside a stage must not end."""
+    """Check that 6 000 calls have equal results, so that no counter inside a stage overflows."""
     W, live = csr_of_matrix(np.array([[0.0, 0.5], [0.5, 0.0]])), table([1, 1], np.array([1.0, 0.5]))
     D, active = np.array([0.5, 0.25]), np.array([True, False])
 

@@ -1,4 +1,4 @@
-"""Decode at full size: wide trunks, long chains, hubs, far positions; steps, breaths and segments of long sequences."""
+"""Tests of decode at full size: wide trunks, long chains, hubs, far positions and long sequences."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,7 +32,10 @@ SIZES = [15, 16, 17, 31, 32, 33, 40, 41, 63, 65, 127, 129, 255, 257, 1_023, 1_02
 ])
 @pytest.mark.parametrize("kind", [np.float32, np.float16, np.float64])
 def test_norms_of_every_head_and_channel(breath_stages: BreathStages, H_kv: int, n: int, d: int, kind: type) -> None:
-    """Lengths differ by head and rise along the channels, so that none of them can be left out; some keys are zero."""
+    """Check the norms of keys whose lengths differ by head and rise along the channels; some keys are zero.
+
+    A backend that leaves out a head or a channel gives a different norm.
+    """
     numbers = Numbers(H_kv * n + d)
     k = (numbers.fractions(H_kv * n * d).reshape(H_kv, n, d) - 0.5) * np.linspace(0.1, 4, d) ** 2
     k *= np.linspace(0.5, 2, H_kv)[:, None, None]
@@ -53,7 +56,11 @@ def table(sizes: IntVector, norms: Vector) -> LiveTrunks:
 @pytest.mark.spec("CC-ACTIVATION")
 @pytest.mark.parametrize("size", SIZES)
 def test_more_than_half_of_a_wide_trunk(breath_stages: BreathStages, size: int) -> None:
-    """Of six trunks of a size half of the members are above, half and one, all but one, one, none; the last ones."""
+    """Check the activation of six trunks of one size that have different numbers of members above theta_act.
+
+    The numbers are half, half and one, all but one, one, none and half rounded up. The members above theta_act are
+    the last members of their trunk.
+    """
     above = [size // 2, size // 2 + 1, size - 1, 1, 0, (size + 1) // 2]
     norms = np.concatenate([np.repeat([0.1, 0.9], [size - a, a]) for a in above])
     norms[-1] = 1.0
@@ -77,7 +84,11 @@ def test_activation_of_many_trunks(breath_stages: BreathStages, m: int) -> None:
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("at", ["first", "last"])
 def test_the_largest_norm_anywhere(breath_stages: BreathStages, n: int, at: str) -> None:
-    """Single tokens of norm 1/2, one of norm 2: at 0.25 they are not above 0.3; one of norm 1: at 0.5 they are."""
+    """Check that all norms are divided by the largest norm, at any place.
+
+    All tokens have the norm 1/2, except one. If this token has the norm 2, the quotient 0.25 is not above 0.3. If it
+    has the norm 1, the quotient 0.5 is above 0.3.
+    """
     for top, others in ((2.0, False), (1.0, True)):
         norms = np.full(n, 0.5)
         norms[0 if at == "first" else -1] = top
@@ -88,7 +99,7 @@ def test_the_largest_norm_anywhere(breath_stages: BreathStages, n: int, at: str)
 @pytest.mark.spec("CC-ETA")
 @pytest.mark.parametrize("n", SIZES)
 def test_one_finite_norm_among_zero_keys(breath_stages: BreathStages, n: int) -> None:
-    """It is the maximum wherever it stands, so its eta is 1, and so is that of a zero key."""
+    """Check that the only finite norm is the maximum at any place: its eta is 1, and the eta of a zero key is 1."""
     for place in (0, n // 2, n - 1):
         norms = np.full(n, np.inf)
         norms[place] = 1e-3
@@ -99,7 +110,7 @@ def test_one_finite_norm_among_zero_keys(breath_stages: BreathStages, n: int) ->
 
 @dataclass(frozen=True)
 class Net:
-    """A graph, who is active, and how far pulses go."""
+    """Graph with the distance between active trunks and the number of hops of a pulse."""
 
     name: str
     W: Callable[[], TrunkWeights]
@@ -122,7 +133,7 @@ def star(m: int, at: int) -> TrunkWeights:
 
 
 def ladder(m: int) -> TrunkWeights:
-    """Layers of three trunks; each is linked to all of the next layer, so that several pulses arrive at one hop."""
+    """Return layers of three trunks, linked to all trunks of the next layer, so that several pulses arrive at a hop."""
     low = np.repeat(np.arange(m - 3), 3)
     high = low // 3 * 3 + 3 + np.tile(np.arange(3), m - 3)
     keep = high < m
@@ -146,7 +157,7 @@ NETS = [
 @pytest.mark.spec("CC-RESONANCE")
 @pytest.mark.parametrize("net", NETS, ids=str)
 def test_pulses_over_large_graphs(breath_stages: BreathStages, net: Net) -> None:
-    """D after every source in turn, to the bit."""
+    """Check that D is exact, bit for bit, after the pulses of all sources in order."""
     W = net.W()
     m = len(W.indptr) - 1
     p = replace(PAPER, max_hops=net.hops, gamma_hop=net.gamma)
@@ -157,7 +168,7 @@ def test_pulses_over_large_graphs(breath_stages: BreathStages, net: Net) -> None
 @pytest.mark.spec("CC-PULSE")
 @pytest.mark.parametrize("hops", [1, 2, 3, 4, 5, 16, 17, 33, 65, 129, 257, 299])
 def test_how_far_one_pulse_goes(breath_stages: BreathStages, hops: int) -> None:
-    """Along a chain without loss it reaches `hops` trunks on either side of the source and no more."""
+    """Check that a pulse along a chain without loss reaches exactly `hops` trunks on either side of the source."""
     D = breath_stages.resonance(
         np.zeros(600), chain(600), np.arange(600) == 300, replace(PAPER, max_hops=hops, gamma_hop=1.0)
     )
@@ -167,7 +178,7 @@ def test_how_far_one_pulse_goes(breath_stages: BreathStages, hops: int) -> None:
 @pytest.mark.spec("CC-PULSE")
 @pytest.mark.parametrize("degree", [15, 16, 17, 33, 65, 129, 257, 1_025, 65_537])
 def test_the_strongest_of_many_senders(breath_stages: BreathStages, degree: int) -> None:
-    """Source, `degree` trunks between, one behind them all: the strongest way in is the last but one."""
+    """Check that a trunk receives the strongest of `degree` pulses, which arrives over the last but one path."""
     m, middle = degree + 2, np.arange(1, degree + 1)
     first, second = np.full(degree, 0.5), np.full(degree, 0.25)
     second[-2] = 0.75
@@ -182,7 +193,7 @@ def test_the_strongest_of_many_senders(breath_stages: BreathStages, degree: int)
 @pytest.mark.spec("CC-RAISE")
 @pytest.mark.parametrize("sources", [16, 17, 33, 65, 129, 257, 1_025])
 def test_a_pulse_of_each_of_many_sources(breath_stages: BreathStages, sources: int) -> None:
-    """All neighbours of a hub are active: it is raised once by each, in their order, to the bit."""
+    """Check that each active neighbour raises a hub once, in the order of the neighbours, bit for bit."""
     W = star(sources + 1, sources)
     active = np.arange(sources + 1) < sources
     p = replace(PAPER, max_hops=1)
@@ -193,7 +204,7 @@ def test_a_pulse_of_each_of_many_sources(breath_stages: BreathStages, sources: i
 @pytest.mark.spec("CC-HEBB")
 @pytest.mark.parametrize("net", [net for net in NETS if not net.name.startswith("chain")], ids=str)
 def test_the_update_of_large_graphs(breath_stages: BreathStages, net: Net) -> None:
-    """Rows, columns and weights to the bit; edges at the threshold go."""
+    """Check that rows, columns and weights are exact, bit for bit. Edges at the threshold are removed."""
     W = net.W()
     m = len(W.indptr) - 1
     active = np.arange(m) % 2 == 0
@@ -205,7 +216,10 @@ def test_the_update_of_large_graphs(breath_stages: BreathStages, net: Net) -> No
 @pytest.mark.spec("CC-HEBB")
 @pytest.mark.parametrize("m", [17, 33, 65, 257, 1_025, 65_537])
 def test_the_prune_after_decay_is_strict_everywhere(breath_stages: BreathStages, m: int) -> None:
-    """A chain whose weights decay to tau_edge, or to the next float: every third pair goes; active pairs end at 1."""
+    """Check that exactly the edges whose weight decays to tau_edge are removed from a chain.
+
+    Every third weight decays to tau_edge, all others to the next float. Between active trunks all weights end at 1.
+    """
     w = np.where(np.arange(m - 1) % 3 == 0, 0.5, np.nextafter(0.5, 1))
     W = csr(m, np.arange(m - 1), np.arange(1, m), w)
     p = replace(PAPER, tau_edge=0.25, gamma_decay=0.5, eta_Hebb=0.75)
@@ -227,7 +241,7 @@ def test_decay_of_many_trunks(breath_stages: BreathStages, m: int) -> None:
 
 @dataclass(frozen=True)
 class Segment:
-    """`old` trunks of a cache with gaps, then a segment of n tokens in trunks of up to `largest`."""
+    """Cache of `old` trunks with gaps, and a segment of n tokens in trunks of at most `largest` tokens."""
 
     name: str
     old: int
@@ -250,14 +264,14 @@ SEGMENTS = [
 @pytest.mark.spec("CC-SEGMENT-GRAPH")
 @pytest.mark.parametrize("case", SEGMENTS, ids=str)
 def test_edges_to_older_trunks(breath_stages: BreathStages, case: Segment) -> None:
-    """Old pairs to the bit; new ones, to new and to old trunks, by Eq. 25 on live sizes."""
+    """Check that weights between old trunks are exact, and that all new weights satisfy Eq. 25 on live sizes."""
     numbers = Numbers(case.n)
     behind = np.unique(1 + numbers.integers(0, max(1, min(case.start, 55_000)), case.old))
     old_bounds = case.start - behind[::-1]
     old = len(old_bounds)
     shape = Lists(case.n, 5, 4, 1024, case.start, near=False)
     given = lists(shape)
-    if old:  # a third of the sources lies in the old cache
+    if old:  # A third of the sources is in the old cache.
         gone = numbers.integers(0, 3, given.cross.size).reshape(given.cross.shape) == 0
         far = np.sort(old_bounds[numbers.integers(0, old, given.cross.size)].reshape(given.cross.shape), axis=1)
         given = replace(given, cross=np.where(gone & (given.cross >= 0), far, given.cross))
@@ -282,7 +296,7 @@ def test_edges_to_older_trunks(breath_stages: BreathStages, case: Segment) -> No
 @pytest.mark.spec("CC-SEGMENT-D")
 @pytest.mark.parametrize("m", SIZES)
 def test_D_of_a_segment_behind_many_trunks(breath_stages: BreathStages, m: int) -> None:
-    """Moments over all trunks, old ones too; values of the last few alone."""
+    """Check that mean and deviation are those of all trunks, and that the stage returns only D of the new trunks."""
     degree = np.linspace(0.1, 3, m) ** 2
     old = m - min(m, 5)
     found = breath_stages.segment_crystallization(degree, old, PAPER)
@@ -296,7 +310,7 @@ QUIET = replace(PAPER, tau_edge=0.05, max_hops=4, gamma_hop=0.9, T_max=40, N_sin
 
 @dataclass(frozen=True)
 class Case:
-    """A state by its sizes."""
+    """State of a sequence, given by the sizes of its parts."""
 
     name: str
     seen: int
@@ -325,7 +339,7 @@ CASES = [
 @pytest.mark.spec("CC-STEP", "CC-TAIL", "CC-DECAY")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_forward(decoder: Backend, case: Case) -> None:
-    """Before a breath only D changes, and the tail grows by a token of a far id."""
+    """Check that a step before a breath changes only D and appends one token, which has a far id, to the tail."""
     before, p = case.state, replace(case.parameters, T_breath=100)
     after = decode_step(before, int(FAR_IDS[-1]), 0.25, ENDS, p, decoder)
     assert not list(decode_checks.forward(before, after, int(FAR_IDS[-1]), 0.25, p))
@@ -337,13 +351,13 @@ def test_a_breath(decoder: Backend, case: Case) -> None:
     before, p = case.state, case.parameters
     after = breath(before, ENDS, p, decoder)
     assert not list(decode_checks.breath(before, after, ENDS, p, decoder))
-    assert len(after.live.positions) < len(before.stored), "something goes"
+    assert len(after.live.positions) < len(before.stored), "no token was evicted"
 
 
 @pytest.mark.spec("CC-STEP")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_step_that_breathes(decoder: Backend, case: Case) -> None:
-    """It is a forward, and then a breath: nothing has waited for it."""
+    """Check that a step with a breath equals a step without a breath, followed by a breath."""
     before, p = replace(case.state, step=99), replace(case.parameters, T_breath=100)
     quiet = decode_step(before, 3, 0.5, ENDS, replace(p, T_breath=1000), decoder)
     assert decode_checks.same_bits(decode_step(before, 3, 0.5, ENDS, p, decoder), breath(quiet, ENDS, p, decoder))
@@ -356,7 +370,7 @@ STEPS = [127, 255, 32_767, 65_535, 2**24 + 1, 2**31 - 1, 2**32 - 1, 2**53 + 1]
 @pytest.mark.parametrize("T_breath", [3, 7])
 @pytest.mark.parametrize("step", STEPS)
 def test_breaths_of_a_long_conversation(decoder: Backend, step: int, T_breath: int) -> None:
-    """A dozen steps over a width: each T_breath-th breathes, and no other."""
+    """Check that exactly every T_breath-th step has a breath while the step number passes the width of a type."""
     p = replace(QUIET, T_breath=T_breath, N_sink=1, W_recent=2)
     state = replace(state_at(2**24, 6, 3, 2, 9, p), step=step - 5)
     for at in range(step - 4, step + 8):
@@ -368,7 +382,7 @@ def test_breaths_of_a_long_conversation(decoder: Backend, step: int, T_breath: i
 @pytest.mark.spec("CC-SEGMENT")
 @pytest.mark.parametrize(("seen", "H", "H_kv"), [(1_500, 9, 3), (2**31 - 60, 8, 4), (2**32 - 60, 10, 5)])
 def test_a_turn(decoder: Backend, seen: int, H: int, H_kv: int) -> None:
-    """120 tokens behind 60 trunks and a tail; sources lie in all of them."""
+    """Check a segment of 120 tokens after 60 trunks and a tail. The segment has sources in all of them."""
     p = replace(PAPER, C=48, T_max=9, N_sink=2, W_recent=20, M_min=0.125, tau_edge=0.01)
     before = state_at(seen, 60, 7, 40, 260, p)
     stored = before.stored

@@ -1,4 +1,4 @@
-"""S6 at full size: ties by the thousands, partial trunks of any length, budgets beyond 2^24."""
+"""Tests of S6 at full size: thousands of ties, partial trunks of any length, budgets above 2^24."""
 
 from dataclasses import replace
 
@@ -55,7 +55,7 @@ def outcome(request: pytest.FixtureRequest, stages: CrystalStages) -> Judged:
 
 @pytest.mark.spec("CC-DISSOLVE")
 def test_the_kept_positions(outcome: Judged) -> None:
-    """Ties by trunk index in the order, by position in the partial trunk."""
+    """Check the kept positions. Ties of trunks go by the trunk index, ties in the partial trunk by the position."""
     problem, found, want = outcome
     assert np.array_equal(found.kept, want.kept + int(problem.trunks.offsets[0]))
 
@@ -73,7 +73,7 @@ def test_D_after(outcome: Judged) -> None:
 
 
 def equal_trunks(m: int, size: int, B: int) -> EvictionProblem:
-    """m trunks of one size and one score; M ties too."""
+    """Return an eviction problem with m trunks of equal size, score and impact."""
     n = m * size
     return EvictionProblem(
         np.full(m, 0.5), of_sizes([size] * m), np.ones(n), np.full(m, 0.5), np.zeros(m, dtype=np.bool_), B, PAPER
@@ -83,7 +83,7 @@ def equal_trunks(m: int, size: int, B: int) -> EvictionProblem:
 @pytest.mark.spec("CC-DISSOLVE")
 @pytest.mark.parametrize("m", SIZES)
 def test_of_tied_trunks_the_first_go(stages: CrystalStages, m: int) -> None:
-    """A third of m trunks goes, the first third."""
+    """Check that the first third is evicted, if a third of m tied trunks must be evicted."""
     found = equal_trunks(m, 2, 2 * (m - m // 3)).run(stages)
     assert np.array_equal(found.kept, np.arange(2 * (m // 3), 2 * m))
 
@@ -91,7 +91,7 @@ def test_of_tied_trunks_the_first_go(stages: CrystalStages, m: int) -> None:
 @pytest.mark.spec("CC-DISSOLVE")
 @pytest.mark.parametrize("size", SIZES)
 def test_of_tied_members_the_first_stay(stages: CrystalStages, size: int) -> None:
-    """A partial trunk of a size between two others; its members are one in M_i, or every third is above the rest."""
+    """Check a partial trunk whose members have equal impacts, or of which every third has a larger impact."""
     problem = equal_trunks(3, size, 2 * size - 4)
     stays = size - 4
     assert np.array_equal(problem.run(stages).kept, np.arange(size, 3 * size)[np.r_[:stays, size : 2 * size]])
@@ -103,7 +103,7 @@ def test_of_tied_members_the_first_stay(stages: CrystalStages, size: int) -> Non
 @pytest.mark.spec("CC-KEEP-COUNT")
 @pytest.mark.parametrize("size", SIZES)
 def test_a_partial_trunk_keeps_what_the_cut_leaves(stages: CrystalStages, size: int) -> None:
-    """|g| - c members for every kind of c, down to N_min; r is one rounded quotient."""
+    """Check that |g| - c members are kept for small and large c, down to N_min, and that r is (|g| - c) / |g|."""
     for c in sorted({1, 2, size // 3, size // 2, size - 4, size - 3}):
         problem = replace(equal_trunks(1, size, size - c), impact=-np.arange(size, dtype=np.float64) % 7)
         found = problem.run(stages)
@@ -116,7 +116,7 @@ def test_a_partial_trunk_keeps_what_the_cut_leaves(stages: CrystalStages, size: 
 @pytest.mark.parametrize("m", [40, 300, 5_000, 66_000])
 @pytest.mark.parametrize("step", [2.0**-30, 2.0**-45, 2.0**-52])
 def test_scores_that_float32_takes_for_one(stages: CrystalStages, m: int, step: float) -> None:
-    """They fall with the index by less than float32 can see: the last trunks go."""
+    """Check that the last trunks are evicted, if scores fall with the index by less than float32 resolves."""
     scores = np.array([1 - g * step for g in range(m)])
     problem = replace(equal_trunks(m, 2, 2 * (m - m // 3)), score=scores)
     assert np.array_equal(problem.run(stages).kept, np.arange(2 * (m - m // 3)))
@@ -125,7 +125,7 @@ def test_scores_that_float32_takes_for_one(stages: CrystalStages, m: int, step: 
 @pytest.mark.spec("CC-DISSOLVE")
 @pytest.mark.parametrize("size", [40, 300, 5_000, 66_000])
 def test_impacts_that_float32_takes_for_one(stages: CrystalStages, size: int) -> None:
-    """M_i that rise with the position by less than float32 can see: the last ones stay."""
+    """Check that the last tokens are kept, if M_i rises with the position by less than float32 resolves."""
     M = np.array([1 + i * 2.0**-45 for i in range(size)])
     problem = replace(equal_trunks(1, size, size // 2), impact=M)
     assert np.array_equal(problem.run(stages).kept, np.arange(size - size // 2, size))
@@ -133,7 +133,10 @@ def test_impacts_that_float32_takes_for_one(stages: CrystalStages, size: int) ->
 
 @pytest.mark.spec("CC-CUT", "CC-ALLOCATE")
 def test_a_budget_beyond_2_to_24(stages: CrystalStages) -> None:
-    """2^24 + 999 tokens, 1 000 trunks; B = 2^24 + 1, which float32 does not hold: 998 tokens of one trunk go."""
+    """Check B = 2^24 + 1, which float32 cannot hold, for 2^24 + 999 tokens in 1 000 trunks.
+
+    998 tokens of one trunk are evicted.
+    """
     n, B = 2**24 + 999, 2**24 + 1
     sizes = np.full(1_000, n // 1_000)
     sizes[: n % 1_000] += 1
@@ -152,7 +155,7 @@ def test_a_budget_beyond_2_to_24(stages: CrystalStages) -> None:
 @pytest.mark.spec("CC-CUT")
 @pytest.mark.parametrize("B", [2**16 + 1, 2**24 + 1, 2**31 - 1, 2**31 + 5, 2**32, 2**32 + 7, 2**53 + 1])
 def test_a_budget_far_above_the_prompt(stages: CrystalStages, B: int) -> None:
-    """Nothing goes, however wide the number is."""
+    """Check that no token is evicted, for budgets of any width."""
     problem = replace(eviction(Eviction("some", 300, 20, 1.0, 4, 3, protected=9), PAPER), budget=B)
     found = problem.run(stages)
     assert np.array_equal(found.kept, np.arange(len(problem.impact)))
@@ -162,7 +165,7 @@ def test_a_budget_far_above_the_prompt(stages: CrystalStages, B: int) -> None:
 @pytest.mark.spec("CC-ALLOCATE")
 @pytest.mark.parametrize("N_min", [17, 33, 65, 129, 257, 1_025, 65_537, 2**24 + 1, 2**31 - 1])
 def test_fewest_tokens_of_a_partial_trunk(stages: CrystalStages, N_min: int) -> None:
-    """Trunks of at most 300 tokens: the partial one keeps N_min or goes as a whole."""
+    """Check that a partial trunk keeps at least N_min tokens or is evicted as a whole. Trunks have at most 300."""
     for share in (0.35, 0.5, 0.65):
         problem = eviction(Eviction("some", 200, 300, share, 50, 3), replace(PAPER, N_min=N_min))
         found, want = problem.run(stages), expected(problem)
@@ -178,7 +181,7 @@ def test_fewest_tokens_of_a_partial_trunk(stages: CrystalStages, N_min: int) -> 
     Eviction("tiers-of-which-little-goes", 300, 9, 0.95, 30, 4),
 ], ids=str)
 def test_tiers_of_hundreds_of_trunks(stages: CrystalStages, case: Eviction) -> None:
-    """The boundaries move by few ranks, and by most of them."""
+    """Check hundreds of trunks for which the boundaries of tiers move by few ranks, and by most ranks."""
     problem = eviction(case, replace(PAPER, N_min=case.N_min, allocation="tiers"))
     assert not list(stage_checks.eviction(problem.run(stages), problem))
 
@@ -196,7 +199,7 @@ def test_coverage_of_hundreds_of_trunks(stages: CrystalStages, case: Eviction, s
 @pytest.mark.spec("CC-COVERAGE")
 @pytest.mark.parametrize("quarter", [8, 65, 1_025, 16_385, 30_000])
 def test_coverage_of_a_long_text(stages: CrystalStages, quarter: int) -> None:
-    """Single tokens, the later the better: three quarters are evicted, a quarter of all comes back evenly spaced."""
+    """Check that a quarter of single tokens comes back, evenly spaced, after the first three quarters are evicted."""
     n, k, e = 4 * quarter, quarter, 3 * quarter
     problem = replace(
         equal_trunks(n, 1, 2 * quarter), score=np.arange(n) / n, parameters=replace(PAPER, coverage=0.5)

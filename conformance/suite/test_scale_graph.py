@@ -1,4 +1,4 @@
-"""S3, S4 and S5 at full size: ids and counts of any width, ten thousands of trunks, hubs, extremes, ordered sums."""
+"""Tests of S3, S4 and S5 at full size: ids and counts of any width, many trunks, hubs, extremes, ordered sums."""
 
 import math
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from spec.records import CoAttention, TrunkGraph, Trunks
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
-# Two ids of each row are one number in a type or a table of that width.
+# The two ids of an entry become the same number in a type or a table of that width.
 ALIKE = {
     "uint8": [3, 3 + 2**8], "table-of-1024": [5, 5 + 1_024], "uint16": [1, 65_537], "int16": [7, 7 + 2**15],
     "float32": [2**24, 2**24 + 1], "int32": [11, 11 + 2**31], "uint32": [9, 9 + 2**32], "float64": [2**53, 2**53 + 1],
@@ -47,14 +47,14 @@ def test_ids_that_a_width_takes_for_one(stages: CrystalStages, width: str) -> No
     16, 17, 32, 33, 41, 64, 65, 128, 129, 255, 256, 257, 1_024, 1_025, 65_535, 65_536, 65_537,
 ])
 def test_one_id_so_often(stages: CrystalStages, n: int) -> None:
-    """The first and the last token's ids occur once; all others are one."""
+    """Check the count of an id that occurs n times between a first and a last token with different ids."""
     assert right(stages, [4, *[6] * n, 5])
 
 
 @pytest.mark.spec("CC-COUNT")
 @pytest.mark.parametrize("vocabulary", [16, 32_000, 65_536, 151_936, 2**24, 2**31, 2**33, 2**62])
 def test_ids_of_a_vocabulary(stages: CrystalStages, vocabulary: int) -> None:
-    """100 000 tokens, the frequent ones first; and as many that differ."""
+    """Check 100 000 tokens with frequent small ids, and ids that are spread over the vocabulary and occur once."""
     u = Numbers(vocabulary).fractions(100_000)
     assert right(stages, (vocabulary * u**6).astype(np.int64))
     assert right(stages, np.arange(0, vocabulary, max(1, vocabulary // 70_000))[:100_000])
@@ -78,7 +78,7 @@ def test_the_largest_salience_may_be_the_last(stages: CrystalStages, n: int) -> 
 
 
 def widths() -> IntVector:
-    """Counts up to 300 and on either side of every power of two up to 2^40."""
+    """Return counts up to 300, and the counts around every power of two up to 2^40."""
     edges = [2**e + step for e in range(8, 41) for step in (-1, 0, 1)]
     return np.array([*range(1, 301), *edges], dtype=np.int64)
 
@@ -86,8 +86,8 @@ def widths() -> IntVector:
 @pytest.mark.spec("CC-RARITY", "CC-COUNT")
 @pytest.mark.parametrize("M_max", [20.0, 0.5])
 def test_rarity_of_any_count(breath_stages: BreathStages, M_max: float) -> None:
-    """Of given counts, which need no tokens: M = M_max (S / M_max + U) / 2."""
-    c, p = np.tile(widths(), 200), replace(PAPER, M_max=M_max, M_min=0.0)  # 80 000 of them
+    """Check M = M_max (S / M_max + U) / 2 for given counts, which need no tokens."""
+    c, p = np.tile(widths(), 200), replace(PAPER, M_max=M_max, M_min=0.0)  # 80 000 counts
     S = np.full(len(c), 0.125)
     assert tolerances.close("CC-IMPACT", breath_stages.impact(S, c, p), oracle.token_impact(S, c, p))
 
@@ -98,7 +98,7 @@ def test_rarity_forms_of_any_count(breath_stages: BreathStages, form: str) -> No
     c, p = widths(), replace(PAPER, rarity=form, M_min=0.0)  # type: ignore[arg-type]
     S = np.zeros(len(c))
     found, want = breath_stages.impact(S, c, p), oracle.token_impact(S, c, p)
-    far = want < 1e-290  # exp(-700): below it results are rounded to less than 53 bits
+    far = want < 1e-290  # Results near or below exp(-700) are rounded to fewer than 53 bits.
     assert tolerances.close("CC-IMPACT", found[~far], want[~far])
     assert (found[far] < 1e-280).all()
 
@@ -106,7 +106,7 @@ def test_rarity_forms_of_any_count(breath_stages: BreathStages, form: str) -> No
 @pytest.mark.nightly
 @pytest.mark.spec("CC-COUNT")
 def test_more_tokens_than_float32_counts(stages: CrystalStages) -> None:
-    """2^24 + 3 tokens of one id: about 2 GB."""
+    """Check the count of 2^24 + 3 tokens of one id, which need about 2 GB."""
     assert right(stages, np.full(2**24 + 3, 7))
 
 
@@ -126,7 +126,10 @@ TRUNKS = [15, 16, 17, 31, 33, 63, 65, 127, 129, 255, 257, 1_025, 65_537, 100_000
 @pytest.mark.parametrize("m", TRUNKS)
 @pytest.mark.parametrize("at", ["first", "middle", "last"])
 def test_extremes_anywhere(stages: CrystalStages, m: int, at: str) -> None:
-    """The least and the greatest impact stand side by side; greater ones are protected and do not count."""
+    """Check that adjacent trunks with the least and the greatest impact set the scale, at any place.
+
+    Protected trunks have a greater impact, which does not count.
+    """
     D, M_bar, shut = trunks_of(m, m)
     place = {"first": 0, "middle": m // 2, "last": m - 2}[at]
     M_bar[[place, place + 1]] = 0.5, 15.0
@@ -142,7 +145,10 @@ def test_extremes_anywhere(stages: CrystalStages, m: int, at: str) -> None:
 @pytest.mark.spec("CC-SCORE")
 @pytest.mark.parametrize("m", TRUNKS)
 def test_the_greater_of_two_paths(stages: CrystalStages, m: int) -> None:
-    """D wins in one half of the trunks; with alpha = 0 everywhere, to the bit."""
+    """Check that the score is the greater of D and the impact, and equals D bit for bit where D is greater.
+
+    D is larger in about half of the trunks. With alpha = 0, the score is D in all trunks.
+    """
     D, M_bar, shut = trunks_of(m, m + 1)
     D[::2] += 0.75
     found, want = stages.score(D, M_bar, shut, PAPER), oracle.score(D, M_bar, shut, PAPER)
@@ -157,7 +163,7 @@ def test_the_greater_of_two_paths(stages: CrystalStages, m: int) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """Neighbour lists over trunks of sizes drawn up to `largest`; 1 means single tokens."""
+    """Neighbour lists, and the bound of the drawn trunk sizes. `largest` = 1 means single tokens."""
 
     name: str
     lists: Lists
@@ -182,7 +188,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Judged:
-    """What the stage was given, and what it gave."""
+    """Inputs and result of the graph stage."""
 
     given: CoAttention
     trunks: Trunks
@@ -233,7 +239,7 @@ def row(found: TrunkGraph, g: int) -> Vector:
 @pytest.mark.parametrize("n", [16, 17, 33, 65, 129, 257, 1_025, 65_537, 70_001])
 @pytest.mark.parametrize("at", ["first", "last"])
 def test_a_hub_of_all(stages: CrystalStages, n: int, at: str) -> None:
-    """Single tokens, all with an edge to one: its degree is their sum from left to right, to the bit."""
+    """Check that the degree of a token linked to all others is the sum from left to right, bit for bit."""
     g = 0 if at == "first" else n - 1
     p = replace(PAPER, C=2**31 - 1, k_intra=1, k_cross=1)
     found = stages.graph(hub(n, g), of_sizes([1] * n), p)
@@ -245,7 +251,10 @@ def test_a_hub_of_all(stages: CrystalStages, n: int, at: str) -> None:
 @pytest.mark.spec("CC-TRUNK-EDGES")
 @pytest.mark.parametrize("side", [2, 4, 8, 16, 32])
 def test_weights_are_added_in_the_order_of_E(stages: CrystalStages, side: int) -> None:
-    """4 to 1 024 edges of density 1 between two trunks: W is their mean, to the bit of the sum; 24 pairs of trunks."""
+    """Check that W is the mean of 4 to 1 024 edges of density 1 between two trunks, bit for bit.
+
+    The graph has 24 pairs of trunks.
+    """
     given, trunks = blocks_of_edges(side, 24)
     p = replace(PAPER, C=2**31 - 1, k_intra=side, k_cross=1)
     found = stages.graph(given, trunks, p)
@@ -258,7 +267,10 @@ def test_weights_are_added_in_the_order_of_E(stages: CrystalStages, side: int) -
 @pytest.mark.spec("CC-TRUNK-WEIGHT")
 @pytest.mark.parametrize("size", [17, 129, 257, 1_025, 46_341, 65_537, 70_000])
 def test_two_trunks_of_a_size(stages: CrystalStages, size: int) -> None:
-    """The product of the sizes passes 2^31 at 46 341 and 2^32 at 65 537; the multiset holds twice the size."""
+    """Check the weight between two large trunks, which have twice as many edges as a trunk has tokens.
+
+    The product of the sizes exceeds 2^31 from 46 341 tokens, and 2^32 from 65 537 tokens.
+    """
     given, trunks = two_blocks(size)
     p = replace(PAPER, C=2**31 - 1, k_intra=1, k_cross=1, tau_edge=0.0, T_max=2**31 - 1)
     found = stages.graph(given, trunks, p)
@@ -270,7 +282,10 @@ def test_two_trunks_of_a_size(stages: CrystalStages, size: int) -> None:
 @pytest.mark.spec("CC-TRUNK-WEIGHT")
 @pytest.mark.parametrize("m", [17, 33, 65, 257, 1_025, 65_537])
 def test_the_prune_is_strict_everywhere(stages: CrystalStages, m: int) -> None:
-    """A chain of single tokens: weights of tau_edge go, those of the next float stay, at every place."""
+    """Check that weights equal to tau_edge are removed from a chain of single tokens, at every place.
+
+    Weights of the next float after tau_edge are kept.
+    """
     n = m + 1
     index, heavy = np.arange(1, n + 1)[:, None], np.nextafter(0.25, 1)
     index[-1] = -1
@@ -283,7 +298,7 @@ def test_the_prune_is_strict_everywhere(stages: CrystalStages, m: int) -> None:
 
 
 def degrees_by_pairs(stages: CrystalStages, degree: Vector, p: CrystalCacheParameters) -> Vector:
-    """D of the given degrees, each made twice by a pair of single tokens with one edge."""
+    """Return D for the given degrees. Each degree occurs twice, as a pair of single tokens with one edge."""
     n = 2 * len(degree)
     index = np.where((np.arange(n) % 2 == 0) & (np.repeat(degree, 2) > 0), np.arange(n) + 1, -1)[:, None]
     w = np.where(index >= 0, np.repeat(degree, 2)[:, None], 0.0)
@@ -295,7 +310,7 @@ def degrees_by_pairs(stages: CrystalStages, degree: Vector, p: CrystalCacheParam
 @pytest.mark.spec("CC-CRYSTALLIZATION")
 @pytest.mark.parametrize("m", [8, 9, 17, 33, 65, 129, 513, 32_769, 50_000])
 def test_the_moments_are_of_all_trunks(stages: CrystalStages, m: int) -> None:
-    """Degrees that rise over the trunks, so that no part of them has the mean or the deviation of all."""
+    """Check D for rising degrees, of which no part has the mean or the deviation of all degrees."""
     degree = np.linspace(0.1, 0.9, m) ** 3
     want = oracle.crystallization(np.repeat(degree, 2), PAPER)[::2]
     radius = tolerances.crystallization_radius(np.repeat(degree, 2), PAPER.s, PAPER.epsilon)
@@ -305,7 +320,7 @@ def test_the_moments_are_of_all_trunks(stages: CrystalStages, m: int) -> None:
 @pytest.mark.spec("CC-CRYSTALLIZATION")
 @pytest.mark.parametrize("m", [17, 257, 65_537])
 def test_one_trunk_far_above_the_rest(stages: CrystalStages, m: int) -> None:
-    """One edge among m pairs of trunks: sigma falls with their number, and D of the two ends is next to 1."""
+    """Check D for one edge among m pairs of trunks: sigma falls with m, and the two ends have a D near 1."""
     degree = np.zeros(m)
     degree[-1] = 1.0
     want = oracle.crystallization(np.repeat(degree, 2), PAPER)[::2]
@@ -320,7 +335,7 @@ def test_the_ablation_of_many_trunks(stages: CrystalStages) -> None:
 
 @pytest.mark.spec("CC-TRUNK-EDGES")
 def test_edges_of_far_trunks_count_in_both_directions(stages: CrystalStages) -> None:
-    """Two trunks of 300 tokens, 90 000 apart, that chose each other: 600 edges."""
+    """Check the weight of 600 edges between two trunks of 300 tokens that chose each other, 90 000 tokens apart."""
     n, gap = 600, 90_000
     at = np.arange(n + gap)
     index = np.full((len(at), 1), -1)

@@ -1,4 +1,4 @@
-"""Policies' stages, selectors and NestedKV's score at full size: every width, thousands of tokens, ties far apart."""
+"""Tests of the stages of policies, of selectors and of NestedKV's score at full size."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -20,11 +20,11 @@ pytestmark = pytest.mark.usefixtures("compiled")
 
 
 OF_ALL_COSINES = pytest.mark.beyond("numpy", "reference.backend:BACKEND")
-"""The reference holds the cosines of all pairs of tokens: those of 70 000 are 39 GB."""
+"""Mark for inputs that are too large for the reference: the cosines of all pairs of 70 000 tokens need 39 GB."""
 
 
 def signatures(n: int, d: int, kinds: int, numbers: Numbers) -> Matrix:
-    """Unit vectors of which only so many differ, far apart."""
+    """Return n unit vectors, of which at most `kinds` are distinct."""
     u = numbers.fractions(kinds * d).reshape(kinds, d) - 0.5
     u /= np.sqrt((u * u).sum(axis=1))[:, None]
     return u[numbers.integers(0, kinds, n)]
@@ -39,7 +39,10 @@ def signatures(n: int, d: int, kinds: int, numbers: Numbers) -> Matrix:
 def test_sets_of_thousands(
     selector: DiversityStages, n: int, d: int, kinds: int, k: int, values: int, lam: float,
 ) -> None:
-    """Copies by the dozens and scores that tie; one token in twenty is retained, in forty has no score."""
+    """Check sets of tokens with many equal vectors and equal scores.
+
+    At most one token in twenty is retained, and one in forty has no score.
+    """
     numbers = Numbers(n + d)
     V, s = signatures(n, d, kinds, numbers), numbers.integers(0, values, n) / values
     s[numbers.integers(0, 40, n) == 0] = np.nan
@@ -50,7 +53,7 @@ def test_sets_of_thousands(
 @pytest.mark.spec("DV-GREEDY")
 @pytest.mark.parametrize("retained", [15, 16, 17, 33, 65, 129, 257, 1_025])
 def test_all_that_is_retained_counts(selector: DiversityStages, retained: int) -> None:
-    """The last retained token alone is like the best candidate, which gives way for it."""
+    """Check that the best candidate loses because it equals a retained token, which is the last retained token."""
     n = retained + 2
     V = np.zeros((n, 4))
     V[:, 0], V[[retained - 1, n - 1]] = 1.0, [0.0, 1.0, 0.0, 0.0]
@@ -63,20 +66,26 @@ def test_all_that_is_retained_counts(selector: DiversityStages, retained: int) -
 @pytest.mark.spec("DV-GREEDY")
 @pytest.mark.parametrize("n", [16, 17, 33, 65, 129, 257, 1_025, 4_097])
 def test_of_equal_gains_the_first(selector: DiversityStages, n: int) -> None:
-    """All tokens are one: the first k; without a penalty too."""
+    """Check that the first k of equal tokens are selected, with and without a penalty.
+
+    Without a penalty, larger scores are selected first, even if they differ by less than float32 resolves.
+    """
     V = np.tile([0.6, 0.8], (n, 1))
     none = np.zeros(n, dtype=np.bool_)
     k = min(n // 2, 400)
     for lam in (0.0, 0.5):
         assert selector.diverse(np.ones(n), V, none, k, lam).tolist() == list(range(k))
-    for s in (np.arange(n) / n, 1 + np.arange(n) / 2**40):  # float32 does not tell the latter
+    for s in (np.arange(n) / n, 1 + np.arange(n) / 2**40):  # In float32 the second scores are equal.
         assert selector.diverse(s, V, none, k, 0.0).tolist() == list(range(n - k, n))
 
 
 @pytest.mark.spec("DV-COSINE")
 @pytest.mark.parametrize("d", [9, 16, 17, 33, 65, 128, 129, 257, 1_025])
 def test_the_order_of_channels_decides(selector: DiversityStages, d: int) -> None:
-    """One token is retained; two others gain alike in the stated order of sums, and not in another."""
+    """Check the order in which a cosine adds the channels.
+
+    Two candidates have equal gains in the specified order, and different gains in two other orders.
+    """
     numbers, seen = Numbers(d), 0
     while seen < 5:
         V = signatures(3, d, 3, numbers)
@@ -85,7 +94,7 @@ def test_the_order_of_channels_decides(selector: DiversityStages, d: int) -> Non
         exact = oracle.cosines_with(V, 0)
         other = [float(np.dot(V[j], V[0])) for j in (1, 2)]
         back = [float(oracle.cosines_with(V[:, ::-1], 0)[j]) for j in (1, 2)]
-        s = np.array([0.0, exact[1], exact[2]])  # both gains are 0 in the stated order: the first goes in
+        s = np.array([0.0, exact[1], exact[2]])  # Both gains are 0 in the specified order, so the first is selected.
         if (s[1] - other[0] >= s[2] - other[1]) and (s[1] - back[0] >= s[2] - back[1]):
             continue
         seen += 1
@@ -93,16 +102,16 @@ def test_the_order_of_channels_decides(selector: DiversityStages, d: int) -> Non
         assert found.tolist() == [0, 1]
 
 
-# A gate that is less sharp than the paper's (kappa = 10): of the radius of a*, kappa / 4 times that of a deviation is
-# the most, and at thousands of tokens the paper's would leave float32 little that is certain.
+# This gate is less sharp than the gate of the paper (kappa = 10). Most of the radius of a* is kappa / 4 times the
+# radius of a deviation. With kappa = 10 and thousands of tokens, float32 would decide little.
 SOFT = replace(NESTEDKV, kappa=1.0)
-# The widest radius of a* in [0, 1]: what a memory lacks moves a score of these keys by more.
+# Upper bounds of the radius of a*, which is in [0, 1]. An error in a memory changes a score of these keys by more.
 CERTAIN = {"float64": 1e-6, "float32": 0.02}
 KEYS = [
     (3, 700, 64), (8, 2_000, 128), (16, 1_100, 64), (1, 4_127, 96), (5, 4_128, 32), (2, 9_000, 64), (2, 12_000, 32),
     (1, 600, 257), (2, 33_100, 16), (1, 66_000, 8),
 ]
-# A mean of many keys errs by their number: where a window is wide, smaller gains keep what is certain.
+# The error bound of a mean grows with the number of keys. With a wide window, smaller gains keep the radius small.
 OTHERS: list[dict[str, float]] = [
     {"W": 65}, {"W": 257}, {"W": 1_025, "beta": 0.5, "kappa": 0.25}, {"b_max": 1_025, "b_min": 1_025},
     {"b_min": 17, "blocks": 130},
@@ -113,10 +122,10 @@ CASES += [((2, 2_500, 48), replace(SOFT, **changes)) for changes in OTHERS]  # t
 
 @lru_cache(maxsize=1)
 def keys(H_kv: int, n: int, d: int) -> np.ndarray:
-    """Keys around a direction of their head, with another added by passages of 3 to 60 tokens.
+    """Return keys around one direction for each head, plus one direction for each passage of 3 to 60 tokens.
 
-    A window of 64 crosses passages everywhere, so that it shows where one begins anew. A thirtieth of the tokens has
-    the head's direction turned round: these are far from the stable memory, and the few of a gap's top share.
+    A window of 64 tokens crosses passages everywhere, so the scores show where a window begins. A thirtieth of the
+    tokens has the opposite direction. These tokens are far from the stable memory, and are the top share of the gap.
     """
     numbers = Numbers(n + d)
     passage = np.repeat(np.arange(n), numbers.integers(3, 60, n))[:n]
@@ -138,22 +147,25 @@ def keys(H_kv: int, n: int, d: int) -> np.ndarray:
 def test_scores_of_thousands_of_keys(
     nestedkv_stages: NestedKVStages, precision: str, shape: tuple[int, int, int], p: NestedKVParameters,
 ) -> None:
-    """Blocks of 128 up to 4 127 tokens and longer ones behind, other windows and blocks; every head by itself."""
+    """Check the scores of every head, for many lengths, windows and blocks.
+
+    Blocks have 128 tokens up to a length of 4 127 tokens, and more tokens above this length.
+    """
     k = keys(*shape)
     found = nestedkv_stages.anomaly_score(k, p)
     assert found.shape == shape[:2]
     for head, got in zip(k, found, strict=True):
         want = oracle.nestedkv(head, p)
         radius = nestedkv_radius(want, shape, p, precision)
-        # The certified error of sums grows with the square of their number; 12 000 keys leave the share of CERTAIN.
-        assert radius < CERTAIN[precision] * max(1, shape[1] / 12_000) ** 2, "the inputs leave nothing certain"
+        # The certified error grows with the square of the number of keys. CERTAIN is for up to 12 000 keys.
+        assert radius < CERTAIN[precision] * max(1, shape[1] / 12_000) ** 2, "the error bound is too large for a test"
         assert np.abs(got - want.score).max() <= radius
 
 
 def nestedkv_radius(
     want: oracle.Traced, shape: tuple[int, int, int], p: NestedKVParameters, precision: str,
 ) -> float:
-    """The certified radius of one head's a*."""
+    """Return the certified radius of a* of one head."""
     raw = [x.tolist() for x in want.raw]
     _, n, d = shape
     return tolerances.traced_radius(n, d, raw, want.shortest, want.deviation.tolist(), p, precision)
@@ -167,7 +179,10 @@ WIDTHS = [16, 17, 31, 33, 64, 65, 127, 129, 256, 257, 513, 1_025]
     *[(3, 1, n) for n in [*WIDTHS, 3_000]], *[(20, 20, n) for n in (33, 257, 700)], *[(34, 2, n) for n in (65, 513)],
 ])
 def test_every_query_of_a_long_prompt_is_counted(policy_stages: PolicyStages, H: int, H_kv: int, n: int) -> None:
-    """Each query attends to one key, so that what a key receives is a number of queries: all, and the last few."""
+    """Check the number of queries that attend to each key, for all queries and for the last few queries.
+
+    Each query attends to exactly one key, so the attention that a key receives is a number of queries.
+    """
     inputs = addressed(Shape("counted", H, H_kv, 64, n))
     target = _attended_keys(inputs.q, inputs.k)
     for m in {1, 5, min(n, 65), n}:
@@ -179,7 +194,7 @@ def test_every_query_of_a_long_prompt_is_counted(policy_stages: PolicyStages, H:
 
 
 def _attended_keys(q: np.ndarray, k: np.ndarray) -> np.ndarray:
-    """The key of each query's largest logit, among those that it sees, (H, n)."""
+    """Return the key with the largest logit of each query, among its visible keys, (H, n)."""
     group, n = len(q) // len(k), k.shape[1]
     ahead = np.triu(np.ones((n, n), dtype=np.bool_), 1)
     return np.stack([
@@ -191,7 +206,7 @@ def _attended_keys(q: np.ndarray, k: np.ndarray) -> np.ndarray:
 @pytest.mark.spec("PO-OBSERVED-ATTENTION", "PO-KVZIP", "PO-KVZIP-PLUS")
 @pytest.mark.parametrize("n", [33_000, 66_000])
 def test_keys_whose_numbers_exceed_16_bits(policy_stages: PolicyStages, n: int) -> None:
-    """The last queries look at one key each, all over the cache."""
+    """Check the last queries of a long cache. Each query attends to one key, anywhere in the cache."""
     inputs = addressed(Shape("far", 8, 2, 64, 9, before=n))
     k, q, last = inputs.k, inputs.q, inputs.q.shape[1]
     received, norms = np.zeros((2, k.shape[1])), 1.0 + np.arange(last)
@@ -215,7 +230,7 @@ def test_keys_whose_numbers_exceed_16_bits(policy_stages: PolicyStages, n: int) 
 def test_received_attention_of_thousands(
     policy_stages: PolicyStages, precision: str, H: int, H_kv: int, m: int, n: int, d: int, softcap: float | None,
 ) -> None:
-    """Within the certified radius of a masked softmax in float64."""
+    """Check that received attention is inside the certified radius of a masked softmax in float64."""
     numbers = Numbers(n + d)
     q, k = ((numbers.fractions(h * t * d).reshape(h, t, d) - 0.5).astype(np.float32) for h, t in ((H, m), (H_kv, n)))
     G, scaling = H // H_kv, 8 * d**-0.5
@@ -223,7 +238,7 @@ def test_received_attention_of_thousands(
     for head, got in enumerate(policy_stages.received_attention(q, k, scaling, softcap)):
         rows = A[head * G : (head + 1) * G].reshape(-1, n)
         radius = received_radius(rows, np.tile(error, G), precision)
-        assert radius.max() < 0.005 * rows.sum(axis=0).max(), "the inputs leave nothing certain"
+        assert radius.max() < 0.005 * rows.sum(axis=0).max(), "the error bound is too large for a test"
         assert (np.abs(got - rows.sum(axis=0)) <= radius).all()
 
 
@@ -235,7 +250,10 @@ def test_received_attention_of_thousands(
 def test_largest_attention_of_thousands(
     policy_stages: PolicyStages, precision: str, H: int, H_kv: int, m: int, n: int, d: int, softcap: float | None,
 ) -> None:
-    """Within the certified bound of a masked softmax in float64; norms of which late ones are small, or early ones."""
+    """Check that the largest attention is inside the certified bound of a masked softmax in float64.
+
+    The norms rise or fall with the position.
+    """
     numbers = Numbers(n + d)
     q, k = ((numbers.fractions(h * t * d).reshape(h, t, d) - 0.5).astype(np.float32) for h, t in ((H, m), (H_kv, n)))
     scaling, ramp = 8 * d**-0.5, np.linspace(1.0, 3.0, m)
@@ -244,7 +262,7 @@ def test_largest_attention_of_thousands(
     for norms in (ramp, ramp[::-1]):
         weighed = A / norms[:, None]
         found = policy_stages.largest_attention(q, k, norms, scaling, softcap)
-        assert error.max() < 0.005, "the inputs leave nothing certain"
+        assert error.max() < 0.005, "the error bound is too large for a test"
         assert (found >= (weighed * (1 - error)[:, None]).max(axis=1)).all()
         assert (found <= (weighed * (1 + error)[:, None]).max(axis=1)).all()
 
@@ -257,7 +275,7 @@ def test_largest_attention_of_thousands(
 def test_expected_attention_of_thousands(
     policy_stages: PolicyStages, precision: str, H: int, H_kv: int, m: int, n: int, d: int,
 ) -> None:
-    """Queries around a direction of their head that wander on, so that late ones count as much as early ones."""
+    """Check queries whose mean direction changes with the position, so that no part of them has the mean of all."""
     numbers = Numbers(n + d)
     q, k, v = (
         (numbers.fractions(h * t * d).reshape(h, t, d) - 0.5).astype(np.float32)
@@ -269,7 +287,7 @@ def test_expected_attention_of_thousands(
     want, mass = oracle.expected(q, k, v, at, ahead, inv_freq, 1.25, scaling)
     found = policy_stages.expected_attention(q, k, v, at, ahead, inv_freq, 1.25, scaling)
     error = expected_error(mass, m, d, n, precision)
-    assert error < 0.05, "the inputs leave nothing certain"
+    assert error < 0.05, "the error bound is too large for a test"
     assert (np.abs(found - want) <= error * want).all()
 
 
@@ -277,7 +295,7 @@ def test_expected_attention_of_thousands(
 @pytest.mark.parametrize("n", [*WIDTHS, 4_097, 70_000])
 @pytest.mark.parametrize("values", [2, 1_000_000])
 def test_the_best_of_thousands_of_tokens(policy_stages: PolicyStages, n: int, values: int) -> None:
-    """Rows of which some evict one token, some half, some nearly all; ties everywhere, or nowhere."""
+    """Check rows that evict one token, half of the tokens, or nearly all tokens, with many ties or few."""
     numbers, groups = Numbers(n + values), 5
     scores = numbers.integers(0, values, groups * n).reshape(groups, n) / values
     scores[numbers.integers(0, 40, groups * n).reshape(groups, n) == 0] = np.nan
@@ -290,7 +308,7 @@ def test_the_best_of_thousands_of_tokens(policy_stages: PolicyStages, n: int, va
 @pytest.mark.spec("PO-TOP-UNITS")
 @pytest.mark.parametrize("groups", [33, 129, 1_025])
 def test_the_best_tokens_of_many_sets(policy_stages: PolicyStages, groups: int) -> None:
-    """As many as the layers and heads of large models: each row has its own share."""
+    """Check as many rows as large models have layers times heads. Each row has a separate share."""
     numbers = Numbers(groups)
     scores = numbers.fractions(groups * 20).reshape(groups, 20)
     shares = numbers.integers(0, 21, groups)

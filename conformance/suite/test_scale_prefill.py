@@ -1,6 +1,7 @@
-"""Whole prompts at full size: PAPER over several chunks, H n up to 131 072; each record judged from the one before.
+"""Tests of whole prompts at full size: PAPER over several chunks, H n up to 131 072.
 
-With `--kvspec-profile nightly` of 8 192 and of 32 768 tokens and 8 heads too, H n up to 262 144.
+Each record is tested against the record before it. With `--kvspec-profile nightly`, there are also prompts of 8 192
+and 32 768 tokens with 8 heads, H n up to 262 144.
 """
 
 from dataclasses import replace
@@ -23,7 +24,7 @@ from spec.records import CrystalRetention, Dissolution
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
-# At most six, the cheapest first; the reference would need 18 s and 4.4 GB for the last.
+# The cheapest is first. The reference would need 18 s and 4.4 GB for the last.
 FULL = [
     ("laddered", Shape("smollm2-360m-3k", 15, 5, 64, 3000, replace(PAPER, M_max=400.0), seed=3), "0.14"),
     ("addressed", Shape("gemma-2-9b-3k", 16, 8, 256, 3100, seed=2), "0.3"),
@@ -76,7 +77,7 @@ def test_sources(outcome: Judged) -> None:
 
 @pytest.mark.spec("CC-EDGES")
 def test_edges(outcome: Judged) -> None:
-    """The view of the record: order, orientation, absolute positions."""
+    """Check the edges of the record: order, orientation and absolute positions."""
     found = outcome[1].coattention
     for got, want in zip(found.edges(), oracle.edge_columns(found), strict=True):
         assert np.array_equal(got, want)
@@ -164,18 +165,18 @@ def test_kept(outcome: Judged) -> None:
 
 @pytest.mark.spec("CC-PREFILL")
 def test_the_prompts_are_rich(outcome: Judged) -> None:
-    """Of the lane itself: merged sentences, hubs, far and fourth sources, and trunks of all fates."""
+    """Check that the inputs have merged sentences, hubs, far and fourth sources, and kept and evicted trunks."""
     prompt, found, want, strict = outcome
     p = prompt.inputs.parameters
     for ranked, k, tau in ((want.intra, p.k_intra, p.tau_intra), (want.cross, p.k_cross, p.tau_cross)):
         sure, places = scale_checks.decided(ranked, k, tau)
-        assert strict or sure >= scale_checks.DECIDED * places > 0, "little is left to rounding"
+        assert strict or sure >= scale_checks.DECIDED * places > 0, "rounding decides too many places"
     ends = oracle.sentences(np.isin(prompt.token_ids, sorted(ENDS)))
     inside = np.setdiff1d(ends, found.trunks.offsets)
-    assert len(inside) >= 15, "sentences merge"
-    assert np.diff(found.graph.indptr).max() > 16, "trunks with many neighbours"
+    assert len(inside) >= 15, "too few sentences merge"
+    assert np.diff(found.graph.indptr).max() > 16, "no trunk has many neighbours"
     cross = found.coattention.cross
-    assert (cross[:, 3] >= 0).sum() > 1_000, "fourth sources"
+    assert (cross[:, 3] >= 0).sum() > 1_000, "too few fourth sources"
     far = np.arange(len(cross))[:, None] - cross
-    assert ((cross >= 0) & (far > 1_024)).sum() > 1_000, "far sources"
+    assert ((cross >= 0) & (far > 1_024)).sum() > 1_000, "too few far sources"
     assert min((found.ratio == 0).sum(), (found.ratio == 1).sum()) > 20

@@ -1,4 +1,4 @@
-"""S1 at the sizes of real models: every shape of heads, far keys, fourth sources, ties over wide lists."""
+"""Tests of S1 at the sizes of real models: shapes of heads, far keys, fourth sources, ties over long lists."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from spec.records import CoAttention
 pytestmark = pytest.mark.usefixtures("compiled")
 
 WIDE = replace(PAPER, C=256, k_heads=5, M_max=4096.0, M_min=0.125)
-# Shares of heads that are these thresholds in float32, and above them in float64: nothing is chosen at them.
+# Some shares equal these thresholds in float32, and exceed them in float64. A share equal to a threshold is not chosen.
 AT_TAU = replace(WIDE, C=300, tau_cross=0.0625 * (1 - 2.0**-30), tau_intra=0.999999975)
 
 ADDRESSED = [
@@ -59,18 +59,18 @@ LADDERED = [
 
 @dataclass(frozen=True)
 class Case:
-    """What the stage was given, what it gave, and what it should."""
+    """Inputs, result and expected result of the stage."""
 
     inputs: AttentionInputs
     found: CoAttention
     want: s1.Scored
     strict: bool
-    """Salience and own neighbours have one right answer, ties included."""
+    """True if salience and neighbours in the chunk have exactly one correct result, ties included."""
     whole_shares: bool
-    """So have sources: the mean over heads is exact."""
+    """True if sources have exactly one correct result, because the mean over heads is exact."""
 
     def complaints(self, name: str) -> list[str]:
-        """What is wrong with the own neighbours, `intra`, or with the sources, `cross`."""
+        """Return the errors of the neighbours in the chunk (`intra`) or of the sources (`cross`)."""
         p, strict = self.inputs.parameters, self.strict if name == "intra" else self.whole_shares
         return list(checks.neighbours(
             getattr(self.found, name), getattr(self.found, f"{name}_weight"), getattr(self.want, name),
@@ -88,7 +88,7 @@ def outcome(stages: CrystalStages, kind: str, shape: Shape, precision: str) -> C
 
 
 def cases(kind: str, shapes: list[Shape]) -> Iterator[Any]:
-    """Parameters; the widest heads are for backends that take them."""
+    """Yield test parameters. The widest heads have a mark for backends that do not support them."""
     for shape in shapes:
         marks = [pytest.mark.beyond("triton")] if shape.d > 256 else []
         yield pytest.param((kind, shape), marks=marks, id=f"{kind}-{shape}")
@@ -107,7 +107,10 @@ def case(request: pytest.FixtureRequest, stages: CrystalStages, precision: str) 
     Shape("sixteen", 32, 16, 96, 300, replace(PAPER, C=128)),
 ], ids=str)
 def test_given_denominators_of_every_head(stages: CrystalStages, precision: str, shape: Shape) -> None:
-    """The caller's lse of 9 to 32 heads changes nothing beyond the bound; heads differ, so that none serves another."""
+    """Check that a given lse of 9 to 32 heads changes the result only within the bound.
+
+    The lse differs by head, so the lse of a different head would change the result by more.
+    """
     inputs, p = laddered(shape), shape.parameters
     lse = s1.log_sum_exp(inputs.q, inputs.k, inputs.positions, inputs.scaling, inputs.softcap)
     found = inputs.run(stages, lse.astype(precision))
@@ -119,7 +122,7 @@ def test_given_denominators_of_every_head(stages: CrystalStages, precision: str,
 
 @pytest.mark.spec("CC-COATTENTION")
 def test_the_record(case: Case) -> None:
-    """Where the segment begins, and what kind each array is."""
+    """Check the start of the segment, and the shape and dtype of each array."""
     n, p = case.inputs.q.shape[1], case.inputs.parameters
     found = case.found
     assert found.start == case.want.start
@@ -146,7 +149,10 @@ def test_sources_of_every_token(case: Case) -> None:
 
 @pytest.mark.spec("CC-INTRA", "CC-CROSS")
 def test_the_inputs_leave_little_to_rounding(case: Case) -> None:
-    """Of the lane itself: 95 % of the places in all lists are decided; and the last place often has a rival."""
+    """Check the inputs: rounding cannot change at least 95 % of the places in the lists.
+
+    At least 50 lists have a candidate above the threshold directly after their last place.
+    """
     p = case.inputs.parameters
     for want, k, tau, strict in (
         (case.want.intra, p.k_intra, p.tau_intra, case.strict),
@@ -155,14 +161,14 @@ def test_the_inputs_leave_little_to_rounding(case: Case) -> None:
         sure, places = checks.decided(want, k, tau)
         assert strict or sure >= checks.DECIDED * places > 0
         if not case.strict:
-            assert (want.weight[:, k] > tau).sum() >= 50, "no place is decided against a rival behind the list"
+            assert (want.weight[:, k] > tau).sum() >= 50, "too few candidates above the threshold after the list"
 
 
 @pytest.mark.nightly
 @pytest.mark.spec("CC-COATTENTION", "CC-SALIENCE", "CC-INTRA", "CC-CROSS")
 @pytest.mark.parametrize("kind", ["addressed", "laddered"])
 def test_32_768_tokens_of_8_heads(stages: CrystalStages, kind: str, precision: str) -> None:
-    """32 chunks of PAPER's: some minutes and 8 GB with the reference."""
+    """Check 32 chunks of the size in PAPER. The reference needs some minutes and 8 GB."""
     case = outcome(stages, kind, Shape("32k", 8, 2, 64, 32_768), precision)
     assert not list(checks.salience(case.found.salience, case.want, PAPER, precision, case.strict))
     assert not case.complaints("intra")

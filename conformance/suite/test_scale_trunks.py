@@ -1,4 +1,4 @@
-"""S2 at full size: sentences by the ten thousands, long trunks, positions beyond 2^32, sums whose order decides."""
+"""Tests of S2 at full size: many sentences, long trunks, positions above 2^32, sums whose order matters."""
 
 from dataclasses import dataclass, replace
 
@@ -19,19 +19,19 @@ from spec.records import CoAttention
 pytestmark = pytest.mark.usefixtures("compiled")
 
 NO_EDGES = replace(PAPER, k_intra=0, k_cross=0)
-WHOLE = 2**31 - 1  # the largest T_max
+WHOLE = 2**31 - 1  # The largest T_max.
 
 
 @dataclass(frozen=True)
 class Case:
-    """A text of S2: neighbour lists, sentences, limits."""
+    """Input of S2: neighbour lists, sentences and limits."""
 
     name: str
     lists: Lists
     every: int
     T_max: int
     tau_merge: float = 0.64
-    """Weights lie around it, so that each of them matters."""
+    """Threshold near the weights, so that each weight can change the result."""
 
     def __str__(self) -> str:
         return self.name
@@ -59,7 +59,10 @@ def parameters(case: Case) -> CrystalCacheParameters:
 
 @pytest.mark.spec("CC-INTERFACE-EDGES")
 def test_a_pair_is_found_by_itself(stages: CrystalStages) -> None:
-    """Few of the pairs that two dozen interfaces ask for are among 240 000 edges: a hash that collides adds some."""
+    """Check that an interface adds only the edges of its pairs of tokens.
+
+    Few pairs of about 25 interfaces are among the 240 000 edges. Colliding hashes would add edges of different pairs.
+    """
     shape = Lists(60_000, 3, 1, 1024, near=False)
     found, ends = lists(shape), np.arange(shape.n) % 2_400 == 1_031
     p = replace(PAPER, C=shape.C, k_intra=shape.k_intra, k_cross=shape.k_cross, T_max=WHOLE)
@@ -71,14 +74,17 @@ def test_a_pair_is_found_by_itself(stages: CrystalStages) -> None:
 @pytest.mark.spec("CC-SENTENCES", "CC-INTERFACE", "CC-INTERFACE-EDGES", "CC-MERGE", "CC-SPLIT", "CC-TRUNKS")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_offsets_at_full_size(stages: CrystalStages, case: Case) -> None:
-    """Most pairs that an interface asks for have no edge: one that is found under another pair's key shows."""
+    """Check the offsets of trunks.
+
+    Most pairs of an interface have no edge, so an edge of a different pair, added by error, changes the offsets.
+    """
     p, found = parameters(case), lists(case.lists)
     ends = some_ends(case.lists.n, case.every, 2)
     got = stages.trunks(found, np.ones(case.lists.n), ends, p)
     want = oracle.trunks(ends, oracle.edge_columns(found), found.start, p)
     assert np.array_equal(got.offsets, want)
     merged = len(oracle.sentences(ends)) - len(np.setdiff1d(oracle.sentences(ends) + found.start, want))
-    assert merged < 0.9 * len(oracle.sentences(ends)), "too few sentences merge to say anything"
+    assert merged < 0.9 * len(oracle.sentences(ends)), "too few sentences merge"
 
 
 def bare(n: int, start: int = 0) -> CoAttention:
@@ -95,14 +101,14 @@ def offsets(stages: CrystalStages, ends: BoolVector, T_max: int, start: int = 0)
 @pytest.mark.spec("CC-SENTENCES")
 @pytest.mark.parametrize("n", [16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 1_024, 1_025, 65_537])
 def test_every_token_is_a_sentence(stages: CrystalStages, n: int) -> None:
-    """As many sentences as tokens, on either side of every width."""
+    """Check as many sentences as tokens, for numbers around the width of types."""
     assert offsets(stages, np.ones(n, dtype=np.bool_), WHOLE) == list(range(n + 1))
 
 
 @pytest.mark.spec("CC-SENTENCES")
 @pytest.mark.parametrize("length", [15, 16, 31, 33, 65, 129, 257, 1_025, 65_537])
 def test_sentences_of_one_length(stages: CrystalStages, length: int) -> None:
-    """Three sentences of a length, and a rest of one token."""
+    """Check three sentences of equal length, followed by one token."""
     ends = np.zeros(3 * length + 1, dtype=np.bool_)
     ends[length - 1 :: length] = True
     assert offsets(stages, ends, WHOLE) == [0, length, 2 * length, 3 * length, 3 * length + 1]
@@ -111,14 +117,14 @@ def test_sentences_of_one_length(stages: CrystalStages, length: int) -> None:
 @pytest.mark.spec("CC-TRUNKS")
 @pytest.mark.parametrize("start", [2**24 - 13, 2**31 - 13, 2**32 - 13, 2**53 - 41])
 def test_odd_offsets_beyond_every_width(stages: CrystalStages, start: int) -> None:
-    """Trunks of five tokens, none of which is empty where every second position is lost."""
+    """Check trunks of five tokens at positions of which a narrower type holds only every second one."""
     assert offsets(stages, np.arange(40) % 5 == 4, 5, start) == list(range(start, start + 41, 5))
 
 
 @pytest.mark.spec("CC-SPLIT")
 @pytest.mark.parametrize("T_max", [1, 7, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 1_024, 1_025, 65_536, 65_537])
 def test_one_long_sentence_is_split(stages: CrystalStages, T_max: int) -> None:
-    """200 003 tokens without an end: pieces that differ by one at most, larger ones first."""
+    """Check that 200 003 tokens in one sentence are split into pieces that differ by at most one, larger first."""
     n = 200_003
     k = -(-n // T_max)
     sizes = [n // k + (piece < n % k) for piece in range(k)]
@@ -127,7 +133,7 @@ def test_one_long_sentence_is_split(stages: CrystalStages, T_max: int) -> None:
 
 @pytest.mark.spec("CC-SPLIT")
 def test_a_sentence_that_float32_does_not_count(stages: CrystalStages) -> None:
-    """2^24 + 1 tokens: one more than T_max."""
+    """Check the split of 2^24 + 1 tokens, which is one token more than T_max."""
     n = 2**24 + 1
     assert offsets(stages, np.zeros(n, dtype=np.bool_), n - 1) == [0, n // 2 + 1, n]
 
@@ -141,7 +147,7 @@ def test_pieces_at_far_positions(stages: CrystalStages, start: int) -> None:
 @pytest.mark.spec("CC-INTERFACE")
 @pytest.mark.parametrize("length", [5, 6, 16, 17, 33, 65, 129, 257, 1_025, 70_000])
 def test_five_tokens_on_either_side(stages: CrystalStages, length: int) -> None:
-    """Of two sentences of a length, an edge from the fifth last to the fifth first counts; one further off does not."""
+    """Check that only edges between the last five and the first five tokens of two sentences count."""
     def joined(a: int, b: int) -> bool:
         n = 2 * length
         index, weight = np.full((n, 1), -1), np.zeros((n, 1))
@@ -162,7 +168,7 @@ def test_five_tokens_on_either_side(stages: CrystalStages, length: int) -> None:
 @pytest.mark.spec("CC-MERGE")
 @pytest.mark.parametrize("T_max", [16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 1_024, 1_025, 65_537])
 def test_a_trunk_grows_to_T_max_and_no_further(stages: CrystalStages, T_max: int) -> None:
-    """Sentences of one token, each with an edge to the next: T_max of them merge, and what follows begins anew."""
+    """Check that T_max linked sentences of one token merge, and that the next sentence begins a new trunk."""
     n = 2 * T_max + 1
     index, weight = np.arange(1, n + 1)[:, None], np.full((n, 1), 0.5)
     index[-1], weight[-1] = -1, 0.0
@@ -176,7 +182,7 @@ def test_a_trunk_grows_to_T_max_and_no_further(stages: CrystalStages, T_max: int
 @pytest.mark.parametrize("size", [3, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 1_024, 1_025, 65_537, 150_000])
 @pytest.mark.parametrize("last", [True, False])
 def test_the_three_largest_of_a_long_trunk(stages: CrystalStages, size: int, last: bool) -> None:
-    """They stand at the trunk's end, or all over it; of three trunks of a size."""
+    """Check the three largest impacts of three equal trunks. The impacts are last in the trunk, or anywhere."""
     numbers, n = Numbers(size), 3 * size
     M = 0.1 + numbers.fractions(n)
     if last:
@@ -190,7 +196,7 @@ def test_the_three_largest_of_a_long_trunk(stages: CrystalStages, size: int, las
 
 @pytest.mark.spec("CC-TRUNK-IMPACT")
 def test_the_impact_of_many_trunks(stages: CrystalStages) -> None:
-    """70 000 trunks of up to three tokens."""
+    """Check the impact of 70 000 trunks of at most three tokens."""
     n = 140_000
     M, ends = Numbers(3).fractions(n), some_ends(n, 2, 3)
     got = stages.trunks(bare(n), M, ends, replace(NO_EDGES, T_max=3))
@@ -202,7 +208,7 @@ def test_the_impact_of_many_trunks(stages: CrystalStages) -> None:
 @pytest.mark.parametrize("m", [16, 17, 33, 65, 129, 257, 1_025, 65_537])
 @pytest.mark.parametrize("at", ["first", "middle", "last"])
 def test_unit_impact_between_extremes_anywhere(stages: CrystalStages, m: int, at: str) -> None:
-    """Single tokens; the least and the greatest stand side by side."""
+    """Check single tokens, of which two adjacent ones have the least and the greatest impact."""
     M = 1 + Numbers(m).fractions(m)
     place = {"first": 0, "middle": m // 2, "last": m - 2}[at]
     M[[place, place + 1]] = 0.5, 9.0

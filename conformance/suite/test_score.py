@@ -1,4 +1,4 @@
-"""S5: the two-path score."""
+"""Tests of S5: the two-path score."""
 
 from dataclasses import dataclass, replace
 
@@ -28,12 +28,12 @@ IMPACTS = (
     st.one_of(st.integers(0, 5).map(float), st.floats(0.05, 20)),
     st.integers(0, 5).map(lambda x: 1 + x * 2.0**-32), st.integers(0, 5).map(lambda x: 1 + x * 2.0**-45),
 )
-"""Of all trunks of a case: of any size, or so close that their range is far below epsilon and not 0."""
+"""Strategies for the impacts of a case: any size, or so close that their range is below epsilon and not 0."""
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """D and trunk impacts with ties, any protected set (all of it too)."""
+    """Draw D and trunk impacts with ties, and any set of protected trunks, also all trunks."""
     m = draw(st.integers(1, 9), label="m")
     def vector(values: st.SearchStrategy[float], label: str) -> list[float]:
         return draw(st.lists(values, min_size=m, max_size=m), label=label)
@@ -53,7 +53,7 @@ def run(stages: CrystalStages, case: Case) -> Vector:
 @pytest.mark.spec("CC-SCORE", "CC-NORMALISED-IMPACT")
 @given(case=cases())
 def test_the_score_equals_the_brute_force(stages: CrystalStages, case: Case) -> None:
-    """S5 MUST give Eq. 28 and 29 over the unprotected trunks, NaN elsewhere."""
+    """S5 MUST compute Eq. 28 and 29 over the unprotected trunks, and NaN for protected trunks."""
     found = run(stages, case)
     assert not list(stage_checks.score(found, case.D, case.impact, case.protected, case.parameters))
 
@@ -61,7 +61,7 @@ def test_the_score_equals_the_brute_force(stages: CrystalStages, case: Case) -> 
 @pytest.mark.spec("CC-SCORE")
 @given(case=cases())
 def test_the_score_is_bounded_and_at_least_D(stages: CrystalStages, case: Case) -> None:
-    """D <= score <= max(1, alpha)."""
+    """Check D <= score <= max(1, alpha)."""
     alive = ~case.protected
     found = run(stages, case)[alive]
     assert (found >= case.D[alive]).all()
@@ -71,7 +71,7 @@ def test_the_score_is_bounded_and_at_least_D(stages: CrystalStages, case: Case) 
 @pytest.mark.spec("CC-SCORE", "CC-NORMALISED-IMPACT")
 @given(case=cases())
 def test_uniform_impact_equals_alpha_0(stages: CrystalStages, case: Case) -> None:
-    """Equal impacts give M~ = 0, so the scores are those of alpha = 0, to the bit."""
+    """Check that equal impacts have M~ = 0, so that the scores equal those of alpha = 0, bit for bit."""
     uniform = replace(case, impact=np.ones(len(case.D)))
     no_M = replace(case, parameters=replace(case.parameters, alpha=0.0))
     assert np.array_equal(run(stages, uniform), run(stages, no_M), equal_nan=True)
@@ -80,7 +80,7 @@ def test_uniform_impact_equals_alpha_0(stages: CrystalStages, case: Case) -> Non
 @pytest.mark.spec("CC-NORMALISED-IMPACT")
 @given(case=cases())
 def test_normalised_impact_orders_trunks_as_impact_does(stages: CrystalStages, case: Case) -> None:
-    """M~ in [0, 1), the least exactly 0, order kept, equal impacts equal."""
+    """Check that M~ is in [0, 1], that the least is exactly 0, and that the order is that of the impacts."""
     p = replace(case.parameters, alpha=1.0)
     alive = ~case.protected
     found = run(stages, replace(case, D=np.zeros(len(case.D)), parameters=p))[alive]
@@ -96,7 +96,7 @@ def test_normalised_impact_orders_trunks_as_impact_does(stages: CrystalStages, c
 def test_raising_one_impact_never_raises_another_trunk(
     stages: CrystalStages, case: Case, data: st.DataObject,
 ) -> None:
-    """For a raise that float64 resolves."""
+    """Check raises of the impact of one trunk that float64 resolves."""
     at = data.draw(st.integers(0, len(case.D) - 1), label="trunk")
     raised = case.impact.copy()
     raised[at] += data.draw(st.integers(1, 8), label="raise")
@@ -118,7 +118,7 @@ def radius(case: Case, raised: Vector) -> float:
 def test_protected_trunks_do_not_enter_the_range(
     stages: CrystalStages, case: Case, data: st.DataObject,
 ) -> None:
-    """Eq. 28 runs over the unprotected trunks: what is protected may weigh anything."""
+    """Check that the impact of protected trunks does not change scores, because Eq. 28 is over unprotected trunks."""
     other = np.where(case.protected, data.draw(st.floats(0, 1000), label="protected impact"), case.impact)
     assert np.array_equal(run(stages, case), run(stages, replace(case, impact=other)), equal_nan=True)
 
@@ -126,14 +126,14 @@ def test_protected_trunks_do_not_enter_the_range(
 @pytest.mark.spec("CC-SCORE")
 @pytest.mark.parametrize("protected", [True, False])
 def test_one_trunk(stages: CrystalStages, protected: bool) -> None:
-    """Nothing unprotected gives no score and no error; a single trunk has the score D."""
+    """Check that a protected trunk has no score and raises no error, and that a single trunk has the score D."""
     found = stages.score(np.array([0.25]), np.array([7.0]), np.array([protected]), PAPER)
     assert np.array_equal(found, [np.nan if protected else 0.25], equal_nan=True)
 
 
 @pytest.mark.spec("CC-NORMALISED-IMPACT")
 def test_the_logarithm_comes_before_the_range(stages: CrystalStages) -> None:
-    """Eq. 28 on impacts 0, 1, 3 (ln 1, ln 2, ln 4): 0, 1/2, 1, up to epsilon."""
+    """Check Eq. 28 for impacts 0, 1, 3 (ln 1, ln 2, ln 4): M~ is 0, 1/2, 1, up to epsilon."""
     found = stages.score(np.zeros(3), np.array([0.0, 1.0, 3.0]), np.zeros(3, dtype=np.bool_), PAPER)
     want = s5.normalised_impact([0.0, 1.0, 3.0], range(3), PAPER.epsilon)
     assert np.round(found, 7).tolist() == [0, 0.5, 1]
@@ -143,7 +143,10 @@ def test_the_logarithm_comes_before_the_range(stages: CrystalStages) -> None:
 
 @pytest.mark.spec("CC-NORMALISED-IMPACT")
 def test_small_impacts_have_logarithms(stages: CrystalStages) -> None:
-    """Of Mbar = 1e-9, 3e-9 and 1e-8: log(1 + x), whose 1 + x is rounded, errs by 4e-9, a million bounds."""
+    """Check Mbar = 1e-9, 3e-9 and 1e-8, for which log(1 + x) with a rounded 1 + x has an error of 4e-9.
+
+    This error is far above the bound.
+    """
     M_bar, alive, D = np.array([1e-9, 3e-9, 1e-8]), np.zeros(3, dtype=np.bool_), np.zeros(3)
     assert normalised_radius(M_bar.tolist(), PAPER.epsilon) < 2e-14
     assert not list(stage_checks.score(stages.score(D, M_bar, alive, PAPER), D, M_bar, alive, PAPER))

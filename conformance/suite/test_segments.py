@@ -1,4 +1,4 @@
-"""Decode: later segments on a cache that is not empty."""
+"""Tests of later segments, which follow a cache that is not empty."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,7 +29,7 @@ ENDS = ends()
 
 @dataclass(frozen=True)
 class Turn:
-    """A state, and a segment behind it."""
+    """A state, and the inputs of the segment after it."""
 
     state: DecodeState
     q: Any
@@ -52,7 +52,7 @@ class Turn:
 
 @st.composite
 def turns(draw: st.DrawFn, parameters: st.SearchStrategy[CrystalCacheParameters] | None = None) -> Turn:
-    """One chunk or several, on states with gaps, with a tail or none, or on nothing at all."""
+    """Draw a segment of one or several chunks after a state with gaps, with or without a tail, or after no tokens."""
     p = draw(decode_parameters() if parameters is None else parameters, label="parameters")
     state = draw(states(p, max_m=4), label="state")
     n = draw(st.integers(2, 9), label="n")
@@ -61,7 +61,7 @@ def turns(draw: st.DrawFn, parameters: st.SearchStrategy[CrystalCacheParameters]
     scale = draw(st.sampled_from([1.0, 3.0]), label="peakedness")
     k = rng.standard_normal((2, stored + n, 4)).astype(np.float32)
     q = (scale * rng.standard_normal((4, n, 4))).astype(np.float32)
-    # Queries that look for a stored token: edges across the segment's border.
+    # These queries attend to a stored token, which makes edges across the border of the segment.
     for row in draw(st.lists(st.integers(0, n - 1), max_size=4), label="readers"):
         q[:, row] = 3 * np.repeat(k[:, draw(st.integers(0, stored + n - 1), label="read")], 2, axis=0)
     return Turn(state, q, k, draw(token_ids(n), label="ids"), p)
@@ -72,7 +72,7 @@ def turns(draw: st.DrawFn, parameters: st.SearchStrategy[CrystalCacheParameters]
 def test_a_segment_is_its_stages_in_order(
     decoder: Backend, precision: str, turn: Turn,
 ) -> None:
-    """S1 over what is stored, in its box; then the table, then the eviction, each from what came before it."""
+    """Check S1 over the stored tokens, then the table, then the eviction, each from the result before it."""
     p, positions = turn.parameters, turn.positions
     crystal, breath = decoder.require_crystal(), decoder.require_breath()
     found = crystal.coattention(turn.q, turn.k, positions, p, 0.5, None)
@@ -87,7 +87,10 @@ def test_a_segment_is_its_stages_in_order(
 @pytest.mark.spec("CC-SEGMENT")
 @given(turn=turns())
 def test_a_segment_leaves_older_values_alone(decoder: Backend, turn: Turn) -> None:
-    """No decay, no step; M_i and Mbar of what lives on, W between older trunks, mu and sigma are as they were."""
+    """Check that a segment has no decay and no step, and does not change values of older tokens and trunks.
+
+    M_i and Mbar of kept tokens and trunks, W between older trunks, mu and sigma keep their values.
+    """
     before, after = turn.state, turn.run(decoder)
     assert (after.step, after.seen) == (before.step, before.seen + len(turn.ids))
     assert before.seen == 0 or (after.mu, after.sigma) == (before.mu, before.sigma)
@@ -110,7 +113,7 @@ def test_a_segment_leaves_older_values_alone(decoder: Backend, turn: Turn) -> No
 @pytest.mark.spec("CC-SEGMENT")
 @given(turn=turns())
 def test_a_segment_protects_sink_and_window(decoder: Backend, turn: Turn) -> None:
-    """Whatever `breath_protection` says: the last W_recent tokens seen are stored, and the sink's live ones."""
+    """Check that the last W_recent tokens and the live sink tokens are kept, for any `breath_protection`."""
     p = turn.parameters
     after = turn.run(decoder)
     recent = set(range(max(0, after.seen - p.W_recent), after.seen)) & set(turn.positions.tolist())
@@ -124,7 +127,7 @@ def test_a_segment_protects_sink_and_window(decoder: Backend, turn: Turn) -> Non
 @pytest.mark.spec("CC-SEGMENT")
 @given(turn=turns())
 def test_a_segment_changes_nothing_in_place(decoder: Backend, turn: Turn) -> None:
-    """Read-only arrays are accepted, and the same arguments give the same bits."""
+    """Check that read-only arrays are accepted, and that equal arguments have equal results, bit for bit."""
     for array in (turn.q, turn.k, turn.ids):
         array.flags.writeable = False
     assert decode_checks.same_bits(turn.run(decoder), turn.run(decoder))
@@ -132,7 +135,7 @@ def test_a_segment_changes_nothing_in_place(decoder: Backend, turn: Turn) -> Non
 
 @pytest.mark.spec("CC-SEGMENT")
 def test_a_tail_token_can_be_read_and_linked(decoder: Backend) -> None:
-    """Two tokens wait; a turn whose queries look at them alone has an edge to their trunk."""
+    """Check that a turn whose queries attend only to two tail tokens has an edge to the trunk of these tokens."""
     state = replace(
         empty_state(Budget(count=100)), seen=2, step=2, tail_ids=(3, 3), tail_inverse_norms=(1.0, 1.0)
     )
@@ -148,7 +151,7 @@ def test_a_tail_token_can_be_read_and_linked(decoder: Backend) -> None:
 @pytest.mark.spec("CC-SEGMENT", "CC-START")
 @given(prompt=prompts(), form=st.sampled_from(["exact", "count"]))
 def test_on_nothing_a_segment_is_the_prefill(decoder: Backend, prompt: Any, form: str) -> None:
-    """To the bit: the state after the prompt, made of its records or in one go."""
+    """Check that `extend` of an empty state equals `start_state` of the result of `prefill`, bit for bit."""
     given = prompt.arguments
     given["budget"] = prompt.budget if form == "exact" else 7
     found = prefill(**given, backend=decoder)
@@ -175,7 +178,10 @@ def test_the_default_scaling_of_a_segment_is_one_over_the_root_of_d(decoder: Bac
 @pytest.mark.spec("CC-START")
 @given(prompt=prompts())
 def test_the_state_after_a_prompt_knows_all_its_tokens(decoder: Backend, prompt: Any) -> None:
-    """Counts of every id; D, M and norms of what lives; mu and sigma of every trunk, dead ones included."""
+    """Check the counts of all ids, D, M and norms of kept tokens, and mu and sigma of all trunks.
+
+    Trunks of which no token is kept count for mu and sigma.
+    """
     given = prompt.arguments
     found = prefill(**given, backend=decoder)
     norms = decoder.require_breath().inverse_key_norms(given["k"])
@@ -200,7 +206,7 @@ def test_the_state_after_a_prompt_knows_all_its_tokens(decoder: Backend, prompt:
 
 @st.composite
 def reaching(draw: st.DrawFn) -> tuple[Any, IntVector, IntVector, TrunkWeights, CrystalCacheParameters]:
-    """A state's table, and a segment's edges that reach any of its live tokens."""
+    """Draw the table of a state, and edges of a segment to any live token of the state."""
     p = draw(decode_parameters(), label="parameters")
     state = draw(states(p, tail=False), label="state")
     text = draw(texts(8), label="text")
@@ -223,7 +229,10 @@ def reaching(draw: st.DrawFn) -> tuple[Any, IntVector, IntVector, TrunkWeights, 
 @pytest.mark.spec("CC-SEGMENT-GRAPH")
 @given(case=reaching())
 def test_the_graph_of_a_segment_reaches_older_trunks(breath_stages: BreathStages, case: Any) -> None:
-    """Old pairs to the bit; new ones by Eq. 25 on live sizes, pruned; symmetric, columns ascending."""
+    """Check that weights of old pairs are exact, and that weights of new pairs are pruned and satisfy Eq. 25.
+
+    Eq. 25 uses live sizes. The matrix is symmetric with ascending columns.
+    """
     found, bounds, sizes, W, p = case
     got = breath_stages.segment_graph(found, bounds, sizes, W, p)
     old, m = len(W.indptr) - 1, len(sizes)
@@ -250,7 +259,7 @@ def test_the_graph_of_a_segment_reaches_older_trunks(breath_stages: BreathStages
 def test_without_older_trunks_it_is_the_graph_stage(
     breath_stages: BreathStages, stages: CrystalStages, text: Any,
 ) -> None:
-    """To the bit."""
+    """Check that `segment_graph` without older trunks equals the graph stage, bit for bit."""
     trunks = stages.trunks(text.coattention, text.impact, text.ends, text.parameters)
     right = stages.graph(text.coattention, trunks, text.parameters)
     nothing = TrunkWeights(np.zeros(1, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0))
@@ -262,7 +271,7 @@ def test_without_older_trunks_it_is_the_graph_stage(
 @pytest.mark.spec("CC-SEGMENT-GRAPH", "CC-TRUNK-WEIGHT")
 @pytest.mark.parametrize("bits", [31, 32, 53, 62])
 def test_sizes_whose_product_passes_a_width(breath_stages: BreathStages, bits: int) -> None:
-    """An old trunk of many live tokens and a new one of 2^13, between which there is one edge."""
+    """Check the weight of one edge between an old trunk of many live tokens and a new trunk of 2^13 tokens."""
     new, old = 2**13, 2 ** (bits - 13) + 3
     found = record([1.0] * new, [[]] * new, [[(5, 0.75)], *[[]] * (new - 1)], 0, 1, old)
     alone = TrunkWeights(np.zeros(2, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0))
@@ -278,7 +287,7 @@ def test_sizes_whose_product_passes_a_width(breath_stages: BreathStages, bits: i
 def test_new_trunks_stand_on_the_scale_of_all(
     breath_stages: BreathStages, degree: Vector, data: st.DataObject, p: CrystalCacheParameters,
 ) -> None:
-    """D of Eq. 27 over old and new degrees, given for the new."""
+    """Check D of the new trunks, which is Eq. 27 over old and new degrees."""
     old = data.draw(st.integers(0, len(degree) - 1), label="old")
     found = breath_stages.segment_crystallization(degree, old, p)
     trunks = [Trunk(g, [g], 1.0, 0.0) for g in range(len(degree))]
@@ -291,6 +300,9 @@ def test_new_trunks_stand_on_the_scale_of_all(
 
 @pytest.mark.spec("CC-SEGMENT-D")
 def test_the_scale_of_the_new_alone_is_rejected(breath_stages: BreathStages) -> None:
-    """One new trunk of degree 2 above older ones of 0 and 1 is strong; alone it would be 0.5."""
+    """Check that a new trunk of degree 2 after trunks of degree 0 and 1 has D = 0.998.
+
+    On the scale of the new trunk alone, D would be 0.5.
+    """
     found = breath_stages.segment_crystallization(np.array([0.0, 1.0, 2.0]), 2, PAPER)
     assert found.round(3).tolist() == [0.998]

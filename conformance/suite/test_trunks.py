@@ -1,4 +1,4 @@
-"""S2: sentences, the merge pass, the split."""
+"""Tests of S2: sentences, the merge pass and the split."""
 
 import math
 from dataclasses import replace
@@ -26,7 +26,7 @@ def run(stages: CrystalStages, text: Text) -> Trunks:
 
 
 def offsets(stages: CrystalStages, intra: Intra, ends: list[int], p: CrystalCacheParameters) -> list[int]:
-    """Trunks of a text whose tokens at `ends` end a sentence."""
+    """Return the trunk offsets of a text whose tokens at `ends` end a sentence."""
     n = len(intra)
     found = record([1.0] * n, intra, [[] for _ in range(n)], 8, 4)
     mask = np.isin(np.arange(n), ends)
@@ -42,7 +42,7 @@ def linked(n: int, *edges: tuple[int, int, float]) -> Intra:
 )
 @given(text=texts())
 def test_trunks_equal_the_brute_force(stages: CrystalStages, text: Text) -> None:
-    """S2 MUST give the trunks of Section 3.3 from given edges, exactly."""
+    """S2 MUST return exactly the trunks of Section 3.3 for given edges."""
     found = run(stages, text)
     assert not list(stage_checks.trunks(found, text.coattention, text.impact, text.ends, text.parameters))
     assert found.offsets.dtype == np.int64
@@ -51,7 +51,10 @@ def test_trunks_equal_the_brute_force(stages: CrystalStages, text: Text) -> None
 @pytest.mark.spec("CC-TRUNKS")
 @given(text=texts(), start=st.integers(1, 50))
 def test_a_later_segment_has_the_same_trunks_further_on(stages: CrystalStages, text: Text, start: int) -> None:
-    """S2 runs on the segment alone: positions shift, sizes and impacts do not."""
+    """Check that a later segment has shifted positions, and equal sizes and impacts.
+
+    S2 reads only the segment.
+    """
     def moved(index: IntMatrix) -> IntMatrix:
         return np.where(index >= 0, index + start, -1)
 
@@ -64,21 +67,21 @@ def test_a_later_segment_has_the_same_trunks_further_on(stages: CrystalStages, t
 
 @pytest.mark.spec("CC-INTERFACE-EDGES")
 def test_an_interface_is_read_in_its_literal_orientation(stages: CrystalStages) -> None:
-    """(2, 1) does not join [0, 2) and [2, 4); (1, 2) does."""
+    """Check that the edge (1, 2) merges [0, 2) and [2, 4), and that the edge (2, 1) does not."""
     assert offsets(stages, linked(4, (2, 1, 0.9)), [1, 3], PAPER) == [0, 2, 4]
     assert offsets(stages, linked(4, (1, 2, 0.9)), [1, 3], PAPER) == [0, 4]
 
 
 @pytest.mark.spec("CC-INTERFACE-EDGES", "CC-MERGE")
 def test_weights_are_compared_as_they_are_given(stages: CrystalStages) -> None:
-    """0.3 is not above tau_merge = 0.3; in float32 it would be."""
+    """Check that a weight of 0.3 is not above tau_merge = 0.3. In float32 it would be above."""
     assert float(np.float32(0.3)) > PAPER.tau_merge == 0.3
     assert offsets(stages, linked(4, (1, 2, 0.3)), [1, 3], PAPER) == [0, 2, 4]
 
 
 @pytest.mark.spec("CC-INTERFACE-EDGES", "CC-MERGE")
 def test_a_backward_edge_does_not_enter_the_mean(stages: CrystalStages) -> None:
-    """(1, 2, .9), (0, 3, .31): mean .605; with the mirror edge it would be .703."""
+    """Check that the mean of (1, 2, .9) and (0, 3, .31) is .605. With the edge (2, 1) it would be .703."""
     intra = linked(4, (1, 2, 0.9), (2, 1, 0.9), (0, 3, 0.31))
     assert offsets(stages, intra, [1, 3], replace(PAPER, tau_merge=0.65)) == [0, 2, 4]
     assert offsets(stages, intra, [1, 3], replace(PAPER, tau_merge=0.6)) == [0, 4]
@@ -87,7 +90,7 @@ def test_a_backward_edge_does_not_enter_the_mean(stages: CrystalStages) -> None:
 @pytest.mark.spec("CC-MERGE")
 @pytest.mark.parametrize(("tau_merge", "merged"), [(0.25, True), (0.5, False)])
 def test_the_strength_must_exceed_tau_merge(stages: CrystalStages, tau_merge: float, merged: bool) -> None:
-    """Eq. 19 is strict: a mean equal to tau_merge does not merge."""
+    """Check that Eq. 19 is strict, so a mean equal to tau_merge does not merge."""
     found = offsets(stages, linked(2, (0, 1, 0.5)), [0, 1], replace(PAPER, tau_merge=tau_merge))
     assert found == ([0, 2] if merged else [0, 1, 2])
 
@@ -104,9 +107,10 @@ def test_the_strength_must_exceed_tau_merge(stages: CrystalStages, tau_merge: fl
 def test_the_comparison_is_multiplied_out(
     stages: CrystalStages, tau_merge: float, weights: list[float], merged: bool,
 ) -> None:
-    """Sum(w) - tau k > 0 in the order of (a, b), which is not the order of E: neighbours stand by rank.
+    """Check that Sum(w) - tau k > 0 is evaluated in the order of (a, b).
 
-    For the first two cases the mean says the contrary; the last two are one multiset in two orders.
+    The edges in E have a different order, which is the rank of neighbours. In the first two cases the mean would have
+    the opposite result. The last two cases have equal weights in different orders.
     """
     cells = [(a, b) for a in range(5) for b in range(5, 10)]
     E = [(a, b, w) for (a, b), w in zip(cells, weights, strict=False)]
@@ -119,14 +123,14 @@ def test_the_comparison_is_multiplied_out(
 @pytest.mark.spec("CC-MERGE")
 @pytest.mark.parametrize(("T_max", "merged"), [(5, True), (4, False)])
 def test_a_trunk_may_reach_T_max(stages: CrystalStages, T_max: int, merged: bool) -> None:
-    """Eq. 19: |g| + |s| <= T_max, inclusive."""
+    """Check |g| + |s| <= T_max of Eq. 19, with equality allowed."""
     found = offsets(stages, linked(5, (1, 2, 1.0)), [1, 4], replace(PAPER, T_max=T_max))
     assert found == ([0, 5] if merged else [0, 2, 5])
 
 
 @pytest.mark.spec("CC-TRUNKS")
 def test_the_running_trunk_grows_and_restarts(stages: CrystalStages) -> None:
-    """A refused sentence becomes the running trunk; the pass is single, from left to right."""
+    """Check that a sentence that does not merge becomes the running trunk, in a single pass from left to right."""
     chain = linked(6, (0, 1, 1.0), (1, 2, 1.0), (2, 3, 1.0), (3, 4, 1.0), (4, 5, 1.0))
     assert offsets(stages, chain, list(range(6)), replace(PAPER, T_max=4)) == [0, 4, 6]
 
@@ -134,13 +138,16 @@ def test_the_running_trunk_grows_and_restarts(stages: CrystalStages) -> None:
 @pytest.mark.spec("CC-INTERFACE")
 @pytest.mark.parametrize(("a", "b", "merged"), [(1, 6, True), (0, 6, False), (5, 10, True), (5, 11, False)])
 def test_the_interface_is_five_tokens_on_each_side(stages: CrystalStages, a: int, b: int, merged: bool) -> None:
-    """Eq. 16: sentences [0, 6) and [6, 12); token 0 and token 11 stand outside the window."""
+    """Check Eq. 16 for the sentences [0, 6) and [6, 12): token 0 and token 11 are outside the interface."""
     assert offsets(stages, linked(12, (a, b, 1.0)), [5, 11], PAPER) == ([0, 12] if merged else [0, 6, 12])
 
 
 @pytest.mark.spec("CC-INTERFACE")
 def test_the_interface_is_of_the_running_trunk(stages: CrystalStages) -> None:
-    """Token 0 is among the last five of the trunk that [0, 2) and [2, 4) have become, not of its last sentence."""
+    """Check that the interface has the last five tokens of the running trunk, not of its last sentence.
+
+    Token 0 is in the interface of the trunk that [0, 2) and [2, 4) became.
+    """
     assert offsets(stages, linked(6, (1, 2, 1.0), (0, 4, 1.0)), [1, 3, 5], PAPER) == [0, 6]
 
 
@@ -150,14 +157,17 @@ def test_the_interface_is_of_the_running_trunk(stages: CrystalStages) -> None:
     [([], [0, 5]), ([4], [0, 5]), ([0], [0, 1, 5]), ([1, 2], [0, 2, 3, 5]), (list(range(5)), [0, 1, 2, 3, 4, 5])],
 )
 def test_an_end_closes_its_sentence(stages: CrystalStages, ends: list[int], expected: list[int]) -> None:
-    """Consecutive ends are sentences of their own; what follows the last end is a sentence."""
+    """Check that consecutive ends are separate sentences, and that the tokens after the last end are a sentence."""
     assert offsets(stages, linked(5), ends, PAPER) == expected
 
 
 @pytest.mark.spec("CC-SPLIT")
 @given(n=st.integers(1, 150), T_max=st.integers(1, 40))
 def test_split_sizes_are_as_equal_as_can_be(stages: CrystalStages, n: int, T_max: int) -> None:
-    """Step 3: ceil(n / T_max) pieces, larger first, differing by at most 1, none below (T_max + 1) // 2 if split."""
+    """Check step 3: ceil(n / T_max) pieces whose sizes differ by at most 1, larger pieces first.
+
+    If there is more than one piece, each has at least (T_max + 1) // 2 tokens.
+    """
     found = offsets(stages, linked(n), [], replace(PAPER, T_max=T_max))
     sizes = np.diff(found).tolist()
     assert sizes == [len(piece) for piece in np.array_split(np.arange(n), -(-n // T_max))]
@@ -166,7 +176,7 @@ def test_split_sizes_are_as_equal_as_can_be(stages: CrystalStages, n: int, T_max
 
 @pytest.mark.spec("CC-SPLIT")
 def test_pieces_are_counted_in_whole_tokens(stages: CrystalStages) -> None:
-    """n = q T_max tokens where n times 1 / T_max, in floats, is more than q, or less; and a token more or less."""
+    """Check n = q T_max tokens, and one token more or less, if n times 1 / T_max in floats is not q."""
     pairs = [(T, q) for T in range(2, 260) for q in range(2, 40) if q * T * (1 / T) != q and q * T < 900]
     assert {q * T * (1 / T) > q for T, q in pairs} == {True, False}
     for T, q in [*[(T, q) for T, q in pairs if q * T * (1 / T) > q][:4], *pairs[:4]]:
@@ -177,20 +187,26 @@ def test_pieces_are_counted_in_whole_tokens(stages: CrystalStages) -> None:
 
 @pytest.mark.spec("CC-TRUNKS")
 def test_the_pass_is_not_repeated(stages: CrystalStages) -> None:
-    """[0, 2) refuses [2, 3), which then takes [3, 5) in: only a second pass would see the edge (1, 3) at its side."""
+    """Check that the pass is not repeated: [2, 3) does not merge with [0, 2), and then merges with [3, 5).
+
+    Only a second pass would use the edge (1, 3).
+    """
     assert offsets(stages, linked(5, (1, 3, 0.9), (2, 3, 0.9)), [1, 2, 4], PAPER) == [0, 2, 5]
 
 
 @pytest.mark.spec("CC-INTERFACE-EDGES")
 @pytest.mark.parametrize("third", [(0, 7), (1, 5)])
 def test_weights_stand_by_first_endpoint_then_by_second(stages: CrystalStages, third: tuple[int, int]) -> None:
-    """Added as .4, .2, .3 they exceed 3 * .3, as their mean does; by rank or by second endpoint first they do not."""
+    """Check that weights are added by first, then by second endpoint: .4 + .2 + .3 exceeds 3 * .3.
+
+    Added by rank, or by second endpoint first, the sum does not exceed it.
+    """
     E = linked(10, (0, 5, 0.4), (*third, 0.3), (0, 6, 0.2))
     assert offsets(stages, E, [4, 9], PAPER) == [0, 10]
 
 
 def forward(weights: Vector) -> tuple[CoAttention, BoolVector]:
-    """Two sentences of five tokens; the first's tokens have edges to the second's, by first and second endpoint."""
+    """Return edges from the tokens of a sentence to the next sentence, of five tokens each, and the sentence ends."""
     index, weight = np.full((10, 5), -1), np.zeros((10, 5))
     for a, row in enumerate(weights.reshape(5, 5)):
         order = np.argsort(-row, kind="stable")
@@ -201,7 +217,7 @@ def forward(weights: Vector) -> tuple[CoAttention, BoolVector]:
 
 
 def other_sums(w: Vector) -> list[float]:
-    """Pairwise, backwards, compensated, in the order of the lists, in float32."""
+    """Return sums of `w` in wrong ways: pairwise, backwards, by rank, as two halves, and in float32."""
     by_rank = np.concatenate([row[np.argsort(-row, kind="stable")] for row in w.reshape(5, 5)])
     halves = float(np.cumsum(w[:13])[-1]) + float(np.cumsum(w[13:])[-1])
     return [
@@ -212,7 +228,10 @@ def other_sums(w: Vector) -> list[float]:
 
 @pytest.mark.spec("CC-MERGE", "CC-INTERFACE-EDGES")
 def test_the_order_of_25_weights_decides(stages: CrystalStages) -> None:
-    """Sums one rounding apart from tau_merge times 25: each other order errs in some of them."""
+    """Check sums of 25 weights that differ from tau_merge times 25 by one rounding.
+
+    Each different order of addition has a wrong result for some of these sums.
+    """
     numbers, seen = Numbers(5), [0] * 5
     while min(seen) < 3:
         w = 0.31 + 0.5 * numbers.fractions(25)

@@ -1,4 +1,4 @@
-"""The published vectors of stages hold for the judged backend."""
+"""Tests that the backend under test satisfies the published vectors of the stages."""
 
 from typing import Any
 
@@ -23,5 +23,5 @@ def test_the_backend_holds_a_vector_of_a_stage(
 
 
 def test_every_stage_has_vectors() -> None:
-    """None is left out because a file of vectors is not there."""
+    """Check that no stage is left out because its file of vectors is missing."""
     assert {case.values[0]["operation"] for case in cases(STAGES)} == STAGES.keys()

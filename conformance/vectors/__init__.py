@@ -1,1 +1,1 @@
-"""The JSON vectors of spec/vectors as the suite reads them; `*_subject` run the judged code on each."""
+"""The JSON vectors of spec/vectors, and the functions that run the code under test on each vector."""

@@ -1,7 +1,7 @@
-"""JSON values as what a function takes, by its annotations, and what it gives as a mapping of results by name.
+"""Conversion of JSON values to arguments of functions, by annotation, and of results to mappings by name.
 
-A decode state is flat in JSON, one name per field; here it is also the oracle's model. Values of large vectors are
-compact, as spec/vectors/README.md has them: inputs from a seed, results as digests.
+A decode state is flat in JSON, with one name per field, and can also be converted to the oracle's model. Values of
+large vectors are compact: inputs come from a seed, and results are digests. spec/vectors/README.md describes the forms.
 """
 
 import inspect
@@ -32,7 +32,7 @@ STATE = (
 
 
 def pairs_of(i: Json, names: Sequence[int]) -> dict[Pair, float]:
-    """W by unordered pair of names, from the rows of its CSR form."""
+    """Return W by unordered pair of names, from the rows of its CSR form."""
     return {
         frozenset({names[g], names[i["indices"][e]]}): i["weights"][e]
         for g, (start, stop) in enumerate(pairwise(i["indptr"])) for e in range(start, stop)
@@ -40,7 +40,7 @@ def pairs_of(i: Json, names: Sequence[int]) -> dict[Pair, float]:
 
 
 def csr_of(W: Mapping[Pair, float], names: Sequence[int]) -> dict[str, Any]:
-    """The CSR form of W, columns ascending."""
+    """Return the CSR form of W, with ascending columns."""
     rows = [[(b, W[frozenset({g, h})]) for b, h in enumerate(names) if frozenset({g, h}) in W] for g in names]
     entries = [entry for row in rows for entry in row]
     return {
@@ -50,13 +50,13 @@ def csr_of(W: Mapping[Pair, float], names: Sequence[int]) -> dict[str, Any]:
 
 
 def budget_of(budget: Json, most: int) -> Fraction | int:
-    """A written budget as the oracles take it, exact for up to `most` tokens seen."""
+    """Return a written budget as the oracles use it. A share is rounded up to a multiple of 10^-6."""
     whole = tokens(budget, 10**6) if isinstance(budget, float) or not str(budget).isdecimal() else None
     return int(budget) if whole is None else Fraction(whole, 10**6)
 
 
 def model_of(i: Json) -> Model:
-    """The oracle's model of a state; a trunk is named after its first live position."""
+    """Return the oracle's model of a state. The name of a trunk is its first live position."""
     members = [i["positions"][start:stop] for start, stop in pairwise(i["offsets"])]
     trunks = [Trunk(g[0], g, i["trunk_impact"][at], i["D"][at]) for at, g in enumerate(members)]
     return Model(
@@ -69,7 +69,7 @@ def model_of(i: Json) -> Model:
 
 
 def results_of(now: Model) -> dict[str, Any]:
-    """The fields of a state, as `STATE` names them."""
+    """Return the fields of a state, named as in `STATE`."""
     order = [i for g in now.trunks for i in g.members]
     ids = sorted(token for token, number in now.counts.items() if number)
     return {
@@ -84,12 +84,12 @@ def results_of(now: Model) -> dict[str, Any]:
 
 
 CHAIN: Json = {"indptr": [0, 1, 3, 4], "indices": [1, 0, 2, 1], "weights": [0.5, 0.5, 0.25, 0.25]}
-# Three tokens in the tail, and what a state that holds them has seen.
+# Fields of a state with three tokens in the tail.
 WAITING = {"tail_ids": [3, 2, 5], "tail_inverse_norms": [0.5, float("inf"), 1.0], "seen": 14, "step": 3}
 
 
 def state(**changes: Json) -> dict[str, Any]:
-    """Three trunks of which 8 of 11 tokens live, in a chain of edges; nothing in the tail."""
+    """Return a state of three trunks with 8 live tokens of 11, edges in a chain, and an empty tail."""
     return {
         "budget": 8, "seen": 11, "step": 0, "positions": [0, 1, 2, 5, 6, 7, 9, 10], "offsets": [0, 3, 6, 8],
         "impact": [4.0, 1.0, 2.0, 3.0, 3.0, 1.0, 0.5, 8.0],
@@ -103,7 +103,7 @@ Item = Callable[[Any, CrystalCacheParameters], Mapping[str, object]]
 
 
 def floats(values: Json) -> Any:
-    """A float64 array in which null is NaN."""
+    """Return a float64 array in which null becomes NaN."""
     return np.array(values, dtype=np.float64)
 
 
@@ -120,14 +120,14 @@ def named(names: Sequence[str], values: Sequence[object]) -> Mapping[str, object
 
 
 def plain(value: Any) -> Any:
-    """Arrays and NumPy numbers as Python's."""
+    """Convert arrays and NumPy numbers to lists and numbers of Python."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     return [plain(x) for x in value] if isinstance(value, list | tuple) else value
 
 
 def record(i: Json) -> CoAttention:
-    """Neighbours as a CoAttention; salience is not read by what follows."""
+    """Return neighbours as a `CoAttention`. Its salience is 1, because it is not used."""
     return CoAttention(
         i["start"], np.ones(len(i["intra"])), integers(i["intra"]), floats(i["intra_weight"]), integers(i["cross"]),
         floats(i["cross_weight"]),
@@ -135,7 +135,7 @@ def record(i: Json) -> CoAttention:
 
 
 def trunks_of(i: Json) -> Trunks:
-    """Offsets as Trunks, whose impact is not read by what follows."""
+    """Return offsets as `Trunks`. Their impact is 1, because it is not used."""
     offsets = integers(i["offsets"])
     return Trunks(offsets, np.ones(len(offsets) - 1))
 
@@ -150,7 +150,7 @@ def edges_of(i: Json) -> Edges:
 
 
 def table_of(i: Json) -> LiveTrunks:
-    """The live trunks of a state, or such of which only members and norms are read."""
+    """Return the live trunks of a state. Missing columns are 1."""
     n, m = i["offsets"][-1], len(i["offsets"]) - 1
     columns = {"impact": n, "inverse_norms": n, "trunk_impact": m}
     given = {name: floats(i.get(name, [1.0] * size)) for name, size in columns.items()}
@@ -158,7 +158,7 @@ def table_of(i: Json) -> LiveTrunks:
 
 
 def state_of(i: Json) -> DecodeState:
-    """The record of a flat state."""
+    """Return the record of a flat state."""
     return DecodeState(
         parse_budget(i["budget"]), i["seen"], i["step"], table_of(i), floats(i["D"]), weights_of(i),
         integers(i["ids"]), integers(i["counts"]), i["mu"], i["sigma"], tuple(i["tail_ids"]),
@@ -167,7 +167,7 @@ def state_of(i: Json) -> DecodeState:
 
 
 def fields_of(state: DecodeState) -> Mapping[str, Any]:
-    """A state, flat; the budget is what it was."""
+    """Return a state as a flat mapping, without its budget."""
     everything = {**vars(state), **vars(state.live), **state.W._asdict()}
     return {name: everything[name] for name in STATE}
 
@@ -176,11 +176,11 @@ RECORDS: Mapping[Any, Callable[[Json], object]] = {
     CoAttention: record, Trunks: trunks_of, TrunkWeights: weights_of, Edges: edges_of, LiveTrunks: table_of,
     DecodeState: state_of, NestedKVParameters: nestedkv_parameters,
 }
-"""Records whose members are inputs of their own."""
+"""Records whose fields are separate inputs."""
 
 
 def read(kind: Any, name: str, i: Json, p: CrystalCacheParameters) -> Any:
-    """The argument of this name and annotation: from the inputs, or from the parameters where these have it."""
+    """Return the argument with this name and annotation, from the inputs or otherwise from the parameters."""
     if kind is CrystalCacheParameters:
         return p
     if kind in RECORDS:
@@ -195,7 +195,7 @@ def read(kind: Any, name: str, i: Json, p: CrystalCacheParameters) -> Any:
 
 
 def call(function: Callable[..., Any], i: Json, p: CrystalCacheParameters, **given: object) -> Any:
-    """A function's result on a vector's inputs; an argument without a value there keeps its default."""
+    """Call a function with a vector's inputs and return the result. An argument without a value keeps its default."""
     ordered: list[Any] = []
     by_name: dict[str, Any] = {}
     for name, one in inspect.signature(function).parameters.items():
@@ -209,7 +209,7 @@ def call(function: Callable[..., Any], i: Json, p: CrystalCacheParameters, **giv
 
 
 def results(found: Any, names: Sequence[str] = ()) -> Mapping[str, Any]:
-    """What a function gives, by the names of a vector's results; a record's are its own."""
+    """Return the result of a function by the names of a vector's results. A record keeps its field names."""
     if isinstance(found, DecodeState):
         return fields_of(found)
     if not names:
@@ -217,19 +217,19 @@ def results(found: Any, names: Sequence[str] = ()) -> Mapping[str, Any]:
     return {names[0]: found} if len(names) == 1 else named(names, found)
 
 
-BLOCKS, SMALLEST = 16, 32  # a summary has at most so many blocks, of at least so many values
-NAN_BITS, NAN_STEP = np.uint64(0x7FF8_0000_0000_0000), np.uint64(2**63)  # what a digest reads where there is NaN
+BLOCKS, SMALLEST = 16, 32  # Maximum number of blocks of a summary, and minimum number of values of a block.
+NAN_BITS, NAN_STEP = np.uint64(0x7FF8_0000_0000_0000), np.uint64(2**63)  # Words of a digest for NaN.
 
 Inputs = Mapping[str, Any]
 
 
 def is_compact(value: Json) -> bool:
-    """Whether a value, or one inside its lists, is an object."""
+    """Return True if a value, or a value inside its lists, is an object."""
     return isinstance(value, Mapping) or (isinstance(value, list | tuple) and any(map(is_compact, value)))
 
 
 def expanded(inputs: Mapping[str, Json]) -> dict[str, Json]:
-    """Inputs without compact values: plain numbers in nested lists."""
+    """Return inputs without compact values: plain numbers in nested lists."""
     found: dict[str, Json] = {}
     for name, value in inputs.items():
         found[name] = _array(value, found).tolist() if is_compact(value) else value
@@ -237,7 +237,7 @@ def expanded(inputs: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _array(value: Json, others: Inputs) -> Any:
-    """An array; a list of compact values is a stack of them."""
+    """Return a compact or plain value as an array. A list of compact values is stacked."""
     if isinstance(value, Mapping):
         return FORMS[value["form"]]({name: _whole(x) for name, x in value.items()}, others)
     if is_compact(value):
@@ -246,7 +246,7 @@ def _array(value: Json, others: Inputs) -> Any:
 
 
 def _whole(value: Json) -> Json:
-    """Digits in quotes as an integer, in every depth: one beyond 2^53."""
+    """Convert digits in quotes to integers, at every depth. Integers beyond 2^53 are written in quotes."""
     if isinstance(value, str) and re.fullmatch(r"-?\d+", value):
         return int(value)
     return [_whole(x) for x in value] if isinstance(value, list | tuple) else value
@@ -284,7 +284,7 @@ def _joined(form: Any, others: Inputs) -> Any:
 
 
 def _neighbours(form: Any, others: Inputs) -> Any:
-    """Of each token the first k admitted places, in the order of the steps from a drawn one on."""
+    """Return, for each token, the first k allowed places. The steps start at a random step and wrap around."""
     (n, k), steps, C = form["shape"], np.array(form["steps"]), form["C"]
     at = np.arange(n)[:, None]
     first = Numbers(form["seed"]).integers(0, len(steps), n)[:, None]
@@ -314,7 +314,7 @@ FORMS: Mapping[str, Callable[[Any, Inputs], Any]] = {
 
 
 def words(flat: Any, bits: int | None) -> Any:
-    """What a digest reads of each value, as uint64."""
+    """Return the word that a digest reads for each value, as uint64."""
     if flat.dtype.kind != "f":
         return flat.astype(np.int64).view(np.uint64)
     missing = np.isnan(flat)
@@ -325,12 +325,15 @@ def words(flat: Any, bits: int | None) -> Any:
 
 
 def _block(length: int) -> int:
-    """Values of one digest: a power of two, at least 32, so that there are at most 16 digests."""
+    """Return the number of values of one digest: a power of two, at least 32, for at most 16 digests."""
     return max(SMALLEST, 1 << (-(-length // BLOCKS) - 1).bit_length())
 
 
 def summary(values: Any, bits: int | None = None, block: int | None = None) -> dict[str, Json]:
-    """The shape, the first value of each block, and a digest of each: to the bit, or on the grid 2^-bits."""
+    """Return the shape of values, and the first value and the digest of each block.
+
+    The digest is exact to the bit, or on the grid 2^-bits.
+    """
     array = np.array(values)
     flat = array.ravel()
     block = block or _block(len(flat))
@@ -347,7 +350,7 @@ def digest(read: Any) -> str:
 
 
 def mismatches(name: str, found: Any, want: Mapping[str, Json]) -> Iterator[str]:
-    """How a result differs from its summary: in kind, in shape, and in its first wrong block."""
+    """Yield the differences of a result from its summary: in type, in shape, and in the first wrong block."""
     got = np.array(found)
     if got.dtype.kind != np.array(want["first"]).dtype.kind:
         yield f"{name} is of {got.dtype}, not of {np.array(want['first']).dtype}"

@@ -1,4 +1,4 @@
-"""The published vectors as files, and how their values are written in JSON."""
+"""Files of the published vectors, and the JSON form of their values."""
 
 import json
 import re
@@ -18,7 +18,7 @@ _FLOAT = re.compile(r"-?(0x[01]\.[0-9a-f]+p[+-]\d+|inf)|nan")
 
 
 def decoded(value: Json) -> Json:
-    """Floats from their text, in every depth."""
+    """Convert texts of floats to floats, at every depth."""
     if isinstance(value, str) and _FLOAT.fullmatch(value):
         return float.fromhex(value)
     if isinstance(value, dict):
@@ -29,12 +29,12 @@ def decoded(value: Json) -> Json:
 
 
 def parameters_of(given: Mapping[str, Json]) -> CrystalCacheParameters:
-    """The paper's parameters, and what differs from them."""
+    """Return the paper's parameters, changed by the given values."""
     return CrystalCacheParameters(**given)
 
 
 def nestedkv_parameters(i: Json) -> NestedKVParameters:
-    """The same of NestedKV, from a vector's inputs; shares are text."""
+    """Return NestedKV's parameters, changed by a vector's inputs. Shares are written as text."""
     given = {field.name: i[field.name] for field in fields(NestedKVParameters) if field.name in i}
     for name in given.keys() & {"p", "alpha_s"}:
         given[name] = Fraction(given[name])
@@ -45,23 +45,23 @@ HOME = SPEC / "vectors"
 
 
 def path_of(stage: str) -> Path:
-    """Where the vectors of a stage stand."""
+    """Return the path of the vectors of a stage."""
     return HOME / f"{stage}.json"
 
 
 def stages() -> list[str]:
-    """Those that have a file, by name."""
+    """Return the names of the stages that have a file, sorted."""
     return sorted({path.stem for path in HOME.glob("*.json")} - {"schema"})
 
 
 def stored(stage: str) -> Json:
-    """The published file; None where there is none yet."""
+    """Return the content of the published file of a stage, or None if the file does not exist."""
     path = path_of(stage)
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def published() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Stage, group and test of every vector."""
+    """Yield stage, group and test of every vector."""
     for stage in stages():
         for group in stored(stage)["testGroups"]:
             for test in group["tests"]:

@@ -1,4 +1,4 @@
-"""A backend's stages on what the vectors of stages give."""
+"""Functions that run a backend's stages on the inputs of the vectors."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -22,7 +22,7 @@ from spec.records import CoAttention
 Stage = Callable[[Backend, Any, CrystalCacheParameters], Mapping[str, object]]
 BY_NAME = {kind.__name__: of for kind, of in RECORDS.items()}
 ON_DEVICE = ("q", "k")
-"""Inputs in float32, which holds every vector's values."""
+"""Inputs in float32, which represents the values of all vectors exactly."""
 
 
 def attention_inputs(i: Json, p: CrystalCacheParameters) -> AttentionInputs:
@@ -32,14 +32,14 @@ def attention_inputs(i: Json, p: CrystalCacheParameters) -> AttentionInputs:
 
 
 def prompt(i: Json, p: CrystalCacheParameters) -> Prompt:
-    """A valid prefill's input, with its budget as the exact share of n that it asks for."""
+    """Return the input of a valid prefill. Its budget is the exact share of n tokens."""
     n = len(i["token_ids"])
     share = f"{parse_budget(i['budget']).tokens(n)}/{n}"
     return Prompt(attention_inputs(i, p), integers(i["token_ids"]), frozenset(i["sentence_ends"]), share)
 
 
 def argument(name: str, kind: str, i: Json, p: CrystalCacheParameters) -> Any:
-    """An argument of `OPS` from inputs; None where these leave it out."""
+    """Return an argument of `OPS` from inputs, or None if the inputs do not contain the argument."""
     if kind in PARAMETERS:
         return p if kind == "crystalcache" else nestedkv_parameters(i)
     if kind in BY_NAME:
@@ -52,7 +52,7 @@ def argument(name: str, kind: str, i: Json, p: CrystalCacheParameters) -> Any:
 
 
 def ask(op: str, gives: str, backend: Backend, i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
-    """What a stage gives, by this name, or as its record has it."""
+    """Return the result of a stage, by the name `gives` or by the fields of its record."""
     family, _, stage = op.partition(".")
     arguments = [argument(name, kind, i, p) for name, kind in OPS[op].arguments.items()]
     found = getattr(getattr(backend, f"require_{family}")(), stage)(*arguments)
@@ -60,7 +60,7 @@ def ask(op: str, gives: str, backend: Backend, i: Json, p: CrystalCacheParameter
 
 
 def prefill(backend: Backend, i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
-    """Every record of the run; `record` is the run itself."""
+    """Return every record of a run of `prefill`. `record` is the complete result."""
     q, k = (floats(i[name]).astype(np.float32) for name in ON_DEVICE)
     found = run_prefill(
         q, k, integers(i["token_ids"]), frozenset(i["sentence_ends"]), i["budget"], p, backend,
@@ -71,7 +71,10 @@ def prefill(backend: Backend, i: Json, p: CrystalCacheParameters) -> Mapping[str
 
 
 def as_record(triples: Json, start: int, n: int) -> CoAttention:
-    """Edges as neighbour lists: (source, owner) across if the first endpoint lies before the segment."""
+    """Return edges as neighbour lists.
+
+    An edge is in the cross lists if its first endpoint is before the segment, and in the intra lists otherwise.
+    """
     intra: list[list[tuple[int, float]]] = [[] for _ in range(n)]
     cross: list[list[tuple[int, float]]] = [[] for _ in range(n)]
     for first, second, weight in triples:
@@ -101,7 +104,7 @@ ASKED = {
     "breath.decay": "D", "breath.activation": "active", "breath.resonance": "D", "breath.hebbian": "",
     "breath.segment_crystallization": "D", "nestedkv.anomaly_score": "score",
 }
-"""The operations of engines that have vectors, and the name of a result that is no record."""
+"""Operations of engines that have vectors, and the name of the result if the result is not a record."""
 STAGES: dict[str, Stage] = {
     **{op.partition(".")[2]: partial(ask, op, gives) for op, gives in ASKED.items()},
     "prefill": prefill, "segment_graph": segment_graph, "extend": extend,
@@ -112,4 +115,4 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "prefill": ("crystal",), "segment_graph": ("breath",),
     **dict.fromkeys(("extend", "decode_step"), ("crystal", "breath")),
 }
-"""The stage families that an operation runs."""
+"""Stage families that an operation uses."""

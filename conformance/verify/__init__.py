@@ -1,4 +1,4 @@
-"""`kvspec verify`: a suite run on somebody's engine, policy or cache, and its verdict row by row, as a certificate.
+"""`kvspec verify`: run a test suite on an engine, policy, cache or server, and write the verdict as a certificate.
 
-`python -m conformance.verify --help`. What stands in a certificate: spec/certificate.md.
+See `python -m conformance.verify --help` for the options, and spec/certificate.md for the content of a certificate.
 """

@@ -1,4 +1,4 @@
-"""`python -m conformance.verify`, which `kvspec verify` starts."""
+"""Command line of `python -m conformance.verify`, which `kvspec verify` starts."""
 
 import secrets
 import shlex
@@ -26,11 +26,11 @@ FILES = ("certificate.toml", "certificate.html", "quick.toml", "summary.md", "ju
 CHECKS = ("check.txt", "check-new-seed.txt")
 """Files that a run and a check write to the folder `out`."""
 LONGEST_LINE = 4000
-"""Letters of a line that somebody else may have written: an engine, or a certificate."""
+"""Maximum number of characters of a printed line that an engine or a certificate may have written."""
 
 
 def main() -> int:
-    """Judge; the exit code. What is refused is one line on stderr."""
+    """Run the command line and return the exit code. An error is printed as one line on stderr."""
     try:
         request = parsed(sys.argv[1:])
         return check_again(request, request.check) if request.check else judge(request)
@@ -43,7 +43,10 @@ def main() -> int:
 
 
 def judge(request: Request) -> int:
-    """The whole suite with a certificate, the quick one without, or a selection of tests."""
+    """Run the complete suite, the quick suite or selected tests, print the verdict, and return the exit code.
+
+    Only a complete run writes a certificate.
+    """
     subject = prepared(request)
     if request.pytest:
         return selected(request)
@@ -73,12 +76,18 @@ def check_out(request: Request) -> None:
 
 
 def seeded(request: Request) -> Request:
-    """The request with a seed, a new one if it has none: nobody can have prepared for its examples."""
+    """Return the request with a seed.
+
+    If the request has no seed, draw a new one, so no subject can prepare for the examples.
+    """
     return request if request.seed is not None else replace(request, seed=secrets.randbelow(SEEDS))
 
 
 def run(request: Request, subject: Subject, log: str) -> tuple[dict[str, Any], Verdicts]:
-    """The certificate of a run, whose log goes to the folder of results, and what it was made from."""
+    """Run the tests and return the certificate of the run and its verdicts.
+
+    The log is written to the folder of results.
+    """
     lines = judged(request, request.out / log)
     excused = map(excepted, entries_of(request.exceptions))
     verdicts = verdicts_of(lines, excused, request.kind in ENGINES and not request.method)
@@ -86,7 +95,7 @@ def run(request: Request, subject: Subject, log: str) -> tuple[dict[str, Any], V
 
 
 def written(request: Request, made: Mapping[str, Any], verdicts: Verdicts) -> list[str]:
-    """The names of the files: a certificate where all tests were to run."""
+    """Write the files of a run and return the names of the files. Only a complete run writes a certificate."""
     texts = {"summary.md": "\n".join(markdown(made)) + "\n", "junit.xml": junit(verdicts)}
     stopped = request.fail_fast and made["verdict"] not in PASSED
     if request.quick or stopped:
@@ -100,9 +109,10 @@ def written(request: Request, made: Mapping[str, Any], verdicts: Verdicts) -> li
 
 
 def check_again(request: Request, path: Path) -> int:
-    """Compare the files of the subject, and if they are the same, the verdicts of two more runs.
+    """Compare the files of the subject with the certificate.
 
-    One has the examples of the certificate, the other one examples of a new seed.
+    If the files are equal, compare the verdicts of two new runs. The first run uses the examples of the certificate.
+    The second run uses the examples of a new seed.
     """
     there = certificate_module.read(path)
     check_out(request)
@@ -125,7 +135,10 @@ def check_again(request: Request, path: Path) -> int:
 
 
 def compared(again: Request, other: Request, subject: Subject, there: Mapping[str, Any]) -> list[str]:
-    """What a run says differently, else what fails in another one."""
+    """Return the differences between the certificate and two new runs, a line each.
+
+    The second run, with a new seed, starts only if the first run equals the certificate.
+    """
     here, _ = run(again, subject, "check.txt")
     found = certificate_module.differences(there, here)
     if not found:
@@ -138,10 +151,12 @@ def compared(again: Request, other: Request, subject: Subject, there: Mapping[st
 
 
 def ask(request: Request, again: Request) -> None:
-    """Show what a certificate, which may be a stranger's, would run here, and ask.
+    """Print the command that the certificate would run on this machine, and ask for confirmation.
+
+    The certificate may come from a stranger.
 
     Raises:
-        SpecError: where the answer is no, or nobody can answer and --yes was not given.
+        SpecError: if the answer is no, or if stdin is not a terminal and --yes was not given.
     """
     command = shlex.join(again.command_line).encode("unicode_escape").decode()
     print(f"this certificate runs code on this machine, in {Path.cwd()}:\n  {command}", flush=True)

@@ -1,4 +1,4 @@
-"""The certificate: its TOML, how it is made and checked, and its badge."""
+"""Certificates: content, TOML text, comparison with a new run, and badge."""
 
 import json
 import platform
@@ -32,7 +32,7 @@ def _key(name: str) -> str:
 
 
 def _text(value: str) -> str:
-    """A basic string; its escapes are JSON's, which leaves DEL as it is."""
+    """Return a TOML basic string. TOML has the escapes of JSON, but JSON does not escape DEL."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -51,7 +51,10 @@ def _lines(table: Mapping[str, Any]) -> list[str]:
 
 
 def written(table: Mapping[str, Any]) -> str:
-    """A table of texts, numbers, dates, lists and tables: what is below the first level stands on one line."""
+    """Return a table of texts, numbers, dates, lists and tables as TOML.
+
+    A nested table below the first level is written on one line.
+    """
     lines = _lines({name: value for name, value in table.items() if not isinstance(value, Mapping)})
     for name, value in table.items():
         lines += ["", f"[{_key(name)}]", *_lines(value)] if isinstance(value, Mapping) else []
@@ -59,17 +62,17 @@ def written(table: Mapping[str, Any]) -> str:
 
 
 SCHEMA = 2
-"""Schema 1 is of specifications before 0.4.0."""
+"""Version of the certificate's format. Schema 1 belongs to specifications before 0.4.0."""
 CERTIFIED, PARTIAL, NOT_CERTIFIED = "certified", "partial", "not certified"
 KEEPS, QUICK, NOT_QUICK = "keeps its promises", "passes the quick profile", "does not pass the quick profile"
 PASSED = (CERTIFIED, KEEPS, QUICK)
-"""The verdicts whose exit code is 0."""
+"""Verdicts with exit code 0."""
 COMPARED = "not compared with any method"
-"""What a policy's promises do not say: a policy may keep them all and be no SnapKV."""
+"""Limit of a verdict about promises: a policy named snapkv can keep all promises without being SnapKV."""
 
 
 def certificate(request: Request, subject: Subject, verdicts: Verdicts) -> dict[str, Any]:
-    """The certificate of a run, as the table that is written."""
+    """Return the certificate of a run as a table."""
     who = {**asdict(subject), "name": verdicts.name or subject.name, "spec": verdicts.written_for}
     precision = verdicts.precision if request.kind in (*ENGINES, "server") or request.method else None
     run = {"precision": precision, "seed": request.seed, "timeout": request.timeout, "model": request.model,
@@ -99,7 +102,7 @@ def _verdict(request: Request, verdicts: Verdicts) -> str:
 
 
 def judged_by(kind: str, method: bool = False) -> str:
-    """What such a subject is judged by."""
+    """Return the criteria of the verdict for this kind of subject."""
     if method:
         return "the equations of methods" + (", and its promises" if kind == "policy" else "")
     if kind == "policy":
@@ -111,12 +114,12 @@ def judged_by(kind: str, method: bool = False) -> str:
 def _installed() -> str:
     try:
         return version("kvspec")
-    except PackageNotFoundError:  # the packages lie in a folder
+    except PackageNotFoundError:  # the packages are in a folder and not installed
         return SPEC_VERSION
 
 
 def device(kind: str) -> dict[str, str]:
-    """The machine and the libraries that a run depends on."""
+    """Return the machine and the versions of the libraries that a run depends on."""
     models = ("torch", "transformers") if kind in ("cache", "server") else ()
     return {
         "platform": platform.platform(), "machine": platform.machine(), "python": platform.python_version(),
@@ -125,7 +128,7 @@ def device(kind: str) -> dict[str, str]:
 
 
 def counts(verdicts: Verdicts) -> dict[str, int]:
-    """How many tests ended how, and how many examples the passed ones saw."""
+    """Return the number of tests in each state, and the number of examples of the passed tests."""
     states = Counter(one.state for one in verdicts.outcomes)
     passed = sum(one.examples for one in verdicts.outcomes if one.state == "passed")
     named = {state.replace(" ", "_"): states[state] for state in STATES}
@@ -149,7 +152,10 @@ def _shown(outcome: Outcome, request: Request) -> dict[str, str]:
 
 
 def scope(made: Mapping[str, Any]) -> str:
-    """What the verdict is about, in a few words: the families, and how many rows were decided if some abstained."""
+    """Return the subject matter of the verdict in a few words.
+
+    These are the families. If some rows have no verdict, the number of decided rows is added.
+    """
     own = made["subject"]["kind"] != "policy"
     verdicts = [row["verdict"] for row in made["items"].values() if own or PROMISES in row["families"]]
     decided = sum(verdict not in ABSTAINED for verdict in verdicts)
@@ -160,7 +166,7 @@ def scope(made: Mapping[str, Any]) -> str:
 
 
 def entries_of(exceptions: Path | None) -> list[dict[str, Any]]:
-    """The entries of an exceptions file that was found right."""
+    """Return the entries of a valid exceptions file."""
     if exceptions is None:
         return []
     entries: list[dict[str, Any]] = tomllib.loads(exceptions.read_text(encoding="utf-8")).get("exception", [])
@@ -168,12 +174,12 @@ def entries_of(exceptions: Path | None) -> list[dict[str, Any]]:
 
 
 def excepted(entry: Mapping[str, Any]) -> str:
-    """What an entry of the exceptions is about."""
+    """Return the item, test or vector that an entry of the exceptions file excepts."""
     return str(entry.get("item") or entry.get("test") or entry.get("vector"))
 
 
 def write(made: Mapping[str, Any], path: Path) -> None:
-    """Write a certificate."""
+    """Write a certificate to a file."""
     path.write_text(written(made), encoding="utf-8")
 
 
@@ -183,16 +189,16 @@ _PARTS = {
 _OF_A_ROW = {"verdict", "tests"}
 _OPTIONS = ("timeout", "precision", "seed", "model", "positions")
 
-# What another day, machine or version of Hypothesis may change without another verdict.
+# A different day, machine or version of Hypothesis may change these values without changing a verdict.
 _FREE = ("date", "device", "kvspec", "counts.examples", "run.at_once")
 _FREE_OF_A_ROW = ("examples", "test", "input", "found", "repeat")
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A certificate.
+    """Read a certificate from a file.
 
     Raises:
-        SpecError: for a file that is none, or one of another schema.
+        SpecError: if the file is not a certificate, has another schema, or is from an incomplete run.
     """
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -212,7 +218,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def of_another_version(made: Mapping[str, Any]) -> str:
-    """Why its verdicts cannot be repeated here; nothing where they can."""
+    """Return the reason why the verdicts cannot be repeated with this version of the specification, or ""."""
     if made.get("spec") == SPEC_VERSION:
         return ""
     return (
@@ -222,7 +228,10 @@ def of_another_version(made: Mapping[str, Any]) -> str:
 
 
 def repeated(request: Request, path: Path, made: Mapping[str, Any]) -> Request:
-    """The run that a certificate tells of; its exceptions are read from itself."""
+    """Return the request of the run that the certificate describes.
+
+    The exceptions are read from the certificate file.
+    """
     subject, run = made["subject"], made["run"]
     return replace(
         request, **{subject["kind"]: subject["named"]}, method=tuple(run.get("methods", ())),
@@ -232,7 +241,10 @@ def repeated(request: Request, path: Path, made: Mapping[str, Any]) -> Request:
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any], within: str = "") -> list[str]:
-    """What two certificates say differently, a line each; of a row, its verdict, families and numbers of tests."""
+    """Return the differences between two certificates, a line each.
+
+    Of a row, compare verdict, families and numbers of tests.
+    """
     found = []
     for name in dict.fromkeys([*there, *here]):
         a, b, path = there.get(name), here.get(name), f"{within}{name}"
@@ -246,7 +258,10 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any], within: str =
 
 
 def new_failures(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """What fails on other examples and does not in the certificate; each with the input, and how to repeat it."""
+    """Return the items that fail on other examples but not in the certificate.
+
+    Each item has the failing input and the command that repeats the test.
+    """
     found = []
     for item in here["failing"]:
         if item not in there["failing"]:
@@ -263,7 +278,7 @@ def _said(value: Any) -> str:
 
 GREEN, YELLOW, RED = "#1a7f37", "#9a6700", "#cf222e"
 _LETTER = 6.6
-"""Width of a letter at 11 pixels, about."""
+"""Approximate width of a letter at a font size of 11 pixels."""
 
 _SVG = """<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="20" role="img" aria-label="{left}: {right}">
 <rect width="{width}" height="20" rx="3" fill="{colour}"/>
@@ -280,7 +295,11 @@ def _many(number: int, what: str) -> str:
 
 
 def badge(made: Mapping[str, Any]) -> str:
-    """An SVG: green where certified, yellow with exceptions or in part, red with the number of failing items."""
+    """Return the badge as SVG.
+
+    The badge is green for a passed run, and yellow for a run with exceptions or a partial verdict. A failed run has a
+    red badge with the number of failing items.
+    """
     exceptions = len(made["exception"])
     if made["verdict"] == PARTIAL:
         colour, right = YELLOW, f"{scope(made)} in part; {_many(len(made['unproven']), 'item')} unproven"

@@ -106,7 +106,11 @@ def verify(
 
 
 def _check(given: Mapping[str, Any]) -> None:
-    """Refuse what the parser of the command line would end the process for."""
+    """Check the arguments for which the parser of the command line would end the process.
+
+    Raises:
+        SpecError: if there is not exactly one subject, or if an argument has an invalid value.
+    """
     from conformance.plugin import POSITIONS, PROFILES
     from conformance.verify.request import KINDS, PRECISIONS
 

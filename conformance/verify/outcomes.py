@@ -1,4 +1,4 @@
-"""What each test, item and vector is judged to be, and how a certificate's row says it."""
+"""Verdicts of tests, items and vectors, and the texts of the rows of a certificate."""
 
 import json
 import os
@@ -24,10 +24,13 @@ from conformance.plugin import NOT_OFFERED, precision_of, spec_of
 from spec.backend import FAMILIES
 
 COMPOSED = "compositions"
-"""Where items stand that no family has: doors and compositions, the same code for every engine, on its stages."""
+"""Family of items that belong to no stage family.
+
+Compositions are the same code for every engine and call the stages of the engine.
+"""
 
 METHODS, PROMISES = "methods", "promises"
-"""Where published methods stand, and the columns of a policy."""
+"""Family of the items of published methods, and family of the properties of a policy."""
 EVICTION = "say behind a compacted cache what the model says where the evicted tokens are masked."
 
 SERVER = {
@@ -37,7 +40,7 @@ SERVER = {
     "server: policy": "keep the tokens that the stated policy keeps.",
     "server: commitment": "fix the kept set before the first answer token that depends on the set.",
 }
-"""What a server must do, by the rules of spec/witness.md."""
+"""Requirements for a server, from spec/witness.md."""
 
 _ROW = re.compile(r"^\| (\w+) \| `\w+` \| ((?:[A-Z]+-[A-Z0-9-]+(?:, )?)+) \|$", re.MULTILINE)
 _FORMULA = re.compile(r"\*\*Formula\*\*(.*?)\n\n", re.DOTALL)
@@ -46,12 +49,12 @@ _SENTENCES = re.compile(r"(?<=[.;:])\s+(?=[A-Z`])")
 _LONGEST = 240
 _REFUSAL = re.compile(r"refus|SpecError")
 _NOT_REFUSED = re.compile(r"refus|DID NOT RAISE")
-"""In a sentence that asks for a refusal; in the name of a test of one, or in what it found."""
+"""Patterns for sentences that demand an error, and for tests of errors by name or failure text."""
 
 
 @cache
 def families() -> dict[str, list[str]]:
-    """The items of each stage family, from the table of spec/implementing.md."""
+    """Return the items of each stage family, from the table in spec/implementing.md."""
     found: dict[str, list[str]] = {}
     for family, names in _ROW.findall((SPEC / "implementing.md").read_text(encoding="utf-8")):
         items = found.setdefault(family, [])
@@ -65,18 +68,22 @@ def _places() -> dict[str, int]:
 
 
 def _place(item: str) -> tuple[int, str]:
-    """Where an item stands in the table of stages, behind what it is composed of; doors come last."""
+    """Return a sort key for items: the order of the table of stages, then all other items by name."""
     return _places().get(item, len(_places())), item
 
 
 def families_of(item: str) -> list[str]:
-    """The stage families of an item, `promises` of a column, the model's family of kept sets."""
+    """Return the families of an item.
+
+    These are the stage families that contain the item. The family of a property is `promises`. The row `server: size`
+    belongs to the family before the colon. All other items belong to `methods` or `compositions`.
+    """
     if item in PROPERTIES:
         return [PROMISES]
     family, of_a_cache, _ = item.partition(": ")
     if of_a_cache:
         return [family]
-    published = item in METHOD_ITEMS and item != COMPARED["crystalcache"].item  # composed of stages
+    published = item in METHOD_ITEMS and item != COMPARED["crystalcache"].item  # CrystalCache is composed of stages
     return [name for name, own in families().items() if item in own] or [METHODS if published else COMPOSED]
 
 
@@ -87,13 +94,17 @@ def _texts() -> dict[str, str]:
 
 
 def formula(item: str) -> str:
-    """The equation of an item on one line; "" for an item without one."""
+    """Return the equation of an item on one line, or "" if the item has none."""
     found = _FORMULA.search(_texts().get(item, ""))
     return " ".join(found[1].split()) if found else ""
 
 
 def must(item: str, row: Mapping[str, Any] | None = None) -> str:
-    """What a row demands, on one line: an item by its first sentences, or by those on refusals if such a test fails."""
+    """Return the requirement of a row on one line.
+
+    For an item, these are its first sentences. If a test of an error fails, these are the sentences that demand an
+    error.
+    """
     if item in PROPERTIES or ": " in item:
         return PROPERTIES[item].says if item in PROPERTIES else SERVER.get(item, EVICTION)
     found = [_SENTENCES.split(" ".join(text.split())) for text in _MUST.findall(_texts().get(item, ""))]
@@ -106,9 +117,12 @@ def must(item: str, row: Mapping[str, Any] | None = None) -> str:
     return text if len(text) <= _LONGEST else found[0][0][:_LONGEST]
 
 
-# What a test, an item and a vector can be; of several tests the first that occurs is the item's verdict.
+# States of tests, items and vectors. The state of an item is the first of STATES that one of its tests has.
 ABSTAINED = ("not served", "not promised", "N/A")
-"""What a cache refuses, and what a policy says that it does not promise."""
+"""States of rows without a verdict.
+
+The cache does not support the input, or the policy does not promise the property.
+"""
 STATES = ("failed", "excepted", *ABSTAINED, "passed", "not offered", "not run")
 WORDS = {"failed": "fail", "passed": "pass"}
 
@@ -117,7 +131,7 @@ _VECTOR = re.compile(r"test_vectors\.py::test_the_backend_holds_a_vector_of_a_st
 
 @dataclass(frozen=True)
 class Outcome:
-    """A test: what it is about and what became of it."""
+    """Result of one test, with the items of the test."""
 
     test: str
     items: list[str]
@@ -130,14 +144,14 @@ class Outcome:
 
     @property
     def vector(self) -> str:
-        """The id of the vector that it judges, or nothing."""
+        """Return the id of the vector that the test compares, or ""."""
         match = _VECTOR.fullmatch(self.test)
         return match[1] if match else ""
 
 
 @dataclass(frozen=True)
 class Verdicts:
-    """All that a run says; `name` is the engine's own."""
+    """Verdicts of a run. `name` is the name that the engine reports."""
 
     name: str
     precision: str
@@ -148,17 +162,18 @@ class Verdicts:
     outcomes: list[Outcome]
     smallest: dict[str, Outcome] = field(default_factory=dict)
     scored: list[str] = field(default_factory=list)
-    """The methods of which scores were compared beside kept sets."""
+    """Methods whose scores were compared in addition to the kept sets."""
     at_once: int = 0
-    """How many requests a server ran at once."""
+    """Maximum number of requests that a server ran at the same time."""
     written_for: str = ""
-    """The version of the specification that an engine names in its hello."""
+    """Version of the specification that an engine reports in its hello message."""
 
     @property
     def failing(self) -> list[str]:
-        """The items that fail, those first that a test about few others fails, and of these the most often failed.
+        """Return the failing items, the most specific failures first.
 
-        Items that the same tests fail have the order in which a test names them.
+        An item comes first if its smallest failing test covers few items, then if many tests of the item fail. Items
+        with the same failing tests keep the order in which the test names the items.
         """
         times = Counter(item for one in self.outcomes if one.state == "failed" for item in one.items)
         few = {item: (len(one.items), -times[item], one.items.index(item), item) for item, one in self.smallest.items()}
@@ -166,16 +181,16 @@ class Verdicts:
 
     @property
     def missing(self) -> list[str]:
-        """The items of an offered family that no test has decided, or some test of which has not run; none that fails.
+        """Return the items of the offered families without a verdict, or with a test that did not run.
 
-        Of a method there are several tests, and `--fail-fast` runs none after one that fails.
+        Failing items are left out. A method has several tests, and `--fail-fast` runs no test after a failure.
         """
         skipped = {item for one in self.outcomes if one.state == "not run" for item in one.items} - {*self.smallest}
         return [item for item in self._offered if item in skipped or self.items[item] in ("not run", "not offered")]
 
     @property
     def unproven(self) -> list[str]:
-        """The items of an offered family that are excepted, and of which no test has passed."""
+        """Return the items of the offered families that are excepted and have no passed test."""
         proven = {item for one in self.outcomes if one.state == "passed" for item in one.items}
         return [item for item in self._offered if self.items[item] == "excepted" and item not in proven]
 
@@ -185,17 +200,20 @@ class Verdicts:
 
     @property
     def unfailing(self) -> bool:
-        """Whether nothing fails, and every item of the offered families has been decided."""
+        """Return True if no test fails and every item of the offered families has a verdict."""
         return bool(self.families) and not self.missing and all(one.state != "failed" for one in self.outcomes)
 
     @property
     def certified(self) -> bool:
-        """Whether, beyond that, each of these items has a test that passes, unless it makes no claim."""
+        """Return True if the run is `unfailing` and no excepted item lacks a passed test."""
         return self.unfailing and not self.unproven
 
 
 def outcomes_of(lines: Iterable[Mapping[str, Any]]) -> list[Outcome]:
-    """The tests that were collected; one in which the process died has failed, and those behind it were not run."""
+    """Return the outcomes of all collected tests.
+
+    If the process died during a test, this test has failed. The later tests did not run.
+    """
     tests: dict[str, Any] = {}
     said: dict[str, Mapping[str, Any]] = {}
     began, ended = "", 0
@@ -226,13 +244,19 @@ def _verdict(outcomes: Iterable[Outcome]) -> str:
 
 
 def _smallest(outcomes: Iterable[Outcome]) -> Outcome:
-    """The failure that says most about its item: about few others, and short."""
+    """Return the failure that describes its item best: the test of the fewest items, then the shortest text."""
     wrong = [one for one in outcomes if one.state == "failed"]
     return min(wrong, key=lambda one: (len(one.items), not one.input, len(one.input) + len(one.found), one.test))
 
 
 def verdicts_of(lines: list[dict[str, Any]], exceptions: Iterable[str] = (), engine: bool = True) -> Verdicts:
-    """What the lines of a run say, which made these exceptions; of an engine, or of a policy or a cache."""
+    """Return the verdicts of a run from its lines.
+
+    Args:
+        lines: lines that the recorder wrote.
+        exceptions: subjects of the exceptions file.
+        engine: True for an engine, False for a policy, cache or server.
+    """
     outcomes = outcomes_of(lines)
     name, offered = next(((line["name"], line["families"]) for line in lines if line.get("families")), ("", []))
     precision = next((line["precision"] for line in lines if "precision" in line), "")
@@ -264,7 +288,7 @@ _LINES, _WIDTH = 24, 240
 _NONE: Mapping[str, Any] = {}
 _SHOWN = (bool, int, float, str, list, tuple, np.ndarray)
 _TELLING = 40
-"""Letters of an assertion that says what was found by itself: `assert False` does not."""
+"""Minimum length of an assertion's message that is shown without the asserted statement. `False` is too short."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -274,14 +298,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _inherited(text: str) -> int:
-    """A file descriptor that this process inherited, and that no process inherits from this one."""
-    os.set_inheritable(int(text), False)  # before any plugin starts an engine
+    """Return an inherited file descriptor, after making it non-inheritable for the children of this process."""
+    os.set_inheritable(int(text), False)  # Set before a plugin starts an engine.
     return int(text)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Examples are a function of the test, or of the seed and the test; nothing is stored between runs."""
+    """Register the Hypothesis profile of `kvspec verify`, and the recorder of outcomes.
+
+    Examples depend only on the test and the seed. Nothing is stored between runs.
+    """
     settings.register_profile(
         "verify", settings.default, derandomize=config.getoption("--hypothesis-seed") is None, database=None,
         print_blob=False, phases=(Phase.explicit, Phase.generate, Phase.shrink),
@@ -295,13 +322,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run tests of an item (the first that a test names) before those of what is composed of it, full sizes last."""
+    """Sort the tests: tests of an item before tests of items composed of it, and full-size inputs last.
+
+    The item of a test is the first item that the test names.
+    """
     items.sort(key=_order)
 
 
 def _order(item: pytest.Item) -> tuple[bool, int, int]:
     marked = items_marked(item)
-    if "compiled" in getattr(item, "fixturenames", ()):  # A prompt that several tests judge is computed once.
+    # Tests that share a prompt run together, so the prompt is computed once.
+    if "compiled" in getattr(item, "fixturenames", ()):
         return True, 0, 0
     return False, _place(marked[0])[0] if marked else len(_places()), len(marked)
 
@@ -310,7 +341,7 @@ def _order(item: pytest.Item) -> tuple[bool, int, int]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None],
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """What a report does not say by itself goes along with it."""
+    """Add the number of examples, the families, the failure and other facts to a report."""
     report = yield
     drawn = getattr(item, "hypothesis_statistics", None)
     given, names = getattr(item, "funcargs", {}), getattr(item, "fixturenames", [])
@@ -328,7 +359,10 @@ def pytest_runtest_makereport(
 
 
 def failure(error: BaseException, fixtures: Iterable[str], params: Mapping[str, Any] = _NONE) -> dict[str, str]:
-    """The input that Hypothesis found, without fixtures, or the case's parameters; and what went wrong; both cut."""
+    """Return the failing input and the failure message, both cut to the maximum size.
+
+    The input is Hypothesis's example without the fixtures, or the parameters of the test case.
+    """
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     notes = [note for note in getattr(error, "__notes__", ()) if _EXAMPLE.match(note)]
@@ -346,7 +380,7 @@ def failure(error: BaseException, fixtures: Iterable[str], params: Mapping[str, 
 
 
 def _statement(error: BaseException) -> list[str]:
-    """What a bare assertion demands, and the values of the names in it."""
+    """Return the statement of an assertion without a message, and the values of the names in the statement."""
     traceback = pytest.ExceptionInfo.from_exception(error).traceback if error.__traceback__ else []
     statement = " ".join(str(traceback[-1].statement).split()) if traceback else ""
     if not statement.startswith("assert "):
@@ -357,7 +391,7 @@ def _statement(error: BaseException) -> list[str]:
 
 
 def _case(params: Mapping[str, Any]) -> list[str]:
-    """The parameters of a case; of a vector its parameters and inputs."""
+    """Return the parameters of a test case, a line each. For a vector, return its parameters and inputs."""
     test = params.get("test")
     if isinstance(test, Mapping) and {"tcId", "inputs"} <= test.keys():
         group = params["group"]
@@ -370,7 +404,7 @@ def _repr(value: Any) -> str:
 
 
 def cut(text: str) -> str:
-    """The first lines, none longer than a line may be."""
+    """Return the first lines of a text, with each line cut to the maximum width."""
     lines = ["".join(c if c.isprintable() else "?" for c in line)
              for line in text.encode("utf-8", "backslashreplace").decode().expandtabs().splitlines()]
     short = [line if len(line) <= _WIDTH else f"{line[:_WIDTH]} ..." for line in lines[:_LINES]]
@@ -378,7 +412,7 @@ def cut(text: str) -> str:
 
 
 def state_of(report: pytest.TestReport) -> str:
-    """What a report says of its test."""
+    """Return the state of the test that a report describes."""
     if report.outcome != "skipped":
         return report.outcome
     if hasattr(report, "wasxfail") or any(kind == "skip" for kind, _ in report.user_properties):
@@ -389,17 +423,17 @@ def state_of(report: pytest.TestReport) -> str:
 
 
 def rows_of(item: pytest.Item) -> list[str]:
-    """The rows of the certificate that a test is about: those that it names, else its items."""
+    """Return the certificate rows of a test: the rows that the test names, otherwise the items of the test."""
     return [name for mark in item.iter_markers("row") for name in mark.args] or items_marked(item)
 
 
 def reason_of(report: pytest.TestReport) -> str:
-    """Why a test was skipped."""
+    """Return the reason why a test was skipped, or ""."""
     return cut(report.longrepr[2].removeprefix("Skipped: ")) if isinstance(report.longrepr, tuple) else ""
 
 
 class Recorder:
-    """Writes the lines."""
+    """Plugin of pytest that writes a line for each event to the inherited socket."""
 
     def __init__(self, descriptor: int) -> None:
         self.socket = socket.socket(fileno=descriptor)
@@ -409,7 +443,7 @@ class Recorder:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
-        """Before the first test; never where the collection is refused."""
+        """Write the collected tests before the first test. If the collection fails, nothing is written."""
         self.write(precision=precision_of(session.config), spec=spec_of(session.config), collected={
             item.nodeid: {
                 "items": rows_of(item),
@@ -421,7 +455,7 @@ class Recorder:
         self.write(began=nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """One line a test: its call, or what kept it from being called, or broke after it."""
+        """Write one line for each test: the result of the call, or an error of the setup or the teardown."""
         if report.when == "call" or not report.passed:
             said: Any = dict(report.user_properties)["kvspec"]
             self.write(test=report.nodeid, state=state_of(report), reason=reason_of(report), **said)

@@ -1,4 +1,4 @@
-"""How a verdict is shown: terminal, pull request, CI server, and a page of HTML."""
+"""Presentation of a certificate: terminal text, Markdown for a pull request, JUnit XML and an HTML page."""
 
 import re
 import xml.etree.ElementTree as ET
@@ -14,9 +14,10 @@ _LINES, _WIDTH, _MOST = 6, 150, 12
 
 
 def headline(made: Mapping[str, Any]) -> str:
-    """The verdict in a sentence."""
+    """Return the verdict in one sentence."""
     on, policy = scope(made), made["subject"]["kind"] == "policy"
-    name = made["subject"]["named" if policy else "name"]  # any policy can call itself snapkv
+    # A policy is named by its import path, because any policy can call itself snapkv.
+    name = made["subject"]["named" if policy else "name"]
     who = " ".join(part for part in (name, made["subject"].get("version", "")) if part)
     methods, quick = ", ".join(made["run"].get("methods", ())), f"; {QUICK}" if made["verdict"] == QUICK else ""
     if made["verdict"] in PASSED:
@@ -46,9 +47,10 @@ def _excepted(made: Mapping[str, Any]) -> str:
 
 
 def by_family(made: Mapping[str, Any]) -> dict[str, dict[str, Mapping[str, Any]]]:
-    """The items of each family, and of what is composed of them, with their rows; none of a family that is not there.
+    """Return the rows of each family and of the compositions, by item.
 
-    An item of two families is judged on those that are there.
+    A family that the subject does not offer has only the rows without a verdict. An item of two families is listed in
+    each offered family.
     """
     there, found = (*made["families"], COMPOSED), dict[str, dict[str, Mapping[str, Any]]]()
     for item, row in made["items"].items():
@@ -60,7 +62,7 @@ def by_family(made: Mapping[str, Any]) -> dict[str, dict[str, Mapping[str, Any]]
 
 
 def summary(made: Mapping[str, Any]) -> Iterator[str]:
-    """The lines."""
+    """Yield the lines of the terminal output."""
     counts = made["counts"]
     yield (
         f"{counts['passed']} tests passed, {counts['failed']} failed, {counts['not_run']} not run;"
@@ -93,7 +95,7 @@ def summary(made: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _promises(made: Mapping[str, Any]) -> Iterator[str]:
-    """Which properties a policy promises and keeps, and which it does not promise."""
+    """Yield the properties that a policy promises and keeps, and the properties that the policy does not promise."""
     own = {item: row["verdict"] for item, row in made["items"].items() if PROMISES in row["families"]}
     kept = [item for item, verdict in own.items() if verdict == "pass"]
     others = [item for item, verdict in own.items() if verdict in ABSTAINED]
@@ -127,12 +129,12 @@ _MARKS = re.compile(r"([\\`*_\[\]|~#>!])")
 
 
 def _as_text(words: object) -> str:
-    """Words of a subject in Markdown: no HTML, no marks, one line."""
+    """Escape words of a subject for Markdown: no HTML, no markup, one line."""
     return _MARKS.sub(r"\\\1", escape(" ".join(str(words).split()), quote=False).replace("&gt;", ">"))
 
 
 def markdown(made: Mapping[str, Any]) -> Iterator[str]:
-    """The lines of a comment on a pull request."""
+    """Yield the lines of a comment on a pull request."""
     yield f"**kvspec: {_as_text(headline(made))}**"
     yield ""
     yield "| Family | Rows |"
@@ -152,7 +154,10 @@ def markdown(made: Mapping[str, Any]) -> Iterator[str]:
 
 
 def junit(verdicts: Verdicts) -> str:
-    """The tests as a CI server reads them; what has neither passed nor failed is skipped, with its state."""
+    """Return the outcomes as JUnit XML for a CI server.
+
+    A test that neither passed nor failed is skipped, with its state.
+    """
     states = Counter(one.state for one in verdicts.outcomes)
     skipped = len(verdicts.outcomes) - states["passed"] - states["failed"]
     suite = ET.Element("testsuite", {
@@ -203,7 +208,7 @@ pre {{ white-space: pre-wrap; overflow-wrap: anywhere; padding: .6rem;
 
 
 def page(made: Mapping[str, Any]) -> str:
-    """The page of a certificate."""
+    """Return the HTML page of a certificate."""
     verdict = "pass" if made["verdict"] in PASSED else "excepted" if made["verdict"] == PARTIAL else "fail"
     parts = [*_facts(made), *_counterexamples(made), *_families(made), *_vectors(made), *_exceptions(made)]
     return _PAGE.format(

@@ -1,4 +1,4 @@
-"""What is asked: the options of `kvspec verify`."""
+"""Command-line options of `kvspec verify`."""
 
 import argparse
 import os
@@ -14,20 +14,20 @@ from spec.errors import SpecError
 
 ENGINES = ("backend", "command")
 KINDS = (*ENGINES, "policy", "cache", "server")
-"""Of subjects."""
+"""Kinds of subjects."""
 PRECISIONS = ("float64", "float32", "bfloat16")
 SEEDS = 2**32
-"""Seeds are drawn below."""
+"""Upper bound of drawn seeds, exclusive."""
 _ONLY_FOR = {
     "timeout": ("command",), "method": (*ENGINES, "policy"), "precision": (*ENGINES, "server"), "exceptions": ENGINES,
     "model": ("cache", "server"), "positions": ("cache",),
 }
 
 PROFILE = "ci"
-"""The profile of a certificate that says nothing else."""
+"""Default profile of a certificate."""
 
 _METHODS = re.compile(r",(?![^(]*\))\s*")
-"""Between two methods, and not between two constants."""
+"""Comma between two methods, not between two constants of a method."""
 
 _ABOUT = """Test an engine, a policy, a cache or a server, and write the verdict as a certificate (spec/certificate.md).
 An engine must compute the items of the specification. A policy must have the properties that the policy
@@ -49,7 +49,7 @@ pytest writes no certificate."""
 
 @dataclass(frozen=True)
 class Request:
-    """A run of the suite, and where its results go."""
+    """Options of one run of `kvspec verify`."""
 
     backend: str | None
     command: str | None
@@ -74,17 +74,17 @@ class Request:
 
     @property
     def kind(self) -> str:
-        """Of the subject."""
+        """Return the kind of the subject."""
         return next(kind for kind in KINDS if getattr(self, kind) is not None)
 
     @property
     def named(self) -> str:
-        """The subject, as it was given."""
+        """Return the subject as it was given on the command line."""
         return str(getattr(self, self.kind))
 
     @property
     def command_line(self) -> list[str]:
-        """The words that ask for this run, on the same examples."""
+        """Return the words of a command line that repeats this run on the same examples."""
         options = {
             f"--{self.kind}": self.named, "--model": self.model, "--positions": self.positions,
             "--timeout": self.timeout, "--precision": self.precision,
@@ -95,7 +95,7 @@ class Request:
         return ["kvspec", "verify", *words]
 
     def repeat(self, test: str) -> str:
-        """The command line that runs one test again, on the same examples."""
+        """Return the command line that runs one test again on the same examples."""
         return shlex.join([*self.command_line, "--", test])
 
 
@@ -105,7 +105,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Return the parser of the command line."""
     made = _Parser(
         prog="kvspec verify", description=_ABOUT, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter,
     )
@@ -167,10 +167,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def profile_of(option: str | None) -> str:
-    """The option, else KVSPEC_PROFILE, else ci.
+    """Return the option, otherwise the environment variable KVSPEC_PROFILE, otherwise ci.
 
     Raises:
-        SpecError: for a variable that names none.
+        SpecError: if the chosen profile does not exist.
     """
     chosen = option or os.environ.get("KVSPEC_PROFILE") or PROFILE
     if chosen not in PROFILES:
@@ -179,11 +179,11 @@ def profile_of(option: str | None) -> str:
 
 
 def parsed(arguments: Sequence[str]) -> Request:
-    """What a command line asks.
+    """Return the request of a command line.
 
     Raises:
-        SpecError: for a KVSPEC_PROFILE that is none, and options that contradict each other.
-        SystemExit: for an option that is wrong, or --help.
+        SpecError: if options contradict each other, or KVSPEC_PROFILE is not a profile.
+        SystemExit: after --help, or if an option is invalid.
     """
     at = list(arguments).index("--") if "--" in arguments else len(arguments)
     found = parser().parse_args(list(arguments)[:at])

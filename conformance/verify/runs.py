@@ -1,4 +1,4 @@
-"""What is run, in which order, and pytest in a process of its own that nothing here disturbs."""
+"""Run the tests of a request with pytest, in a separate process."""
 
 import json
 import os
@@ -29,23 +29,27 @@ SUITE = ROOT / "conformance" / "suite"
 SCALE = SUITE / "test_scale_*.py"
 SUITES = {kind: SUITE.with_name(f"{kind}_suite") for kind in ("policy", "cache", "server")}
 BETWEEN_LINES = 10.0
-"""Seconds from one line of progress to the next."""
-LOOK_SECONDS = 0.2  # between two looks at whether pytest still runs
+"""Minimum number of seconds between two lines of progress."""
+LOOK_SECONDS = 0.2  # Seconds between two checks that pytest still runs.
 CHUNK = 2**20
 
-# Other plugins of the environment reorder tests, draw other numbers or write files; of pytest's, none is to store.
+# Only these plugins are loaded: other plugins could reorder tests, change random numbers or write files. The cache
+# provider of pytest is off, because it stores files.
 PLUGINS = ["_hypothesis_pytestplugin", "conformance.plugin", "conformance.verify.outcomes", "no:cacheprovider"]
 WHOLE = ["-o", "verbosity_assertions=2"]
-"""Assertions are told whole, and cut where they are shown: pytest would cut out their middle."""
+"""Option of pytest for complete assertion messages.
+
+Without the option, pytest removes the middle of a long message. kvspec shortens messages when they are shown.
+"""
 
 
 def suite_of(request: Request) -> Path:
-    """The folder of the tests that judge such a subject."""
+    """Return the folder of the tests for the subject of a request."""
     return SUITES.get("policy" if request.method else request.kind, SUITE)
 
 
 def _command(request: Request) -> list[str]:
-    """pytest with the options of a request, without the scale lane if it is to be quick."""
+    """Return the pytest command of a request. For a quick run, tests with full-size inputs are left out."""
     options = {
         "--backend": request.backend, "--kvspec-command": request.command, "--kvspec-policy": request.policy,
         "--kvspec-cache": request.cache, "--kvspec-server": request.server, "--kvspec-model": request.model,
@@ -64,7 +68,7 @@ def _command(request: Request) -> list[str]:
 
 def _environment() -> dict[str, str]:
     mine = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    # A module that was found here is found there: a script's folder need not be the current one.
+    # The child must find the same modules: the folder of a script may differ from the current folder.
     return {**mine, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
@@ -72,7 +76,10 @@ def _environment() -> dict[str, str]:
 def _started(
     command: list[str], said: IO[bytes] | None = None, inherited: Sequence[int] = (),
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that ends with the block, however that ends, and by a signal on which it ends its engine."""
+    """Start a process, and end the process at the end of the block.
+
+    The process receives SIGTERM, so that pytest can end its engine. After 10 seconds the process is killed.
+    """
     process = subprocess.Popen(
         command, stdout=said, stderr=said and subprocess.STDOUT, env=_environment(), pass_fds=inherited,
     )
@@ -88,7 +95,7 @@ def _started(
 
 
 def selected(request: Request) -> int:
-    """Run what was chosen behind `--`, in sight; pytest's exit code."""
+    """Run the tests that were selected after `--`, show the output of pytest, and return the exit code of pytest."""
     suite = suite_of(request)
     tests = [suite / word if word.startswith("test_") and ".py" in word else word for word in request.pytest]
     everything = [] if any(isinstance(word, Path) for word in tests) else [suite]
@@ -98,14 +105,15 @@ def selected(request: Request) -> int:
 
 
 def judged(request: Request, log: Path) -> list[dict[str, Any]]:
-    """Run the suite, all of it or without the scale lane; the lines of conformance.verify.outcomes.
+    """Run the suite with pytest, and return the lines that the recorder of `outcomes.py` wrote.
 
-    The lines come through a socket that only pytest inherits. An engine of a command is started by pytest: a file could
-    be renamed by the engine, and the end of a pipe could be opened by the engine in /proc. A socket has no name.
+    The lines come through a socket that only pytest inherits, because pytest starts the engine of a command. The engine
+    could rename a file, and could open the end of a pipe in /proc. A socket has no name.
+
+    A test that ends the process is a failed test, not an error of the run.
 
     Raises:
-        pytest.UsageError: if pytest stopped before its work was done, or if its lines contradict its exit code. That a
-            test ends the process is a verdict.
+        pytest.UsageError: if pytest stopped before all tests ran, or if the lines contradict the exit code.
     """
     ours, theirs = socket.socketpair()
     with ours, theirs, log.open("wb") as said:
@@ -123,14 +131,16 @@ def judged(request: Request, log: Path) -> list[dict[str, Any]]:
 
 
 def _received(connection: socket.socket, process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
-    """The lines that a process sends until it ends, without the last one if the process died while it wrote.
+    """Yield the lines that a process sends until the process ends.
+
+    If the process died while it wrote a line, this line is left out.
 
     Raises:
-        pytest.UsageError: for a line that pytest did not write.
+        pytest.UsageError: if pytest cannot have written a line.
     """
     progress, rest, ended = Progress(), b"", False
     while not ended:
-        ended = process.poll() is not None  # before the look, which then finds all that was sent
+        ended = process.poll() is not None  # Poll first. A later select then reads all lines that were sent.
         while select.select([connection], [], [], 0 if ended else LOOK_SECONDS)[0]:
             if not (chunk := connection.recv(CHUNK)):
                 process.wait()
@@ -151,7 +161,7 @@ def _parsed(line: bytes) -> dict[str, Any]:
 
 
 def contradiction(lines: Sequence[Mapping[str, Any]], code: int) -> str:
-    """Why the lines of a run of pytest cannot be true beside its exit code, 0 or 1; nothing if they can."""
+    """Return the reason why the lines contradict pytest's exit code 0 or 1, or ""."""
     collected = [line["collected"] for line in lines if "collected" in line]
     if len(collected) != 1:
         return f"pytest collected its tests {len(collected)} times"
@@ -169,20 +179,20 @@ def contradiction(lines: Sequence[Mapping[str, Any]], code: int) -> str:
 
 
 def _complaint(log: Path) -> str:
-    """Why pytest stopped, in its own words."""
+    """Return the line of the log that says why pytest stopped."""
     said = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     wrong = [line for line in said if "Error" in line or line.startswith("ERROR")]
     return f"{(wrong or said or ['pytest stopped'])[-1].removeprefix('ERROR: ')}; the log: {log}"
 
 
 class Progress:
-    """A line on stderr when the tests are collected, and now and then."""
+    """Progress of a run on stderr: one line after the collection, then a line every few seconds."""
 
     def __init__(self) -> None:
         self.last, self.tests, self.done, self.failed = time.monotonic(), 0, 0, 0
 
     def count(self, line: dict[str, Any]) -> dict[str, Any]:
-        """Count a line of outcomes, and report if it is time to; the line."""
+        """Count a line of outcomes, print the progress if it is due, and return the line."""
         self.tests = len(line["collected"]) if "collected" in line else self.tests
         self.done += "test" in line
         self.failed += line.get("state") == "failed"
@@ -193,12 +203,12 @@ class Progress:
 
 
 def prepared(request: Request) -> Subject:
-    """The subject of a request that can be run.
+    """Check a request and return its subject.
 
     Raises:
-        SpecError: for a folder, an exceptions file or a subject that is wrong; for a method not offered.
-        BackendUnavailable: for one that cannot be loaded.
-        pytest.UsageError: for an entry of the exceptions file.
+        SpecError: if a folder, the exceptions file, the subject or a method is invalid.
+        BackendUnavailable: if the subject cannot be loaded.
+        pytest.UsageError: if an entry of the exceptions file is invalid.
     """
     if request.exceptions is not None:
         check_exceptions(request.exceptions)
@@ -208,15 +218,15 @@ def prepared(request: Request) -> Subject:
     subject = OF_KIND[request.kind](request.named, *request.method[: request.kind == "policy"])
     if request.kind in ENGINES and not request.method and not request.quick and not request.pytest:
         check_compiled()
-    check_out(request.out)  # last: what is refused leaves no folder
+    check_out(request.out)  # Last check: an invalid request creates no folder.
     return subject
 
 
 def check_out(folder: Path) -> None:
-    """Make the folder of results.
+    """Create the folder of results.
 
     Raises:
-        SpecError: where it cannot be made or written.
+        SpecError: if the folder cannot be created or is not writable.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -228,11 +238,13 @@ def check_out(folder: Path) -> None:
 
 
 def check_exceptions(file: Path) -> None:
-    """Every entry names what there is; a case of a test is known when the tests are collected.
+    """Check that every entry names an existing item, vector or test.
+
+    The parameters of a test are checked later, when the tests are collected.
 
     Raises:
-        pytest.UsageError: for an entry that is wrong.
-        SpecError: for one whose test is not in the suite.
+        pytest.UsageError: if an entry is invalid.
+        SpecError: if the test of an entry is not in the suite.
     """
     for entry in exceptions.read(file, known_items(), known_vectors()):
         if entry.grain != "test":
@@ -244,10 +256,10 @@ def check_exceptions(file: Path) -> None:
 
 
 def check_compiled() -> None:
-    """Kernels run as they are used.
+    """Check that kernels are compiled, as in normal use.
 
     Raises:
-        SpecError: where a variable has them interpreted: full sizes would take hours.
+        SpecError: if an environment variable makes the kernels interpreted. Full-size inputs would take hours.
     """
     for name in INTERPRETERS:
         if os.environ.get(name, "0") not in ("", "0"):

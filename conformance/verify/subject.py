@@ -1,4 +1,4 @@
-"""Who is judged: a subject's name and version, and a digest of its files."""
+"""Subjects of a certificate: name, version and a digest of the files."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ OURS = "reference.policies:names"
 
 @dataclass(frozen=True)
 class Subject:
-    """What is judged, as a certificate names it."""
+    """Tested object, as a certificate names it."""
 
     kind: str
     name: str
@@ -40,15 +40,15 @@ class Subject:
 
 
 def digest_of(files: Mapping[str, Path]) -> str:
-    """SHA-256 of what `sha256sum` prints for files sorted by their names."""
+    """Return the SHA-256 of the text that `sha256sum` prints for the files, sorted by name."""
     lines = [f"{hashlib.sha256(files[name].read_bytes()).hexdigest()}  {name}\n" for name in sorted(files)]
     return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def _files_of_package(top: str) -> dict[str, Path]:
-    """Every file of a top-level package, or the one of a module; what Python caches is left out."""
+    """Return all files of a top-level package except `__pycache__`, or the file of a module."""
     found = find_spec(top)
-    assert found is not None  # it was imported
+    assert found is not None  # The module was imported.
     if not found.submodule_search_locations:
         return {Path(str(found.origin)).name: Path(str(found.origin))}
     return {
@@ -68,11 +68,11 @@ def _version_of(top: str) -> str:
 
 
 def of_backend(named: str) -> Subject:
-    """A backend that can be loaded and has a family of stages.
+    """Return the subject of a backend.
 
     Raises:
-        SpecError: for what names none.
-        BackendUnavailable: for one that cannot be loaded, or has no family.
+        SpecError: if the name is not the name of a backend.
+        BackendUnavailable: if the backend cannot be loaded, or has no stage family.
     """
     found = _loaded("backend", named, lambda: resolve(named))
     if all(getattr(found, family) is None for family in FAMILIES):
@@ -85,7 +85,7 @@ def _loaded(kind: str, named: str, find: Callable[[], Any]) -> Any:
         return find()
     except (SpecError, BackendUnavailable, KeyboardInterrupt):
         raise
-    except BaseException as error:  # its module may raise anything
+    except BaseException as error:  # The module may raise any exception.
         said = f"{type(error).__name__}: {error}"
         raise BackendUnavailable(f"{kind} {named!r} cannot be loaded, because the module raises {said}") from error
 
@@ -97,11 +97,11 @@ def _of_package(kind: str, name: str, named: str, target: str) -> Subject:
 
 
 def of_policy(named: str, method: str = "") -> Subject:
-    """A policy that promises something, or that must be a method.
+    """Return the subject of a policy that promises a property, or that is compared with a method.
 
     Raises:
-        SpecError: for what names none, cannot be loaded, or promises nothing.
-        BackendUnavailable: for a module that ends the process.
+        SpecError: if the policy does not exist, cannot be loaded, or promises nothing.
+        BackendUnavailable: if the module cannot be loaded, for example because it ends the process.
     """
     like = method.partition("(")[0]
     found = _loaded("policy", named, lambda: policy_of(named, drawn(0), like))
@@ -111,11 +111,11 @@ def of_policy(named: str, method: str = "") -> Subject:
 
 
 def of_cache(named: str) -> Subject:
-    """A function that evicts inside a model.
+    """Return the subject of a function that evicts inside a model.
 
     Raises:
-        SpecError: for what names none or cannot be loaded; where what the suite needs is not installed.
-        BackendUnavailable: for a module that ends the process.
+        SpecError: if the function does not exist or is not callable, or if torch or transformers is not installed.
+        BackendUnavailable: if the module cannot be loaded, for example because it ends the process.
     """
     for needed in ("torch", "transformers"):
         if find_spec(needed) is None:
@@ -129,10 +129,10 @@ def of_cache(named: str) -> Subject:
 
 
 def of_server(named: str) -> Subject:
-    """A running server; it has no files, and its digest is that of what it says about itself.
+    """Return the subject of a running server. A server has no files, so the digest covers its own description.
 
     Raises:
-        SpecError: if no server answers, or where what the suite needs is not installed.
+        SpecError: if no server answers, or if torch or transformers is not installed.
     """
     for needed in ("torch", "transformers"):
         if find_spec(needed) is None:
@@ -144,12 +144,13 @@ def of_server(named: str) -> Subject:
 
 
 def of_command(named: str) -> Subject:
-    """An engine that a command starts; its files are the executable and every file that the command names, by path.
+    """Return the subject of an engine that a command starts.
 
-    A word of a word counts too: that of `sh -c 'exec ./engine'`, or of `--table=weights.bin`.
+    The files are the executable and every file that the command names by path. A word inside a word also counts, as in
+    `sh -c 'exec ./engine'` or `--table=weights.bin`.
 
     Raises:
-        SpecError: for a command whose executable is not there.
+        SpecError: if the command cannot be parsed, or if the executable does not exist.
     """
     try:
         words = shlex.split(named)
@@ -165,7 +166,7 @@ def of_command(named: str) -> Subject:
 
 
 def _parts(text: str) -> list[str]:
-    """A word of a command, the words in it, and what follows an equals sign."""
+    """Return a word of a command, the words inside the word, and the text after each equals sign."""
     with suppress(ValueError):
         return [part for word in (text, *shlex.split(text)) for part in (word, word.partition("=")[2].strip())]
     return [text]
@@ -174,7 +175,7 @@ def _parts(text: str) -> list[str]:
 def _is_file(word: str) -> bool:
     try:
         return Path(word).is_file()
-    except (OSError, ValueError):  # too long, or with a null character
+    except (OSError, ValueError):  # The word is too long or contains a null character.
         return False
 
 

@@ -1,1 +1,1 @@
-"""The statement of spec/witness.md, and a client of servers that give statements."""
+"""Statements of spec/witness.md, and a client of servers that send statements."""

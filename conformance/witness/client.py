@@ -18,7 +18,7 @@ __all__ = ["Answer", "Server", "most_at_once"]
 
 @dataclass
 class Answer:
-    """What a server sent for one prompt.
+    """Answer of a server to one prompt.
 
     Attributes:
         prompt_ids: token ids that were sent.
@@ -83,7 +83,7 @@ class Server:
 
     @classmethod
     def of(cls, url: str, model: str) -> "Server":
-        """Return the server at an address, which serves one model, or several of which one has the name of the weights.
+        """Return the server at an address. If the server has several models, one must have the name `model`.
 
         Raises:
             SpecError: if no server answers, or if none of several models has this name.
@@ -111,7 +111,7 @@ class Server:
         return [str(one.get("id")) for one in listed.get("data") or ()]
 
     def version(self) -> str:
-        """Return what the server says at /version, or nothing."""
+        """Return the response of the server to GET /version, or an empty string if there is none."""
         try:
             return str(self._open("/version").read().decode(errors="replace"))
         except (OSError, HTTPException):
@@ -121,7 +121,7 @@ class Server:
         """Ask for exactly `tokens` tokens after a prompt of token ids, drawn at temperature 1.
 
         A drawn answer has log-probabilities that depend on the whole prompt. A greedy answer of a small model soon
-        repeats itself with log-probabilities near 0, whatever was evicted.
+        repeats itself with log-probabilities near 0, for any eviction.
 
         Raises:
             SpecError: if the server refuses the request or does not answer in time.
@@ -167,7 +167,7 @@ class Server:
 
 
 def most_at_once(answers: Sequence[Answer]) -> int:
-    """Return the largest number of answers of which tokens came before and after some moment."""
+    """Return the largest number of answers that were being sent at the same time."""
     spans = [(one.times[0], one.times[-1]) for one in answers if one.times]
     return max((sum(a <= at < b for a, b in spans) for at, _ in spans), default=0)
 

@@ -1,4 +1,4 @@
-"""The statement of spec/witness.md: what a server says about the evictions of one request."""
+"""Statement of spec/witness.md, with which a server describes the evictions of one request."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -50,7 +50,7 @@ class Eviction:
 
 @dataclass(frozen=True)
 class Statement:
-    """What a server states about one request. The fields are those of spec/witness.md."""
+    """Statement of a server about one request. The fields are those of spec/witness.md."""
 
     policy: str
     budget: str
@@ -104,7 +104,7 @@ def parse_statement(body: Mapping[str, Any], answer: Mapping[str, Any]) -> State
 
 
 def _listed(whole: Mapping[str, Any], evictions: Sequence[Eviction]) -> dict[str, Any]:
-    """Return the part of the answer that depends on the listed evictions alone."""
+    """Return the part of the answer that depends only on the listed evictions."""
     n, until = len(whole["prompt_ids"]), whole.get("until")
     if until is None:
         return {}
@@ -123,7 +123,7 @@ def _are_integers(value: object) -> bool:
 
 
 def _eviction(entry: Any, whole: Mapping[str, Any]) -> Eviction:
-    """Return one eviction whose ranges are ascending, below `seen`, and named by every index."""
+    """Return one eviction, after checks of its fields: ranges ascend up to `seen`, and indices name a set."""
     _check(isinstance(entry, dict), "evictions", entry, "must be a list of objects")
     seen, sets, layers = entry.get("seen"), entry.get("sets"), entry.get("layers")
     end = len(whole["prompt_ids"]) + len(whole["answer_ids"])

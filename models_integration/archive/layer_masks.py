@@ -18,7 +18,8 @@ from models_integration.model.architecture import attention_modules, decoder_inp
 from models_integration.model.cache_argument import cache_name, with_one_cache
 from models_integration.model.layer_kinds import cache_owners
 from models_integration.model.seams import attention_of
-from models_integration.session.inputs import OPEN, accepted, check_axes, check_forward, later_span
+from models_integration.session.admission import check_axes, check_forward
+from models_integration.session.inputs import OPEN, accepted, later_span
 from spec.errors import SpecError
 
 __all__ = ["additive", "layer_masks"]

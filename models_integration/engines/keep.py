@@ -20,7 +20,7 @@ from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import check_positions, describe
 from models_integration.model.layer_kinds import FULL, layer_types
 from models_integration.model.seams import attention_of, replace_attention
-from models_integration.policies.methods import Published, RetentionPolicy
+from models_integration.policies.methods import NamedPolicy, RetentionPolicy
 from models_integration.session.method import Method, decide
 from models_integration.session.observed import ObservedSegment
 from reference.crystalcache.observed_layer import observed_layer
@@ -92,7 +92,7 @@ def _checked(policy: RetentionPolicy, model: PreTrainedModel, full: Sequence[int
     Raises:
         SpecError: if the policy needs more than the first layer. The message contains the additional need.
     """
-    if isinstance(policy, Published) and (wanted := constants_of_model(policy.name)):
+    if isinstance(policy, NamedPolicy) and (wanted := constants_of_model(policy.name)):
         raise SpecError(
             "policy", policy.name, f"needs {', '.join(sorted(wanted))} from the whole model; use `with policy(model)`"
         )

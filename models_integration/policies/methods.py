@@ -37,7 +37,7 @@ from spec.policy import Policy
 from spec.validate import check_penalty, check_sentence_ends
 
 __all__ = [
-    "CrystalCache", "CustomPolicy", "FullCache", "Published", "RetentionPolicy", "StreamingLLM", "check_constants",
+    "CrystalCache", "CustomPolicy", "FullCache", "NamedPolicy", "RetentionPolicy", "StreamingLLM", "check_constants",
     "constants_of", "method_of", "policy_from_name", "spelled",
 ]
 
@@ -218,13 +218,13 @@ _PARAMETERS = frozenset(field.name for field in fields(CrystalCacheParameters)) 
 
 
 @dataclass(frozen=True, init=False)
-class Published(RetentionPolicy):
+class NamedPolicy(RetentionPolicy):
     """Policy of a paper, with a budget. Use `policy_from_name` to make a policy of any kind from a name.
 
-        kvspec.Published("snapkv", 0.25, W=16)
-        kvspec.Published("snapkv", 0.3, block=16)               # keep whole blocks of 16 tokens
-        kvspec.Published("diverse-adakv", 0.3, diversity=0.5)   # set-conditioned selection
-        kvspec.Published("triattention", 0.3, calibration="calibration.npz")     # or TriAttention's stats.pt
+        kvspec.NamedPolicy("snapkv", 0.25, W=16)
+        kvspec.NamedPolicy("snapkv", 0.3, block=16)               # keep whole blocks of 16 tokens
+        kvspec.NamedPolicy("diverse-adakv", 0.3, diversity=0.5)   # set-conditioned selection
+        kvspec.NamedPolicy("triattention", 0.3, calibration="calibration.npz")     # or TriAttention's stats.pt
 
     Args:
         name: name of a policy that `kvspec policies` lists, except crystalcache, streamingllm and fullcache.
@@ -261,7 +261,7 @@ class Published(RetentionPolicy):
         for own, given in stored:
             object.__setattr__(self, own, given)
 
-    def knowing(self, identity: ModelIdentity) -> "Published":
+    def knowing(self, identity: ModelIdentity) -> "NamedPolicy":
         """Return a copy of the policy. The copy compares the calibration with `identity` instead of the model."""
         told = copy(self)
         object.__setattr__(told, "identity", identity)
@@ -312,7 +312,7 @@ def policy_from_name(
     name = check_name(name)
     constants = _from_tokenizer(name, tokenizer) | check_constants(name, constants)
     if name not in _CLASSES:
-        return Published(name, budget, **constants)
+        return NamedPolicy(name, budget, **constants)
     if name == "crystalcache":
         changed = {key: constants.pop(key) for key in _PARAMETERS & set(constants)}
         constants["parameters"] = replace(constants.get("parameters", PAPER), **changed)

@@ -1,44 +1,25 @@
-"""Checks of the inputs of a forward pass, and the positions of the tokens. A failed check changes nothing."""
+"""Tokens, masks and positions of a forward pass: checks, and the span of the tokens. A failed check changes nothing."""
 
 import sys
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from typing import Required, TypeAlias, TypedDict, cast
+from typing import Required, TypeAlias, TypedDict
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from models_integration.attention.capture import reads_attention
-from models_integration.attention.handover import check_readable, check_recurrence
-from models_integration.cache.ragged_layer import RaggedLayer
-from models_integration.cache.retained_cache import RetainedCache, check_own
-from models_integration.model.architecture import ELSEWHERE, IMPLEMENTATIONS, OURS, Architecture
-from models_integration.model.seams import attention_of
+from models_integration.cache.retained_cache import RetainedCache
 from spec.errors import SpecError
-from spec.policy import Needs
 
 __all__ = [
-    "ONE_FORWARD", "OPEN", "Arguments", "DecoderOutput", "ForwardSpan", "accepted", "check_axes", "check_forward",
-    "check_last", "check_mode", "check_rehearsed", "check_rows", "check_tokens", "device_step", "first_span",
-    "later_span", "step_span", "tells_text",
+    "ONE_FORWARD", "OPEN", "Arguments", "DecoderOutput", "ForwardSpan", "accepted", "check_last", "check_rows",
+    "check_tokens", "device_step", "first_span", "later_span", "step_span",
 ]
 
 # Special values of `segment_end`: the segment ends with the first forward pass, or when the caller ends the segment.
 ONE_FORWARD, OPEN = 0, sys.maxsize
-
-_EMBEDDINGS = (
-    "policies need token ids: pass input_ids to the model. Soft prompts and embeddings from a wrapper are not supported"
-)
-
-_BOTH_WAYS = (
-    "image tokens can attend to later tokens, but the policy needs causal attention: pass only text, or use keydiff,"
-    " knorm, lagkv, nestedkv or streamingllm"
-)
-
-# Arguments for text, and the suffix of the names of arguments that are 0 for text tokens and not 0 for image tokens.
-_TEXT, _KINDS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values"), "token_type_ids"
 
 DecoderOutput: TypeAlias = BaseModelOutputWithPast | tuple[Tensor, ...]
 
@@ -51,107 +32,6 @@ class Arguments(TypedDict, total=False):
     attention_mask: Tensor
     position_ids: Tensor
     past_key_values: RetainedCache
-
-
-def check_mode(architecture: Architecture, arguments: Mapping[str, object], needs: Needs) -> None:
-    """Check that the model uses a supported attention and fills a cache, and that the policy supports the inputs.
-
-    Args:
-        architecture: description of the model.
-        arguments: given arguments of the forward pass.
-        needs: tensors that the policy needs.
-
-    Raises:
-        SpecError: if a check fails.
-    """
-    decoder, implementation = architecture.decoder, attention_of(architecture.config)
-    if str(implementation).startswith(OURS):
-        raise SpecError("model", architecture.name, ELSEWHERE)
-    if implementation not in IMPLEMENTATIONS:
-        reason = f"must be {' or '.join(IMPLEMENTATIONS)} inside a context: type model.set_attn_implementation('sdpa')"
-        raise SpecError("attn_implementation", implementation, reason)
-    architecture.check_attention()
-    if decoder.training and any(getattr(part, "gradient_checkpointing", False) for part in decoder.modules()):
-        reason = "gradient checkpointing disables the cache: call model.eval(), or turn off gradient checkpointing"
-        raise SpecError("model", architecture.name, reason)
-    cache, config = arguments.get("past_key_values"), architecture.config
-    if isinstance(cache, RetainedCache) and cache.layers_differ:
-        asked = arguments.get("output_attentions", getattr(config, "output_attentions", False))
-        if asked and any(isinstance(layer, RaggedLayer) for layer in cache.layers):
-            reason = "must be False, because the heads store different tokens and have weights of different shapes"
-            raise SpecError("output_attentions", True, reason)
-        check_readable(architecture, cache)
-    check_recurrence(architecture, arguments, cache)
-    check_axes(decoder, arguments)
-    if architecture.wraps:
-        _check_images(architecture, arguments, needs)
-
-
-def check_axes(decoder: nn.Module, arguments: Mapping[str, object]) -> None:
-    """Check that positions have several axes only if the decoder computes positions on several axes (mRoPE).
-
-    Raises:
-        SpecError: if the positions have more axes than the decoder's.
-    """
-    positions = arguments.get("position_ids")
-    if isinstance(positions, Tensor) and positions.ndim > 2 and not hasattr(decoder, "get_rope_index"):
-        raise SpecError("position_ids", tuple(positions.shape), "must be (rows, n): the model has one position a token")
-
-
-def tells_text(name: str, value: object) -> bool:
-    """Return True if an argument of a multimodal model says that all tokens are text."""
-    return isinstance(value, Tensor) and name.endswith(_KINDS) and not bool(value.any())
-
-
-def _is_given(value: object) -> bool:
-    """Return True if an argument contains a tensor. transformers 5.24 passes an empty dict of encodings with text."""
-    if isinstance(value, Mapping):
-        return any(map(_is_given, value.values()))
-    if isinstance(value, (list, tuple)):
-        return any(part is not None for part in value)
-    return isinstance(value, Tensor)
-
-
-def _check_images(architecture: Architecture, arguments: Mapping[str, object], needs: Needs) -> None:
-    """Check that images, video and sound are passed with a first prompt, to a policy that reads no attention.
-
-    Raises:
-        SpecError: if images, video or sound are passed in a different case.
-    """
-    cache = arguments.get("past_key_values")
-    for name, value in arguments.items():
-        if name in _TEXT or not _is_given(value) or tells_text(name, value):
-            continue
-        if hasattr(architecture.decoder, "get_rope_index"):
-            raise SpecError(name, "given", "images with positions on several axes (mRoPE) are not supported: pass text")
-        if reads_attention(needs):
-            raise SpecError(name, "given", _BOTH_WAYS)
-        if isinstance(cache, RetainedCache) and cache.get_seq_length() > 0:
-            raise SpecError(name, "given", "can be passed only with the first prompt: use a new cache")
-
-
-def check_forward(arguments: Mapping[str, object], default_use_cache: bool) -> Arguments:
-    """Check the arguments of a forward pass inside the context, and return the arguments that are not None.
-
-    Raises:
-        SpecError: if embeddings replace the ids, if the ids have a wrong shape or dtype, if the cache is disabled or
-            is no RetainedCache, or if the attention is not causal.
-    """
-    if arguments.get("inputs_embeds") is not None:
-        raise SpecError("inputs_embeds", "given", _EMBEDDINGS)
-    ids = arguments.get("input_ids")
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
-        shown = (tuple(ids.shape), ids.dtype) if isinstance(ids, Tensor) else ids
-        reason = "must be an integer tensor (rows, n), such as tokenizer(text, return_tensors='pt').input_ids"
-        raise SpecError("input_ids", shown, reason)
-    use_cache = arguments.get("use_cache")
-    if not (default_use_cache if use_cache is None else use_cache):
-        raise SpecError("use_cache", False, "must be True, because eviction needs a cache")
-    if (cache := arguments.get("past_key_values")) is not None:
-        check_own(cache)
-    if arguments.get("is_causal") is False:
-        raise SpecError("is_causal", False, "must be omitted or True: policies evict from causal attention only")
-    return cast(Arguments, {name: value for name, value in arguments.items() if value is not None})
 
 
 @dataclass(frozen=True)
@@ -284,16 +164,6 @@ def check_rows(cache: RetainedCache, ids: Tensor) -> None:
             call = f"cache.batch_repeat_interleave({len(ids) // rows})"
             reason += f": for beams, answers or questions of one prefix, first type {call}"
         raise SpecError("input_ids", tuple(ids.shape), reason)
-
-
-def check_rehearsed(needs: Needs, span: ForwardSpan) -> None:
-    """Check that the prompts have equally many tokens, if the policy repeats the prompts.
-
-    Raises:
-        SpecError: if a prompt has padding. With padding, the chunks of the prompts would have different lengths.
-    """
-    if needs.rehearsal is not None and span.padded:
-        raise SpecError("attention_mask", "zeros", "must be all ones, because the policy repeats the prompts")
 
 
 def check_tokens(is_token: Tensor) -> None:

@@ -15,15 +15,7 @@ from models_integration.cache.retained_cache import RetainedCache, failing_whole
 from models_integration.model.architecture import Architecture
 from models_integration.session.cascade import Cascade, can_cascade
 from models_integration.session.device_choice import DeviceChoices
-from models_integration.session.inputs import (
-    ONE_FORWARD,
-    OPEN,
-    Arguments,
-    ForwardSpan,
-    check_last,
-    check_tokens,
-    later_span,
-)
+from models_integration.session.inputs import ONE_FORWARD, Arguments, ForwardSpan, check_tokens
 from models_integration.session.method import Method, decide, join_layers
 from models_integration.session.observed import ObservedSegment
 from reference.policies.layers import is_layerwise, policy_of_layer
@@ -182,14 +174,10 @@ def end_step(method: Method, cache: RetainedCache, ids: Tensor, observed: Observ
         method.after_step(cache, ids, observed)
 
 
-def reading(method: Method, architecture: Architecture, cache: object, arguments: Arguments) -> Forward:
+def reading(
+    method: Method, architecture: Architecture, cache: RetainedCache, arguments: Arguments, span: ForwardSpan,
+) -> Forward:
     """Begin a forward pass inside `reading()`."""
-    if not isinstance(cache, RetainedCache) or cache.get_seq_length() == 0:
-        raise SpecError("past_key_values", "0 tokens", "must contain a prompt inside reading(); pass run.cache")
-    span = later_span(architecture.vocabulary, arguments, cache, OPEN)
-    if span.padded:
-        method.check_padded_reading(cache)
-        check_last(span.is_token)
     method.before_reading(cache)
     observed = ObservedSegment(method.step_needs, architecture, cache)
     observed.read(span.ids, span.is_token, arguments["input_ids"].device)

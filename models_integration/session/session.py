@@ -9,7 +9,6 @@ from typing import Any
 from warnings import warn
 from weakref import finalize
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -18,22 +17,9 @@ from models_integration.attention.handover import check_handover
 from models_integration.cache.retained_cache import RetainedCache, failing_whole
 from models_integration.model.architecture import decoder_inputs, describe, position_range, unwrapped
 from models_integration.model.cache_argument import cache_name, with_one_cache
+from models_integration.session.admission import Admitted, Kind, Place, admit, admit_tokens, check_mode, tells_text
 from models_integration.session.hooks import NO_CALL, Hold, call_under_way, weakly
-from models_integration.session.inputs import (
-    OPEN,
-    Arguments,
-    DecoderOutput,
-    ForwardSpan,
-    accepted,
-    check_forward,
-    check_mode,
-    check_rehearsed,
-    device_step,
-    first_span,
-    later_span,
-    step_span,
-    tells_text,
-)
+from models_integration.session.inputs import Arguments, DecoderOutput, ForwardSpan, accepted
 from models_integration.session.method import Method
 from models_integration.session.segment import Forward, Segment, end_step, reading, step
 from models_integration.session.stages import describe_stages
@@ -204,12 +190,7 @@ class Session:
         if given.get("past_key_values") is self._call.empty_cache:
             # `generate` takes the cache for later forward passes from the output of the model.
             given.pop("past_key_values", None)
-        arguments = check_forward(given, getattr(self._architecture.config, "use_cache", True))
-        check_mode(self._architecture, arguments, self._method.policy.scorer.needs)
-        cache = arguments.get("past_key_values")
-        if isinstance(cache, RetainedCache):
-            cache.check_history()
-        forward = self._forward_of(decoder, cache, arguments)
+        forward = self._begin(decoder, admit(self._place, given))
         self._forward, cache, watcher = forward, forward.cache, forward.watcher
         if self._positions:
             self._warn_positions(cache.get_seq_length() + forward.arguments["input_ids"].shape[1])
@@ -244,68 +225,29 @@ class Session:
             self._drop("a prompt was not finished")
         self._call = call
 
-    def _forward_of(self, decoder: nn.Module, cache: Any, arguments: Arguments) -> Forward:
-        """Begin a forward pass inside `reading()`, a decode step, or a segment or a piece of a segment.
+    @property
+    def _place(self) -> Place:
+        return Place(self._architecture, self._method, self._stream, self._call, self._block, self._segment)
 
-        Raises:
-            SpecError: if the tokens cannot follow the tokens of the cache. Nothing has changed.
-        """
-        method, architecture, is_step = self._method, self._architecture, self._is_step(cache, arguments["input_ids"])
-        if self._block == "reading()" and not is_step:
-            return reading(method, architecture, cache, arguments)
-        if is_step:
-            if self._segment is not None:
-                self._segment.check_goes_on(cache, arguments["input_ids"])
-            if arguments["input_ids"].is_cpu:
-                span = step_span(architecture.vocabulary, arguments, cache)
-            else:
-                arguments, span, wrong = device_step(architecture.vocabulary, arguments, cache)
+    def _begin(self, decoder: nn.Module, admitted: Admitted) -> Forward:
+        """Begin a forward pass: a decode step, text inside `reading()`, or a segment or a piece of a segment."""
+        known = self._method, self._architecture
+        if admitted.kind is Kind.READING:
+            return reading(*known, admitted.cache, admitted.arguments, admitted.span)
+        if admitted.kind is Kind.STEP:
+            if (wrong := admitted.wrong) is not None:
                 self._wrong = wrong if self._wrong is None else self._wrong | wrong
             if self._segment is not None:
                 self._end(self._segment)
-            return step(method, architecture, cache, arguments, span)
-        span = self._span(cache, arguments)
-        if self._stream.is_too_long(span):
-            arguments = self._stream.ahead(decoder, arguments, span.segment_end - span.padded_seen)
-            span = self._span(cache := arguments["past_key_values"], arguments)
-        return self._segment_forward(cache, arguments, span)
-
-    def _is_step(self, cache: Any, ids: Tensor) -> bool:
-        """Return True for one query after a prompt, unless the query is part of a segment or of text in a block."""
-        seen = cache.get_seq_length() if isinstance(cache, RetainedCache) else 0
-        if ids.shape[1] > 1 or seen == 0 or (self._block and seen < self._call.columns):
-            return False
-        return self._stream.is_step(self._segment is None and seen + 1 >= self._call.segment_end)
-
-    def _span(self, cache: Any, arguments: Arguments) -> ForwardSpan:
-        """Check the tokens of a new or continued segment, and return the span of the tokens.
-
-        Raises:
-            SpecError: if the tokens cannot follow the tokens of the cache. The tokens are not stored.
-        """
-        segment, method = self._segment, self._method
+            return step(*known, admitted.cache, admitted.arguments, admitted.span)
         self._check_steps()
-        if segment is not None:
-            segment.check_goes_on(cache, arguments["input_ids"])
-            later, segment_end, before = segment.observed.later, segment.segment_end, segment.observed.is_token
-        else:
-            seen = cache.get_seq_length() if isinstance(cache, RetainedCache) else 0
-            later, before = seen > 0, torch.ones(len(arguments["input_ids"]), 0, dtype=torch.bool, device="cpu")
-            segment_end = self._stream.segment_end(seen, OPEN if self._block else self._call.segment_end)
-            if later:
-                method.check_turn(cache)
-        if not later:
-            span = first_span(self._architecture.vocabulary, arguments, before, segment_end)
-            check_rehearsed(method.policy.scorer.needs, span)
-            self._stream.check_span(span)
-            return span
-        span = later_span(self._architecture.vocabulary, arguments, cache, segment_end)
-        self._stream.check_span(span)
-        if span.padded:
-            method.check_padded(cache)
-        if segment is None:
-            method.flush_pending(cache)
-        return span
+        span = admitted.span
+        if self._stream.is_too_long(span):
+            room = span.segment_end - span.padded_seen
+            admitted = admit_tokens(self._place, self._stream.ahead(decoder, admitted.arguments, room))
+        if admitted.kind is Kind.TURN:
+            self._method.flush_pending(admitted.cache)
+        return self._segment_forward(admitted.cache, admitted.arguments, admitted.span)
 
     def _segment_forward(self, cache: Any, arguments: Arguments, span: ForwardSpan) -> Forward:
         segment, ids = self._segment, arguments["input_ids"]

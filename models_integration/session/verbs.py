@@ -27,13 +27,12 @@ from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cache.snapshot import load_cache, save_cache
 from models_integration.model.architecture import check_free, decoder_inputs, describe
 from models_integration.model.cache_argument import cache_name
+from models_integration.session.admission import check_forward, check_rehearsed
 from models_integration.session.inputs import (
     ONE_FORWARD,
     OPEN,
     ForwardSpan,
     accepted,
-    check_forward,
-    check_rehearsed,
     first_span,
     later_span,
 )

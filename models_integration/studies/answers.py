@@ -16,7 +16,8 @@ from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.cache_argument import cache_name
 from models_integration.session.observed import ObservedSegment
 from models_integration.session.verbs import read
-from models_integration.studies.results import ERROR, Leases, Row
+from models_integration.studies.leases import Leases
+from models_integration.studies.results import ERROR, Row
 from reference.policies import eviction_budget
 from reference.policies.retain import retain_each
 from spec.budget import Budget, parse_budget

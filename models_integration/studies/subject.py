@@ -20,7 +20,7 @@ from models_integration.model.published_weights import WEIGHTS, located, read_gg
 from models_integration.pocket import ASSETS, CHAT_ASSETS, load_pocket_tokenizer
 from models_integration.policies.methods import (
     CrystalCache,
-    Published,
+    NamedPolicy,
     RetentionPolicy,
     constants_of,
     policy_from_name,
@@ -114,7 +114,7 @@ class Subject:
             text, budget, sentence_ends=self.sentence_ends, backend=self.backend, calibration=self.calibration,
             template=repeat_template(self.tokenizer) if "template" in known else None,
         )
-        return policy.knowing(self.identity) if isinstance(policy, Published) and "calibration" in known else policy
+        return policy.knowing(self.identity) if isinstance(policy, NamedPolicy) and "calibration" in known else policy
 
 
 def policy_with(text: str, budget: int | str | Budget, **offered: Any) -> RetentionPolicy:

@@ -17,7 +17,8 @@ from runpy import run_module
 import torch
 
 from models_integration.studies.evidence.run import study_unit
-from models_integration.studies.results import STUDY, Leases, Row, load_rows
+from models_integration.studies.leases import Leases
+from models_integration.studies.results import STUDY, Row, load_rows
 from spec.errors import SpecError
 from spec.validate import check_choices
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from reference.ordered import left_to_right_sum
+from reference.sums import left_to_right_sum
 from spec.arrays import Float64, Int64, IntVector, Vector
 from spec.parameters import CrystalCacheParameters
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from reference.crystalcache.sentences import sentence_offsets
-from reference.ordered import left_to_right_sum
+from reference.sums import left_to_right_sum
 from spec.arrays import Bool, BoolVector, Float64, Int64, IntVector, Vector
 from spec.parameters import CrystalCacheParameters
 from spec.records import Edges

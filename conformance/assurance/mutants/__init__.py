@@ -1,9 +1,11 @@
-"""Mutants: the reference with one thing wrong, each of which a test of its item must notice.
+"""Mutants: versions of the reference with one error each, which a test of the mutated item must detect.
 
-`written.MUTANTS` are those that are written down: one for each reading that the specification rejects (rows/*.toml),
-and those that are right up to a size (sizes.toml). `python -m conformance.assurance.mutants` tries them; `--operators`
-tries small changes of syntax of the reference and of Numba's code. The suite is collected once, and each mutant is put
-into a fork of that process. `-p conformance.assurance.mutants --mutant NAME` puts one into any run of pytest.
+`written.MUTANTS` contains the mutants that are written by hand. Each row of rows/*.toml is a reading that the
+specification rejects. Each row of sizes.toml is an error that has no effect up to a size.
+
+`python -m conformance.assurance.mutants` tries them. With `--operators` it tries small syntax changes in the reference
+and in the Numba backend. The suite is collected once, and each mutant is tested in a fork of that process. The options
+`-p conformance.assurance.mutants --mutant NAME` put one mutant into any run of pytest.
 """
 
 import pytest
@@ -12,12 +14,12 @@ __all__: list[str] = []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.getgroup("kvspec").addoption("--mutant", metavar="NAME", help="which mutant is in the reference")
+    parser.getgroup("kvspec").addoption("--mutant", metavar="NAME", help="name of the mutant to put into the reference")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the mutant in, and keep the tests of its item."""
+    """Put the mutant into the reference, and deselect the tests of all other items."""
     from conformance.assurance.mutants.edits import function_of, replace_code
     from conformance.assurance.mutants.written import MUTANTS
     from conformance.exceptions import items_marked

@@ -1,13 +1,14 @@
-"""`python -m conformance.assurance.mutants`: try mutants, or what is left of them; 1 if one is not killed.
+"""Run `python -m conformance.assurance.mutants` to try the mutants without a verdict; 1 if a mutant is not killed.
 
-    run        all that are written down; `--changed` those whose function or item has changed since the last accepted
-               run, `--item ID` and `-k PART` some
-    list       names and what each gets wrong
-    accept     write the killed ones to killed.lock, which `--changed` compares with
+    run        try the written mutants: with `--changed` those whose function or item has changed since the last
+               accepted run, with `--item ID` or `-k PART` a selection
+    list       print the names of the mutants and the error of each
+    accept     write the killed mutants to killed.lock, which `--changed` reads
 
-`--operators` is about mutants made by operators instead: `run` tries a seeded sample (`--size 400 --seed 1`;
-`--survivors` those that survived before), and `list` prints the score as Markdown and fails on a survivor that
-survivors.toml does not explain. `--folder .mutants` has the verdicts, from which a later run goes on.
+With `--operators`, the commands use mutants that operators make. `run` tries a seeded sample (`--size 400 --seed 1`);
+with `--survivors` it repeats those that survived. `list` prints the score as Markdown, and fails on a survivor that
+survivors.toml does not explain. `--folder .mutants` contains the verdicts, and a later run skips mutants with a
+verdict.
 """
 
 import os
@@ -15,10 +16,10 @@ import sys
 
 from conformance.paths import ROOT
 
-# Read when NumPy and Numba are first imported: one thread, and Python in place of code that is compiled.
+# NumPy and Numba read these variables when they are first imported: one thread, and Python instead of compiled code.
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
 if "--operators" in sys.argv:
-    os.environ["NUMBA_DISABLE_JIT"] = "1"  # the scale lane of the suite is skipped then
+    os.environ["NUMBA_DISABLE_JIT"] = "1"  # the suite then skips its tests of large sizes
 
 import argparse
 from collections import Counter
@@ -33,26 +34,26 @@ from conformance.assurance.mutants.worker import CHECKED
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, list or accept."""
+    """Run, list or accept mutants."""
     parser = argparse.ArgumentParser(
         prog="conformance.assurance.mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=("run", "list", "accept"), nargs="?", default="run")
-    parser.add_argument("--operators", action="store_true", help="mutants made by operators")
-    parser.add_argument("--changed", action="store_true", help="only those changed since the last accepted run")
-    parser.add_argument("--again", action="store_true", help="those with a verdict too")
-    parser.add_argument("--item", metavar="ID", help="only those of one item")
-    parser.add_argument("-k", metavar="PART", default="", help="only those whose name or key holds PART")
-    parser.add_argument("--size", type=int, default=400, help="operators: mutants in the sample, at least")
-    parser.add_argument("--seed", type=int, default=1, help="operators: which sample")
-    parser.add_argument("--survivors", action="store_true", help="operators: only those that survived, again")
-    parser.add_argument("--folder", type=Path, default=ROOT / ".mutants", help="where the verdicts are")
+    parser.add_argument("--operators", action="store_true", help="use the mutants that operators make")
+    parser.add_argument("--changed", action="store_true", help="only mutants changed since the last accepted run")
+    parser.add_argument("--again", action="store_true", help="also repeat mutants that have a verdict")
+    parser.add_argument("--item", metavar="ID", help="only mutants of one item")
+    parser.add_argument("-k", metavar="PART", default="", help="only mutants whose name or key contains PART")
+    parser.add_argument("--size", type=int, default=400, help="operators: minimum size of the sample. Default: 400")
+    parser.add_argument("--seed", type=int, default=1, help="operators: seed of the sample. Default: 1")
+    parser.add_argument("--survivors", action="store_true", help="operators: repeat only the mutants that survived")
+    parser.add_argument("--folder", type=Path, default=ROOT / ".mutants", help="folder of the verdicts")
     options = parser.parse_args(arguments)
     return _of_operators(options) if options.operators else _of_rows(options, parser)
 
 
 def _of_rows(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    # Not for operators: jaxtyping checks the reference only if it is imported after the hook.
+    # Imported only here: with operators, the reference must be imported after the import hook of jaxtyping.
     from conformance.assurance.mutants import written
     from conformance.assurance.mutants.written import MUTANTS
 

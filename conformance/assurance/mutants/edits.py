@@ -1,6 +1,6 @@
-"""Puts an edit into a function of this process: the edited source is compiled and its code replaces the function's.
+"""Edits of functions in this process: the edited source is compiled, and its code replaces the code of the function.
 
-Every name, table and method that refers to the function calls the edited code, because the function object stays.
+The function object stays the same, so all references to the function call the edited code.
 """
 
 import ast
@@ -19,19 +19,19 @@ from spec.errors import SpecError
 
 PACKAGES = ("spec", "reference", "accelerated")
 ORIGINAL = "original"
-"""What edited source calls to reach the right function."""
+"""Name under which edited source calls the unedited function."""
 
 
 @dataclass(frozen=True)
 class Edit:
-    """A change of one function, given as one of: `find` and `replace`, `start`, `body`.
+    """Change of one function, given as `find` and `replace`, as `start`, or as `body`.
 
     Attributes:
         of: The function, as "module:name" or "module:Class.name".
-        find: A fragment that occurs once in the function's source.
-        replace: The text that replaces `find`; further lines are indented as the line of a one-line `find` is.
-        start: Statements that run before the function's own.
-        body: Statements that run instead of the function's own; they may call `original`.
+        find: A fragment that occurs once in the source of the function.
+        replace: The text that replaces `find`. If `find` is a single line, further lines get the indent of this line.
+        start: Statements that run before the statements of the function.
+        body: Statements that run instead of the statements of the function. They may call `original`.
     """
 
     of: str
@@ -80,7 +80,7 @@ def _tree(module: ModuleType) -> ast.Module:
 
 
 def _span(module: ModuleType, name: str) -> tuple[int, int, int]:
-    """Lines of a function: of its `def`, of its first statement after the docstring, and behind its last."""
+    """Return the lines of a function: its `def`, its first statement after the docstring, and the end of its last."""
     node: Any = _tree(module)
     for part in name.split("."):
         found = [one for one in node.body if getattr(one, "name", None) == part]
@@ -114,7 +114,7 @@ def function_of(place: str) -> FunctionType:
 
 
 def _plain(value: Any) -> Any:
-    """The function below a property, a class method or a wrapper; anything else as it is."""
+    """Return the function inside a property, class method or wrapper. Return any other value unchanged."""
     if isinstance(value, property):
         value = value.fget
     elif isinstance(value, classmethod | staticmethod):
@@ -123,7 +123,7 @@ def _plain(value: Any) -> Any:
 
 
 def replace_code(function: FunctionType, code: CodeType) -> None:
-    """Let a function run other code; its right self is `original` in its module."""
+    """Replace the code of a function. Its module gets the unedited function under the name `original`."""
     right = FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__,
     )
@@ -134,7 +134,7 @@ def replace_code(function: FunctionType, code: CodeType) -> None:
 
 @contextmanager
 def replaced(edit: Edit) -> Iterator[None]:
-    """Context manager in which the edit is in force."""
+    """Context manager that applies the edit to the function inside the block."""
     function, code = function_of(edit.of), edit.code()
     right = function.__code__
     replace_code(function, code)
@@ -146,7 +146,7 @@ def replaced(edit: Edit) -> Iterator[None]:
 
 
 def replace_module(name: str, code: CodeType) -> None:
-    """Let a module's functions run the code of an edited module, and its other values be those of the edited one."""
+    """Replace the code of a module's functions, and its other values, by those of the edited module."""
     module = import_module(name)
     edited = dict(vars(module))
     exec(code, edited)
@@ -163,7 +163,7 @@ def replace_module(name: str, code: CodeType) -> None:
 
 
 def _same_function(old: Any, new: Any) -> bool:
-    """Whether both are functions; the old one then runs the new one's code."""
+    """Return True if both values are functions. Then the old function gets the code of the new function."""
     right, wrong = _plain(old), _plain(new)
     both = isinstance(right, FunctionType) and isinstance(wrong, FunctionType)
     if both and len(right.__code__.co_freevars) == len(wrong.__code__.co_freevars) and right is not wrong:

@@ -1,10 +1,14 @@
-"""Which tests judge a mutant: those marked with the items of the function that it is in.
+"""Selection of the tests that must detect a mutant: the tests marked with the items of the mutated function.
 
-A function's items are those of its docstring (`Implements:`); a backend's stages have those of the functions they
-name. One without any takes the items of the functions that name it, in its module and else in those that import it,
-and so on upwards. Where that ends nowhere (a policy's parts), the test modules judge it that import its module or
-one that does. What is exported, or has none of all these, is judged by all items of its module, too.
-`trials` are of mutants that operators make: the tests, and how the changed module is put into a process.
+The items of a function come from its docstring (`Implements:`). A stage in a backend has the items of the functions
+that it names. A function without items takes the items of the functions that name it: first those in the same module,
+otherwise those in modules that import it. This is repeated upwards until items are found.
+
+If no items are found, as for parts of a policy, the test modules that import the mutated module are selected,
+directly or through other modules. An exported function without items, or code without items and test modules, is also
+tested by all items of its module.
+
+`trials` makes the trials of the mutants that operators make.
 """
 
 import ast
@@ -36,7 +40,7 @@ OTHERS = (
     "conformance/measure", "conformance/own/conformance", "conformance/own/accelerated/triton",
     "conformance/own/models_integration/session",
 )
-# What may stand between a test module and the module that it judges.
+# Folders through which a test module may import the mutated module.
 BETWEEN = (
     "conformance/strategies", "conformance/vectors", "conformance/own/reference",
     "conformance/own/models_integration/archive",
@@ -46,20 +50,23 @@ Function = tuple[str, str]  # path, qualified name
 
 @dataclass(frozen=True)
 class Selection:
-    """What runs against a mutant: the tests of some items and whole test modules, under a backend's name."""
+    """Tests that run against a mutant: the tests of some items and whole test modules, for one backend."""
 
     backend: str
     items: frozenset[str]
     files: frozenset[str]
 
     def takes(self, items: Set[str], file: str) -> bool:
-        """Whether a test of these items, in this module, is among them."""
+        """Return True if a test of these items, in this file, is selected."""
         return bool(self.items & items) or file in self.files
 
 
 @dataclass
 class _Code:
-    """Items of functions, what each names, and who imports a module (or is a test module that does)."""
+    """Items of all functions, the names that each function uses, and the importers of each module.
+
+    An importer is a module, or the path of a test module.
+    """
 
     items: dict[Function, set[str]] = field(default_factory=dict)
     names: dict[Function, set[str]] = field(default_factory=dict)
@@ -67,7 +74,10 @@ class _Code:
     importers: dict[str, set[str]] = field(default_factory=dict)
 
     def above(self, at: Function, named: set[str]) -> set[str]:
-        """Items of those who name it, the nearest first; and what judges those on the way that have none."""
+        """Return the items of the nearest functions that use one of the names.
+
+        Functions without items on the way there add the items of their module if they are exported.
+        """
         reached, seen, on_the_way = self._namers(at[0], named), {at}, set[str]()
         while reached:
             items = set().union(*(self.items[one] for one in reached))
@@ -80,7 +90,7 @@ class _Code:
         return on_the_way
 
     def _namers(self, path: str, names: set[str]) -> set[Function]:
-        """Functions that name one of them: of the module, or if there is none, of those that import it."""
+        """Return the functions of the module that use one of the names, otherwise those of modules that import it."""
         found = {one for one, named in self.names.items() if named & names and _plain_name(one[1]) not in names}
         own = {one for one in found if one[0] == path}
         return own or {one for one in found if self._imports(one[0], path)}
@@ -89,24 +99,24 @@ class _Code:
         return module_name(path) in self.importers.get(module_name(other), set())
 
     def of_module(self, at: Function) -> set[str]:
-        """For what a module exports without an item of its own, and its methods: all items of the module."""
+        """Return all items of the module if the function, or the class of the method, is exported."""
         exported = (at[0], at[1].partition(".")[0]) in self.exported
         return set().union(*(items for (path, _), items in self.items.items() if path == at[0] and exported))
 
     def below(self, at: Function) -> set[str]:
-        """Items of the functions that it names."""
+        """Return the items of the functions that this function names."""
         named = (one for one in self.items if _plain_name(one[1]) in self.names[at] and self._imports(at[0], one[0]))
         return set().union(*(self.items[one] for one in named))
 
 
 @dataclass(frozen=True)
 class Judges:
-    """Finds the selection of a mutant."""
+    """Selector of the tests for a mutant."""
 
     code: _Code
 
     def of(self, mutant: Mutant) -> Selection:
-        """The tests that must notice it."""
+        """Return the tests that must detect the mutant."""
         at = (mutant.path, _listed(mutant, self.code))
         named = _assigned(mutant) if at[1] == MODULE else {_plain_name(at[1])}
         items = self.code.items[at] or self.code.above(at, named)
@@ -118,7 +128,7 @@ class Judges:
         return Selection(mutant.backend, frozenset(items), frozenset(files))
 
     def reach(self, mutant: Mutant) -> bool:
-        """Whether an item of the specification, or a test module, stands above it: else nothing could kill it."""
+        """Return True if a spec item or a test module covers the mutant. Otherwise no test could kill it."""
         selection = self.of(mutant)
         return bool(selection.items or selection.files)
 
@@ -131,7 +141,7 @@ class Judges:
 
 
 def read_code(root: Path) -> Judges:
-    """Read what is mutated, and who imports whom, up to the test modules."""
+    """Read the mutated modules, and which modules import them, up to the test modules."""
     code, tests = _Code(), set(test_modules(root))
     between = (path for folder in BETWEEN for path in sorted((root / folder).rglob("*.py")))
     for path in {*source_files(root), *tests, *between}:
@@ -152,7 +162,10 @@ def read_code(root: Path) -> Judges:
 
 
 def test_modules(root: Path) -> list[Path]:
-    """The test modules that judge mutants; not those that run models or another backend, nor tests of the tools."""
+    """Return the test modules that may detect mutants.
+
+    Tests of models, of other backends and of the tools are left out.
+    """
     every = (root / "conformance").rglob("test_*.py")
     return sorted(path for path in every if not path.relative_to(root).as_posix().startswith(OTHERS))
 
@@ -194,14 +207,14 @@ def _named(node: ast.AST) -> Iterator[str]:
 
 
 def _names_of(node: ast.FunctionDef | ast.ClassDef) -> set[str]:
-    """Of a class without its methods, of a function without its parameters."""
+    """Return the names that a class uses outside its methods, or that a function uses besides its parameters."""
     if isinstance(node, ast.ClassDef):
         return {name for line in node.body if not isinstance(line, ast.FunctionDef) for name in _named(line)}
     return set(_named(node)) - {argument.arg for argument in (*node.args.posonlyargs, *node.args.args)}
 
 
 def _listed(mutant: Mutant, code: _Code) -> str:
-    """The function that is listed: a nested one belongs to the one around it."""
+    """Return the listed function that contains the mutant. A nested function belongs to the function around it."""
     name = mutant.function
     while name != MODULE and (mutant.path, name) not in code.items:
         name = name.rpartition(".")[0]
@@ -209,22 +222,22 @@ def _listed(mutant: Mutant, code: _Code) -> str:
 
 
 def _plain_name(name: str) -> str:
-    """What callers write: a special method is reached by its class."""
+    """Return the name that callers write. Callers reach a special method by the name of its class."""
     owner, _, last = name.rpartition(".")
     return owner if last.startswith("__") else last
 
 
 def _assigned(mutant: Mutant) -> set[str]:
-    """Names that the mutated statement of a module gives, as far as its first line tells."""
+    """Return the names that the mutated statement of a module assigns, if its first line contains them."""
     try:
         target = ast.parse(mutant.source.partition("=")[0].partition(":")[0].strip() or "_", mode="eval")
-    except SyntaxError:  # a later line of a statement
+    except SyntaxError:  # the line is not the first of its statement
         return set()
     return {node.id for node in ast.walk(target) if isinstance(node, ast.Name)}
 
 
 def trials(root: Path, mutants: Sequence[Mutant], judges: Judges) -> list[Trial]:
-    """Return what is tried of each: the tests of its function's items, with the changed module in the process."""
+    """Return a trial for each mutant: the tests of its items, and the changed module to put into the process."""
     known = known_signatures(root)
     sources = {mutant.path: (root / mutant.path).read_text(encoding="utf-8") for mutant in mutants}
     return [

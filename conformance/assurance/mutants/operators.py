@@ -1,7 +1,10 @@
-"""What a mutant changes: for a node of a syntax tree, the nodes that may stand in its place.
+"""Operators of mutation: for a node of a syntax tree, the nodes that can replace it.
 
-Not changed, because no test could or should tell: conversions that keep the value (int, float, list, tuple, asarray,
-ascontiguousarray), `strict=` of zip, which is a guard as an assertion is, and None.
+Some nodes are not changed, because no test can or should detect the change:
+
+- None;
+- `strict=` of zip, which is a guard like an assertion;
+- conversions that keep the value (int, float, list, tuple, asarray, ascontiguousarray).
 """
 
 import ast
@@ -9,8 +12,8 @@ from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 
-Change = tuple[str, ast.AST]  # operator, what stands there instead
-Signatures = dict[str, list[str]]  # types of a function's positional parameters, by its name
+Change = tuple[str, ast.AST]  # operator, replacement
+Signatures = dict[str, list[str]]  # types of positional parameters, by the function's name
 
 COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
     ast.Lt: (ast.LtE, ast.Gt), ast.LtE: (ast.Lt, ast.GtE), ast.Gt: (ast.GtE, ast.Lt), ast.GtE: (ast.Gt, ast.LtE),
@@ -33,11 +36,11 @@ METHODS_UNWRAPPED = {"copy", "astype"}
 KEYWORDS = {"right": "left", "left": "right", "stable": "quicksort", "mergesort": "quicksort"}
 DROPPED = {"minlength", "default", "initial"}
 SWAPPED = {"where": (1, 2), "clip": (1, 2)}
-ELSEWHERE = {"axis", "side", "kind", "strict"}  # their values have an operator of their own, or none
+ELSEWHERE = {"axis", "side", "kind", "strict"}  # arguments whose values have a separate operator, or none
 
 
 def signatures(trees: Iterator[ast.Module]) -> Signatures:
-    """Parameter types of every function, and field types of every record, without their axes."""
+    """Return the parameter types of all functions, and the field types of all records, without array axes."""
     found: Signatures = {}
     for tree in trees:
         for node in ast.walk(tree):
@@ -51,7 +54,7 @@ def signatures(trees: Iterator[ast.Module]) -> Signatures:
 
 
 def parameters(function: ast.FunctionDef) -> list[ast.arg]:
-    """Its positional parameters, without the object of a method."""
+    """Return the positional parameters of a function, without `self` and `cls`."""
     both = [*function.args.posonlyargs, *function.args.args]
     return [argument for argument in both if argument.arg not in ("self", "cls")]
 
@@ -62,7 +65,7 @@ def _kind(annotation: ast.expr | None) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a node stands: what the operators ask beside the node."""
+    """Surroundings of a node that the operators need: known signatures, function and keyword."""
 
     known: Signatures
     function: ast.FunctionDef | None
@@ -70,7 +73,7 @@ class Place:
 
 
 def changes(node: ast.AST, place: Place) -> Iterator[Change]:
-    """Every change to one node; what is inside it has changes of its own."""
+    """Yield all changes to one node. Nodes inside the node have separate changes."""
     if isinstance(node, ast.stmt):
         yield from _statement(node, place)
     elif isinstance(node, ast.Compare):
@@ -176,7 +179,7 @@ def _call(node: ast.Call, place: Place) -> Iterator[Change]:
 
 
 def _swaps(name: str, node: ast.Call, known: Signatures) -> Iterator[tuple[int, int]]:
-    """Neighbouring arguments of one type, as far as the callee's annotations tell."""
+    """Yield the indices of adjacent arguments that have the same type in the annotations of the called function."""
     if name in SWAPPED and len(node.args) > max(SWAPPED[name]):
         yield SWAPPED[name]
     types = known.get(name, [])
@@ -209,7 +212,7 @@ def _inputs_of_its_type(function: ast.FunctionDef) -> Iterator[str]:
 
 
 def _deletable(node: ast.stmt, function: ast.FunctionDef | None) -> bool:
-    """Whether the code still has all its names without the statement: a NameError would prove nothing."""
+    """Return True if all names stay defined without the statement. A NameError would be no evidence of a good test."""
     if isinstance(node, ast.If):
         return not node.orelse
     if isinstance(node, ast.Expr | ast.AugAssign | ast.Continue | ast.Break):

@@ -1,4 +1,4 @@
-"""What became of each mutant, as JSON lines that a later run goes on from."""
+"""Results of mutants as JSON lines, which a later run continues."""
 
 import json
 import sys
@@ -15,12 +15,16 @@ from conformance.assurance.mutants.sites import Mutant
 from conformance.assurance.mutants.worker import Suite, collected
 
 FILE = "results.jsonl"
-PROFILES = ("dev", "ci")  # the cheap one first
+PROFILES = ("dev", "ci")  # the cheaper profile first
 
 
 @dataclass(frozen=True)
 class Result:
-    """One verdict. `outcome` is assertion, error (of another kind, raised in a test), timeout or survived."""
+    """Verdict on one mutant.
+
+    Attributes:
+        outcome: "assertion", "error" (a test raised a different error), "timeout" or "survived".
+    """
 
     key: str
     digest: str
@@ -38,19 +42,19 @@ class Result:
 
     @property
     def undecided(self) -> bool:
-        """Whether it survived the cheap profile alone."""
+        """True if the mutant survived the cheap profile, and was not tried under the other profile."""
         return not self.killed and self.profile != PROFILES[-1]
 
 
 def append(folder: Path, result: Result) -> None:
-    """Add one line; the folder is made."""
+    """Append one line to the file in the folder. Make the folder if needed."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / FILE).open("a", encoding="utf-8") as file:
         file.write(json.dumps(asdict(result), ensure_ascii=False) + "\n")
 
 
 def read(folder: Path, digests: Mapping[str, str]) -> dict[str, Result]:
-    """The last verdict on each mutant that still has this digest; a line cut off by a kill is left out."""
+    """Return the last verdict on each mutant that still has this digest. Skip incomplete lines of a killed run."""
     found, path = {}, folder / FILE
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
@@ -63,7 +67,7 @@ def read(folder: Path, digests: Mapping[str, str]) -> dict[str, Result]:
 
 
 def forget(folder: Path, keys: Container[str]) -> None:
-    """Remove the verdicts on some mutants, which are then tried again."""
+    """Remove the verdicts on the mutants with these keys, so that they are tried again."""
     path = folder / FILE
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     left = [line for line in lines if json.loads(line)["key"] not in keys]
@@ -73,7 +77,7 @@ def forget(folder: Path, keys: Container[str]) -> None:
 
 @dataclass(frozen=True)
 class Trial:
-    """A mutant and who judges it: what `patch` changes in a process, and which tests must notice."""
+    """Mutant to try: `patch` puts it into a process, and `accepts` selects the tests that must detect it."""
 
     key: str
     digest: str
@@ -81,13 +85,13 @@ class Trial:
     accepts: Callable[[pytest.Item], bool]
     patch: Callable[[], None]
     rank: Callable[[pytest.Item], Any] | None = None
-    """Tests run in its order."""
+    """Sort key of the tests. None: the order of collection."""
     profiles: tuple[str, ...] = PROFILES
     by_assertion: bool = False
-    """Whether only an assertion kills, and no other error."""
+    """True if only a failed assertion kills the mutant, not a different error."""
 
     def left(self, result: Result | None, profile: str) -> bool:
-        """Whether it is still to be tried under a profile."""
+        """Return True if the mutant must still be tried under a profile."""
         if profile not in self.profiles:
             return False
         if result is None:
@@ -97,12 +101,12 @@ class Trial:
 
 
 def run(root: Path, trials: Sequence[Trial], files: Sequence[str], folder: Path, *options: str) -> dict[str, Result]:
-    """Try those without a verdict on their present text, and return the verdicts of all.
+    """Try the mutants without a verdict on their current text, and return the verdicts on all.
 
-    All meet the cheap profile first; those that survive it then meet the other.
+    All mutants are tried under the cheap profile first. The survivors are then tried under the other profile.
 
     Raises:
-        NotJudged: when the suite cannot be run.
+        NotJudged: if the suite cannot be run.
     """
     digests = {trial.key: trial.digest for trial in trials}
     before = read(folder, digests)
@@ -137,7 +141,7 @@ OUTCOMES = ("assertion", "error", "timeout")
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why no test kills a mutant: it does the same on every input, or a reading that the text admits."""
+    """Reason why no test kills a mutant: it is equivalent to the reference, or it is a reading that the text admits."""
 
     mutant: str
     kind: str
@@ -145,10 +149,10 @@ class Explanation:
 
 
 def explanations(text: str) -> dict[str, Explanation]:
-    """The committed list, by key.
+    """Return the explanations in a committed list, by key.
 
     Raises:
-        ValueError: for an entry of another form, or a key given twice.
+        ValueError: for an entry with wrong fields, or for a duplicate key.
     """
     found: dict[str, Explanation] = {}
     for entry in tomllib.loads(text).get("survivor", []):
@@ -164,7 +168,7 @@ def problems(
     sampled: Sequence[Mutant], every: Iterable[Mutant], results: Mapping[str, Result],
     explained: Mapping[str, Explanation],
 ) -> list[str]:
-    """Every reason to fail: untried mutants, survivors without a reason, reasons without a survivor."""
+    """Return all problems: untried mutants, survivors without explanation, and explanations without survivor."""
     untried = [m for m in sampled if m.key not in results or results[m.key].undecided]
     found = [f"untried: {mutant.key}" for mutant in untried]
     found += [
@@ -184,7 +188,10 @@ def table(
     sampled: Sequence[Mutant], every: Iterable[Mutant], results: Mapping[str, Result],
     explained: Mapping[str, Explanation],
 ) -> str:
-    """Killed of tried by module and in all, what the errors were, and the survivors with their reasons."""
+    """Return a table of killed and tried mutants for each module and in total.
+
+    The lines after the table list the kinds of errors, and the survivors with their explanations.
+    """
     population = Counter(mutant.path for mutant in every)
     tried = [(mutant, results[mutant.key]) for mutant in sampled if mutant.key in results]
     lines = [
@@ -217,7 +224,7 @@ def _equivalent(mutant: Mutant, explained: Mapping[str, Explanation]) -> bool:
 
 def _row(name: str, population: int, tried: Sequence[Result]) -> str:
     killed = sum(result.killed for result in tried)
-    from reference.statistics import wilson  # imported late: jaxtyping's hook checks modules that are imported after it
+    from reference.statistics import wilson  # imported only here, after the import hook of jaxtyping
 
     low, high = wilson(killed, len(tried))
     by = [sum(result.outcome == outcome for result in tried) for outcome in OUTCOMES]

@@ -1,8 +1,11 @@
-"""All mutants of a module, made from its syntax tree, each with an id and a key that outlives moved lines.
+"""Mutants of a module, made from its syntax tree. The key of a mutant stays the same if lines move.
 
-Left as they are: docstrings, annotations and type aliases, imports, `__all__`, decorators (without JIT they do
-nothing; of a record they say only that it is frozen), assertions (they narrow types) and what is raised, with the
-texts that lead to it.
+These parts are not mutated:
+
+- docstrings, annotations and type aliases, imports, and `__all__`;
+- decorators: without JIT they have no effect, and for records they only mean that the record is frozen;
+- assertions, because they narrow types;
+- `raise` statements, and the statements that make their messages.
 """
 
 import ast
@@ -14,7 +17,7 @@ from types import CodeType
 
 from conformance.assurance.mutants.operators import Place, Signatures, changes, signatures
 
-# What is mutated, and the backend under whose name its tests run.
+# Mutated folders, and the backend for which their tests run.
 SUBJECTS = {"reference": "numpy", "accelerated/numba_cpu": "numba"}
 
 
@@ -23,46 +26,46 @@ class Mutant:
     """One change to one module."""
 
     path: str
-    function: str  # "<module>" outside of any
+    function: str  # "<module>" for code outside functions
     line: int
     column: int
     operator: str
-    source: str  # the line, stripped
+    source: str  # the line without indent
     before: str
     after: str
-    number: int  # which one in the order of the module
-    twin: int  # 0, or which of the mutants that are alike in all of the key
+    number: int  # index of the change in the order of the module
+    twin: int  # index among the mutants of the module whose keys are otherwise equal
 
     @property
     def id(self) -> str:
-        """Where it is now, and what it does."""
+        """Place and effect of the mutant, with line numbers."""
         return f"{self.path}:{self.line}:{self.column}:{self.operator}:{self.after}"
 
     @property
     def key(self) -> str:
-        """The same without line numbers."""
+        """Place and effect of the mutant, without line numbers."""
         again = f" #{self.twin}" if self.twin else ""
         return f"{self.path}::{self.function}: {self.source} [{self.operator}: {self.before} -> {self.after}]{again}"
 
     @property
     def change(self) -> tuple[int, str, str, str]:
-        """What tells it from the others of its module."""
+        """Values that identify the mutant among the mutants of its module."""
         return self.number, self.operator, self.before, self.after
 
     @property
     def backend(self) -> str:
-        """Whose tests run."""
+        """Name of the backend whose tests run."""
         return next(name for folder, name in SUBJECTS.items() if self.path.startswith(f"{folder}/"))
 
     @property
     def module(self) -> str:
-        """Its dotted name."""
+        """Dotted name of the mutated module."""
         return module_name(self.path)
 
 
 @dataclass(frozen=True)
 class _Site:
-    """A node, and where its replacement goes."""
+    """Node of a syntax tree, and the place where a replacement goes."""
 
     node: ast.AST
     parent: ast.AST
@@ -72,7 +75,7 @@ class _Site:
     place: Place
 
     def put(self, node: ast.AST) -> None:
-        """Let the node stand there."""
+        """Replace the node in the syntax tree."""
         if self.at is None:
             setattr(self.parent, self.field, node)
         else:
@@ -80,28 +83,28 @@ class _Site:
 
 
 def module_name(path: str) -> str:
-    """What imports call a file."""
+    """Return the dotted name under which a file is imported."""
     return path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
 
 
 def source_files(root: Path) -> list[Path]:
-    """Every module that is mutated, the new ones too."""
+    """Return all modules that are mutated, including new files."""
     return [path for folder in SUBJECTS for path in sorted((root / folder).rglob("*.py"))]
 
 
 def known_signatures(root: Path) -> Signatures:
-    """Of what the mutated modules call: their own functions, and those and the records of `spec`."""
+    """Return the signatures of the mutated modules, and of the functions and records of `spec`."""
     files = [*sorted((root / "spec").rglob("*.py")), *source_files(root)]
     return signatures(ast.parse(path.read_text(encoding="utf-8")) for path in files)
 
 
 def mutants_of(path: str, source: str, known: Signatures) -> list[Mutant]:
-    """Every mutant of a module, in the order of its tree."""
+    """Return all mutants of a module, in the order of its syntax tree."""
     lines, found = source.splitlines(), []
     twins: dict[str, int] = {}
     for number, (site, operator, node) in enumerate(_numbered(ast.parse(source), known)):
         line, column = getattr(site.node, "lineno", 0), getattr(site.node, "col_offset", 0)
-        if not line:  # a comprehension has no place of its own
+        if not line:  # a comprehension has no line number
             line, column = site.parent.lineno, site.parent.col_offset  # type: ignore[attr-defined]
         if isinstance(site.node, ast.Slice):
             line, column = site.parent.lineno, site.parent.col_offset  # type: ignore[attr-defined]
@@ -117,14 +120,14 @@ def mutants_of(path: str, source: str, known: Signatures) -> list[Mutant]:
 
 
 def mutants_of_tree(root: Path) -> list[Mutant]:
-    """Every mutant of every module that is mutated."""
+    """Return all mutants of all mutated modules."""
     known = known_signatures(root)
     paths = {path.relative_to(root).as_posix(): path for path in source_files(root)}
     return [m for name, path in paths.items() for m in mutants_of(name, path.read_text(encoding="utf-8"), known)]
 
 
 def compiled(mutant: Mutant, source: str, known: Signatures) -> CodeType:
-    """The module's code with the change in it."""
+    """Return the code of the module with the change of the mutant."""
     tree = ast.parse(source)
     for number, (site, operator, node) in enumerate(_numbered(tree, known)):
         if (number, operator, _text(site.node), _text(node)) == mutant.change:
@@ -134,7 +137,7 @@ def compiled(mutant: Mutant, source: str, known: Signatures) -> CodeType:
 
 
 def digest(source: str) -> str:
-    """Name a module's text: a verdict holds for one."""
+    """Return a hash of a module's text. A verdict is valid for one text."""
     return hashlib.sha256(source.encode()).hexdigest()[:12]
 
 
@@ -198,7 +201,10 @@ def _place(seed: int, mutant: Mutant) -> bytes:
 
 
 def sample(mutants: Iterable[Mutant], size: int, seed: int) -> list[Mutant]:
-    """At least `size` mutants (all, if there are fewer), stratified by module, with a floor of one per function."""
+    """Return at least `size` mutants, or all if there are fewer, stratified by module.
+
+    The sample has at least one mutant of each function.
+    """
     strata: dict[str, list[Mutant]] = {}
     for mutant in sorted(mutants, key=lambda one: _place(seed, one)):
         strata.setdefault(mutant.path, []).append(mutant)

@@ -1,6 +1,6 @@
-"""Mutants before their tests: the suite is collected once, and each mutant is tried in a fork of that process.
+"""Worker that tries mutants: it collects the suite once, and tries each mutant in a fork of that process.
 
-The tests see the cases of a profile, the same ones each time, without shrinking. A test that uses too much processor
+The tests use the examples of a profile, with a fixed seed and without shrinking. A test that uses too much processor
 time is stopped.
 """
 
@@ -22,40 +22,40 @@ from typing import Any
 import pytest
 
 MEMORY = 16 << 30  # bytes of address space
-PAUSE, IDLE = 0.2, 60.0  # seconds between looks at a fork, and without any processor time before it counts as hung
-AFTER_AN_ERROR = 60  # tests that may still find an assertion to fail
-# Processor seconds that a test may use: several times what the longest needs unmutated.
+PAUSE, IDLE = 0.2, 60.0  # seconds between polls of a fork, and without processor time until it counts as hung
+AFTER_AN_ERROR = 60  # after so many errors without a failed assertion, the trial ends
+# Processor seconds that a test may use: several times the seconds of the longest test without a mutant.
 LIMITS = {"dev": 30.0, "ci": 90.0}
-WHOLE = 20.0  # times as long for all tests together
+WHOLE = 20.0  # limit of all tests together, as a multiple of the limit of one test
 CHECKED = "--jaxtyping-packages=reference,beartype.beartype"
 
 
 class NotJudged(RuntimeError):
-    """The suite could not be run: then no verdict means anything."""
+    """Error if the suite could not be run. Then no verdict is valid."""
 
 
 @dataclass
 class Verdict:
-    """What the tests found, the first assertion that failed before any other error."""
+    """Result of the tests: the first failed assertion, or the first other error if no assertion failed."""
 
     outcome: str = "survived"
     test: str = ""
     raised: str = ""
     any_backend: bool = False
     ran: int = 0
-    seconds: float = 0.0  # of the processor
+    seconds: float = 0.0  # processor time
 
 
 @dataclass
 class Suite:
-    """The collected tests. No test kills that has not passed on the unmutated code, under the same profile."""
+    """Collected tests. A test that fails on the unmutated code under the same profile does not kill mutants."""
 
     items: list[pytest.Item]
     limit: float
     sound: dict[str, bool] = field(default_factory=dict)
 
     def judge(self, accepts: Callable[[pytest.Item], bool], patch: Callable[[], None]) -> Verdict:
-        """Return the verdict of the accepted tests on a mutant, which `patch` puts into the fork."""
+        """Return the verdict of the accepted tests on the mutant that `patch` puts into the fork."""
         while True:
             tests = [item for item in self.items if accepts(item) and self.sound.get(item.nodeid, True)]
             verdict = self._tried(tests, patch)
@@ -63,7 +63,7 @@ class Suite:
                 return verdict
 
     def _passes(self, test: str) -> bool:
-        """Whether a test passes where nothing is mutated."""
+        """Return True if a test passes without a mutant."""
         if test not in self.sound:
             alone = [item for item in self.items if item.nodeid == test]
             self.sound[test] = self._tried(alone, lambda: None).outcome == "survived"
@@ -85,7 +85,7 @@ def collected(
     """Call `work` with the tests of some files, in a process that has collected them.
 
     Raises:
-        NotJudged: if they cannot be collected, or `work` fails.
+        NotJudged: if the tests cannot be collected, or if `work` fails.
     """
     process = multiprocessing.get_context("fork").Process(
         target=_collect, args=(root, files, backend, profile, work, options),
@@ -99,7 +99,7 @@ def collected(
 def _collect(
     root: Path, files: Sequence[str], backend: str, profile: str, work: Callable[[Suite], None], options: Sequence[str],
 ) -> None:
-    # Entry points of other packages take longer to load than most trials last.
+    # Loading the entry points of other packages takes longer than most trials.
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     if CHECKED in options:
         options = ["-p", "jaxtyping._pytest_plugin", *options]
@@ -107,7 +107,7 @@ def _collect(
         code = pytest.main(
             ["-o", "addopts=", "-p", "conformance.plugin", "-p", "no:cacheprovider", "-s", "--rootdir",
              os.fspath(root), "--strict-markers", "--assert=plain", "--tb=native",
-             # Hypothesis is imported before pytest is configured.
+             # Without the filter pytest warns, because Hypothesis is imported before pytest is configured.
              "-W", "ignore::pytest.PytestAssertRewriteWarning", "--kvspec-profile", profile, "--backend", backend,
              *options, *(os.fspath(root / name) for name in files)],
             plugins=[_Court(work, LIMITS[profile])],
@@ -119,7 +119,7 @@ def _collect(
 
 
 class _Court:
-    """Gives the collected tests to `work` in place of running them."""
+    """Pytest plugin that passes the collected tests to `work` instead of running them."""
 
     def __init__(self, work: Callable[[Suite], None], limit: float) -> None:
         self.work, self.limit = work, limit
@@ -145,7 +145,7 @@ class _Court:
 
 
 class _Jury:
-    """Stops at the first assertion that fails."""
+    """Pytest plugin that stops at the first failed assertion."""
 
     def __init__(self, verdict: Verdict, seconds: float) -> None:
         self.verdict, self.seconds, self.errors = verdict, seconds, 0
@@ -153,7 +153,7 @@ class _Jury:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
         def too_long(*_: object) -> None:
-            # At once: what loops may do so in a thread that nothing else stops.
+            # End the process at once: an endless loop may run in a thread that nothing else stops.
             _answer(Verdict("timeout", item.nodeid, ran=self.verdict.ran, seconds=self.seconds))
 
         signal.signal(signal.SIGPROF, too_long)
@@ -168,7 +168,7 @@ class _Jury:
             self.verdict.ran += 1
         if call.excinfo is None or call.excinfo.errisinstance(pytest.skip.Exception):
             return
-        # Where nothing was raised, pytest.raises fails with pytest.fail.Exception: an assertion too.
+        # pytest.raises fails with pytest.fail.Exception if nothing was raised. This counts as an assertion.
         asserted = call.excinfo.errisinstance((AssertionError, pytest.fail.Exception))
         self.errors += 1
         if asserted or self.verdict.outcome == "survived":
@@ -200,13 +200,17 @@ def file_of(item: pytest.Item) -> str:
 
 
 def judges_any_backend(item: pytest.Item) -> bool:
-    """Whether the test runs for a backend other than the reference."""
+    """Return True if the test also runs for backends other than the reference."""
     fixtures = set(getattr(item, "fixturenames", ()))
     return "judged" in fixtures and "reference_items" not in fixtures
 
 
 def _in_a_fork(work: Callable[[], Any], seconds: float) -> Any:
-    """The result of `work` in a process of its own; TimeoutError past so many seconds of the processor."""
+    """Return the result of `work` in a separate process.
+
+    Raises:
+        TimeoutError: if the process uses more than this number of processor seconds, or hangs.
+    """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(work, theirs, seconds))
@@ -225,7 +229,10 @@ def _in_a_fork(work: Callable[[], Any], seconds: float) -> Any:
 
 
 def _received(ours: Connection, pid: int) -> Any:
-    """What the fork sends. On a busy machine it may take long over few seconds; one that does nothing never ends."""
+    """Return the answer of the fork, or raise TimeoutError if the fork uses no processor time for `IDLE` seconds.
+
+    The limit is not wall time, because on a busy machine a few processor seconds may take long.
+    """
     used, idle = -1.0, 0
     while not ours.poll(PAUSE):
         now = _processor_seconds(pid)
@@ -239,11 +246,11 @@ def _processor_seconds(pid: int) -> float:
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     except OSError:
-        return perf_counter()  # no such file system: only the limit on processor time holds
+        return perf_counter()  # without /proc a hang is not detected, so only the limit on processor time applies
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-_pipe: list[Connection] = []  # of a fork: where its answer goes
+_pipe: list[Connection] = []  # in a fork: the connection for its answer
 
 
 def _send(work: Callable[[], Any], to: Connection, seconds: float) -> None:

@@ -1,6 +1,7 @@
-"""The mutants that are written down: rows of `rows/*.toml`, one for each reading that the specification rejects.
+"""Written mutants: rows of `rows/*.toml`, one for each reading that the specification rejects.
 
-Then trying them: which tests judge each, which have changed since the last accepted run, and the page.
+The module also selects the tests of each mutant, finds the mutants that have changed since the last accepted run, and
+writes the paragraph of docs/results.
 """
 
 import ast
@@ -36,14 +37,14 @@ EDITS = ("find", "start", "body")
 
 @dataclass(frozen=True)
 class WrittenMutant:
-    """The reference with one item wrong.
+    """Mutant of the reference with an error in one item.
 
     Attributes:
         name: The item and the row's name, in capitals.
         item: The item whose tests must fail.
         why: The rejected reading, one sentence.
-        edit: What is wrong.
-        beyond: The size up to which it does as the reference does; "" if it has none.
+        edit: The error, as an edit of one function.
+        beyond: The size up to which the mutant equals the reference. "" if there is no such size.
     """
 
     name: str
@@ -53,7 +54,10 @@ class WrittenMutant:
     beyond: str = ""
 
     def digest(self, lock: Mapping[str, str]) -> str:
-        """Hash of the edited function, without its docstring, and its item's accepted text: a verdict holds for one."""
+        """Return a hash of the edited function without docstring, and of the accepted text of the item.
+
+        A verdict is valid for one digest.
+        """
         text = textwrap.dedent(self.edit.function())
         (function,) = ast.parse(text).body
         assert isinstance(function, ast.FunctionDef)
@@ -66,7 +70,7 @@ def read_rows(path: Path) -> list[WrittenMutant]:
     """Read the mutants of one file.
 
     Raises:
-        SpecError: if a row has unknown fields, or none of `find`, `start` and `body`, or several.
+        SpecError: if a row has unknown fields, or does not have exactly one of `find`, `start` and `body`.
     """
     known = {"name", "item", "why", "beyond", *(field.name for field in fields(Edit))}
     found = []
@@ -81,7 +85,7 @@ def read_rows(path: Path) -> list[WrittenMutant]:
     return found
 
 
-# Of an argument `a`, along an axis, beyond N: what is wrong, and the statements that make it so.
+# Errors in an argument `a` above size N along an axis: the description, and the statements that make the error.
 KINDS = {
     "first": ("only the first {N} entries of {a} along axis {axis} are read", "{a} = {a}[{before}:{N}]"),
     "zero": (
@@ -105,7 +109,7 @@ KINDS = {
         "import dataclasses\nparameters = dataclasses.replace(parameters, {a}=min(parameters.{a}, {N}))",
     ),
 }
-# Of a result: the whole body.
+# Errors in a result: the description, and the body of the function.
 RESULTS = {
     "skipped": (
         "results beyond {N} along axis {axis} are {a}",
@@ -151,7 +155,7 @@ def _mutant(item: str, of: str, kind: str, argument: str, axis: int, N: int) -> 
 _WRITTEN = [mutant for path in sorted(ROWS.glob("*.toml")) for mutant in read_rows(path)]
 MUTANTS: dict[str, WrittenMutant] = {mutant.name: mutant for mutant in [*_WRITTEN, *sized_mutants()]}
 
-# Whose tests are not about the reference, or are about this package.
+# Folders whose tests do not test the reference, or that test this package.
 OTHERS = (
     "conformance/measure", "conformance/own/conformance", "conformance/own/accelerated/triton",
     "conformance/cache_suite", "conformance/policy_suite",
@@ -160,19 +164,19 @@ MODELS = "conformance/own/models_integration/session"
 
 
 def judging_files() -> list[str]:
-    """Return the test modules that may judge a mutant of the reference."""
+    """Return the test modules that may detect a mutant of the reference."""
     paths = (path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "conformance").rglob("test_*.py")))
     return [path for path in paths if not path.startswith(OTHERS)]
 
 
 def digests() -> dict[str, str]:
-    """Return the digest of each mutant, under the accepted texts of the items."""
+    """Return the digests of all mutants, computed with the accepted texts of the items."""
     lock = read_lock((ROOT / LOCK).read_text(encoding="ascii"))
     return {name: mutant.digest(lock) for name, mutant in MUTANTS.items()}
 
 
 def changed() -> list[WrittenMutant]:
-    """Return the mutants whose edited function or item is not that of the last accepted run."""
+    """Return the mutants whose edited function or item has changed since the last accepted run."""
     accepted = _accepted()
     return [MUTANTS[name] for name, digest in digests().items() if accepted.get(name, ("",))[0] != digest]
 
@@ -183,7 +187,7 @@ def _accepted() -> dict[str, tuple[str, str]]:
 
 
 def accept(verdicts: Mapping[str, Result]) -> None:
-    """Write which test killed each mutant; those without a verdict stay as they were."""
+    """Write the test that killed each mutant to killed.lock. Entries of mutants without a verdict stay unchanged."""
     found = {name: line for name, line in _accepted().items() if name in MUTANTS}
     found |= {name: (one.digest, one.test) for name, one in verdicts.items() if one.outcome == "assertion"}
     lines = (f"{name} {digest} {test}\n" for name, (digest, test) in sorted(found.items()))
@@ -191,7 +195,7 @@ def accept(verdicts: Mapping[str, Result]) -> None:
 
 
 def trials(mutants: Iterable[WrittenMutant]) -> list[Trial]:
-    """Return what is tried of each mutant: any test of its item, by any backend's tests first."""
+    """Return a trial for each mutant: all tests of its item, beginning with the tests that run for any backend."""
     digest = digests()
     return [
         Trial(
@@ -211,7 +215,10 @@ def _put(edit: Edit) -> None:
 
 
 def _rank(by_size: bool, item: pytest.Item) -> tuple[bool, bool, bool, bool]:
-    """Models last; of a mutant by size the scale lane first, its long prompts after the others."""
+    """Return the sort key of a test: tests of models last.
+
+    For a mutant that differs above a size, the tests of large sizes come first, and of these the long prompts last.
+    """
     file = file_of(item)
     return (
         file.startswith(MODELS), ("/test_scale_" in file) != by_size, file.endswith("test_scale_prefill.py"),
@@ -220,13 +227,13 @@ def _rank(by_size: bool, item: pytest.Item) -> tuple[bool, bool, bool, bool]:
 
 
 def verdict_line(result: Result) -> str:
-    """Return why a mutant is not killed: by no assertion of its item."""
+    """Return a line for a mutant that no assertion of its item kills."""
     mutant = MUTANTS[result.key]
     return f"{result.key}: {result.outcome} {result.raised}\n    {mutant.edit.of}: {mutant.why}"
 
 
 def page(verdicts: Sequence[Result], seconds: float) -> str:
-    """Return the figures of a run of all, as a paragraph of docs/results."""
+    """Return the figures of a complete run, as a paragraph of docs/results."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("numpy", "hypothesis", "pytest"))
     killed = [one for one in verdicts if one.outcome == "assertion"]
     by_any = sum(one.any_backend for one in killed)

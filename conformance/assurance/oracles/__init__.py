@@ -1,1 +1,1 @@
-"""What injection and statistics must give, in plain Python."""
+"""Oracles in plain Python for injection and statistics."""

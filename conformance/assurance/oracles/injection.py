@@ -1,4 +1,4 @@
-"""Injection by brute force: rotations as complex numbers, codecs and wrappers item by item."""
+"""Oracles of injection by brute force: rotations as complex numbers, codecs and wrappers item by item."""
 
 import cmath
 import math
@@ -18,7 +18,10 @@ def rebase_angles(n: int, start: int, archived: Sequence[float], live: Sequence[
 
 
 def turned(x: Sequence[float], angles: Sequence[float], interleaved: bool) -> list[float]:
-    """One token of one head: each pair of channels is a complex number, times a number on the unit circle."""
+    """Return one token of one head after rotation.
+
+    Each pair of channels is a complex number, which is multiplied by a number on the unit circle.
+    """
     found = list(x)
     for i, angle in enumerate(angles):
         a, b = (2 * i, 2 * i + 1) if interleaved else (i, len(angles) + i)
@@ -32,19 +35,22 @@ def moved(x: Sequence[Matrix], angles: Matrix, interleaved: bool) -> list[list[l
 
 
 def scale_of(values: Sequence[float], bits: int) -> float:
-    """Before rounding to float32."""
+    """Return the scale before it is rounded to float32."""
     largest = max((abs(value) for value in values), default=0.0)
     return max(largest / int(2 ** (bits - 1) - 1), 2.0**-126)
 
 
 def code(value: float, step: float, bits: int) -> int:
-    """The integer nearest to the quotient, as float64 has it; ties to even by exact arithmetic."""
+    """Return the integer nearest to the float64 quotient. Ties go to the even integer, by exact arithmetic."""
     highest = int(2 ** (bits - 1) - 1)
     return max(-highest, min(highest, round(Fraction(value / step))))
 
 
 def quantised_region(half: str, first: int, last: int, layers: int, n: int) -> list[list[int]]:
-    """Layers and tokens, counted one by one, as first and one past the last; an empty run starts where it would."""
+    """Return the layers and tokens, counted one by one, as the first and one past the last.
+
+    An empty range of tokens begins where a longer one would begin.
+    """
     chosen = [layer for layer in range(layers) if half == "all" or (2 * layer + 1 < layers) == (half == "lower")]
     low = min(first, n)
     tokens = [token for token in range(n) if token >= first and token < n - last]
@@ -55,7 +61,7 @@ def wrapped(
     prefix: Sequence[tuple[bool, str]], chunk: Sequence[int], suffix: Sequence[tuple[bool, str]], hidden: int,
     vocabulary: Mapping[str, Sequence[int]],
 ) -> dict[str, object]:
-    """Parts are (whether it is a marker, text)."""
+    """Return the wrapped chunk. The parts of prefix and suffix are pairs (True for a marker, text)."""
     ids: list[int] = []
     markers = []
     skipped = start = 0
@@ -75,7 +81,7 @@ def wrapped(
 
 
 def cuts(ids: Sequence[int], ends: Sequence[int], size: int) -> list[list[int]]:
-    """Each chunk grows token by token; it ends at the last sentence end that it saw."""
+    """Return the chunks. Each chunk grows token by token, and ends at its last sentence end."""
     found: list[list[int]] = []
     start = 0
     while start < len(ids):
@@ -111,7 +117,10 @@ def fused(rankings: Sequence[Sequence[str]], k: int) -> list[tuple[str, float]]:
 
 
 def placed(n: int, hidden: int, start: int, kept: Sequence[int]) -> tuple[list[int], int]:
-    """The chunk token by token: each visible one takes a place, whether it is stored or not."""
+    """Return the positions of the stored tokens, and the next position.
+
+    Each visible token of the chunk takes a position, even if it is not stored.
+    """
     found, at = [], start
     for token in range(n):
         if token >= hidden:
@@ -125,7 +134,7 @@ def held(
     arm: str, session: Sequence[int], prefix: Sequence[int], raw: Sequence[Sequence[int]],
     wrapped: Sequence[Sequence[int]],
 ) -> dict[str, object]:
-    """Token by token, from what the paper says of each arm."""
+    """Return the tokens of an arm, token by token, as the paper describes the arm."""
     ids = [token for at, token in enumerate(session) if arm != "global_sink" or at < 4]
     if arm == "prefix":
         ids.extend(prefix)
@@ -150,7 +159,7 @@ def first_tokens(start: int, lengths: Sequence[int], k: int) -> list[int]:
 
 
 def most_deviating(spliced: Sequence[Matrix], fresh: Sequence[Matrix], start: int, r: float) -> list[int]:
-    """One after the other: the token that deviates most of those not taken yet."""
+    """Return the tokens that deviate most, one after another among the tokens not taken yet."""
     n = len(spliced[0])
     left = {}
     for token in range(n):
@@ -169,7 +178,7 @@ def most_deviating(spliced: Sequence[Matrix], fresh: Sequence[Matrix], start: in
 
 
 def entropy(weights: Sequence[float]) -> float:
-    """Of one query of one head."""
+    """Return the entropy of one query of one head."""
     return math.fsum(-a * math.log(a) for a in weights if a > 0)
 
 
@@ -184,7 +193,7 @@ def sink_mass(weights: Sequence[float], positions: Sequence[int], sinks: int) ->
 def cosines(
     a: Sequence[float], b: Sequence[float], at: tuple[int, int], theta: Sequence[float], interleaved: bool,
 ) -> tuple[float, float]:
-    """Of one token of one head: as the keys are, and both turned back to position 0."""
+    """Return the cosines of one token of one head: of the given keys, and of both keys rotated back to position 0."""
     back = [turned(x, [-p * value for value in theta], interleaved) for x, p in zip((a, b), at, strict=True)]
     return _cosine(a, b), _cosine(back[0], back[1])
 
@@ -195,7 +204,7 @@ def _cosine(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def bands(depth: int) -> dict[str, list[int]]:
-    """Layer by layer of the paper's 40: a layer of ours belongs to a band from the band's first to its last."""
+    """Return the bands of layers, scaled layer by layer from the paper's 40 layers."""
     found = {}
     for name, (low, high) in {"early": (0, 6), "mid": (10, 16), "upper": (20, 33), "all": (0, 40)}.items():
         first = math.floor(Fraction(low * depth, 40))

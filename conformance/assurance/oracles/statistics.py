@@ -1,4 +1,4 @@
-"""Statistics by enumeration and by bisection."""
+"""Oracles of statistics by enumeration and by bisection."""
 
 import itertools
 import math
@@ -7,7 +7,7 @@ from fractions import Fraction
 
 
 def mcnemar(b: int, c: int) -> Fraction:
-    """Count the sign patterns at least as uneven as the one that was seen, from the distribution by convolution."""
+    """Count the sign patterns at least as uneven as the observed one, from the distribution by convolution."""
     ways = [1]
     for _ in range(b + c):
         ways = [x + y for x, y in zip([*ways, 0], [0, *ways], strict=True)]
@@ -16,7 +16,7 @@ def mcnemar(b: int, c: int) -> Fraction:
 
 
 def wilson(correct: int, n: int, z: float) -> list[float]:
-    """Both ends by bisection of the score test."""
+    """Return both ends of the interval, by bisection of the score test."""
     share = correct / n
 
     def turn(inside: float, outside: float) -> float:
@@ -28,7 +28,7 @@ def wilson(correct: int, n: int, z: float) -> list[float]:
                 outside = middle
         return (inside + outside) / 2
 
-    # The share itself is inside, except where it is 0 or 1: there the near end is the share.
+    # The share is inside the interval, unless it is 0 or 1. Then it is the near end.
     eps = 1e-9
     low = 0.0 if correct == 0 else turn(min(share, 1 - eps), 0.0)
     high = 1.0 if correct == n else turn(max(share, eps), 1.0)
@@ -36,7 +36,7 @@ def wilson(correct: int, n: int, z: float) -> list[float]:
 
 
 def interval(means: Sequence[float], confidence: float) -> list[float]:
-    """Drop the extremes one pair at a time while a pair still fits into what is left out."""
+    """Drop the extremes pair by pair, while a further pair fits into the share that is left out."""
     left = sorted(means)
     share = (1 - Fraction(str(confidence))) / 2
     dropped = 0
@@ -61,7 +61,7 @@ def cluster_bootstrap(
 
 
 def power(n: int, discordance: Fraction, difference: Fraction, alpha: Fraction) -> Fraction:
-    """Every sequence of n pairs, each lost, won or neither; for small n."""
+    """Enumerate every sequence of n pairs, each lost, won or neither. This is feasible only for small n."""
     chance = {-1: (discordance - difference) / 2, 1: (discordance + difference) / 2, 0: 1 - discordance}
     total = Fraction(0)
     for pairs in itertools.product(chance, repeat=n):

@@ -1,9 +1,10 @@
-"""Proofs over the source of every integer-only decision: `python -m conformance.assurance.proofs`, 1 on any surprise.
+"""Proofs about the source of all integer decisions: `python -m conformance.assurance.proofs`.
 
-A function's text is read from its file and executed symbolically (`source.py`), so a lemma speaks of the code that
-ships; then z3 looks for a counterexample, over all integers, and finds none. Beside the lemmas stand false claims,
-which must be refuted: a proof that cannot fail proves nothing. What is trusted: z3 and the translator.
+`source.py` reads a function from its file and executes it symbolically, so a lemma is about the code that ships. Then
+z3 searches for a counterexample over all integers, and finds none. False claims must be refuted, because a proof that
+cannot fail proves nothing. The exit code is 1 on any surprise. z3 and the translator are trusted.
 
-The proofs stop at loops and sorts: an error there goes unnoticed here. `__main__.NOT_READ` lists these parts, each run
-prints them, and a test plants an error in each, which published vectors find. The model in Coq has theorems about them.
+The proofs stop at loops and sorts, so they do not detect an error there. `__main__.NOT_READ` lists these parts, and
+each run prints the list. A test plants an error in each part, and the published vectors detect it. The model in Coq has
+theorems about these parts.
 """

@@ -1,4 +1,4 @@
-"""`python -m conformance.assurance.proofs`: all claims, each with its false twin.
+"""Check all claims, each with a false twin: `python -m conformance.assurance.proofs`.
 
 The twin is the same lemma over a source with one edit, which z3 must refute.
 """
@@ -15,7 +15,7 @@ from conformance.assurance.proofs.source import Claim, Code, decide
 
 
 class Edit(NamedTuple):
-    """`old` becomes `new` in the function at `place`, and the lemma of this name falls."""
+    """Edit of the function at `place` from `old` to `new`, after which the lemma of this name must be refuted."""
 
     lemma: str
     place: str
@@ -29,7 +29,7 @@ EDITS = {part: [Edit(*row) for row in rows] for part, rows in ROWS.items()}
 
 
 def edited_claims() -> Iterator[Claim]:
-    """The lemma of each edit, over the edited source."""
+    """Yield the lemma of each edit, over the edited source."""
     for part, edits in EDITS.items():
         for edit in edits:
             code = Code({edit.place: (edit.old, edit.new)})
@@ -44,23 +44,23 @@ NOT_READ = {
     "reference/crystalcache/trunks.py:merge_sentences": "the pass over sentences",
     "reference/policies/budgets.py:largest_remainder": "the order of remainders, and its ties",
 }
-"""Loops and sorts of integer decisions, which no lemma reads: vectors, properties and the model in Coq judge them."""
+"""Loops and sorts of integer decisions, which no lemma covers. Vectors, properties and the model in Coq check them."""
 
 
 def source_claims(code: Code) -> Iterator[Claim]:
-    """Lemmas and false claims about the project's integer decisions, as `code` has them."""
+    """Yield the lemmas and false claims about the integer decisions in `code`."""
     for part in PARTS.values():
         yield from part.claims(code)
 
 
 def all_claims() -> Iterator[Claim]:
-    """These, over the sources as they are; then each lemma's false twin."""
+    """Yield the claims about the unedited sources, then the false twin of each lemma."""
     yield from source_claims(Code())
     yield from edited_claims()
 
 
 def main() -> int:
-    """Print each verdict; 1 where a lemma is not proved or a false claim is not refuted."""
+    """Print each verdict. Return 1 if a lemma is not proved or a false claim is not refuted."""
     verdicts = []
     for claim in all_claims():
         verdicts.append(decide(claim))

@@ -1,4 +1,4 @@
-"""S6 in integers: Eq. 30 to 33, the loop against its closed forms, nesting and idempotence."""
+"""Claims about stage S6 in integers: Eq. 30 to 33, the loop and its closed forms, nesting and idempotence."""
 
 from collections.abc import Iterator
 
@@ -14,14 +14,14 @@ OVER = "spec/records.py:CrystalRetention.over_budget"
 NUMBA_CLOSED = "accelerated/numba_cpu/dissolution.py:kept_tokens"
 NUMBA_DISSOLVE = "accelerated/numba_cpu/dissolution.py:dissolve"
 
-# The state of Eq. 32's loop: size g of the trunk at hand, cut c that is left of c0, and tokens so far.
+# State of the loop of Eq. 32: size g of the current trunk, the part c of the cut c0 that is left, and tokens so far.
 c, g, c0, N_min = Ints("c g c0 N_min")
 evicted, kept, rest, partial, before = Ints("evicted kept rest partial before")
 slack = largest(0, N_min - 1)
 
 
 def claims(code: Code) -> Iterator[Claim]:
-    """Every claim about S6."""
+    """Yield all claims about S6."""
     yield from loop(code)
     yield from closed_forms(code)
     yield from cuts(code)
@@ -30,7 +30,7 @@ def claims(code: Code) -> Iterator[Claim]:
 
 
 def invariant(c: Term, evicted: Term, kept: Term, rest: Term, partial: Term) -> Term:
-    """What holds before each trunk; `rest` counts the tokens of trunks not visited yet."""
+    """Return the invariant that holds before each trunk. `rest` counts the tokens of the trunks not visited yet."""
     return And(
         rest >= 0, kept >= 0, evicted >= 0, c0 >= 0, N_min >= 0, c + evicted == c0, c >= -slack, c <= rest,
         Implies(c > 0, kept == 0), partial >= 0, partial <= 1, Implies(partial == 1, c == 0),
@@ -38,7 +38,7 @@ def invariant(c: Term, evicted: Term, kept: Term, rest: Term, partial: Term) -> 
 
 
 def step(code: Code, size: Term = g, left: Term = c, least: Term = N_min) -> tuple[Term, Term]:
-    """Kept tokens and the cut that is left after one trunk."""
+    """Return the number of kept tokens, and the cut that is left after one trunk."""
     stays, after = code.returned(STEP, size=size, c=left, N_min=least)
     return stays, after
 
@@ -49,7 +49,7 @@ AT_EXIT = And(NOW, Or(rest == 0, c <= 0))
 
 
 def loop(code: Code) -> Iterator[Claim]:
-    """Eq. 32 by induction over the trunks."""
+    """Yield claims about the loop of Eq. 32, by induction over the trunks."""
     item = "CC-ALLOCATE"
     stays, after = step(code)
     is_partial = And(stays > 0, stays < g)
@@ -92,7 +92,7 @@ def loop(code: Code) -> Iterator[Claim]:
 
 
 def closed_forms(code: Code) -> Iterator[Claim]:
-    """The prefix sum's form of Eq. 32 and 33 gives what the loop gives, again by induction."""
+    """Yield claims that the closed form of Eq. 32 and 33 with a prefix sum equals the loop, by induction."""
     def linked(c: Term, before: Term) -> Term:
         return Or(And(c > 0, c == c0 - before), And(c <= 0, before >= c0))
 
@@ -113,7 +113,7 @@ def closed_forms(code: Code) -> Iterator[Claim]:
 
 
 def cuts(code: Code) -> Iterator[Claim]:
-    """Eq. 31, and what it means for the kept total."""
+    """Yield claims about Eq. 31, and about its effect on the number of kept tokens."""
     item = "CC-CUT"
     T, P, B, over, total = Ints("T_alive B_prot B overshoot kept_total")
     counts = And(T >= 0, P >= 0, B >= 0)
@@ -148,7 +148,7 @@ def cuts(code: Code) -> Iterator[Claim]:
 
 
 def keep_counts(code: Code) -> Iterator[Claim]:
-    """Eq. 33 over rational numbers, and how far rounding may move r |g|."""
+    """Yield claims about Eq. 33 over rational numbers, and about the effect of rounding errors in r |g|."""
     item = "CC-KEEP-COUNT"
     x, r = Real("r_times_size"), Real("r")
     count = code.returned(KEEP_COUNT, {"r * size": x}, size=g, N_min=N_min)
@@ -171,7 +171,7 @@ def keep_counts(code: Code) -> Iterator[Claim]:
 
 
 def budgets_nest(code: Code) -> Iterator[Claim]:
-    """A larger budget never takes a token away."""
+    """Yield claims that a larger budget never evicts a token that a smaller budget keeps."""
     item = "CC-DISSOLVE"
     lower, upper, more = Ints("c0_lower c0_upper N_min_more")
 

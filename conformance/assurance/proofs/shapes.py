@@ -1,6 +1,6 @@
-"""Integers outside the eviction loop: budgets, protection, sentences' windows, the merge's size bound, the split.
+"""Claims about integers outside the eviction loop: budgets, protection, interfaces, the size limit of merges, splits.
 
-Then machine words: integers inside int64, and the packed keys of S1's top-k.
+Further claims are about machine words: integers inside int64, and the packed keys of the top-k of S1.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ n, B, start, stop, end, T_max = Ints("n B start stop end T_max")
 
 
 def claims(code: Code) -> Iterator[Claim]:
-    """Every claim of this module."""
+    """Yield all claims of this module."""
     yield from memory(code)
     yield from budgets(code)
     yield from protection(code)
@@ -46,7 +46,7 @@ def claims(code: Code) -> Iterator[Claim]:
 
 
 def memory(code: Code) -> Iterator[Claim]:
-    """Eq. 1 and 4."""
+    """Yield claims about Eq. 1 and 4."""
     L, H_kv, d, batch, b, more = Ints("L H_kv d batch b more")
 
     def size(tokens: Term) -> Term:
@@ -59,7 +59,7 @@ def memory(code: Code) -> Iterator[Claim]:
 
 
 def budgets(code: Code) -> Iterator[Claim]:
-    """Eq. 30 and the two forms of a budget."""
+    """Yield claims about Eq. 30 and the two forms of a budget."""
     forms, item = "CC-BUDGET-FORMS", "CC-BUDGET"
     beta, larger = Real("beta"), Real("beta_larger")
 
@@ -99,7 +99,7 @@ def budgets(code: Code) -> Iterator[Claim]:
 
 
 def protection(code: Code) -> Iterator[Claim]:
-    """Whole trunks that touch the sink or the window."""
+    """Yield claims that whole trunks are protected if they overlap the sink or the window."""
     item = "CC-PROTECTED"
     sink, recent, i = Ints("N_sink W_recent i")
     given = {"(offsets[:-1], offsets[1:])": (start, stop)}
@@ -118,7 +118,7 @@ def protection(code: Code) -> Iterator[Claim]:
 
 
 def windows(code: Code) -> Iterator[Claim]:
-    """Eq. 16, and numba's loops over it."""
+    """Yield claims about Eq. 16, and about numba's loops over the same tokens."""
     item = "CC-INTERFACE"
     left, right = code.returned(INTERFACE, current=(start, stop), sentence=(stop, end))
     sides = And(start >= 0, start < stop, stop < end)
@@ -135,7 +135,7 @@ def windows(code: Code) -> Iterator[Claim]:
 
 
 def merging(code: Code) -> Iterator[Claim]:
-    """Eq. 19's bound on the size; the strength is any truth value here."""
+    """Yield claims about the size limit of Eq. 19. The strength of the interface is any truth value here."""
     item = "CC-MERGE"
     size, following, i = Ints("size next_size i")
     strength = Bool("strong")
@@ -161,13 +161,13 @@ piece_count = Int("pieces")
 
 
 def splitting(code: Code) -> Iterator[Claim]:
-    """Step 3: as few pieces as fit, as equal as can be."""
+    """Yield claims that step 3 makes as few pieces as fit, of sizes that differ by at most 1."""
     item = "CC-SPLIT"
     larger, smaller = code.returned(SPLIT, size=trunk_size, T_max=T_max)
     pieces = larger.count + smaller.count
     yield Claim(item, "pieces are ceil(size / T_max)",
                 Implies(A_TRUNK, And((pieces - 1) * T_max < trunk_size, trunk_size <= pieces * T_max)))
-    # From here on the number of pieces is any that fits this lemma, or the solver would divide twice.
+    # From here on the number of pieces is a variable that fits this lemma, so that the solver divides only once.
     large, small = code.returned(SPLIT, {"-(-size // T_max)": piece_count}, size=trunk_size)
     few = And(A_TRUNK, piece_count >= 1, (piece_count - 1) * T_max < trunk_size, trunk_size <= piece_count * T_max)
     yield Claim(item, "larger pieces come first and hold one token more",
@@ -187,7 +187,7 @@ def splitting(code: Code) -> Iterator[Claim]:
 
 
 def splitting_elsewhere(code: Code) -> Iterator[Claim]:
-    """numba's pieces."""
+    """Yield claims about the pieces that numba makes."""
     item = "CC-SPLIT"
     piece = Int("piece")
     larger, smaller = code.returned(SPLIT, {"-(-size // T_max)": piece_count}, size=trunk_size)
@@ -201,12 +201,12 @@ def splitting_elsewhere(code: Code) -> Iterator[Claim]:
 
 
 def inside_int64(made: Sequence[Term]) -> Term:
-    """No value that arithmetic made leaves int64."""
+    """Return the claim that no value that arithmetic produced leaves int64."""
     return And(*(And(x >= -LONG, x < LONG) for x in made))
 
 
 def closed_forms(code: Code) -> Iterator[Claim]:
-    """S6 in int64, for any prompt that memory could hold."""
+    """Yield claims about S6 in int64, for any prompt that fits in memory."""
     size, before, c_0, N_min = Ints("size before c0 N_min")
     made = code.reading(NUMBA_CLOSED, size=size, before=before, c_0=c_0, N_min=N_min).made
     tokens = And(size >= 1, before >= 0, c_0 >= 0, N_min >= 0, N_min < LONG, c_0 < LONG)
@@ -217,7 +217,7 @@ def closed_forms(code: Code) -> Iterator[Claim]:
 
 
 def splits(code: Code) -> Iterator[Claim]:
-    """Step 3 in int64."""
+    """Yield claims about step 3 in int64."""
     size, T_max = Ints("size T_max")
     made: list[Term] = []
     code.part(NUMBA_SPLIT, "pieces =", "small, larger =", made=made, size=size, T_max=T_max)
@@ -229,7 +229,7 @@ def splits(code: Code) -> Iterator[Claim]:
 
 
 def narrow_words(code: Code) -> Iterator[Claim]:
-    """What 32-bit words would need; today's code keeps int64."""
+    """Yield claims about 32-bit words. The current code uses int64."""
     wide = [BitVec(name, 64) for name in ("size", "before", "c0", "N_min")]
     narrow = [Extract(31, 0, word) for word in wide]
     top = BitVecVal(INDEX - 1, 64)
@@ -247,14 +247,17 @@ def narrow_words(code: Code) -> Iterator[Claim]:
 
 
 def packed_keys(code: Code) -> Iterator[Claim]:
-    """S1's top-k on the GPU: one int64 orders by weight, then by lower index; both come back out of it."""
+    """Yield claims about the top-k of S1 on the GPU.
+
+    One int64 orders by weight, then by lower index. Weight and index can be read from it.
+    """
     def packed(weight: Term, index: Term) -> Term:
         bits = {"weight.to(tl.int32, bitcast=True)": weight}
         return code.returned(PACKED, bits, index=index)
 
     a, b, i, j = (BitVec(name, 32) for name in ("weight_a", "weight_b", "index_i", "index_j"))
     indices = And(i >= 0, j >= 0)
-    positive = And(a >= 0, b >= 0)  # the bits of floats that are not negative, which order as the floats do
+    positive = And(a >= 0, b >= 0)  # bits of nonnegative floats have the same order as the floats
     first = Or(a > b, And(a == b, i < j))
     above = packed(a, i) > packed(b, j)
     found = {"found": z3.BoolVal(True)}

@@ -1,7 +1,13 @@
-"""Integer Python as z3 terms, from the source of functions or of their parts; and claims about them, which z3 decides.
+"""Translation of integer Python to z3 terms, from the source of functions or their parts, and claims that z3 decides.
 
-Understood: `if`, `return`, assignments to names, `assert`, min, max, divmod, range, round, math.ceil, `where`,
-comparisons, and/or/not, + - * // %, bit operations on words, and lists of repeated values. Anything else is refused.
+The translator supports:
+
+- `if`, `return`, `assert`, and assignments to names;
+- min, max, divmod, range, round, math.ceil and `where`;
+- comparisons, and/or/not, + - * // %, and bit operations on words;
+- lists of repeated values.
+
+It raises `NotUnderstood` for anything else.
 """
 
 import ast
@@ -20,12 +26,12 @@ Term: TypeAlias = Any
 
 
 class NotUnderstood(TypeError):
-    """Source outside the subset, or a given expression that does not occur in it."""
+    """Error for source outside the supported subset, or for a given expression that does not occur in the source."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A list of `count` times `value`."""
+    """List of `count` entries with the same `value`."""
 
     value: Term
     count: Term
@@ -33,12 +39,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Code:
-    """The project's sources. `edits` maps `file:function` to a replacement of text: a proof must notice it."""
+    """Sources of the project. `edits` maps `file:function` to a replacement of text, which a proof must detect."""
 
     edits: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     def function(self, place: str) -> tuple[ast.FunctionDef, dict[str, Term]]:
-        """The function (or Class.method) at `package/module.py:name`, and the integer globals of its module."""
+        """Return the function (or Class.method) at `package/module.py:name`, and the integer globals of its module."""
         file, _, name = place.partition(":")
         scope = _statements(file)
         constants = _integer_constants(scope)
@@ -64,11 +70,11 @@ class Code:
         return edited
 
     def returned(self, place: str, given: Mapping[str, Term] | None = None, **arguments: Term) -> Term:
-        """What the function returns for these arguments."""
+        """Return the result of the function for these arguments."""
         return self.reading(place, given, **arguments).result
 
     def reading(self, place: str, given: Mapping[str, Term] | None = None, **arguments: Term) -> "Reading":
-        """The function executed for these arguments; `given` names values of expressions outside the subset."""
+        """Execute the function for these arguments. `given` contains values of expressions outside the subset."""
         node, constants = self.function(place)
         reading = Reading({**constants, **arguments}, dict(given or {}))
         reading.result = reading.block(node.body, reading.names)
@@ -79,9 +85,9 @@ class Code:
         self, place: str, *heads: str, given: Mapping[str, Term] | None = None, made: list[Term] | None = None,
         **names: Term,
     ) -> Term:
-        """The value of the last of `heads`, each like "c =", "start +=", "for a" or "store X", in this order.
+        """Return the value of the last of `heads`, each like "c =", "start +=", "for a" or "store X", in this order.
 
-        `made` receives every integer that arithmetic makes.
+        Each integer that arithmetic produces is appended to `made`.
         """
         node, constants = self.function(place)
         reading = Reading({**constants, **names}, dict(given or {}))
@@ -101,7 +107,7 @@ def _statements(file: str) -> Sequence[ast.stmt]:
 
 
 def _integer_constants(body: Sequence[ast.stmt]) -> dict[str, Term]:
-    """NAME = 5, NAME: T = constexpr(5) and the like, at the top of a module."""
+    """Return the integer constants at the top of a module, such as NAME = 5 and NAME: T = constexpr(5)."""
     found = {}
     for node in body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
@@ -137,7 +143,7 @@ def _bound(names: Sequence[str], value: Term) -> dict[str, Term]:
 
 
 class Reading:
-    """One symbolic execution: the result, and every integer that arithmetic made on the way."""
+    """Symbolic execution: the result, and all integers that arithmetic produced."""
 
     def __init__(self, names: dict[str, Term], given: dict[str, Term]) -> None:
         self.names = names
@@ -147,12 +153,12 @@ class Reading:
         self.result: Term = None
 
     def finish(self, place: str) -> None:
-        """Refuse a given expression that the source does not hold: the source must have changed."""
+        """Raise `NotUnderstood` if the source lacks a given expression, because the source must have changed."""
         if unused := self.given.keys() - self.used:
             raise NotUnderstood(f"{place} does not hold {', '.join(sorted(unused))}")
 
     def block(self, statements: Sequence[ast.stmt], names: dict[str, Term]) -> Term:
-        """The value that the statements return."""
+        """Return the value that the statements return."""
         if not statements:
             raise NotUnderstood("a path returns nothing")
         head, *rest = statements
@@ -178,7 +184,7 @@ class Reading:
         raise NotUnderstood(ast.unparse(head))
 
     def value(self, e: ast.expr, names: dict[str, Term]) -> Term:
-        """The term of an expression."""
+        """Return the term of an expression."""
         text = ast.unparse(e)
         if text in self.given:
             self.used.add(text)
@@ -244,24 +250,24 @@ def _last_name(called: ast.expr) -> str:
 
 
 def choose(test: Term, then: Term, other: Term) -> Term:
-    """`then` where the test holds, else `other`; element by element for tuples."""
+    """Return `then` if the test holds, else `other`. Tuples are chosen element by element."""
     if isinstance(then, tuple):
         return tuple(z3.If(test, a, b) for a, b in zip(then, other, strict=True))
     return z3.If(test, then, other)
 
 
 def floor_divide(a: Term, b: Term) -> Term:
-    """Python's //; z3 rounds towards the floor for positive divisors alone."""
+    """Return the result of Python's //. z3 rounds towards the floor only for positive divisors."""
     return z3.If(b > 0, a / b, (-a) / (-b))
 
 
 def modulo(a: Term, b: Term) -> Term:
-    """Python's %: the sign of the divisor."""
+    """Return the result of Python's %, which has the sign of the divisor."""
     return z3.If(b > 0, a % b, -((-a) % (-b)))
 
 
 def half_to_even(x: Term) -> Term:
-    """Python's round of a rational number."""
+    """Return the result of Python's round for a rational number."""
     low = z3.ToInt(x)
     above = x - z3.ToReal(low)
     half = z3.RealVal("1/2")
@@ -269,7 +275,7 @@ def half_to_even(x: Term) -> Term:
 
 
 def least(*terms: Term) -> Term:
-    """min of at least two."""
+    """Return the minimum of at least two terms."""
     first, *rest = terms
     for term in rest:
         first = z3.If(term < first, term, first)
@@ -277,7 +283,7 @@ def least(*terms: Term) -> Term:
 
 
 def largest(*terms: Term) -> Term:
-    """max of at least two."""
+    """Return the maximum of at least two terms."""
     first, *rest = terms
     for term in rest:
         first = z3.If(term > first, term, first)
@@ -304,12 +310,12 @@ CALLS: dict[str, Any] = {
 
 OUTCOMES = {"unsat": "proved", "sat": "refuted"}
 TIMEOUT_MS = 20_000
-SMALL = (4, 12, 64)  # a counterexample is easier to read where its numbers are small
+SMALL = (4, 12, 64)  # a counterexample with small numbers is easier to read
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement about the code that implements an item; `true` says what z3 is expected to find."""
+    """Statement about the code that implements an item. `true` is the expected answer of z3."""
 
     item: str
     name: str
@@ -319,7 +325,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came out: "proved", "refuted" or "unknown"."""
+    """Result for a claim: "proved", "refuted" or "unknown"."""
 
     claim: Claim
     outcome: str
@@ -337,7 +343,7 @@ class Verdict:
 
 
 def decide(claim: Claim) -> Verdict:
-    """Look for values for which the claim fails."""
+    """Search for values for which the claim fails."""
     started = time.perf_counter()
     solver = z3.Solver()
     solver.set("timeout", TIMEOUT_MS)
@@ -349,7 +355,7 @@ def decide(claim: Claim) -> Verdict:
 
 
 def _readable_model(solver: z3.Solver) -> str:
-    """The first model in a small box of integers, or else the one at hand."""
+    """Return the first counterexample in a small box of integers, or else the counterexample that z3 found."""
     model = solver.model()
     for limit in SMALL:
         solver.push()

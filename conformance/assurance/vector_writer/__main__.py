@@ -1,6 +1,6 @@
-"""`python -m conformance.assurance.vector_writer`: vectors from their files and the oracles.
+"""Check or write the vectors, from their files and the oracles: `python -m conformance.assurance.vector_writer`.
 
-Drafts are completed, and what is published is computed again. `--package FOLDER` packs the files.
+Drafts are completed, and published tests are computed again. `--package FOLDER` packs the files.
 """
 
 import argparse
@@ -28,8 +28,8 @@ from spec import SPEC_VERSION
 
 WIDTH = 118
 KEPT = ("kept", "continuum", "adaptive", "both")
-"""Results that are kept sets, those of NestedKV's ablations too."""
-BITS = 20  # of the grid of a long result, where a draft names none
+"""Names of results that are kept sets, including those of NestedKV's ablations."""
+BITS = 20  # default grid of a long result
 HEADER = [
     "A float is text: float.hex of an IEEE 754 double, nan, inf or -inf. Every other number is an integer.",
     "An object among inputs or results is compact: spec/vectors/README.md says what it stands for.",
@@ -41,7 +41,7 @@ HEADER = [
 
 
 def numbers(seed: int, *shape: int) -> Json:
-    """Nested lists of multiples of 1/16 in (-2, 2), no two rows alike."""
+    """Return nested lists of multiples of 1/16 in (-2, 2). All rows differ."""
     if len(shape) == 1:
         return [((seed * 37 + at * 11 + (seed + at) ** 2 * 7) % 61 - 30) / 16 for at in range(shape[0])]
     return [numbers(seed * 5 + at + 1, *shape[1:]) for at in range(shape[0])]
@@ -61,7 +61,7 @@ FIRST_TESTS = [
 
 
 def built(stage: str) -> Json:
-    """The file of a stage with what the oracles give for its inputs; drafts become tests."""
+    """Return the file of a stage, with results of the oracles for its inputs. Drafts become tests."""
     stored = files.stored(stage)
     drafts = new_methods() if stage == "policies" else []
     groups = [
@@ -80,7 +80,7 @@ def built(stage: str) -> Json:
 
 
 def notes() -> dict[str, Json]:
-    """What the flags of all files mean."""
+    """Return the meanings of the flags in all files."""
     return {flag: note for stage in files.stages() for flag, note in files.stored(stage)["notes"].items()}
 
 
@@ -89,7 +89,7 @@ def is_draft(test: Json) -> bool:
 
 
 def completed(group: Json, test: Json) -> Json:
-    """A draft or a published test with what its oracle gives now."""
+    """Return a draft or a published test with the current results of its oracle."""
     inputs = decoded(test["inputs"])
     large = is_compact(list(inputs.values()))
     operation = (LARGE_OPERATIONS if large else OPERATIONS)[group["operation"]]
@@ -111,14 +111,17 @@ def completed(group: Json, test: Json) -> Json:
 
 
 def bounds(operation: str, test: Json) -> list[str]:
-    """The results that are not exact."""
+    """Return the names of the results that are not exact."""
     if is_draft(test) and operation in BOUNDED:
         return [name for name in BOUNDED[operation].results if name not in test.get("exact", ())]
     return list(test.get("bounded", ()))
 
 
 def is_summary(group: Json, test: Json, name: str) -> bool:
-    """Whether a result may be one: the kept sets of a policy are lists, unless they were published as a summary."""
+    """Return True if the result may be a summary.
+
+    Kept sets of a policy are lists, unless they were published as a summary.
+    """
     listed = isinstance(test.get("expected", {}).get(name, []), list)
     return not (listed and name in KEPT and group["operation"].startswith(("PO-", "NK-", "TA-")))
 
@@ -128,7 +131,7 @@ def bits_of(test: Json, name: str) -> int:
 
 
 def new_methods() -> list[Json]:
-    """A group of drafts for each method without a vector, at its small constants."""
+    """Return a group of drafts for each method without a vector, at the method's small constants."""
     published = list(files.published())
     shown = {item for _, _, test in published for item in test.get("items", [])}
     tcId = max(test["tcId"] for stage, _, test in published if stage == "policies")
@@ -151,7 +154,7 @@ def first_tests(brute: Brute, first: int) -> list[Json]:
 
 
 def digest_of(groups: Sequence[Json]) -> str:
-    """Of all tests but drafts: it shows whether a published one was changed or removed by hand."""
+    """Return a hash of all tests except drafts. It changes if somebody edits or removes a published test."""
     published = [
         {**group, "tests": tests} for group in groups
         if (tests := [test for test in group["tests"] if not is_draft(test)])
@@ -160,7 +163,7 @@ def digest_of(groups: Sequence[Json]) -> str:
 
 
 def text_of(value: Json, indent: int = 0, column: int = 0) -> str:
-    """JSON in which whatever fits a line, from `column` on, stands in one."""
+    """Return JSON in which each value that fits in a line, from `column` on, is written in one line."""
     flat = json.dumps(value, ensure_ascii=False)
     if not isinstance(value, dict | list) or column + len(flat) <= WIDTH:
         return flat
@@ -177,12 +180,12 @@ def text_of(value: Json, indent: int = 0, column: int = 0) -> str:
 
 
 def tests_of(file: Json) -> dict[int, Json]:
-    """Each test by its tcId."""
+    """Return the tests by tcId."""
     return {test["tcId"]: test for group in file["testGroups"] for test in group["tests"]}
 
 
 def differences(old: Json, new: Json) -> Iterator[str]:
-    """What the oracles do not give of a file's published tests, and whether these are the published ones."""
+    """Yield the differences between published tests and the results of the oracles, and any edit of these tests."""
     if old["digest"] != digest_of(old["testGroups"]):
         yield "a published test was changed or removed: `git diff` shows it; a test never changes, add another tcId"
     now = tests_of(new)
@@ -193,13 +196,13 @@ def differences(old: Json, new: Json) -> Iterator[str]:
 
 
 def repeated(file: Json) -> list[str]:
-    """tcIds of two tests."""
+    """Return a message for each tcId that several tests have."""
     ids = Counter(test["tcId"] for group in file["testGroups"] for test in group["tests"])
     return [f"tcId {tcId}: used {count} times" for tcId, count in ids.items() if count > 1]
 
 
 def found() -> Mapping[str, tuple[Json, list[str]]]:
-    """Of each stage its file as it should be, and what is wrong with the published tests."""
+    """Return for each stage the file as it should be, and the problems of its published tests."""
     new = {stage: built(stage) for stage in files.stages()}
     return {
         stage: (file, [*repeated(file), *differences(files.stored(stage), file)]) for stage, file in new.items()
@@ -207,7 +210,7 @@ def found() -> Mapping[str, tuple[Json, list[str]]]:
 
 
 def written() -> list[str]:
-    """Complete the drafts; what stands in the way, if anything does: then nothing is written."""
+    """Complete the drafts, and return the problems. If there is a problem, no file is written."""
     stages = found()
     problems = [f"{stage}: {problem}" for stage, (_, wrong) in stages.items() for problem in wrong]
     if not problems:
@@ -217,7 +220,7 @@ def written() -> list[str]:
 
 
 def checked() -> list[str]:
-    """How the published files differ from what the oracles give."""
+    """Return the differences between the published files and the results of the oracles."""
     problems = []
     for stage, (new, wrong) in found().items():
         old = files.stored(stage)
@@ -235,11 +238,11 @@ language. Begin with [vectors/README.md](vectors/README.md), and with the reader
 and Python. The pages beside it have the text of each item. The licence is Apache 2.0.
 """
 DATE = (1980, 1, 1, 0, 0, 0)
-"""Of every member, so that equal contents are equal bytes."""
+"""Date of every member, so that equal contents give equal bytes."""
 
 
 def contents() -> Mapping[str, bytes]:
-    """Each member by its path: vectors, schema and readers, the pages that name items, the licence."""
+    """Return the members by path: vectors, schema, readers, pages that name items, and the licence."""
     pages = [*SPEC.glob("*.md"), SPEC / "implementing.json", SPEC / "VERSION"]
     vectors = [path for path in files.HOME.rglob("*") if path.suffix in (".json", ".md", ".py", ".c", ".js")]
     numbers = [files.stored(stage)["numberOfTests"] for stage in files.stages()]
@@ -250,7 +253,7 @@ def contents() -> Mapping[str, bytes]:
 
 
 def packed(folder: Path) -> Path:
-    """Write the zip file, named after the version; equal contents give equal bytes."""
+    """Write the zip file, which is named after the version. Equal contents give equal bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     name = f"kvspec-vectors-{SPEC_VERSION}"
     with zipfile.ZipFile(folder / f"{name}.zip", "w", zipfile.ZIP_DEFLATED) as archive:
@@ -260,7 +263,7 @@ def packed(folder: Path) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check spec/vectors, complete drafts, or pack the files; 1 where something is wrong."""
+    """Check spec/vectors, complete drafts, or pack the files. Return 1 if there is a problem."""
     parser = argparse.ArgumentParser(prog="conformance.assurance.vector_writer", description=__doc__)
     parser.add_argument("--write", action="store_true", help="complete the drafts; a published test never changes")
     parser.add_argument(

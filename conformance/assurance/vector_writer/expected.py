@@ -1,4 +1,4 @@
-"""The operations: what each must give, from the oracles, and the reference's function."""
+"""Operations of the vectors, with the expected results from the oracles, and the function of the reference."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,14 +24,14 @@ NEIGHBOURS = ["index", "weight"]
 
 
 def neighbours(rows: Sequence[Mapping[int, float]], k: int, tau: float) -> Results:
-    """The padded arrays of CC-INTRA and CC-CROSS."""
+    """Return the padded arrays of CC-INTRA and CC-CROSS."""
     chosen = [s1.strongest(row, k, tau) for row in rows]
     index, weight = padded(chosen, k)
     return {"index": index, "weight": weight}
 
 
 def padded(lists: Sequence[Sequence[tuple[int, float]]], k: int) -> tuple[list[list[int]], list[list[float]]]:
-    """Neighbour lists, filled up with -1 and 0."""
+    """Return neighbour lists, padded with -1 and 0."""
     index = [[j for j, _ in row] + [-1] * (k - len(row)) for row in lists]
     weight = [[w for _, w in row] + [0.0] * (k - len(row)) for row in lists]
     return index, weight
@@ -74,7 +74,7 @@ def trunks(i: Json, p: CrystalCacheParameters) -> Results:
 def trunk_weight(i: Json, p: CrystalCacheParameters) -> Results:
     weights, kept = [], []
     for row, (a, b, number, total) in enumerate(i["pairs"]):
-        # The oracle wants the terms: any that sum to the total.
+        # The oracle takes the terms. Any terms with this total give the same weight.
         W = s4.trunk_weight([total] + [0.0] * (number - 1), i["sizes"][a], i["sizes"][b], p.tau_edge)
         if W:
             weights.append(W)
@@ -99,7 +99,7 @@ def alive(i: Json) -> list[int]:
 
 
 def spread(found: Mapping[int, float], m: int) -> list[float]:
-    """NaN where there is no value."""
+    """Return a list of m values, with NaN for missing values."""
     return [found.get(g, NAN) for g in range(m)]
 
 
@@ -112,7 +112,7 @@ def dissolve(i: Json, p: CrystalCacheParameters) -> Results:
 
 
 def share(i: Json) -> Fraction | int:
-    """A budget as s6.effective_budget takes it: the exact share of n that the written form asks for, or a count."""
+    """Return a budget for s6.effective_budget: the exact share of n that the written form asks for, or a count."""
     return s6.tokens(i["budget"], i["n"])
 
 

@@ -1,4 +1,4 @@
-"""What each operation of decode must give, from the oracle."""
+"""Expected results of the decode operations, from the oracle."""
 
 from collections.abc import Callable, Sequence, Set
 
@@ -15,7 +15,7 @@ def key_norms(i: Json, p: CrystalCacheParameters) -> Results:
 
 
 def bare(i: Json) -> Model:
-    """A model of which only the members, their norms and W matter."""
+    """Return a model with only members, norms and W."""
     members = trunk_lists(i["offsets"])
     norms = i.get("inverse_norms", [1.0] * i["offsets"][-1])
     return Model(0, trunks=[Trunk(g[0], g, 1.0, 0.0) for g in members], norm=dict(enumerate(norms)))
@@ -49,7 +49,7 @@ def hebbian(i: Json, p: CrystalCacheParameters) -> Results:
 
 
 def segment_graph(i: Json, p: CrystalCacheParameters) -> Results:
-    """Live tokens anywhere between two bounds are the trunk's; its size is given."""
+    """Return the graph of a segment. Trunks contain all tokens between two bounds, and their sizes are given."""
     m, old = len(i["sizes"]), len(i["indptr"]) - 1
     W = pairs_of(i, numbers(i))
     spans = trunk_lists(i["bounds"])
@@ -69,7 +69,7 @@ def segment_crystallization(i: Json, p: CrystalCacheParameters) -> Results:
 
 
 def changed(change: Callable[[Model, Json, CrystalCacheParameters], object]) -> Callable[..., Results]:
-    """The state of the inputs, changed in place."""
+    """Return a function that changes the state of the inputs in place, and returns the new state."""
     def run(i: Json, p: CrystalCacheParameters) -> Results:
         now = model_of(i)
         change(now, i, p)
@@ -82,13 +82,13 @@ def extend(
     now: Model, E: Sequence[s1.Edge], salience: Sequence[float], ids: Sequence[int], norms: Sequence[float],
     ends: Set[int], p: CrystalCacheParameters,
 ) -> None:
-    """The segment joins; then S5 and S6 with sink and window protected."""
+    """Append the segment, and run S5 and S6 with sink and window protected."""
     decode.add_segment(now, E, salience, ids, norms, ends, p)
     decode.evict(now, decode.in_windows(now, p), p)
 
 
 def start(i: Json, p: CrystalCacheParameters) -> Results:
-    """From the oracle's prefill, whose W is made again from its edges."""
+    """Return the state after the oracle's prefill. W is computed again from the edges of the prefill."""
     n = len(i["token_ids"])
     found = pipeline.prefill(
         i["q"], i["k"], i["token_ids"], set(i["sentence_ends"]), s6.tokens(i["budget"], n), p, i["scaling"], None
@@ -115,7 +115,7 @@ def segment(i: Json, p: CrystalCacheParameters) -> Results:
 
 
 def seen_count(i: Json, p: CrystalCacheParameters) -> Results:
-    """Tokens seen, counted one by one."""
+    """Return the numbers of seen tokens, counted one by one."""
     everything = [token for token, number in zip(i["ids"], i["counts"], strict=True) for _ in range(number)] + i["new"]
     ids = sorted(set(everything))
     return {"ids": ids, "counts": [everything.count(token) for token in ids],

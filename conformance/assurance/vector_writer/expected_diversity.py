@@ -1,4 +1,4 @@
-"""What the operations of diversity.md and triattention.md must give, from the oracles."""
+"""Expected results of the operations in diversity.md and triattention.md, from the oracles."""
 
 import hashlib
 import struct
@@ -26,7 +26,7 @@ def greedy(i: Json) -> Json:
 
 
 def composed(i: Json) -> Json:
-    """Over Knorm, which has a kept set per layer and head."""
+    """Return the kept sets of diversity over Knorm, which has a kept set for each layer and head."""
     rows = [row for k in i["k"] for row in knorm({"k": k})]
     V = signed.signatures(i["v"], i["mode"])
     part, n = len(rows) // len(V), len(rows[0])
@@ -86,7 +86,7 @@ DIRECT = {
     "DV-GREEDY": ("diversity.diverse", "kept"), "DV-SCHEDULE": ("policies.scheduled", "budgets"),
     "TA-STATISTICS": ("triattention.band_statistics", "mean magnitude"),
 }
-"""The reference's function of an item that is called with the inputs by name, and the names of its results."""
+"""Function of the reference that is called with the inputs as keyword arguments, and the names of its results."""
 RESULTS: Mapping[str, Callable[[Any], Json]] = {
     "DV-COSINE": cosines,
     "DV-SIGNATURE": lambda i: {"signatures": signed.signatures(i["values"], i["mode"])},

@@ -1,4 +1,4 @@
-"""What each operation of injection must give, from the oracles."""
+"""Expected results of the injection operations, from the oracles."""
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ from conformance.vectors.files import Json
 
 SYSTEM = [(True, "<|im_start|>"), (False, "system\nYou are a helpful assistant."), (True, "<|im_end|>"), (False, "\n")]
 USER, END = [(True, "<|im_start|>"), (False, "user\n")], [(True, "<|im_end|>")]
-# Prefix, suffix, hidden parts: from Sections 3.5 and 3.6 and Appendix A.
+# Prefix, suffix and number of hidden parts, from Sections 3.5 and 3.6 and Appendix A of the paper.
 FORMS: dict[str, tuple[list[tuple[bool, str]], list[tuple[bool, str]], int]] = {
     "raw": ([], [], 0), "full": (SYSTEM + USER, END, 0), "full_hidden_preamble": (SYSTEM + USER, END, 4),
     "opening": (SYSTEM + USER, [], 0), "closing": ([(False, "user\n")], END, 0), "role": ([(False, "user\n")], [], 0),
@@ -25,13 +25,13 @@ ARMS = {
 
 
 def single(value: float) -> float:
-    """Rounded to float32."""
+    """Return the value rounded to float32."""
     rounded: float = struct.unpack("f", struct.pack("f", value))[0]
     return rounded
 
 
 def scales(i: Json) -> list[list[list[float]]]:
-    """A scale for each group, at the group's place."""
+    """Return a scale for each group, at the place of the group."""
     x, scheme = i["x"], i["scheme"]
     heads, tokens, channels = (range(size) for size in (len(x), len(x[0]), len(x[0][0])))
 
@@ -50,7 +50,7 @@ def scales(i: Json) -> list[list[list[float]]]:
 
 def turned(interleaved: bool) -> Callable[[Json], Json]:
     def run(i: Json) -> Json:
-        still = all(angle == 0 for row in i["angles"] for angle in row)  # i times 0 loses a negative zero
+        still = all(angle == 0 for row in i["angles"] for angle in row)  # complex products lose negative zeros
         return {"turned": i["x"] if still else injection.moved(i["x"], i["angles"], interleaved)}
 
     return run
@@ -98,7 +98,7 @@ ROTATION, SPLICING = "injection.rotation.", "injection.splicing."
 def of(
     oracle: str, results: Callable[[Json], Json], reference: str = "", gives: Sequence[str] = (),
 ) -> Operation:
-    """An operation without parameters."""
+    """Return an operation without parameters."""
     return Operation(oracle, lambda i, p: results(i), (), reference, gives)
 
 

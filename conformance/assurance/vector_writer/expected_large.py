@@ -1,4 +1,4 @@
-"""What the operations must give for large inputs: the oracles of full size where those in plain Python are too slow."""
+"""Expected results for large inputs, from the full-size oracles where those in plain Python are too slow."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,7 @@ from spec.arrays import IntMatrix, Matrix
 from spec.parameters import CrystalCacheParameters
 from spec.records import CoAttention
 
-LONG = 64  # values of a result that is written as it is
+LONG = 64  # maximum number of values in a result that is not shortened
 NEAR_TIE = 2.0**-40
 
 
@@ -102,7 +102,10 @@ LARGE_OPERATIONS = OPERATIONS | {
 
 
 def shortened(value: Any, bits: int | None) -> Json:
-    """A long or bounded result as its summary, the latter on the grid 2^-bits; any other as plain numbers."""
+    """Return a long or bounded result as a summary, and any other result as plain numbers.
+
+    The summary of a bounded result is on the grid 2^-bits.
+    """
     array = np.array(value)
     if bits is None and array.size <= LONG:
         return array.tolist()
@@ -111,7 +114,7 @@ def shortened(value: Any, bits: int | None) -> Json:
 
 
 def made(inputs: Mapping[str, Json]) -> dict[str, Json]:
-    """Shape and digest of each compact input but text, for a reader to compare."""
+    """Return shape and digest of each compact input except text, so that a reader can compare them."""
     arrays = {name: np.array(x) for name, x in expanded(inputs).items() if is_compact(inputs[name])}
     return {
         name: [list(x.shape), digest(words(x.ravel(), None))] for name, x in arrays.items() if x.dtype.kind != "U"
@@ -119,7 +122,10 @@ def made(inputs: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def unsure(values: Any, bits: int) -> int:
-    """How many values lie so near a half step of the grid that a bound may reach across: none may be summarised."""
+    """Return how many values are so near a half step of the grid that the error bound may cross it.
+
+    A result with such a value cannot be summarised.
+    """
     x = np.array(values, dtype=np.float64).ravel()
     x = x[~np.isnan(x)]
     steps = x * 2.0**bits

@@ -1,4 +1,4 @@
-"""What NestedKV's operations must give, from the oracle."""
+"""Expected results of NestedKV's operations, from the oracle."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -42,7 +42,7 @@ def ablations(i: Json) -> Json:
 
 
 DIRECT = {"NK-SCORE": ("nestedkv.anomaly_score", "score"), "NK-TOKENS": ("policies.eviction_budget", "tokens")}
-"""The reference's function of an item that is called with the inputs by name, and the names of its results."""
+"""Function of the reference that is called with the inputs as keyword arguments, and the names of its results."""
 
 RESULTS: Mapping[str, Callable[[Any], Json]] = {
     "NK-UNIT-KEYS": lambda i: {"unit": oracle.unit(i["k"])},

@@ -1,4 +1,4 @@
-"""What the policies' operations must give, from the oracles."""
+"""Expected results of the policies' operations, from the oracles."""
 
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
@@ -27,7 +27,7 @@ def layers(i: Json) -> list[oracle.Layer]:
 
 
 def kept(i: Json, score: Callable[[oracle.Layer], list[oracle.Score]], shares: Shares | None = None) -> Json:
-    """The best tokens of each kept set, at B tokens each or as a layer shares them."""
+    """Return the best tokens of each kept set: B tokens each, or the numbers that `shares` returns for a layer."""
     found = []
     for layer in layers(i):
         rows = score(layer)
@@ -51,7 +51,7 @@ def rehearsal(i: Json) -> Json:
 
 
 def rehearsed(i: Json) -> Json:
-    """Shares of all layers together; with W_o as KVzip+ has it."""
+    """Return the kept sets of KVzip, with shares over all layers. With W_o, the scores are those of KVzip+."""
     rows = []
     for at, k in enumerate(i["k"]):
         sinks, v = i["sinks"][at] if "sinks" in i else None, i["v"][at] if "v" in i else None
@@ -66,7 +66,7 @@ def rehearsed(i: Json) -> Json:
 
 
 def official_pyramid(i: Json) -> Json:
-    """The published arithmetic, layer by layer."""
+    """Return the shares of the official PyramidKV code, layer by layer."""
     base = i["capacity"] - i["W"]
     if i["n"] < i["capacity"] or i["n"] < 2 * base:
         return {"shares": [min(i["n"], i["capacity"])] * i["L"]}
@@ -100,7 +100,7 @@ def observed(i: Json) -> Json:
 
 
 def turned(i: Json) -> Json:
-    """Small keys stay; what is protected is so by its position."""
+    """Return the kept sets after a turn. Small keys are kept, and tokens are protected by position."""
     found = []
     for keys, positions in zip(i["k"], i["positions"], strict=True):
         pinned = [p for p in positions if p < i["sink"] or p >= i["seen"] - i["recent"]]
@@ -110,7 +110,7 @@ def turned(i: Json) -> Json:
 
 
 def read(i: Json) -> Json:
-    """What is live grows by the tokens read; each key's sum by what their queries give it."""
+    """Return the live positions after tokens were read, and the sums with the weights from the new queries."""
     rows, grown = oracle.last_rows({"q": i["q"], "k": i["k"], "scaling": i["scaling"]}, i["tokens"]), []
     G = len(i["q"]) // len(i["k"])
     for g, sums in enumerate(i["sums"]):
@@ -121,7 +121,7 @@ def read(i: Json) -> Json:
 
 
 def of_policy(brute: Brute, i: Json) -> Json:
-    """A policy's, at the constants of the vector."""
+    """Return the kept sets of a policy at the constants of the vector."""
     given, B, constants = from_vector(i)
     return {"kept": brute.kept(given, B, **constants)}
 
@@ -130,7 +130,7 @@ DIRECT = {
     "PO-PYRAMID-OFFICIAL": ("policies.budgets.pyramidkv_official", "shares"),
     "PO-UNIFORM": ("policies.vase.uniform_numbers", "numbers"),
 }
-"""The reference's function of an item that is called with the inputs by name, and the names of its results."""
+"""Function of the reference that is called with the inputs as keyword arguments, and the names of its results."""
 
 RESULTS: Mapping[str, Callable[[Any], Json]] = {
     **{brute.item: partial(of_policy, brute) for brute in reversed(brutes()) if brute.item.startswith("PO-")},

@@ -1,1 +1,1 @@
-"""How fast the stages are, as ratios inside one run: `nox -s lab -- bench`. Not collected with the suite."""
+"""Benchmarks of the stages, as ratios inside one run: `nox -s lab -- bench`. The suite does not collect them."""

@@ -1,10 +1,13 @@
-"""What policies cost beside the bare model: random models of 77 to 111 M parameters, in one process.
+"""Benchmarks of policies against the bare model: random models of 77 to 111 M parameters, in one process.
 
-`python -m pytest conformance/measure/benchmarks/bench_policies.py -p no:xdist -s`. Both sides take turns, and what is
-compared is each round's processor time on one thread: neighbours on the machine then slow both sides of a round alike.
-The median over the rounds counts. Of a step, the decision counts, with what it is shown; all that the step takes more,
-its compaction included, is printed beside it. Of a prefill of another shape than Llama's, what the policy does counts:
-it records, decides and compacts in the forward that it is compared with, so that noise slows both.
+Run `python -m pytest conformance/measure/benchmarks/bench_policies.py -p no:xdist -s`. Both sides run in turn. Each
+round compares their processor time on one thread, so that other programs slow down both sides. The result is the
+median over the rounds.
+
+For a decode step, the test compares the decision, including the preparation of its inputs. The remaining time of the
+step, including its compaction, is printed. For a prefill of models that are not Llamas, the test compares the time in
+which the policy records, decides and compacts. The policy does this inside the compared forward pass, so noise affects
+both.
 """
 
 import time
@@ -29,7 +32,7 @@ from transformers import (
     Qwen3_5TextConfig,
 )
 
-from models_integration import CrystalCache, Published, RetentionPolicy
+from models_integration import CrystalCache, NamedPolicy, RetentionPolicy
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.cache_argument import CACHE
 from models_integration.session.method import SteppingMethod
@@ -61,17 +64,20 @@ SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
 """Shapes of Qwen3.5, gpt-oss and DeepSeek V3 with 91, 106 and 111 million parameters."""
 POLICIES: dict[str, tuple[float, Callable[[], RetentionPolicy]]] = {
     "CrystalCache": (0.05, lambda: CrystalCache(0.5, frozenset(range(3, 1_000, 20)))),
-    "SnapKV": (0.05, lambda: Published("snapkv", 0.5)),
-    "NestedKV": (0.10, lambda: Published("nestedkv", 0.5)),
+    "SnapKV": (0.05, lambda: NamedPolicy("snapkv", 0.5)),
+    "NestedKV": (0.10, lambda: NamedPolicy("nestedkv", 0.5)),
 }
-"""The largest share of a prefill that a policy may add."""
+"""Policies, each with the largest share of a prefill that it may add."""
 
 Models = tuple[LlamaForCausalLM, LlamaForCausalLM]
 
 
 @pytest.fixture(scope="module")
 def models() -> Iterator[Models]:
-    """12 layers, 768 wide, 12 heads on 4 KV heads; and the same weights once more, for the side without a policy."""
+    """Yield two models with the same weights: 12 layers, 768 wide, 12 heads on 4 KV heads.
+
+    The second model is for the side without a policy.
+    """
     threads = torch.get_num_threads()
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -91,14 +97,14 @@ def ids_of(tokens: int) -> Tensor:
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Processor time."""
+    """Return the processor time of a call."""
     began = time.process_time()
     run()
     return time.process_time() - began
 
 
 def timed(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[float]:
-    """The processor time of each call of a method from now on."""
+    """Return a list that receives the processor time of each later call of a method."""
     function, found = getattr(owner, name), list[float]()
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -113,7 +119,10 @@ def timed(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[float
 
 
 def surplus(what: str, rounds: list[tuple[float, float]]) -> float:
-    """What the policy adds, as a part of the bare model's time: the median over rounds, printed with its quartiles."""
+    """Return the time that the policy adds, as a share of the bare model's time.
+
+    The result is the median over the rounds. It is printed with its quartiles.
+    """
     ratios, bare = sorted(ours / bare - 1 for ours, bare in rounds), median(bare for _, bare in rounds)
     print(
         f"\n{what}: {100 * median(ratios):.1f} % (quartiles {100 * ratios[len(ratios) // 4]:.1f} and"
@@ -130,7 +139,7 @@ def test_expected_attention_reads_a_prompt(models: Models) -> None:
         which(input_ids=ids, use_cache=True, logits_to_keep=1)
 
     def read_under_the_policy() -> None:
-        with Published("expected-attention", 0.5)(model):
+        with NamedPolicy("expected-attention", 0.5)(model):
             read(model)
 
     rounds = [(seconds(read_under_the_policy), seconds(lambda: read(bare))) for _ in range(PREFILLS)]
@@ -140,7 +149,7 @@ def test_expected_attention_reads_a_prompt(models: Models) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @torch.no_grad()
 def test_a_prefill_of_a_shape(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a policy does inside a prefill counts; one that refuses the shape is left out."""
+    """A policy adds at most its share to a prefill. Policies that cannot serve the shape are skipped."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     automatic: Any = AutoModelForCausalLM
@@ -181,10 +190,13 @@ def test_a_prefill_of_a_shape(shape: str, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("name", ["tova", "h2o"])
 @torch.no_grad()
 def test_a_step_of_a_policy(models: Models, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The policy's cache stays at its budget; the other is cut back to as many slots before each step."""
+    """A policy adds at most its share to a decode step.
+
+    The policy keeps its cache at the budget. The other cache is cropped to the same number of slots before each step.
+    """
     (model, bare), rounds = models, list[tuple[float, float]]()
     ends, gathers = timed(monkeypatch, SteppingMethod, "after_step"), timed(monkeypatch, RetainedCache, "compact")
-    with Published(name, SLOTS)(model) as run:
+    with NamedPolicy(name, SLOTS)(model) as run:
         model(input_ids=ids_of(SLOTS + 1), use_cache=True, logits_to_keep=1)
         whole = DynamicCache(config=bare.config)
         bare(input_ids=ids_of(SLOTS), **{CACHE: whole}, logits_to_keep=1)

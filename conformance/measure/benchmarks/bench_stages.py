@@ -1,6 +1,6 @@
-"""S1 beside NumPy, eager PyTorch and the floor of its products; S2 to S6, decode, selection and NestedKV's score.
+"""Benchmarks of the stages: S1 against NumPy, eager PyTorch and the floor of its products.
 
-All but S1 run on one core.
+Further benchmarks are of S2 to S6, decode, selection, and NestedKV's score. All except S1 run on one core.
 """
 
 import math
@@ -31,7 +31,7 @@ from spec.records import CoAttention
 SHAPES = [
     (4096, 8, 8, 64, "mixed"), (4096, 8, 2, 64, "peaky"), (4096, 32, 8, 128, "mixed"), (8192, 32, 8, 128, "mixed"),
 ]
-# Of a shape that takes Numba a tenth of a second, and of one that takes a second.
+# Rounds for a shape that takes Numba a tenth of a second, and for one that takes a second.
 MANY, FEW = 25, 4
 
 
@@ -46,7 +46,7 @@ def torch_on_arrays(q: Any, k: Any) -> Any:
 
 
 def floor(q: Any, k: Any) -> None:
-    """What any exact S1 must do once: the causal products, in tiles, and one exponential each."""
+    """Run the minimum work of any exact S1: the causal products in tiles, and one exponential for each."""
     H, n, d = q.shape
     out, tile = np.empty((512, 256), np.float32), np.full((512, 256), -1.0, np.float32)
     a, b = np.ones((512, d), np.float32), np.ones((256, d), np.float32)
@@ -71,7 +71,10 @@ def test_s1(benchmark: Any, engine: str, shape: tuple[int, int, int, int, str]) 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "n{}-H{}_{}-d{}-{}".format(*shape))
 def test_ratios(shape: tuple[int, int, int, int, str]) -> None:
-    """The engines in turn, the best of each: neighbours on the machine then slow all of them alike."""
+    """Numba is faster than the other engines.
+
+    The engines run in turn, and the best time of each counts, so that other programs slow down all of them.
+    """
     q, k = first_layer(*shape)
     best = dict.fromkeys(ENGINES, math.inf)
     for _ in range(MANY if shape[0] * shape[1] <= 4096 * 8 else FEW):
@@ -93,7 +96,7 @@ def test_share_of_the_floor(benchmark: Any, shape: tuple[int, int, int, int, str
 
 
 def test_scratch_memory_at_16K() -> None:
-    """What S1 allocates beside its inputs, at its peak."""
+    """S1 allocates less than 256 MiB besides its inputs."""
     q, k = first_layer(16384, 8, 2, 64, "peaky")
     numba_s1(q[:, :1100], k[:, :1100])
     tracemalloc.start()
@@ -104,7 +107,7 @@ def test_scratch_memory_at_16K() -> None:
     assert 1 < peak < 256
 
 
-# Filled shares of the 8 intra and 4 cross places that give some 4 and 11 edges a token.
+# Filled shares of the 8 intra and 4 cross places that give about 4 and 11 edges for each token.
 DENSITIES = {4: (0.46, 0.1), 11: (0.95, 0.9)}
 
 
@@ -149,7 +152,10 @@ def weights(rng: np.random.Generator) -> TrunkWeights:
 
 
 def state(tail: int) -> DecodeState:
-    """Half of the tokens live, in trunks of 16 of 32; all are active, as key norms that hardly differ make them."""
+    """Return a state in which half of the tokens are live, in trunks of 16 of 32 tokens.
+
+    All trunks are active, because the key norms are almost equal.
+    """
     rng = np.random.default_rng(1)
     live = (np.arange(M)[:, None] * 32 + np.sort(rng.random((M, 32)).argsort(1)[:, :16], 1)).ravel()
     table = LiveTrunks(
@@ -167,7 +173,7 @@ def state(tail: int) -> DecodeState:
 
 
 def step(before: DecodeState) -> Any:
-    """What a forward of one token costs beside the model: its key's norm, and the step."""
+    """Run the work that one token adds to the forward pass: the norm of its key, and the decode step."""
     norm = BACKEND.require_breath().inverse_key_norms(KEY)[0]
     return decode_step(before, 5, float(norm), ENDS, PAPER, BACKEND)
 
@@ -184,7 +190,7 @@ def test_a_breath(benchmark: Any) -> None:
 
 
 N, K, LAMBDA, ROUNDS, AT_LEAST = 4096, 512, 0.5, 5, 15
-# Head dimension, clusters, spread inside a cluster, what the scores are like.
+# Head dimension, clusters, spread inside a cluster, kind of scores.
 INPUTS = [
     (64, 64, 0.3, "random"), (128, 16, 0.3, "random"), (128, 64, 0.3, "random"), (128, 256, 0.3, "random"),
     (128, 64, 0.05, "random"), (128, 64, 0.3, "of clusters"),
@@ -192,7 +198,7 @@ INPUTS = [
 
 
 def clustered(d: int, clusters: int, spread: float, kind: str) -> tuple[Any, Any]:
-    """Scores and signatures; scores are independent, or a cluster's own and a little of each token's."""
+    """Return scores and signatures. The scores are random, or a value of the cluster plus a small random part."""
     rng = np.random.default_rng(1)
     centres, member = rng.standard_normal((clusters, d)), rng.integers(0, clusters, N)
     V = unit_rows(centres[member] + spread * rng.standard_normal((N, d)))
@@ -217,7 +223,10 @@ def lazy(s: Any, V: Any) -> Any:
 
 @pytest.mark.parametrize("given", INPUTS, ids=lambda given: "d{}-{}x{}-{}".format(*given))
 def test_ratio(given: tuple[int, int, float, str]) -> None:
-    """In turn, the best of each: neighbours on the machine then slow both alike."""
+    """The lazy algorithm is at least `AT_LEAST` times as fast as the literal one.
+
+    Both run in turn, and the best time of each counts, so that other programs slow down both.
+    """
     s, V = clustered(*given)
     best: dict[Callable[..., Any], float] = dict.fromkeys((literal, lazy), math.inf)
     assert lazy(s, V).tolist() == literal(s, V).tolist()
@@ -233,7 +242,7 @@ def test_ratio(given: tuple[int, int, float, str]) -> None:
 
 
 def test_no_square_array_is_made() -> None:
-    """What it allocates beside its inputs stays below a thirtieth of the cosines' n x n."""
+    """The allocated memory besides the inputs is less than a thirtieth of the n x n cosines."""
     s, V = clustered(*INPUTS[2])
     lazy(s, V)
     tracemalloc.start()
@@ -248,13 +257,13 @@ NESTEDKV_AT_LEAST = 5.0
 
 
 def keys(n: int) -> Any:
-    """Eight heads of 128 channels around directions of their own."""
+    """Return keys of eight heads with 128 channels, each head around a different direction."""
     rng = np.random.default_rng(1)
     return rng.standard_normal((8, n, 128), np.float32) + rng.standard_normal((8, 1, 128), np.float32)
 
 
 def seconds(name: str, k: Any) -> float:
-    """Processor time of one run: both engines have one thread, and other processes do not count."""
+    """Return the processor time of one run. Both engines have one thread, and other processes do not count."""
     score = resolve(name).require_nestedkv().anomaly_score
     start = time.process_time()
     score(k, NESTEDKV)

@@ -1,4 +1,4 @@
-"""First-layer inputs that the speed of S1 is measured on, and what S1 is compared with: NumPy and eager PyTorch."""
+"""Inputs of a first layer for benchmarks of S1, and S1 in NumPy and in eager PyTorch for comparison."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ ARCHETYPES = ("local", "token", "diffuse", "token", "sink", "local", "token", "d
 
 
 def rotate(x: Floats, base: float = 5e5) -> Floats:
-    """Rotary embedding by position, half-split pairs."""
+    """Return x with rotary embedding by position, with half-split pairs."""
     n, d = x.shape[-2:]
     angle = np.arange(n)[:, None] * base ** (-np.arange(d // 2) / (d // 2))
     cos, sin = np.cos(angle), np.sin(angle)
@@ -22,16 +22,16 @@ def rotate(x: Floats, base: float = 5e5) -> Floats:
 
 
 def zipf_tokens(n: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Ids with a heavy tail, so that some tokens recur all the time and most never."""
+    """Return ids with a heavy tail, so that some tokens recur often and most never."""
     weight = 1.0 / np.arange(1, VOCABULARY + 1) ** 1.05
     return rng.choice(VOCABULARY, size=n, p=weight / weight.sum())
 
 
 def first_layer(n: int, H: int, H_kv: int, d: int, kind: Kind, seed: int = 0) -> tuple[Floats, Floats]:
-    """q (H, n, d) and k (H_kv, n, d) after rotation.
+    """Return q (H, n, d) and k (H_kv, n, d) after rotation.
 
-    "mixed" has heads that look nearby, at the same token, at the first token, and nowhere in particular, as first
-    layers do. "peaky" is Gaussian with logits four times as wide: no tile of keys can be skipped.
+    "mixed" has heads like those of first layers. They attend to nearby tokens, to the same token, to the first token,
+    or evenly. "peaky" is Gaussian with logits four times as wide, so that no tile of keys can be skipped.
     """
     rng = np.random.default_rng(seed)
     if kind == "peaky":
@@ -50,7 +50,7 @@ def _noise(n: int, d: int, rng: np.random.Generator) -> Floats:
 
 
 def direction(archetype: str, tokens: NDArray[np.int64], d: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
-    """What the queries and the keys of one head have in common, scaled so that a match adds about 10 to a logit."""
+    """Return the common part of one head's queries and keys, scaled so that a match adds about 10 to a logit."""
     n, length = len(tokens), np.sqrt(10 * np.sqrt(d))
     if archetype == "diffuse":
         return np.zeros((n, d), np.float32), np.zeros((n, d), np.float32)
@@ -60,7 +60,7 @@ def direction(archetype: str, tokens: NDArray[np.int64], d: int, rng: np.random.
         return rows, rows
     v = rng.standard_normal(d)
     if archetype == "sink":
-        # Only slowly turning channels, so that the first token is seen from everywhere.
+        # Only slowly rotating channels, so that all tokens attend to the first token.
         v[: d // 4] = v[d // 2 : d // 2 + d // 4] = 0
     rows = np.tile((length * v / np.linalg.norm(v)).astype(np.float32), (n, 1))
     keys = rows.copy()
@@ -70,7 +70,7 @@ def direction(archetype: str, tokens: NDArray[np.int64], d: int, rng: np.random.
 
 
 def edges_like(n: int, share: float, k: int, rng: np.random.Generator, reach: int) -> tuple[NDArray[np.int64], Floats]:
-    """Neighbour arrays (n, k) with that share of their places filled, up to `reach` tokens away."""
+    """Return neighbour arrays (n, k) with this share of their places filled, up to `reach` tokens away."""
     offset = rng.integers(-reach, reach + 1, (n, k))
     index = np.arange(n)[:, None] + offset
     good = (rng.random((n, k)) < share) & (offset != 0) & (index >= 0) & (index < n)
@@ -83,7 +83,7 @@ TAU_INTRA, TAU_CROSS = np.float32(0.3), np.float32(0.02)
 
 
 def _best(weights: Floats, k: int, tau: np.float32) -> tuple[NDArray[np.int64], Floats]:
-    """The k largest of each row by partition, sorted; without a rule for ties."""
+    """Return the k largest weights of each row by partition, sorted. Ties are in any order."""
     k = min(k, weights.shape[1])
     index = np.argpartition(weights, -k, axis=1)[:, -k:]
     value = np.take_along_axis(weights, index, axis=1)
@@ -93,7 +93,7 @@ def _best(weights: Floats, k: int, tau: np.float32) -> tuple[NDArray[np.int64], 
 
 
 def numpy_s1(q: Floats, k: Floats) -> list[Any]:
-    """S1 by chunks of 1024 with BLAS products and partitions; buffers are reused in place."""
+    """Run S1 in chunks of 1024 with BLAS products and partitions. Buffers are reused in place."""
     H, n, d = q.shape
     group, found = H // len(k), []
     for c in range(0, n, C):
@@ -114,7 +114,7 @@ def numpy_s1(q: Floats, k: Floats) -> list[Any]:
 
 
 def torch_s1(q: Any, k: Any) -> list[Any]:
-    """The same in eager PyTorch, with topk."""
+    """Run S1 in eager PyTorch, with topk."""
     import torch
 
     H, n, d = q.shape

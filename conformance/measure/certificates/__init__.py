@@ -1,1 +1,1 @@
-"""What others are found to do: defects to report (`upstream`), and certificates."""
+"""Measured behaviour of other libraries: defects to report (`upstream`), and certificates."""

@@ -1,7 +1,7 @@
-"""`python -m conformance.measure.certificates [NAME ...]`: certificates of others, as this environment can make them.
+"""Make certificates of other implementations: `python -m conformance.measure.certificates [NAME ...]`.
 
-`page` writes the table of docs/results/certificates from what lies there. `nox -s lab -- certificates` runs both
-halves.
+The command makes those that this environment can make. `page` writes the table of docs/results/certificates from the
+files there. `nox -s lab -- certificates` runs the command in both environments.
 """
 
 import os
@@ -22,14 +22,14 @@ ENGINE = Path("build", "engine")
 COMPILERS: dict[str, tuple[str, ...]] = {
     "c": ("cc", "-O2", "-std=c99", "engine.c", "-lm"), "cpp": ("g++", "-O2", "-std=c++17", "engine.cpp"),
 }
-"""What compiles each example engine in its folder of docs/examples."""
+"""Commands that compile the example engines, each in its folder of docs/examples."""
 PROGRAMS = {"engine-c": ("c", ENGINE), "engine-cpp": ("cpp", ENGINE.with_name("engine-cpp"))}
-"""Engines that are compiled first: the language, and where the program is written."""
+"""Engines that must be compiled: the language, and the path of the program."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is judged, by which command, and what its verdict does not say by itself."""
+    """Implementation to test: the option of `kvspec verify`, and a note that explains the verdict."""
 
     kind: str
     named: str
@@ -38,7 +38,7 @@ class Subject:
 
     @property
     def folder(self) -> Path:
-        """Where the command is given: modules are found, and their one file is digested, where they lie."""
+        """Folder in which the command runs. Modules are found and their file is hashed there."""
         return ROOT if self.kind == "command" else HERE
 
     @property
@@ -81,7 +81,7 @@ SUBJECTS: dict[str, Subject] = {
 
 
 def _mine(name: str) -> bool:
-    """kvpress has an environment of its own, with an older transformers."""
+    """Return True if this environment can test the subject. kvpress has an environment with an older transformers."""
     return name.startswith("kvpress") == (find_spec("kvpress") is not None)
 
 
@@ -93,10 +93,10 @@ def compile_engine(language: str, program: Path) -> None:
 
 
 def make(name: str) -> None:
-    """Judge one subject; its certificate goes to the page's folder.
+    """Test one subject, and copy its certificate to the folder of the page.
 
     Raises:
-        RuntimeError: where nothing was judged.
+        RuntimeError: if nothing was tested.
     """
     subject, out = SUBJECTS[name], LOGS / name
     if name in PROGRAMS:
@@ -110,7 +110,7 @@ def make(name: str) -> None:
 
 
 def _counts(made: dict[str, Any]) -> str:
-    """Rows by verdict; of an engine's, those of the families that it offers."""
+    """Return the number of rows by verdict. For an engine, only the families that it offers count."""
     verdicts = Counter(row["verdict"] for row in made["items"].values() if row["verdict"] != "not offered")
     order = ("pass", "fail", "not served", "not promised", "N/A", "not run")
     return ", ".join(f"{verdicts[one]} {one}" for one in order if verdicts[one])
@@ -125,7 +125,7 @@ def _row(name: str) -> str:
 
 
 def page() -> str:
-    """README.md of the certificates."""
+    """Return the text of README.md of the certificates."""
     rows = [_row(name) for name in SUBJECTS if (OUT / f"{name}.toml").exists()]
     return "\n".join([
         "# Certificates of others", "",
@@ -142,7 +142,7 @@ def page() -> str:
 
 
 def main(names: list[str]) -> int:
-    """Make them, all or the named ones, or the page."""
+    """Make all certificates or the named ones, or write the page."""
     if unknown := sorted(set(names) - {*SUBJECTS, "page"}):
         print(f"no certificate {', '.join(unknown)}: there are {', '.join(SUBJECTS)}", file=sys.stderr)
         return 2

@@ -1,7 +1,7 @@
-"""`python -m conformance.measure.certificates.upstream PACKAGE`: each defect of docs/upstream.md shows, or exit 1.
+"""Check the defects of docs/upstream.md: `python -m conformance.measure.certificates.upstream PACKAGE`.
 
-A section there is an issue ready to be filed: a title, a docstring (Package, Prints, Expected, Change) and a short
-script, which ends in an error as long as the defect is there.
+The exit code is 1 if a defect no longer occurs. A section of the page is an issue that can be filed. It has a title, a
+docstring (Package, Prints, Expected, Change) and a short script, which ends with an error as long as the defect exists.
 """
 
 import re
@@ -19,7 +19,7 @@ _SECTION = re.compile(r'^### ([^\n]+)\n\n```py\n"""\n(.*?)"""\n(.*?)^```$', re.M
 
 @dataclass(frozen=True)
 class Defect:
-    """One section of docs/upstream.md."""
+    """Section of docs/upstream.md."""
 
     title: str
     fields: dict[str, str]
@@ -42,7 +42,7 @@ def _read(title: str, text: str, script: str) -> Defect:
 
 
 def said(defect: Defect) -> str:
-    """Run the script and return the last line of its error, or nothing if it ends without one."""
+    """Run the script, and return the last line of its error, or "" if it ends without an error."""
     command = [sys.executable, "-W", "ignore", "-"]
     done = subprocess.run(command, input=defect.script, capture_output=True, text=True, check=False)
     lines = done.stderr.strip().splitlines()

@@ -1,6 +1,6 @@
-"""One command for a machine with a GPU: `python -m conformance.measure.gpu`, or `nox -s lab -- gpu`.
+"""Checks and measurements on a GPU: `python -m conformance.measure.gpu`, or `nox -s lab -- gpu`.
 
-It proves the kernels compiled on the device, and only then measures them; the figures go to docs/results. It needs
-numpy, torch, triton, numba, threadpoolctl, hypothesis, pytest, jaxtyping and transformers. `--dry-run` walks the same
-path on a CPU.
+The command first tests the compiled kernels on the device, and then measures them. It writes the figures to
+docs/results. It needs numpy, torch, triton, numba, threadpoolctl, hypothesis, pytest, jaxtyping and transformers.
+`--dry-run` runs the same steps on a CPU.
 """

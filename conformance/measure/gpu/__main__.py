@@ -1,4 +1,7 @@
-"""`python -m conformance.measure.gpu`: see the package. Half an hour at most; docs/results/gpu.md has it in parts."""
+"""Run the checks and measurements: `python -m conformance.measure.gpu`. See the package.
+
+A run takes half an hour at most. docs/results/gpu.md explains how to run it in parts.
+"""
 
 import argparse
 import datetime
@@ -22,7 +25,7 @@ NO_DEVICE = (
     "no CUDA device: torch sees none here. Run this on a machine with one; `--dry-run` walks the same path on the CPU,"
     " in Triton's interpreter, with tiny sizes"
 )
-# Seconds that each part may take.
+# Time limit of each part in seconds.
 LIMITS = {
     "ceilings": 20, "conformance": 400, "sessions": 60, "generation": 100, "speed": 150, "profile": 120, "ragged": 40,
     "decoding": 200, "policies": 150, "families": 100, "splices": 60, "batched": 240,
@@ -30,12 +33,12 @@ LIMITS = {
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Return the parsed command line."""
     parser = argparse.ArgumentParser(prog="python -m conformance.measure.gpu", description=__doc__)
-    parser.add_argument("--model", help="a transformers model by path or name; default: random weights, 8B shape")
+    parser.add_argument("--model", help="transformers model, as path or name; default: random weights, 8B shape")
     parser.add_argument("--out", type=Path, help="folder of the page and the JSON; default docs/results")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes, no figures; needs no GPU, and needs --out")
-    parser.add_argument("--parts", default=",".join(LIMITS), help="only these, separated by commas: %(default)s")
+    parser.add_argument("--parts", default=",".join(LIMITS), help="parts to run, comma-separated; default: %(default)s")
     chosen = parser.parse_args(arguments)
     chosen.parts = chosen.parts.split(",")
     unknown = set(chosen.parts) - set(LIMITS)
@@ -47,7 +50,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the parts in their order, and write what was measured, whatever happens."""
+    """Run the parts in order, and write all measurements, even after an error."""
     chosen = parse(arguments)
     missing = [name for name in ("torch", "triton", "numba") if find_spec(name) is None]
     if missing:
@@ -59,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not chosen.dry_run:
             print(NO_DEVICE, file=sys.stderr)
             return 2
-        # Triton reads it when kernels are defined, so before they are imported.
+        # Triton reads the variable when kernels are defined, so it must be set before their import.
         os.environ["TRITON_INTERPRET"] = "1"
     from conformance.measure.gpu.measure import Report
 
@@ -129,7 +132,7 @@ def _parts(report: "Report", chosen: argparse.Namespace) -> dict[str, Callable[[
 
 
 def _of(module: str) -> Any:
-    """Imported when its part runs: where a package of it is missing, the other parts still run."""
+    """Return a module, imported when its part runs. If a package is missing, the other parts still run."""
     return import_module(f"conformance.measure.gpu.{module}")
 
 

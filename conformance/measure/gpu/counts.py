@@ -1,8 +1,10 @@
-"""`python -m conformance.measure.gpu.counts [NAME ...]`: counts of a session under each policy, which need no GPU.
+"""Count bytes and host reads of a session under each policy, without a GPU: `python -m conformance.measure.gpu.counts`.
 
-A random Llama of 12 layers reads a prompt of 2 048 tokens at a budget of 0.3. Printed for each policy: the most bytes
-of keys and values that the cache holds after any layer has stored the prompt, over those of the full cache; the host
-reads of a prompt of 254 tokens and of a decode step, on an emulated device.
+A random Llama of 12 layers reads a prompt of 2 048 tokens at a budget of 0.3. The command prints two figures for each
+policy, or for the named ones:
+
+- the most bytes of keys and values in the cache after any layer has stored the prompt, relative to the full cache;
+- the host reads of a prompt of 254 tokens and of a decode step, on an emulated device.
 """
 
 import sys
@@ -31,7 +33,7 @@ from spec.backend import resolve
 
 
 class _Hook(_DummyPrivateUse1Hook):
-    """torch.accelerator finds no such device: what runs beside goes on as before."""
+    """Hook that hides the emulated device from torch.accelerator, so that other code is not affected."""
 
     def is_available(self) -> bool:
         return False
@@ -54,7 +56,7 @@ _READS = {
         "unique_consecutive",
     )
 } | {aten.repeat_interleave.Tensor}
-"""Operators whose result, or the shape of whose result, the host waits for."""
+"""Operators for which the host waits, because it needs the result or the shape of the result."""
 _SCALARS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
 _COPIES = {aten._to_copy.default, aten.copy_.default}
 _INDEXED = {aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default}
@@ -65,7 +67,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class DeviceTensor(Tensor):
-    """A tensor on the device; `held` has its values."""
+    """Tensor on the emulated device. `held` contains its values."""
 
     held: Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -87,16 +89,19 @@ class DeviceTensor(Tensor):
             return func(*args, **(kwargs or {}))
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """The memory that holds the values."""
+        """Return the memory that contains the values."""
         return self.held.untyped_storage()
 
     def tolist(self) -> Any:
-        """The values, which the host waits for."""
+        """Return the values. The host waits for them."""
         return self.cpu().tolist()
 
 
 class _Tensors(TorchFunctionMode):
-    """`torch.tensor`, which dispatches nothing, makes its result on the host; then the result is copied."""
+    """Mode in which `torch.tensor` makes its result on the host and then copies it to the device.
+
+    `torch.tensor` dispatches no operator, so `HostReads` alone does not see it.
+    """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -106,9 +111,10 @@ class _Tensors(TorchFunctionMode):
 
 
 class HostReads(TorchDispatchMode):
-    """Runs what is calculated on the device, and counts host reads: how often the host waits for the device.
+    """Mode that runs the operators of the emulated device, and counts host reads.
 
-    A copy of values to the device is one too, unless it is asked not to wait.
+    A host read is an operation for which the host waits for the device. A copy of values to the device counts too,
+    unless it is non-blocking.
 
     Attributes:
         counts: host reads, by the function of kvspec or transformers that waited.
@@ -152,7 +158,7 @@ class HostReads(TorchDispatchMode):
 
     @staticmethod
     def calculate(function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run an operator on the values that tensors hold."""
+        """Run an operator on the values of the tensors."""
         return function(*args, **kwargs)
 
     @staticmethod
@@ -164,20 +170,20 @@ class HostReads(TorchDispatchMode):
             raise RuntimeError(f"{function}: expected all tensors to be on the same device")
 
     def of_kvspec(self) -> int:
-        """Host reads since the last call, those of transformers left out."""
+        """Return the number of host reads since the last call, without those of transformers."""
         reads = sum(count for place, count in self.counts.items() if place.partition(".")[0] in _KVSPEC)
         self.counts.clear()
         return reads
 
 
 class Shapes(HostReads):
-    """The same for tensors that hold no values: the host reads zeros, and all tensors are equal."""
+    """Mode for tensors without values. The host reads zeros, and all tensors are equal."""
 
     held_on = torch.device("meta")
 
     @staticmethod
     def calculate(function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run an operator on the shapes of tensors."""
+        """Run an operator on the shapes of the tensors."""
         if function in _SCALARS:
             return function is aten.equal.default
         if function is aten.copy_.default and not args[0].is_meta:
@@ -192,7 +198,7 @@ def _held(values: Any) -> Any:
 
 
 def _masks(function: Any, args: Any) -> bool:
-    """Whether a tensor is indexed by a mask, the length of whose result depends on its values."""
+    """Return True if a tensor is indexed by a mask, so that the length of the result depends on the mask's values."""
     if function not in _INDEXED:
         return False
     masked = any(isinstance(one, DeviceTensor) and one.dtype == torch.bool for one in args[1])
@@ -200,14 +206,14 @@ def _masks(function: Any, args: Any) -> bool:
 
 
 def _waits(function: Any, given: list[Tensor], kwargs: Any) -> bool:
-    """Whether values of the host are copied to the device in such a way that the host waits for all that runs there."""
+    """Return True if values of the host are copied to the device in a blocking way, so that the host waits."""
     if function not in _COPIES | _INDEXED or kwargs.get("non_blocking"):
         return False
     return any(one.numel() and not isinstance(one, DeviceTensor) for one in given)
 
 
 def reader() -> str:
-    """The function of kvspec or transformers that runs now."""
+    """Return the function of kvspec or transformers that is currently running."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
@@ -218,7 +224,7 @@ def reader() -> str:
 
 
 def on_device(model: Model) -> Model:
-    """The model itself, with its parameters and buffers on the device."""
+    """Move the parameters and buffers of a model to the device, and return the model."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -231,25 +237,28 @@ def on_device(model: Model) -> Model:
 
 LAYERS, TOKENS, BUDGET, VOCABULARY = 12, 2_048, 0.3, 131
 SHORT = 254
-"""The second step has seen 256 tokens: policies that decide every 64 or 128 tokens decide then."""
+"""Tokens of the short prompt. The second step has seen 256 tokens, a multiple of 64 and of 128.
+
+Policies that decide every 64 or 128 tokens therefore decide in this step.
+"""
 H_KV, D = 2, 16
 TEMPLATE = ((5, 6, 7), (8, 9), (10,))
 
 
 class Watched(RetainedCache):
-    """Notes the most bytes that its layers hold."""
+    """Cache that records the maximum number of bytes in its layers."""
 
     most = 0
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """As a RetainedCache."""
+        """Update the cache as a RetainedCache, and record the number of bytes."""
         found = super().update(*args, **kwargs)
         self.most = max(self.most, storage_bytes(self.layers))
         return found
 
 
 def deep_llama(layers: int = LAYERS) -> LlamaForCausalLM:
-    """A Llama with two KV heads, in float32."""
+    """Return a Llama with two KV heads, in float32."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=H_KV * D * 2, intermediate_size=96, num_hidden_layers=layers,
@@ -260,12 +269,12 @@ def deep_llama(layers: int = LAYERS) -> LlamaForCausalLM:
 
 
 def text(n: int = TOKENS) -> Tensor:
-    """A prompt (1, n)."""
+    """Return a prompt (1, n)."""
     return torch.randint(3, VOCABULARY, (1, n), generator=torch.Generator().manual_seed(1))
 
 
 def constants(name: str, model: LlamaForCausalLM) -> dict[str, Any]:
-    """What this policy has no default of."""
+    """Return the arguments of the policy that have no default."""
     required = {"calibration", "sentence_ends", "template"} & constants_of(name)
     return {
         key: calibrate(model, text(256), template=TEMPLATE) if key == "calibration"
@@ -276,7 +285,7 @@ def constants(name: str, model: LlamaForCausalLM) -> dict[str, Any]:
 
 @torch.no_grad()
 def peak(name: str, model: LlamaForCausalLM) -> float:
-    """Most bytes that the cache holds after any layer, over those of the full cache."""
+    """Return the most bytes in the cache after any layer, relative to the full cache."""
     cache, ids = Watched(model.config), text()
     with policy_from_name(name, BUDGET, **constants(name, model))(model):
         model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
@@ -284,7 +293,7 @@ def peak(name: str, model: LlamaForCausalLM) -> float:
 
 
 def method_on(name: str, model: LlamaForCausalLM) -> Method:
-    """A policy for a model, with the backend torch if it has the stages, else with the reference."""
+    """Return a policy for a model, with the backend torch if it has the stages, else with the reference."""
     has = all(getattr(resolve("torch"), one) is not None for one in families_of(name))
     own = {"backend": "torch" if has else "numpy"} if BACKEND in constants_of(name) else {}
     return policy_from_name(name, BUDGET, **constants(name, model), **own).on(model)
@@ -292,10 +301,10 @@ def method_on(name: str, model: LlamaForCausalLM) -> Method:
 
 @torch.no_grad()
 def host_reads(method: Method, model: LlamaForCausalLM, n: int = SHORT) -> tuple[list[Tensor], list[int], Session]:
-    """A prompt of n tokens and two decode steps on the emulated device.
+    """Run a prompt of n tokens and two decode steps on the emulated device.
 
     Returns:
-        Logits of the prompt's last token and of the steps; host reads of kvspec in each forward; the session.
+        Logits of the prompt's last token and of the steps, host reads of kvspec in each forward pass, and the session.
     """
     logits, counts = [], []
     with HostReads() as reads:

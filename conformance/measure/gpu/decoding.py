@@ -1,6 +1,6 @@
-"""Decoding after a long prompt, and archived chunks against their text.
+"""Measurements of decoding after a long prompt, and of archived chunks against their text.
 
-All of them need a model of transformers: kept sets of heads and chunks are in the cache of `models_integration`.
+All of them need a model of transformers, because `models_integration` stores the kept sets of heads and the chunks.
 """
 
 import time
@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from accelerated.triton_gpu.device import default_device
 from conformance.measure.gpu.measure import Report, Table, median_ms, say, synchronize
 from conformance.measure.gpu.models import Scale, Subject
-from models_integration import Published, RetainedCache, RetentionPolicy
+from models_integration import NamedPolicy, RetainedCache, RetentionPolicy
 from models_integration.archive.splice import Chunk, computed, splice
 from models_integration.attention.cached_attention import attended_in_runs, variable_length
 from models_integration.cache.ragged_layer import HeadLayout
@@ -28,7 +28,7 @@ H_KV, G, D = 8, 4, 128
 
 
 class Heads:
-    """Flat keys and values of KV heads whose lengths differ as Ada-KV's do, and one query (1, H, 1, d)."""
+    """Flat keys and values of KV heads whose lengths differ as in Ada-KV, and one query (1, H, 1, d)."""
 
     def __init__(self, mean: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -45,7 +45,7 @@ class Heads:
 
 
 def per_head(heads: Heads) -> Tensor:
-    """One call for each KV head, over a view: no copy, no padding."""
+    """Run one call for each KV head, over a view, without copy and padding."""
     parts = [
         sdpa(heads.query[:, G * head : G * (head + 1)], k, v, enable_gqa=True)
         for head, (k, v) in enumerate(heads.views)
@@ -54,7 +54,7 @@ def per_head(heads: Heads) -> Tensor:
 
 
 def per_head_rows(heads: Heads) -> Tensor:
-    """The same, with the queries of a group as rows of one head."""
+    """Run one call for each KV head, with the queries of a group as rows of one head."""
     parts = [
         sdpa(heads.query[:, G * head : G * (head + 1)].transpose(1, 2), k, v)
         for head, (k, v) in enumerate(heads.views)
@@ -63,7 +63,7 @@ def per_head_rows(heads: Heads) -> Tensor:
 
 
 def padded(heads: Heads) -> Tensor:
-    """A rectangle as long as the longest head, filled anew for this query, and a mask."""
+    """Run one call with a mask over a dense copy as long as the longest head. The copy is made for each query."""
     longest = max(heads.lengths)
     k, v = (heads.query.new_zeros(1, H_KV, longest, D) for _ in range(2))
     mask = heads.query.new_zeros(1, H_KV, 1, longest, dtype=torch.bool)
@@ -74,7 +74,7 @@ def padded(heads: Heads) -> Tensor:
 
 
 def nested(heads: Heads) -> Tensor:
-    """Torch's nested tensors, jagged."""
+    """Run attention on torch's jagged nested tensors."""
     offsets = torch.tensor([0, *heads.lengths], device=heads.keys.device).cumsum(0)
     k, v = (
         torch.nested.nested_tensor_from_jagged(one, offsets).unsqueeze(2).transpose(1, 2)
@@ -87,14 +87,17 @@ def nested(heads: Heads) -> Tensor:
 
 
 def in_runs(heads: Heads) -> Tensor:
-    """What the product does: the same kernel over runs of each KV head, which are merged."""
+    """Run the attention of kvspec: the same kernel over runs of each KV head, whose results are merged."""
     layout = HeadLayout(tuple(torch.empty(length, device="cpu") for length in heads.lengths))
     output = attended_in_runs(variable_length(), heads.query, heads.keys, heads.values, layout, None)
     return output.transpose(1, 2)
 
 
 def whole_heads(heads: Heads) -> Tensor:
-    """Flash attention over sequences of different lengths: each KV head is one, its group's queries are the rows."""
+    """Run flash attention over sequences of different lengths.
+
+    Each KV head is a sequence, and the queries of its group are the rows.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     rows, ends = (
@@ -122,7 +125,10 @@ ERROR = {"bfloat16": 2e-2, "float32": 1e-4}
 
 
 def ragged(report: Report, scale: Scale) -> None:
-    """Every route of attention over ragged heads, checked against the first; a route that is missing says why."""
+    """Measure every route of attention over heads of different lengths, after a check against the first route.
+
+    If a route is missing, the report notes the reason.
+    """
     device, dtype = default_device(), getattr(torch, scale.dtype)
     routes = ROUTES | (OF_CUDA if device.type == "cuda" else {})
     for mean in scale.ragged:
@@ -141,12 +147,12 @@ def ragged(report: Report, scale: Scale) -> None:
 
 
 def decoding(report: Report, scale: Scale, subject: Subject) -> None:
-    """Tokens a second behind a long prompt, with the full cache and under policies of heads."""
+    """Measure tokens per second after a long prompt, for the full cache and for policies with sets for each head."""
     _beside_the_full_cache(report, scale, subject, OF_HEADS, 1)
 
 
 def batched(report: Report, scale: Scale, subject: Subject) -> None:
-    """The same for eight rows; of the policies only the one whose heads differ in length."""
+    """Measure decoding with eight rows, for the full cache and for the policy whose heads differ in length."""
     _beside_the_full_cache(report, scale, subject, OF_HEADS[:1], ROWS)
 
 
@@ -160,7 +166,7 @@ def _beside_the_full_cache(
         for name in names:
             for budget in BUDGETS:
                 say(f"decoding, {name}, {budget}, batch {batch}")
-                found = tokens_a_second(scale, subject, Published(name, budget), scale.behind, batch)
+                found = tokens_a_second(scale, subject, NamedPolicy(name, budget), scale.behind, batch)
                 rows.append((name, str(budget), f"{found:.1f}", f"{found / full:.2f}"))
     finally:
         columns = ("policy", "budget", "tokens a second", "times the full cache")
@@ -168,13 +174,13 @@ def _beside_the_full_cache(
 
 
 def policies(report: Report, scale: Scale, subject: Subject) -> None:
-    """What policies add to a prompt of the headline's length, and TOVA and H2O to a step at their slots."""
+    """Measure the time that policies add to a prompt of the headline length, and that TOVA and H2O add to a step."""
     ids, rounds = subject.prompt(scale.headline), min(3, scale.rounds)
     bare = median_ms(lambda: subject.forward(ids), rounds)
     report.add(f"prefill with a full cache, n = {len(ids)}", bare, "ms")
 
     def under(name: str) -> None:
-        with Published(name, 0.25)(subject.model):
+        with NamedPolicy(name, 0.25)(subject.model):
             subject.forward(ids)
 
     for name in AT_THE_PROMPT:
@@ -182,13 +188,13 @@ def policies(report: Report, scale: Scale, subject: Subject) -> None:
         report.add(f"what {name} adds to it", 100 * (median_ms(partial(under, name), rounds) / bare - 1), "%")
     step = 1 / tokens_a_second(scale, subject, None, scale.slots)
     for name in AT_A_STEP:
-        own = 1 / tokens_a_second(scale, subject, Published(name, scale.slots), scale.slots)
+        own = 1 / tokens_a_second(scale, subject, NamedPolicy(name, scale.slots), scale.slots)
         report.add(f"what {name} adds to a step at {scale.slots} slots", 100 * (own / step - 1), "%")
 
 
 @torch.no_grad()
 def tokens_a_second(scale: Scale, subject: Subject, policy: RetentionPolicy | None, n: int, batch: int = 1) -> float:
-    """Of all rows, after a prompt of n tokens; the first three steps only warm up."""
+    """Return the tokens per second of all rows, after a prompt of n tokens. The first three steps only warm up."""
     if policy is None:
         return _steps(scale, subject.model, _read(subject, n, batch)[CACHE], batch)
     with policy(subject.model) as run:
@@ -214,13 +220,14 @@ def _steps(scale: Scale, model: Any, cache: Any, batch: int) -> float:
 
 CHUNKS = (1, 3, 5)
 QUESTION = 32
-"""Tokens behind the chunks."""
+"""Number of tokens after the chunks."""
 
 
 def splices(report: Report, scale: Scale, subject: Subject) -> None:
-    """Time to the first token behind spliced chunks, which lie on the device or in the host's memory, and their text.
+    """Measure the time to the first token after spliced chunks on the device or the host, and after their text.
 
-    A chunk is what one forward over it alone gave: reading the text computes more than a splice has, and not the same.
+    A chunk is the result of one forward pass over only the chunk. Reading the text computes more than a splice
+    contains, and gives different values.
     """
     rotary, n = recognise(subject.model), scale.chunk
     ids = subject.prompt(CHUNKS[-1] * n + QUESTION).tolist()

@@ -1,4 +1,4 @@
-"""Whether the device computes right: the conformance suite, and a generation's kept set on the model's own q and k."""
+"""Checks of the device: the conformance suite, and the kept set of a generation on the model's q and k."""
 
 import os
 import subprocess
@@ -30,7 +30,7 @@ Array = np.ndarray[Any, Any]
 
 
 def following(found: CoAttention) -> Backend:
-    """The reference, with this S1 in place of its own."""
+    """Return the reference with this S1 instead of its S1."""
 
     class Following:
         def __getattr__(self, name: str) -> Any:
@@ -43,7 +43,7 @@ def following(found: CoAttention) -> Backend:
 
 
 def kept_complaints(found: CrystalRetention, q: Array, k: Array, **arguments: Any) -> Iterator[str]:
-    """What is wrong with a prefill's result in float32, given float64 q and k and the other arguments of `prefill`."""
+    """Yield the errors in a float32 result of `prefill`, given float64 q and k and the other arguments of `prefill`."""
     p, scaling = arguments["parameters"], arguments["scaling"]
     yield from coattention_complaints(found.coattention, q, k, p, scaling, arguments["softcap"], "float32")
     want = prefill(q, k, backend=following(found.coattention), **arguments)
@@ -55,7 +55,10 @@ def coattention_complaints(
     found: CoAttention, q: Array, k: Array, p: CrystalCacheParameters, scaling: float, softcap: float | None,
     precision: str,
 ) -> Iterator[str]:
-    """S1 of one segment from position 0 against the oracle of full sizes, with the certified errors of these inputs."""
+    """Yield the errors in S1 of one segment from position 0, compared with the full-size oracle.
+
+    The tolerances are the certified errors of these inputs.
+    """
     H, n = q.shape[:2]
 
     def weights(q: Array, k: Array) -> Vector:
@@ -74,10 +77,10 @@ def coattention_complaints(
 
 
 def generation(report: Report, scale: Scale, subject: Subject) -> None:
-    """Prefill and decode under CrystalCache with `backend="triton"`, then check what was kept.
+    """Run prefill and decode under CrystalCache with `backend="triton"`, then check the kept set.
 
     Raises:
-        AssertionError: when the kept set is none that certified S1 outputs lead to.
+        AssertionError: if no certified S1 output leads to the kept set.
     """
     ids, watch = subject.prompt(scale.checked), Watch(resolve("triton"))
     results: list[CrystalRetention] = []
@@ -128,20 +131,20 @@ def _wide(x: Any) -> Any:
     return (x.double().cpu().numpy() if isinstance(x, torch.Tensor) else x).astype(np.float64)
 
 
-WORKERS = 16  # compiling is the larger part of the time, and each worker compiles on a core of its own
+WORKERS = 16  # compilation takes most of the time, and each worker compiles on a separate core
 
 
 def conformance(report: Report, scale: Scale, seconds: int) -> None:
-    """Run pytest as often as the scale says, all within the time given.
+    """Run pytest for each selection in the scale, all within the time limit.
 
     Raises:
-        AssertionError: when a test fails.
-        PartTimeout: when the time is over; the tests are ended.
+        AssertionError: if a test fails.
+        PartTimeout: if the time is over. The tests are then stopped.
     """
     stop = time.monotonic() + seconds
     spread = ["-n", str(min(WORKERS, os.cpu_count() or 1))] if find_spec("xdist") else []
     for chosen in scale.tests:
-        # A warning of another library version is no failure of a kernel.
+        # A warning from a different library version is not a failure of a kernel.
         command = [sys.executable, "-m", "pytest", "-q", "-W", "default", "--kvspec-profile", "few", *spread, *chosen]
         say(" ".join(command[1:]))
         code, last = _followed(command, stop - time.monotonic())
@@ -151,7 +154,7 @@ def conformance(report: Report, scale: Scale, seconds: int) -> None:
 
 
 def _followed(command: list[str], seconds: float) -> tuple[int, str]:
-    """Exit code and last line of a command whose output is passed on as it comes."""
+    """Return the exit code and the last line of a command, and print its output as it arrives."""
     running = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert running.stdout is not None
     late = threading.Event()

@@ -1,4 +1,4 @@
-"""Time and memory on the device, a backend whose stages are timed as they run, and the page of what was measured."""
+"""Time and memory on the device, a backend that measures its stages, and the page with the results."""
 
 import gc
 import json
@@ -23,11 +23,11 @@ START = time.perf_counter()
 
 
 class PartTimeout(Exception):
-    """A part of the run took longer than it may."""
+    """Error if a part of the run exceeds its time limit."""
 
 
 def say(text: str) -> None:
-    """One line of progress, with the seconds since the start."""
+    """Print one line of progress, with the seconds since the start."""
     print(f"[{time.perf_counter() - START:6.1f} s] {text}", flush=True)
 
 
@@ -39,7 +39,7 @@ def synchronize() -> None:
 
 @contextmanager
 def limit(seconds: int) -> Iterator[None]:
-    """Raise PartTimeout inside the block once it has run so long (as soon as Python has its turn)."""
+    """Context manager that raises PartTimeout after this time, as soon as Python code runs."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise PartTimeout(f"stopped at its limit of {seconds} s")
@@ -54,7 +54,10 @@ def limit(seconds: int) -> Iterator[None]:
 
 
 def median_ms(run: Callable[[], object], rounds: int) -> float:
-    """Median milliseconds of a call, after one to warm up: by CUDA events, or by the clock where there is no GPU."""
+    """Return the median milliseconds of a call after one warm-up.
+
+    The times are from CUDA events, or from the clock if there is no GPU.
+    """
     run()
     return statistics.median(_milliseconds(run) for _ in range(rounds))
 
@@ -74,7 +77,7 @@ def _milliseconds(run: Callable[[], object]) -> float:
 
 
 def peak_bytes(run: Callable[[], object]) -> tuple[int, int] | None:
-    """Bytes in use before a call, and at its peak; None where there is no GPU."""
+    """Return the bytes in use before a call and at its peak, or None without a GPU."""
     if default_device().type != "cuda":
         run()
         return None
@@ -89,14 +92,14 @@ def peak_bytes(run: Callable[[], object]) -> tuple[int, int] | None:
 
 
 class Watch:
-    """Stands before a backend's stages; `backend` is what to hand on."""
+    """Wrapper that measures the stages of a backend. `backend` is the backend to pass on."""
 
     def __init__(self, backend: Backend) -> None:
         self._stages = backend.require_crystal()
         self.backend = replace(backend, crystal=cast(CrystalStages, self))
         self.seconds: dict[str, float] = defaultdict(float)
         self.given: tuple[Any, ...] = ()
-        """The arguments of the last S1."""
+        """Arguments of the last S1."""
         self.found: CoAttention | None = None
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -117,7 +120,7 @@ class Watch:
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured number and what it should be; `at_least` turns the goal round."""
+    """Measured number and its goal. With `at_least`, the goal is a minimum."""
 
     what: str
     value: float | None
@@ -128,7 +131,7 @@ class Figure:
 
     @property
     def verdict(self) -> str:
-        """Whether the goal is met."""
+        """Verdict on the goal: "met", "**missed**" or "not measured". Empty without a goal."""
         if self.goal is None:
             return ""
         if self.value is None:
@@ -137,7 +140,7 @@ class Figure:
         return "met" if met else "**missed**"
 
     def line(self) -> str:
-        """A row of the page."""
+        """Return a row of the page."""
         sign = ">=" if self.at_least else "<="
         aim = "" if self.aim is None else f" (aim {self.aim:g})"
         goal = "" if self.goal is None else f"{sign} {self.goal:g}{aim}"
@@ -147,26 +150,26 @@ class Figure:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of its own, under a title."""
+    """Separate table with a title."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
     def lines(self) -> list[str]:
-        """As the page has it."""
+        """Return the lines of the page."""
         body = [self.columns, ("---",) * len(self.columns), *self.rows]
         return [f"## {self.title}", "", *(f"| {' | '.join(row)} |" for row in body), ""]
 
 
 @dataclass
 class Report:
-    """Filled part by part; it can be written at any time."""
+    """Report that is filled part by part, and can be written at any time."""
 
     header: dict[str, str]
     dry: bool
     parts: dict[str, str] = field(default_factory=dict)
-    """What became of each part."""
+    """Outcome of each part."""
     figures: list[Figure] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -175,13 +178,13 @@ class Report:
         self, what: str, value: float | None, unit: str, goal: float | None = None, aim: float | None = None,
         at_least: bool = False,
     ) -> None:
-        """Note a figure; a dry run has no goals."""
+        """Add a figure. A dry run has no goals."""
         figure = Figure(what, value, unit, *((None, None) if self.dry else (goal, aim)), at_least)
         print(f"    {figure.line()}", flush=True)
         self.figures.append(figure)
 
     def page(self) -> str:
-        """Markdown."""
+        """Return the report as Markdown."""
         title = "# Dry run: sizes are tiny, the figures say nothing" if self.dry else f"# {self.header['device']}"
         lines = [title, "", *(f"- {name}: {value}" for name, value in self.header.items()), ""]
         lines += ["| part | outcome |", "| --- | --- |", *(f"| {a} | {b} |" for a, b in self.parts.items()), ""]
@@ -193,12 +196,12 @@ class Report:
         return "\n".join([*lines, *(f"- {note}" for note in self.notes), ""])
 
     def record(self) -> dict[str, Any]:
-        """The same for programs."""
+        """Return the report as data for programs."""
         figures = [{**asdict(figure), "verdict": figure.verdict.strip("*")} for figure in self.figures]
         return {**asdict(self), "figures": figures}
 
     def write(self, folder: Path, name: str) -> Path:
-        """Both files; returns the page's path."""
+        """Write both files, and return the path of the page."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{name}.json").write_text(json.dumps(self.record(), indent=1) + "\n", encoding="utf-8")
         page = folder / f"{name}.md"

@@ -1,4 +1,4 @@
-"""Models that are measured: a Llama of a given shape with random weights, or a checkpoint, under the integration."""
+"""Models to measure: a Llama of a given shape with random weights, or a checkpoint, with kvspec."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,16 +16,16 @@ from spec.records import CrystalRetention
 
 @dataclass(frozen=True)
 class Scale:
-    """What is measured at which size; the model is a Llama of this shape."""
+    """Sizes of the measurements. The model is a Llama of this shape."""
 
     dtype: str
     rounds: int
     product: int
     """Rows of the square matrices whose product is the first ceiling."""
     copied: int
-    """Numbers of four bytes that the copy moves."""
+    """Number of four-byte numbers that the copy moves."""
     programs: int
-    """Of the kernel of exponentials."""
+    """Number of programs of the kernel of exponentials."""
     H: int
     H_kv: int
     d: int
@@ -33,20 +33,20 @@ class Scale:
     inner: int
     vocabulary: int
     checked: int
-    """Prompt tokens of the generation whose kept set is compared with the reference's."""
+    """Prompt tokens of the generation whose kept set is compared with the reference."""
     new_tokens: int
     lengths: tuple[int, ...]
-    """Of S1 alone."""
+    """Prompt lengths for S1 alone."""
     headline: int
-    """Where S1 is compared with eager torch, and with a whole prefill."""
+    """Prompt length at which S1 is compared with eager torch and with a complete prefill."""
     profiled: tuple[int, ...]
-    """Of the time by stage: the paper's Table 12."""
+    """Prompt lengths of the time by stage, as in the paper's Table 12."""
     ragged: tuple[int, ...]
-    """Mean tokens of a head, of heads of different lengths."""
+    """Mean number of tokens of a head, for heads of different lengths."""
     behind: int
     """Number of prompt tokens before the first decoded token."""
     slots: int
-    """Of the policies that decide at every step."""
+    """Number of slots for the policies that decide at every step."""
     chunk: int
     """Tokens of an archived chunk."""
     tests: tuple[tuple[str, ...], ...]
@@ -59,14 +59,14 @@ class Scale:
         return self.H * self.d
 
 
-# What neither backend has is the host's. Of decode, Triton has the key norms, which test_activation.py judges.
+# The host runs the stages that both backends lack. Triton has the key norms, tested by test_activation.py.
 OF_TRITON = "conformance/own/accelerated/triton"
 OF_HOST = (
     "decode", "resonance", "segments", "diversity", "impact", "trunks", "graph", "score", "dissolution",
     "scale_d*", "scale_graph", "scale_trunks",
 )
 ON_HOST = tuple(f"--ignore-glob=*/suite/test_{name}.py" for name in OF_HOST)
-# Llama-3.1-8B. The tests: strides, tiles, bands and half precision; then the stages of triton; then those of torch.
+# Llama-3.1-8B. The tests are for strides, tiles, bands and half precision, then for stages of triton and of torch.
 FULL = Scale(
     dtype="bfloat16", rounds=7, product=8192, copied=2**29, programs=2**15, H=32, H_kv=8, d=128, layers=32,
     inner=14336, vocabulary=128256, checked=2048, new_tokens=50, lengths=(4096, 8192, 16384, 32768, 131072),
@@ -79,7 +79,7 @@ FULL = Scale(
     ),
     parameters=PAPER,
 )
-# The interpreter computes bfloat16 wrongly.
+# The dtype is float32, because the interpreter computes bfloat16 wrongly.
 DRY = Scale(
     dtype="float32", rounds=1, product=64, copied=2**10, programs=2, H=4, H_kv=2, d=16, layers=2, inner=96,
     vocabulary=64, checked=40, new_tokens=3, lengths=(24,), headline=24, profiled=(24,), ragged=(16,),
@@ -89,14 +89,14 @@ DRY = Scale(
 
 
 class Subject:
-    """A causal model of transformers: `prompt(n)`, `forward` with a full cache, `generate` under CrystalCache."""
+    """Causal model of transformers: `prompt(n)`, `forward` with a full cache, `generate` under CrystalCache."""
 
     def __init__(self, model: Any, name: str, sentence_ends: frozenset[int], text: IntVector | None) -> None:
         self.model, self.name, self.sentence_ends, self._text = model.eval(), name, sentence_ends, text
 
     @classmethod
     def random(cls, scale: Scale) -> "Subject":
-        """A Llama made on the device."""
+        """Return a Llama with random weights, made on the device."""
         from transformers import LlamaConfig
 
         config = LlamaConfig(
@@ -105,12 +105,12 @@ class Subject:
             vocab_size=scale.vocabulary, max_position_embeddings=2**17, bos_token_id=0,
             eos_token_id=None, pad_token_id=None, rope_parameters={"rope_type": "default", "rope_theta": 5e5},
         )
-        ends = frozenset(range(0, scale.vocabulary, 18))  # sentences of some 18 tokens, as text has them
+        ends = frozenset(range(0, scale.vocabulary, 18))  # sentences of about 18 tokens, as in text
         return cls.of_config(config, f"random Llama, {scale.layers} layers", scale, ends)
 
     @classmethod
     def of_config(cls, config: Any, name: str, scale: Scale, sentence_ends: frozenset[int]) -> "Subject":
-        """A model with random weights, made on the device."""
+        """Return a model with random weights, made on the device."""
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(0)
@@ -121,7 +121,7 @@ class Subject:
 
     @classmethod
     def loaded(cls, path: str, scale: Scale) -> "Subject":
-        """A checkpoint, whose prompt is the text of the specification."""
+        """Return a checkpoint, with the text of the specification as prompt."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         from models_integration.policies.values import sentence_ends

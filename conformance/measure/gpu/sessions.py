@@ -1,4 +1,4 @@
-"""Sessions on the device: every policy beside the same session on the CPU, and models with other caches."""
+"""Sessions on the device: every policy compared with the CPU, and models with different kinds of caches."""
 
 import warnings
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ HYBRID, LATENT = "hybrid, of LFM2's kind", "one latent for all heads, of DeepSee
 
 
 def sessions(report: Report, scale: Scale) -> None:
-    """Each policy on a small model: kept tokens and logits beside the CPU's, and reads for which the host waits.
+    """Compare kept tokens and logits of each policy on a small model with the CPU, and count the host reads.
 
     Raises:
         AssertionError: if a policy fails on the device.
@@ -56,7 +56,7 @@ def _beside(method: Method, here: PreTrainedModel, there: PreTrainedModel) -> tu
 
 @torch.no_grad()
 def _read(method: Method, model: PreTrainedModel) -> tuple[list[torch.Tensor], list[set[int]], list[int]]:
-    """Logits of a prompt's last token and of two steps, the kept sets behind the prompt, and host reads of each."""
+    """Return the logits of a prompt's last token and two steps, the kept sets after the prompt, and the host reads."""
     ids, mask = text(SHORT).to(model.device), torch.ones(1, SHORT + 2, dtype=torch.int64, device=model.device)
     logits, counts, kept = [], [], list[set[int]]()
     with Session(method, model) as run:
@@ -77,7 +77,7 @@ def _kept_sets(found: Retention) -> list[set[int]]:
 
 @contextmanager
 def _host_reads() -> Iterator[list[str]]:
-    """CUDA's own warnings of calls for which the host waits, as the functions of kvspec that wait."""
+    """Context manager that yields the functions of kvspec that wait for the device, from warnings of CUDA."""
     found: list[str] = []
 
     def show(message: Any, *_: Any, **__: Any) -> None:
@@ -99,7 +99,10 @@ def _host_reads() -> Iterator[list[str]]:
 
 
 def families(report: Report, scale: Scale) -> None:
-    """CrystalCache on models of about a billion parameters whose cache is not that of a Llama, at the headline."""
+    """Measure CrystalCache at the headline length on models of about a billion parameters.
+
+    Their caches differ from the cache of a Llama.
+    """
     columns = ("model", "prefill, ms", "CrystalCache adds, %", "of the cache freed, %", "tokens a second", "full cache")
     title = f"Other caches, {scale.headline} tokens, CrystalCache at {BUDGET}"
     rows = []

@@ -1,4 +1,4 @@
-"""What the device can do at most, S1 on it against its goals, and the time of a whole prefill by stage."""
+"""Maximum rates of the device, the time of S1 compared with its goals, and the time of a complete prefill by stage."""
 
 import statistics
 import time
@@ -22,7 +22,10 @@ Tensor = torch.Tensor
 
 
 def first_layer(scale: Scale, n: int, kind: str) -> tuple[Tensor, Tensor]:
-    """q (H, n, d) and k (H_kv, n, d) after rotation; "mixed" or "peaky" as there, the same statistics."""
+    """Return q (H, n, d) and k (H_kv, n, d) after rotation, "mixed" or "peaky".
+
+    The statistics are those of `benchmarks.data.first_layer`.
+    """
     H, H_kv, d, dtype = scale.H, scale.H_kv, scale.d, getattr(torch, scale.dtype)
     torch.manual_seed(n)
     device = default_device()
@@ -50,19 +53,19 @@ def _rotated(x: Tensor, base: float = 5e5) -> Tensor:
     return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=1)
 
 
-# Milliseconds by length: what is asked, and what is aimed at.
+# Milliseconds by length: the required time, and the aim.
 GOALS = {4096: (1.0, 0.4), 8192: (2.0, 1.0), 16384: (5.0, 3.0), 32768: (15.0, 10.0), 131072: (220.0, 150.0)}
 
 
 def run_s1(scale: Scale, q: Any, k: Any, lse: Any = None) -> Any:
-    """The stage as it is called: checks, kernels, and the records on the host."""
+    """Run the stage as kvspec calls it, with checks, kernels, and the records on the host."""
     return BACKEND.require_crystal().coattention(
         q, k, np.arange(q.shape[1]), scale.parameters, scale.d**-0.5, None, lse
     )
 
 
 def log_sum_exp(q: Any, k: Any) -> Any:
-    """What the forward's attention knows of each row, (H, n)."""
+    """Return the log-sum-exp of each row (H, n), as the attention of a forward pass computes it."""
     H, n, d = q.shape
     lse = torch.empty(H, n, device=q.device)
     for h in range(H):
@@ -75,7 +78,10 @@ def log_sum_exp(q: Any, k: Any) -> Any:
 
 
 def s1(report: Report, scale: Scale) -> None:
-    """Medians by length on both data sets; at the headline the workspace, the kernels, and eager torch."""
+    """Measure medians by length on both data sets.
+
+    At the headline length, also measure workspace, kernels and eager torch.
+    """
     for n in scale.lengths:
         for kind in ("mixed", "peaky"):
             say(f"S1, {kind}, n = {n}")
@@ -95,7 +101,7 @@ def s1(report: Report, scale: Scale) -> None:
 
 
 def _kernels(report: Report, n: int, kind: str, run: Any) -> None:
-    """Where the time goes; empty where no device runs the kernels."""
+    """Add a table with the time of each kernel. It is empty if no device runs the kernels."""
     activity = torch.profiler.ProfilerActivity
     on = [activity.CUDA] if default_device().type == "cuda" else [activity.CPU]
     with torch.profiler.profile(activities=on) as profile:
@@ -115,7 +121,7 @@ def _against_eager(report: Report, scale: Scale, n: int, kind: str, took: float,
 
 
 def whole_prefill(report: Report, scale: Scale, subject: Subject) -> None:
-    """What S1 is of a prefill of the whole model, and what that prefill takes in memory."""
+    """Measure the share of S1 in a prefill of the complete model, and the peak memory of the prefill."""
     ids, watch = subject.prompt(scale.headline), Watch(BACKEND)
 
     def run() -> None:
@@ -136,7 +142,7 @@ LANES, STEPS = 1024, 128
 
 @triton.jit  # type: ignore[untyped-decorator]
 def powers(X, steps, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """x becomes 2 ** x - 1, again and again: one exponential and one addition a step, all in registers."""
+    """Replace x by 2 ** x - 1 in each step: one exponential and one addition, all in registers."""
     i = tl.program_id(0) * LANES + tl.arange(0, LANES)
     x = tl.load(X + i)
     for _ in range(steps):
@@ -145,7 +151,7 @@ def powers(X, steps, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 def ceilings(report: Report, scale: Scale) -> None:
-    """Rates of products, copies and exponentials, and the floor of S1 at the headline length that follows from them."""
+    """Measure the rates of products, copies and exponentials, and compute the floor of S1 at the headline length."""
     device, dtype = default_device(), getattr(torch, scale.dtype)
     a, b = (torch.randn(scale.product, scale.product, device=device, dtype=dtype) for _ in range(2))
     product = 2 * scale.product**3 / median_ms(lambda: a @ b, scale.rounds) / 1e9
@@ -164,7 +170,7 @@ def ceilings(report: Report, scale: Scale) -> None:
 
 COLUMNS = ("length", "whose", "Forward", "S_i", "CoAttn", "M_i fin.", "Trunks", "Graph + D", "Evict", "End-to-end")
 TOTALS = ("length", "whose", "CC overhead", "Forward + CC", "CC % of (Fwd + CC)", "CC % of end-to-end")
-# Table 12, seconds on an H100 NVL: COLUMNS from Forward on, then TOTALS from CC overhead on.
+# Table 12 of the paper, in seconds on an H100 NVL: COLUMNS from Forward on, then TOTALS from CC overhead on.
 PAPER = {
     4096: ("0.92 0.11 0.24 0.01 0.01 0.01 <0.01 3.34", "0.39 1.30 29.8 11.6"),
     8192: ("2.10 0.45 1.03 0.03 0.02 0.01 <0.01 6.74", "1.55 3.65 42.4 23.0"),
@@ -174,7 +180,10 @@ PAPER = {
 
 
 def profile(report: Report, scale: Scale, subject: Subject) -> None:
-    """Both tables. Ours has S_i and CoAttn in one pass, and no time that is in none of the columns."""
+    """Add both tables of the time by stage.
+
+    The rows of kvspec have S_i and CoAttn in one pass, and all their time is in one of the columns.
+    """
     stages: list[tuple[str, ...]] = []
     totals: list[tuple[str, ...]] = []
     for n in scale.profiled:
@@ -203,7 +212,7 @@ def profile(report: Report, scale: Scale, subject: Subject) -> None:
 
 
 def _measured(scale: Scale, subject: Subject, n: int) -> tuple[float, dict[str, float], float]:
-    """Seconds of the forward alone, of each stage, and of a whole generation."""
+    """Return the seconds of the forward pass alone, of each stage, and of a complete generation."""
     ids = subject.prompt(n)
     forward = median_ms(lambda: subject.forward(ids), min(3, scale.rounds)) / 1000
     runs = []

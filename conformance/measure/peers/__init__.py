@@ -1,5 +1,5 @@
-"""kvpress beside this project: `python -m conformance.measure.peers`, in an environment of its own.
+"""Comparison with kvpress: `python -m conformance.measure.peers`, in a separate environment.
 
-Both get the same keys, values and queries; their kept sets are compared. Where they differ, a named reading explains
-it: with the press's readings applied, the sets are equal on every input, or the command fails.
+Both libraries get the same keys, values and queries, and their kept sets are compared. A named reading explains each
+difference. With the readings of the press, the sets are equal on every input, or the command fails.
 """

@@ -1,4 +1,7 @@
-"""`python -m conformance.measure.peers`: every press on 200 inputs; exit 1 where a difference has no reading."""
+"""Compare every press on 200 inputs: `python -m conformance.measure.peers`.
+
+The exit code is 1 if a difference has no reading.
+"""
 
 import argparse
 import sys
@@ -19,7 +22,7 @@ MOST = {"PyramidKV": 120}
 
 @dataclass(frozen=True)
 class Example:
-    """An input that needs a reading, with the others that it needs, and both sides' first kept set that differs."""
+    """Input that needs a reading, its other readings, and the first kept set that differs, of both sides."""
 
     inputs: Inputs
     others: tuple[str, ...]
@@ -33,7 +36,7 @@ class Example:
 
 @dataclass
 class Report:
-    """One press: how many inputs agree as they are, which readings the others need, and what nothing explains."""
+    """Result for one press: the number of equal inputs, the readings for the others, and the unexplained inputs."""
 
     press: str
     equal: int = 0
@@ -65,7 +68,7 @@ def compared(press: str, number: int) -> Report:
 
 
 def lines(report: Report, number: int) -> Iterator[str]:
-    """What is printed of a press, with the smallest input that needs each reading."""
+    """Yield the printed lines for a press, with the smallest input that needs each reading."""
     yield f"## {report.press}"
     yield ""
     yield f"{report.equal} of {number} inputs agree as they are; {len(report.unexplained)} differences are unexplained."
@@ -84,7 +87,7 @@ def lines(report: Report, number: int) -> Iterator[str]:
 
 
 def runs(kept: list[int]) -> str:
-    """0-3, 7 for 0, 1, 2, 3, 7."""
+    """Return the text "0-3, 7" for 0, 1, 2, 3, 7."""
     parts: list[list[int]] = []
     for at in kept:
         if parts and parts[-1][-1] == at - 1:
@@ -95,13 +98,13 @@ def runs(kept: list[int]) -> str:
 
 
 def row(report: Report) -> str:
-    """The press's line of docs/peers.md."""
+    """Return the row of the press in docs/peers.md."""
     needed_by = ", ".join(f"{reading} {count}" for reading, count in sorted(report.counts.items()))
     return f"| {report.press} | {report.equal} | {needed_by} | {len(report.unexplained)} |"
 
 
 def page(reports: list[Report], number: int) -> str:
-    """docs/peers.md."""
+    """Return the text of docs/peers.md."""
     return "\n".join([
         "# Comparison with kvpress on random inputs", "",
         f"`python -m conformance.measure.peers --write` wrote this page with kvpress {VERSION}, transformers"

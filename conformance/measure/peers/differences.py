@@ -1,4 +1,4 @@
-"""What this project keeps, and what it would keep under a press's readings: each is one named difference."""
+"""Kept sets of kvspec, and its kept sets under the readings of a press. Each reading is one named difference."""
 
 import math
 from collections.abc import Callable, Set
@@ -99,26 +99,26 @@ def budget(inputs: Inputs, readings: Set[str]) -> int:
 
 
 def run(policy: Policy, inputs: Inputs, B: int) -> Kept:
-    """Kept sets of the KV heads of the input's layer."""
+    """Return the kept sets of the KV heads in the input's layer."""
     heads = len(inputs.k)
     groups = heads if policy.granularity is Granularity.HEAD else 1
-    # A line may give a layer no token, which no budget can say; the window that is protected raises both.
+    # A line may give a layer 0 tokens, which is not a valid budget. The protected window raises both budgets.
     found = policies.retain(policy, Budget(count=max(1, B)), Observation(inputs.n, groups, None, {0: inputs.view}))
     return [found.group(g).tolist() for g in range(groups)] * (heads // groups)
 
 
 def topk(scores: Array, B: int) -> Kept:
-    """torch.topk per row, whatever it does with equal scores."""
+    """Return torch.topk for each row, with its order of equal scores."""
     return [sorted(row) for row in torch.tensor(scores).topk(B, dim=-1).indices.tolist()]
 
 
 def raised(scores: Array) -> Array:
-    """NaN, a token without a score, as the maximum plus one."""
+    """Return the scores with NaN (a token without a score) replaced by the maximum plus one."""
     return np.where(np.isnan(scores), np.nanmax(scores) + 1, scores)
 
 
 def averaged(view: LayerView, given: Constants) -> Array:
-    """SnapKV's scores with an average pool and the mean over the window."""
+    """Return SnapKV's scores with an average pool and the mean over the window."""
     A = observed_attention(view, given.window)
     past = A[:, :, : A.shape[2] - A.shape[1]].mean(axis=1)
     return with_window(group_mean(average_pool(past, given.kernel), len(view.k)), A.shape[2])
@@ -174,7 +174,7 @@ def expected(inputs: Inputs, readings: Set[str]) -> Kept:
 
 
 def layer_shares(inputs: Inputs, readings: Set[str]) -> list[int] | None:
-    """PyramidKV's shares under the press's readings; None where ours stand."""
+    """Return PyramidKV's shares under the readings of the press, or None if the shares are those of kvspec."""
     W, L = inputs.constants.window, inputs.constants.layers
     base = inputs.n * (1 - float(inputs.ratio)) if TRUNCATED in readings else float(inputs.kept * inputs.n)
     least = base / 20
@@ -187,7 +187,7 @@ def layer_shares(inputs: Inputs, readings: Set[str]) -> list[int] | None:
 
 
 def own_shares(inputs: Inputs, readings: Set[str]) -> list[int]:
-    """PyramidKV's shares as our budgets part has them; no score decides them."""
+    """Return PyramidKV's shares from kvspec's budgets, which do not depend on the scores."""
     given, B = inputs.constants, max(budget(inputs, readings), inputs.constants.window)
     host = policies.pyramidkv(given.window, given.kernel)
     blank = Scores(np.zeros((given.layers, inputs.n)), np.arange(inputs.n + 1))
@@ -256,7 +256,7 @@ def critical_ada(inputs: Inputs, readings: Set[str]) -> Kept:
 
 
 def kvzip(inputs: Inputs, readings: Set[str], plus: bool = False, uniform: bool = False) -> Kept:
-    """Kept sets of all layers."""
+    """Return the kept sets of all layers."""
     prompt, given, (H_kv, n) = Rehearsed(inputs), inputs.constants, inputs.k.shape[:2]
     W_o, L = dict.fromkeys(range(given.layers), inputs.W_o), given.layers
     options: Any = {"template": prompt.template, "N_sink": given.sinks, "chunk": given.rehearsed}
@@ -296,7 +296,7 @@ def kvzip(inputs: Inputs, readings: Set[str], plus: bool = False, uniform: bool 
 
 
 def dms(inputs: Inputs, readings: Set[str]) -> Kept:
-    """All that scores enough: a budget of the whole prompt."""
+    """Return the tokens with scores above the threshold, with a budget of the whole prompt."""
     policy = policies.policy_from_score(
         lambda seen: np.negative(next(np.linalg.norm(view.k, axis=2) for view in seen.layers.values())),
         threshold=threshold(float(inputs.ratio)), protection=SinkAndRecent(0, inputs.constants.window),
@@ -330,7 +330,7 @@ def observed(inputs: Inputs, readings: Set[str]) -> Kept:
     return run(host, inputs, budget(inputs, readings))
 
 
-# Ours, and the readings that explain the press.
+# Function that returns kvspec's kept sets, and the readings that explain the press.
 OURS: dict[str, tuple[Callable[[Inputs, Set[str]], Kept], tuple[str, ...]]] = {
     "StreamingLLM": (streaming, (FLOORED, TRUNCATED, TIES)),
     "SnapKV": (snapkv, (FLOORED, TRUNCATED, AVERAGE, TIES)),
@@ -353,7 +353,7 @@ OURS: dict[str, tuple[Callable[[Inputs, Set[str]], Kept], tuple[str, ...]]] = {
 
 
 def needed(press: str, inputs: Inputs, theirs: Kept, readings: tuple[str, ...]) -> tuple[str, ...] | None:
-    """The fewest of these readings under which ours are theirs; None where all together do not do it."""
+    """Return the fewest of these readings that make the kept sets equal, or None if no combination does."""
     ours, _ = OURS[press]
     for number in range(len(readings) + 1):
         for some in combinations(readings, number):

@@ -1,4 +1,4 @@
-"""One layer's queries, keys and values, before and after their rotation; no transformers, no kvpress."""
+"""Random queries, keys and values of one layer, before and after rotation, without transformers and kvpress."""
 
 from copy import copy
 from dataclasses import dataclass
@@ -19,35 +19,35 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Constants:
-    """Of the presses and of our policies alike."""
+    """Constants of the presses and of kvspec's policies."""
 
     window: int
     kernel: int
-    """Of the pool."""
+    """Size of the pool."""
     chunk: int
     sinks: int
     future: int
-    """Positions that Expected Attention averages over."""
+    """Number of positions over which Expected Attention averages."""
     layers: int
     lag: int
     """Tokens of a partition of LagKV."""
     rehearsed: int
-    """Tokens of a chunk that KVzip rehearses."""
+    """Tokens of a chunk that KVzip repeats."""
 
 
 SMALL = Constants(window=3, kernel=5, chunk=4, sinks=4, future=16, layers=4, lag=4, rehearsed=10)
-"""Of inputs that are drawn."""
+"""Constants of random inputs."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """A prompt of n tokens at a ratio (the part that is removed), in one of the layers."""
+    """Prompt of n tokens in one of the layers, with a ratio: the share of tokens that is evicted."""
 
     seed: int
     ratio: str
     layer: int
     raw_q: Array
-    """Queries before their rotation (H, n, d)."""
+    """Queries before rotation (H, n, d)."""
     k: Array
     v: Array
     inv_freq: Array
@@ -59,18 +59,18 @@ class Inputs:
 
     @cached_property
     def W_o(self) -> Array:
-        """An output projection (H, d, hidden), drawn beside them."""
+        """Random output projection (H, d, hidden)."""
         return np.random.default_rng(self.seed + 1).standard_normal((len(self.raw_q), D, 6))
 
     def at(self, ratio: str) -> "Inputs":
-        """The same tensors at another ratio."""
+        """Return the same tensors with a different ratio."""
         other = copy(self)
         object.__setattr__(other, "ratio", ratio)
         return other
 
     @property
     def kept(self) -> Fraction:
-        """The part that is kept."""
+        """Share of tokens that is kept."""
         return 1 - Fraction(self.ratio)
 
     @cached_property
@@ -80,7 +80,7 @@ class Inputs:
 
 
 def drawn(seed: int, most: int) -> Inputs:
-    """Normal numbers; 6 to `most` tokens, 1 to 3 KV heads of 1 to 2 query heads."""
+    """Return normally distributed numbers for 6 to `most` tokens, and 1 to 3 KV heads with 1 or 2 query heads each."""
     rng = np.random.default_rng(seed)
     n, H_kv, G = int(rng.integers(6, most + 1)), int(rng.integers(1, 4)), int(rng.integers(1, 3))
     ratio = RATIOS[int(rng.integers(len(RATIOS)))]
@@ -92,10 +92,10 @@ def drawn(seed: int, most: int) -> Inputs:
 
 
 def positions_of(some: Array, keys: Array) -> Array:
-    """Where each of some keys (heads, m, d) stands among all (heads, n, d), by its bytes: positions (heads, m).
+    """Return the positions (heads, m) of some keys (heads, m, d) among all keys (heads, n, d), compared by their bytes.
 
     Raises:
-        ValueError: for a key that is not there, or stands at two positions of its head.
+        ValueError: for a key that does not occur, or that occurs at two positions of its head.
     """
     found = np.empty(some.shape[:2], dtype=np.int64)
     for head, (wanted, every) in enumerate(zip(some, keys, strict=True)):
@@ -110,22 +110,22 @@ def positions_of(some: Array, keys: Array) -> Array:
 
 
 def threshold(ratio: float) -> float:
-    """For negated norms of D normal numbers: about this part of them scores less."""
+    """Return a threshold for negated norms of D normal numbers. About this share of the norms scores less."""
     return 2.5 * ratio - 4.0
 
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """All layers of a prompt that is rehearsed, drawn beside an input.
+    """Layers of a prompt that KVzip repeats, random like the input.
 
-    A token's id is its position; ids of the template come after them.
+    The id of a token is its position. The ids of the template come after them.
     """
 
     inputs: Inputs
 
     @property
     def prefix(self) -> int:
-        """Tokens of a chat's template before its context."""
+        """Number of tokens of a chat template before the context."""
         return min(self.inputs.seed % 9, self.inputs.n // 2)
 
     @property
@@ -142,17 +142,20 @@ class Rehearsed:
         return 2 * hidden, own, k, v
 
     def cached(self, layer: int) -> tuple[Array, Array]:
-        """The prompt's keys and values (H_kv, n, d)."""
+        """Return the keys and values of the prompt (H_kv, n, d)."""
         _, _, k, v = self._drawn
         return k[layer], v[layer]
 
     def read(self, layer: int, ids: Array) -> tuple[Array, Array]:
-        """Hidden states (r, H d), which are their queries, and keys (H_kv, r, d) of tokens read behind the prompt."""
+        """Return hidden states (r, H d) and keys (H_kv, r, d) of tokens read after the prompt.
+
+        The hidden states are the queries of these tokens.
+        """
         hidden, own, _, _ = self._drawn
         return hidden[layer, ids], own[layer][:, ids]
 
     def views(self, first: int) -> dict[int, LayerView]:
-        """The layers, with what stands behind the first tokens rehearsed."""
+        """Return the layers, after the tokens from `first` on have been repeated."""
         inputs, found = self.inputs, dict[int, LayerView]()
         plan = Rehearsal(self.template, first, 0, inputs.constants.rehearsed, 8)
         for layer in range(inputs.constants.layers):

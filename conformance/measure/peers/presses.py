@@ -1,4 +1,4 @@
-"""What kvpress keeps. Its presses are run as they are, on a stand-in for an attention module."""
+"""Kept sets of kvpress. Its presses are run unchanged, on a stand-in for an attention module."""
 
 import logging
 from collections.abc import Callable
@@ -15,14 +15,14 @@ from conformance.measure.peers.inputs import Constants, Inputs, Rehearsed, posit
 from reference.policies.attention import observed_attention
 
 VERSION = version("kvpress")
-logging.getLogger("kvpress").setLevel(logging.ERROR)  # KVzip's press warns each time that it is made
+logging.getLogger("kvpress").setLevel(logging.ERROR)  # KVzip's press warns whenever it is created
 Array: TypeAlias = np.ndarray[Any, Any]
 Make: TypeAlias = Callable[[float, Constants], Any]
-"""A press for a ratio that is removed."""
+"""Function that returns a press for a ratio of evicted tokens."""
 
 
 def module_of(inputs: Inputs) -> Any:
-    """What a press reads of an attention layer: sizes, the query projection and the rotary tables."""
+    """Return the attributes of an attention layer that a press reads: sizes, query projection and rotary tables."""
     H, H_kv = len(inputs.raw_q), len(inputs.k)
     frequencies = torch.tensor(np.concatenate([inputs.inv_freq, inputs.inv_freq]))
 
@@ -42,7 +42,7 @@ def module_of(inputs: Inputs) -> Any:
 
 
 def given_to(inputs: Inputs, eager: bool) -> tuple[Any, ...]:
-    """What a press is called with, its module first."""
+    """Return the arguments of a press, with the module first."""
     module = module_of(inputs)
     hidden = torch.tensor(inputs.raw_q.transpose(1, 0, 2).reshape(1, inputs.n, -1))
     keys, values = torch.tensor(inputs.k)[None], torch.tensor(inputs.v)[None]
@@ -53,7 +53,10 @@ def given_to(inputs: Inputs, eager: bool) -> tuple[Any, ...]:
 
 
 def kept_by_press(make: Make, inputs: Inputs, eager: bool) -> list[list[int]]:
-    """Kept positions of each KV head, ascending; of all layers where the press decides over them."""
+    """Return the kept positions of each KV head, ascending.
+
+    If the press decides over all layers, return the positions of all layers.
+    """
     press: Any = make(float(inputs.ratio), inputs.constants)
     if isinstance(press, kvpress.KVzipPress):
         return [head for module in rehearsed_by(press, inputs) for head in unmasked(module, inputs)]
@@ -74,7 +77,7 @@ def kept_by_press(make: Make, inputs: Inputs, eager: bool) -> list[list[int]]:
 
 
 def gathered_by(press: Any, module: Any, hidden: Any, keys: Any, *others: Any) -> tuple[Any, Any]:
-    """The keys that a press keeps, and their places (H_kv, kept); None where it gathers none."""
+    """Return the keys that a press keeps, and their positions (H_kv, kept), or None if the press gathers no keys."""
     gather, taken = torch.Tensor.gather, list[Any]()
 
     def recorded(x: Any, dim: int, index: Any) -> Any:
@@ -87,14 +90,14 @@ def gathered_by(press: Any, module: Any, hidden: Any, keys: Any, *others: Any) -
 
 
 def unmasked(module: Any, inputs: Inputs) -> list[list[int]]:
-    """What a press that evicts nothing leaves to be read."""
+    """Return the positions that are not masked by a press that only masks."""
     marks = module.masked_key_indices or ((), (), ())
     gone = {(int(h), int(i)) for h, i in zip(*marks[1:], strict=True)}
     return [[i for i in range(inputs.n) if (h, i) not in gone] for h in range(len(inputs.k))]
 
 
 class Reader(SimpleNamespace):
-    """A model whose layers hold what they are given to read; a press's hooks on them do the rest."""
+    """Model whose layers store the given tokens. The hooks of a press on the layers do the rest."""
 
     def __call__(self, input_ids: Any, past_key_values: Any) -> None:
         for at, (layer, stored) in enumerate(zip(self.layers, past_key_values.layers, strict=True)):
@@ -106,7 +109,7 @@ class Reader(SimpleNamespace):
 
 
 def rehearsed_by(press: Any, inputs: Inputs) -> list[Any]:
-    """The layers' modules, marked, when KVzip's press has had the prompt repeated."""
+    """Return the masked modules of the layers after KVzip's press has made the model repeat the prompt."""
     prompt, L, modules = Rehearsed(inputs), inputs.constants.layers, list[Any]()
     for layer in range(L):
         modules.append(torch.nn.Module())
@@ -120,14 +123,14 @@ def rehearsed_by(press: Any, inputs: Inputs) -> list[Any]:
     reader = Reader(prompt=prompt, layers=[SimpleNamespace(self_attn=module) for module in modules])
     sizes = SimpleNamespace(num_hidden_layers=L, num_key_value_heads=len(inputs.k))
     model = SimpleNamespace(model=reader, config=sizes, dtype=torch.float64, device="cpu")
-    torch.set_default_dtype(torch.float64)  # or the press's mask overflows
+    torch.set_default_dtype(torch.float64)  # otherwise the mask of the press overflows
     press._perform_kvzip_compression(model, tokenizer)
     torch.set_default_dtype(torch.float32)
     return modules
 
 
 def scores_by_press(make: Make, inputs: Inputs, eager: bool) -> Array:
-    """Scores (H_kv, n) of a press, or of the one in it."""
+    """Return the scores (H_kv, n) of a press, or of the press inside it."""
     press: Any = make(float(inputs.ratio), inputs.constants)
     inner: Any = getattr(press, "press", press)
     scores: Array = inner.score(*given_to(inputs, eager))[0].numpy()
@@ -150,7 +153,7 @@ def kvzip(ratio: float, given: Constants, **options: bool) -> Any:
     return kvpress.KVzipPress(ratio, n_sink=given.sinks, chunk_size=given.rehearsed, **options)
 
 
-# Each press with the constants of the comparison; whether it is given the attention weights.
+# Presses with the constants of the comparison, and whether they get the attention weights.
 PRESSES: dict[str, tuple[Make, bool]] = {
     "StreamingLLM": (lambda r, given: kvpress.StreamingLLMPress(r, n_sink=given.sinks), False),
     "SnapKV": (snapkv, False),

@@ -1,8 +1,8 @@
-"""`python -m conformance.measure.peers.speed PYTHON [--policy NAME]`: processor time of a prefill beside kvpress.
+"""Measure the processor time of a prefill against kvpress: `python -m conformance.measure.peers.speed PYTHON`.
 
-A random Llama of 77 M parameters reads a prompt on one thread, under kvspec here and under kvpress in a second Python,
-which has kvpress 0.5.5. Both read in turn. Printed is the time above the bare prefill of the same round, as a part of
-it: the median over rounds, and the quartiles.
+A random Llama of 77 M parameters reads a prompt on one thread. It reads under kvspec in this Python, and under kvpress
+in a second Python with kvpress 0.5.5. Both run in turn. The command prints the time above the bare prefill of the same
+round, as a share of it. The figures are the median over rounds and the quartiles. `--policy NAME` selects a policy.
 """
 
 import argparse
@@ -34,7 +34,7 @@ PRESSES: dict[str, Callable[[Any, float], Any]] = {
     "critical-adakv": lambda kvpress, r: kvpress.CriticalAdaKVPress(_snapkv(kvpress, r)),
 }
 TEMPLATE = ((5, 6, 7), (8, 9), (10,))
-"""Ids that stand before, between and behind the text that KVzip has repeated."""
+"""Ids before, between and after the text that KVzip repeats."""
 OTHERS = (
     "cake", "caote", "defensivekv", "h2o", "h2o-described", "kvcrush", "kvzip", "morphkv", "nestedkv", "rkv", "vase",
     "vatp",
@@ -80,7 +80,10 @@ def _seconds(model: LlamaForCausalLM, tokens: int, make: Callable[[], Any]) -> f
 
 @contextmanager
 def server(python: str, side: str) -> Iterator[Callable[[str, int], float]]:
-    """A process that measures; a call is one round, whose result is the added part of the bare time."""
+    """Context manager for a process that measures.
+
+    A call is one round, and returns the added time as a share of the bare time.
+    """
     command = [python, "-m", "conformance.measure.peers.speed", "--serve", side]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         def measured(policy: str, tokens: int) -> float:

@@ -1,4 +1,4 @@
-"""Decode at full size: activation, pulses, the Hebbian update, key norms, what an eviction leaves."""
+"""Decode at full size: activation, pulses, the Hebbian update, key norms, and the graph of a segment."""
 
 from fractions import Fraction
 from itertools import pairwise
@@ -15,7 +15,7 @@ Weights = tuple[IntVector, IntVector, Vector]
 
 
 def inverse_norms(k: Any) -> Vector:
-    """CC-KEY-NORM."""
+    """Return the mean inverse norms of CC-KEY-NORM."""
     lengths = np.sqrt((k.astype(np.float64) ** 2).sum(axis=2))
     with np.errstate(divide="ignore"):
         found: Vector = (1 / lengths).sum(axis=0) / len(k)
@@ -23,7 +23,7 @@ def inverse_norms(k: Any) -> Vector:
 
 
 def activation(norms: Vector, offsets: IntVector, theta: float) -> BoolVector:
-    """CC-ETA and CC-ACTIVATION; members counted by differences of exact sums."""
+    """Return the active trunks by CC-ETA and CC-ACTIVATION. Members are counted by differences of exact sums."""
     finite = norms[np.isfinite(norms)]
     eta = np.where(np.isfinite(norms), norms / (finite.max() if len(finite) else 1.0), 1.0)
     above = np.concatenate([[0], np.cumsum(eta > theta)])
@@ -32,13 +32,13 @@ def activation(norms: Vector, offsets: IntVector, theta: float) -> BoolVector:
 
 
 def rows_of(W: Weights) -> Rows:
-    """Neighbours and weights of each trunk."""
+    """Return neighbours and weights of each trunk."""
     indptr, indices, weights = W[0].tolist(), W[1].tolist(), W[2].tolist()
     return [list(zip(indices[a:b], weights[a:b], strict=True)) for a, b in pairwise(indptr)]
 
 
 def pulses(source: int, rows: Rows, p: CrystalCacheParameters) -> dict[int, float]:
-    """CC-PULSE: what arrives, by trunk."""
+    """Return the pulses of CC-PULSE by trunk."""
     arrived, level = {source: 1.0}, {source: 1.0}
     for _ in range(p.max_hops):
         following: dict[int, float] = {}
@@ -55,7 +55,7 @@ def pulses(source: int, rows: Rows, p: CrystalCacheParameters) -> dict[int, floa
 
 
 def resonance(D: Vector, W: Weights, active: BoolVector, p: CrystalCacheParameters) -> Vector:
-    """CC-RESONANCE: every active trunk in turn."""
+    """Return D after CC-RESONANCE of every active trunk in turn."""
     after, rows = D.tolist(), rows_of(W)
     for source in np.flatnonzero(active).tolist():
         for g, pulse in pulses(source, rows, p).items():
@@ -64,7 +64,7 @@ def resonance(D: Vector, W: Weights, active: BoolVector, p: CrystalCacheParamete
 
 
 def hebbian(W: Weights, active: BoolVector, p: CrystalCacheParameters) -> Weights:
-    """CC-HEBB."""
+    """Return W after CC-HEBB."""
     indptr, indices, weights = W
     row = np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
     together = active[row] & active[indices]
@@ -77,7 +77,10 @@ def hebbian(W: Weights, active: BoolVector, p: CrystalCacheParameters) -> Weight
 def segment_graph(
     E: Columns, bounds: IntVector, sizes: IntVector, W: Weights, p: CrystalCacheParameters,
 ) -> tuple[Weights, Vector]:
-    """CC-SEGMENT-GRAPH as CSR, and of every new pair the weight before the prune (for pairs near tau_edge)."""
+    """Return the graph of CC-SEGMENT-GRAPH as CSR, and the weight of every new pair before the prune.
+
+    The weights before the prune are for pairs near tau_edge.
+    """
     old, m = len(W[0]) - 1, len(sizes)
     found = pairs(E, bounds[:-1], old)
     w = pair_weights(found, sizes)
@@ -92,6 +95,6 @@ def segment_graph(
 
 
 def effective_budget(share: Fraction | int, n: int, p: CrystalCacheParameters) -> int:
-    """CC-BUDGET."""
+    """Return the budget of CC-BUDGET."""
     tokens = share if isinstance(share, int) else -((-share.numerator * n) // share.denominator)
     return max(p.N_sink + p.W_recent, tokens)

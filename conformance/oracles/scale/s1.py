@@ -9,7 +9,7 @@ import numpy as np
 from spec.arrays import IntMatrix, IntVector, Matrix, Vector
 from spec.parameters import CrystalCacheParameters
 
-# Candidates that are remembered behind the last place of a list: more than these never tie in the lane's inputs.
+# Number of candidates stored after the last place of a list. In the scale tests, no more than these tie.
 BEHIND = 16
 
 RowError = Callable[[Any, Any], Vector]
@@ -18,26 +18,26 @@ CosineError = Callable[[Vector, int], Matrix]
 
 @dataclass(frozen=True)
 class Ranked:
-    """Each token's strongest candidates as float32, best first, lower position first on a tie.
+    """Strongest candidates of each token as float32, best first. The lower position comes first on a tie.
 
-    Positions are absolute; -1, weight 0 and error 0 where there is no further one.
+    Positions are absolute. Empty places have position -1, weight 0 and error 0.
     """
 
     index: IntMatrix
     weight: Matrix
     error: Matrix
-    """Relative."""
+    """Relative errors."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """What S1 says of each token, and how far a correct implementation may be from it."""
+    """Result of S1 for each token, and the allowed errors of a correct implementation."""
 
     start: int
     salience: Vector
     unclipped: Vector
     moves: Vector
-    """The sum of a token's k_heads largest column sums, with each row's weights times the row's error."""
+    """Sum of a token's k_heads largest column sums, with each row's weights multiplied by the row's error."""
     intra: Ranked
     cross: Ranked
 
@@ -46,11 +46,20 @@ def coattention(
     q: Any, k: Any, positions: IntVector, p: CrystalCacheParameters, scaling: float, softcap: float | None,
     row_error: RowError, cosine_error: CosineError, mean_error: float, sinks: Any = None, behind: int = BEHIND,
 ) -> Scored:
-    """CC-ATTENTION to CC-CROSS.
+    """Return the result of CC-ATTENTION to CC-CROSS.
 
-    `row_error` bounds the relative error of weights by query row of (H, Q, d), (H_kv, n, d); `cosine_error` that of
-    cosines (Q, Q) of rows with such errors; `mean_error` is what the mean over heads adds. `behind` candidates are
-    remembered after the last place of a list.
+    Args:
+        q: queries (H, Q, d).
+        k: keys (H_kv, n, d).
+        positions: positions of the keys.
+        p: parameters of CrystalCache.
+        scaling: factor of the logits.
+        softcap: soft cap of the logits, or None.
+        row_error: function that returns a bound on the relative error of weights, by query row.
+        cosine_error: function that returns a bound on the relative error of cosines (Q, Q) of rows with such errors.
+        mean_error: relative error that the mean over heads adds.
+        sinks: attention sinks of the heads, or None.
+        behind: number of candidates stored after the last place of a list.
     """
     n, before = q.shape[1], k.shape[1] - q.shape[1]
     unclipped, moves, inside, across = [], [], [], []
@@ -83,7 +92,10 @@ def _chunk(
     q: Any, k: Any, at: IntVector, keys_at: IntVector, first: int, scaling: float, softcap: float | None,
     error: Vector, sinks: Any,
 ) -> tuple[Matrix, Matrix, Matrix]:
-    """Head means (Q, live); column sums of the own keys by head (H, Q); the same with rows times their error."""
+    """Return the head means (Q, live), and two sums by head (H, Q).
+
+    The sums are column sums of the chunk's keys, and the same with each row multiplied by its error.
+    """
     H, group = len(q), len(q) // len(k)
     hidden = keys_at[None, :] > at[:, None]
     mean = np.zeros((len(at), len(keys_at)))
@@ -107,7 +119,7 @@ def _chunk(
 
 
 def _ranked(weights: Matrix, error: Matrix, positions: IntVector, k: int, behind: int) -> Ranked:
-    """The best of each row as float32; candidates are numbered by rising position."""
+    """Return the best of each row as float32. Candidates are numbered by ascending position."""
     wide = k + behind
     width = min(wide, weights.shape[1])
     order = _best(weights.astype(np.float32), width)
@@ -124,10 +136,10 @@ def _ranked(weights: Matrix, error: Matrix, positions: IntVector, k: int, behind
 
 
 def _best(keys: Any, width: int) -> IntMatrix:
-    """Columns of the `width` largest of each row, descending, lower column first."""
+    """Return the columns of the `width` largest of each row, descending, lower column first."""
     if not width:
         return np.zeros((len(keys), 0), dtype=np.int64)
-    # A total order in one integer: the float's bits (not negative, or -1 for none), then the column from the end.
+    # One integer gives a total order: the bits of the float (0 for no candidate), then the column counted from the end.
     bits = np.where(keys > 0, keys, 0).astype(np.float32).view(np.int32).astype(np.int64)
     packed = bits << 32 | np.arange(keys.shape[1] - 1, -1, -1)
     if width < keys.shape[1]:
@@ -142,7 +154,7 @@ def _joined(parts: list[Ranked]) -> Ranked:
 
 
 def log_sum_exp(q: Any, k: Any, positions: IntVector, scaling: float, softcap: float | None) -> Matrix:
-    """The natural logarithm of the denominators of Eq. 3 without sinks, (H, n)."""
+    """Return the natural logarithm of the denominators of Eq. 3 without sinks, (H, n)."""
     n, group = q.shape[1], len(q) // len(k)
     hidden = positions[None, :] > positions[len(positions) - n :, None]
     found = np.empty(q.shape[:2])

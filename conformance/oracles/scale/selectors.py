@@ -1,4 +1,4 @@
-"""Selectors, what policies score by and NestedKV's score at full size."""
+"""Selectors, scores of policies, and NestedKV's score, at full size."""
 
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -13,7 +13,10 @@ SMALL = 2.0**-16
 
 
 def attended(q: Any, k: Any, scaling: float, softcap: float | None, sinks: Any = None) -> Cube:
-    """PO-OBSERVED-ATTENTION: the softmax of the last queries over the keys up to each, (H, queries, n)."""
+    """Return the weights of PO-OBSERVED-ATTENTION, (H, queries, n).
+
+    They are the softmax of the last queries over the keys up to each query.
+    """
     n, group = q.shape[1], len(q) // len(k)
     ahead = np.triu(np.ones((k.shape[1], k.shape[1]), dtype=np.bool_), 1)[k.shape[1] - n :]
     found = np.empty((len(q), n, k.shape[1]))
@@ -31,9 +34,9 @@ def expected(
     q: Any, k: Any, v: Any, at: IntVector, ahead: IntVector, inv_freq: Vector, factor: float, scaling: float,
     sinks: Any = None,
 ) -> tuple[Matrix, float]:
-    """PO-EXPECTED-ATTENTION of the tokens after the sinks, and the largest mass of a logit's terms.
+    """Return the score of PO-EXPECTED-ATTENTION of the tokens after the sinks, and the largest mass of a logit's terms.
 
-    Pairs are complex numbers, and the spread along a key is that of the queries' projections on it.
+    Pairs of channels are complex numbers. The spread along a key is the spread of the queries' projections on the key.
     """
     half, group = len(inv_freq), len(q) // len(k)
     mean_turn = np.exp(1j * np.multiply.outer(ahead, inv_freq)).mean(axis=0) * factor
@@ -53,7 +56,10 @@ def expected(
 
 
 def cosines_with(V: Matrix, j: int) -> Vector:
-    """DV-COSINE of every signature with one: products added from the first channel to the last, none fused."""
+    """Return DV-COSINE of every signature with one signature.
+
+    Products are added from the first channel to the last, and none is fused.
+    """
     found = np.zeros(len(V))
     for c in range(V.shape[1]):
         found = found + V[:, c] * V[j, c]
@@ -61,7 +67,7 @@ def cosines_with(V: Matrix, j: int) -> Vector:
 
 
 def diverse(s: Vector, V: Matrix, retained: BoolVector, k: int, lam: float) -> IntVector:
-    """DV-GREEDY: every candidate's greatest cosine is kept up to date as S grows."""
+    """Return the tokens of DV-GREEDY. The greatest cosine of every candidate is updated as S grows."""
     score = np.where(np.isnan(s), -np.inf, s)
     inside = retained.copy()
     nearest = np.zeros(len(s))
@@ -77,7 +83,7 @@ def diverse(s: Vector, V: Matrix, retained: BoolVector, k: int, lam: float) -> I
 
 
 class Traced(NamedTuple):
-    """One head's a*, and what its error depends on."""
+    """Score a* of one head, with the values that determine its error."""
 
     score: Vector
     raw: list[Vector]
@@ -86,7 +92,7 @@ class Traced(NamedTuple):
 
 
 def nestedkv(keys: Any, p: NestedKVParameters) -> Traced:
-    """NK-UNIT-KEYS to NK-ROUTE of the keys (n, d) of one head."""
+    """Return the result of NK-UNIT-KEYS to NK-ROUTE for the keys (n, d) of one head."""
     k = keys.astype(np.float64)
     N = len(k)
     unit = k / np.sqrt((k * k).sum(axis=1))[:, None]
@@ -118,7 +124,7 @@ def _spread(x: Vector) -> Vector:
 
 
 def whole_units(s: Vector, sizes: IntVector, shut: BoolVector, B: int) -> list[int]:
-    """PO-TOP-UNITS of one set: the protected units, then the best until one does not fit; their tokens."""
+    """Return the tokens of one set by PO-TOP-UNITS: the protected units, then the best units until one does not fit."""
     kept, tokens = set(np.flatnonzero(shut).tolist()), int(sizes[shut].sum())
     for u in sorted(np.flatnonzero(~shut).tolist(), key=lambda u: (-s[u], u)):
         tokens += int(sizes[u])
@@ -130,7 +136,7 @@ def whole_units(s: Vector, sizes: IntVector, shut: BoolVector, B: int) -> list[i
 
 
 def left(offsets: IntVector, W: Weights, stays: BoolVector) -> tuple[list[int], list[int], Rows]:
-    """CC-LIVE: the trunks that live on, the offsets of what they keep, and their rows of W, renumbered."""
+    """Return the live trunks of CC-LIVE, the offsets of their kept tokens, and their rows of W, renumbered."""
     sizes = [int(stays[a:b].sum()) for a, b in pairwise(offsets.tolist())]
     alive = [g for g, size in enumerate(sizes) if size]
     number = {g: at for at, g in enumerate(alive)}

@@ -1,4 +1,4 @@
-"""S2 to S6 at full size. Sums in a stated order are `np.cumsum` and `np.add.at`, which add from left to right."""
+"""S2 to S6 at full size. Sums with a given order use `np.cumsum` and `np.add.at`, which add from left to right."""
 
 import math
 from collections import defaultdict
@@ -12,11 +12,11 @@ from conformance.oracles import added
 from spec.arrays import BoolVector, IntVector, Vector
 from spec.parameters import CrystalCacheParameters
 
-INTERFACE = 5  # tokens on either side, Eq. 16
+INTERFACE = 5  # Number of tokens on either side (Eq. 16).
 
 
 class Columns(NamedTuple):
-    """Eq. 15's triples: first endpoint, second endpoint, weight."""
+    """Triples of Eq. 15 as columns: first endpoint, second endpoint, weight."""
 
     first: IntVector
     second: IntVector
@@ -24,7 +24,7 @@ class Columns(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Unordered pairs of groups that have an edge, ascending: number of edges and their sum in the order of E."""
+    """Unordered pairs of groups with an edge, ascending: number of edges, and sum of the edges in the order of E."""
 
     a: IntVector
     b: IntVector
@@ -33,19 +33,19 @@ class Pairs(NamedTuple):
 
 
 def in_order(terms: Vector) -> float:
-    """From left to right, starting from 0."""
+    """Return the sum from left to right, starting from 0."""
     return float(np.cumsum(terms)[-1]) if len(terms) else 0.0
 
 
 def in_groups(group: IntVector, terms: Vector, groups: int) -> Vector:
-    """The sum of each group's terms, in their order."""
+    """Return the sum of each group's terms, in the order of the terms."""
     found = np.zeros(groups)
     np.add.at(found, group, terms)
     return found
 
 
 def edge_columns(found: Any) -> Columns:
-    """CC-EDGES: intra by owner and rank, then cross by owner and rank."""
+    """Return the edges of CC-EDGES: intra by owner and rank, then cross by owner and rank."""
     columns = []
     for index, weight, turned in ((found.intra, found.intra_weight, False), (found.cross, found.cross_weight, True)):
         own = np.repeat(np.arange(len(index)) + found.start, index.shape[1])
@@ -57,19 +57,19 @@ def edge_columns(found: Any) -> Columns:
 
 
 def sentences(ends: BoolVector) -> IntVector:
-    """CC-SENTENCES: offsets."""
+    """Return the offsets of CC-SENTENCES."""
     n = len(ends)
     stops = np.flatnonzero(ends) + 1
     return np.unique(np.concatenate([[0], stops, [n]])).astype(np.int64)
 
 
 def interface_sums(weights: list[float], tau: float) -> bool:
-    """Whether the strength exceeds tau: sum from left to right, less tau times the number."""
+    """Return True if the strength exceeds tau: the sum from left to right, minus tau times the number, is positive."""
     return added(weights) - tau * len(weights) > 0
 
 
 def trunks(ends: BoolVector, E: Columns, start: int, p: CrystalCacheParameters) -> IntVector:
-    """CC-TRUNKS: offsets in absolute positions."""
+    """Return the offsets of CC-TRUNKS in absolute positions."""
     offsets = sentences(ends).tolist()
     forward: dict[int, list[tuple[int, float]]] = defaultdict(list)
     for a, b, w in zip((E.first - start).tolist(), (E.second - start).tolist(), E.weight.tolist(), strict=True):
@@ -89,7 +89,7 @@ def trunks(ends: BoolVector, E: Columns, start: int, p: CrystalCacheParameters) 
 
 
 def _split(offsets: IntVector, T_max: int) -> IntVector:
-    """CC-SPLIT of every trunk: larger pieces first."""
+    """Apply CC-SPLIT to every trunk, larger pieces first, and return the offsets."""
     found = [0]
     for size in np.diff(offsets).tolist():
         k = -(-size // T_max)
@@ -99,13 +99,13 @@ def _split(offsets: IntVector, T_max: int) -> IntVector:
 
 
 def counts(ids: IntVector) -> IntVector:
-    """CC-COUNT."""
+    """Return the counts of CC-COUNT."""
     _, inverse, number = np.unique(ids, return_inverse=True, return_counts=True)
     return number[inverse].astype(np.int64)
 
 
 def rarity(c: IntVector, form: str = "logarithm") -> Vector:
-    """CC-RARITY and CC-RARITY-FORMS."""
+    """Return the rarity of CC-RARITY and CC-RARITY-FORMS."""
     if form == "reciprocal":
         return 1 / (1 + c)
     if form == "exponential":
@@ -115,7 +115,7 @@ def rarity(c: IntVector, form: str = "logarithm") -> Vector:
 
 
 def token_impact(S: Vector, c: IntVector, p: CrystalCacheParameters) -> Vector:
-    """CC-IMPACT."""
+    """Return the impact of CC-IMPACT."""
     if p.impact == "uniform":
         return np.ones(len(S))
     if p.impact == "salience":
@@ -128,7 +128,7 @@ def token_impact(S: Vector, c: IntVector, p: CrystalCacheParameters) -> Vector:
 
 
 def trunk_impact(M: Vector, offsets: IntVector) -> Vector:
-    """CC-TRUNK-IMPACT; offsets count from the segment's first token."""
+    """Return the impact of CC-TRUNK-IMPACT. Offsets count from the segment's first token."""
     found = []
     for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
         top = np.sort(M[a:b])[::-1][:3].tolist()
@@ -137,7 +137,10 @@ def trunk_impact(M: Vector, offsets: IntVector) -> Vector:
 
 
 def pairs(E: Columns, bounds: IntVector, new_from: int = 0) -> Pairs:
-    """CC-TRUNK-EDGES; an endpoint belongs to the last group whose first position is not above it."""
+    """Return the pairs of CC-TRUNK-EDGES.
+
+    An endpoint belongs to the last group whose first position is not above the endpoint.
+    """
     a = np.searchsorted(bounds, E.first, side="right") - 1
     b = np.searchsorted(bounds, E.second, side="right") - 1
     apart = (a != b) & (np.maximum(a, b) >= new_from)
@@ -153,7 +156,7 @@ def pairs(E: Columns, bounds: IntVector, new_from: int = 0) -> Pairs:
 
 
 def pair_weights(found: Pairs, sizes: IntVector) -> Vector:
-    """Eq. 25 before the prune; the product of sizes as an exact integer."""
+    """Return the weights of Eq. 25 before the prune. The product of sizes is an exact integer."""
     product = sizes[found.a].astype(object) * sizes[found.b].astype(object)
     density = np.array([int(k) / int(size) for k, size in zip(found.number.tolist(), product, strict=True)])
     weights: Vector = found.total / found.number * np.sqrt(density)
@@ -161,14 +164,14 @@ def pair_weights(found: Pairs, sizes: IntVector) -> Vector:
 
 
 def degrees(indptr: IntVector, weights: Vector) -> Vector:
-    """CC-DEGREE of given rows."""
+    """Return the degrees of CC-DEGREE for given rows."""
     m = len(indptr) - 1
     rows = np.repeat(np.arange(m), np.diff(indptr))
     return in_groups(rows, weights, m)
 
 
 def moments(degree: Vector, epsilon: float) -> tuple[float, float]:
-    """Eq. 27's mean and standard deviation, correctly rounded sums."""
+    """Return mean and standard deviation of Eq. 27, from correctly rounded sums."""
     m = len(degree)
     mu = math.fsum(degree.tolist()) / m
     sigma = math.sqrt(math.fsum(((degree - mu) ** 2).tolist()) / m)
@@ -176,7 +179,7 @@ def moments(degree: Vector, epsilon: float) -> tuple[float, float]:
 
 
 def crystallization(degree: Vector, p: CrystalCacheParameters) -> Vector:
-    """CC-CRYSTALLIZATION."""
+    """Return D by CC-CRYSTALLIZATION."""
     if p.graph == "zero":
         return np.zeros(len(degree))
     mu, sigma = moments(degree, p.epsilon)
@@ -186,7 +189,7 @@ def crystallization(degree: Vector, p: CrystalCacheParameters) -> Vector:
 
 
 def normalised_impact(M_bar: Vector, epsilon: float) -> Vector:
-    """CC-NORMALISED-IMPACT of the unprotected trunks."""
+    """Return the impact of CC-NORMALISED-IMPACT for the unprotected trunks."""
     ell = np.log1p(M_bar)
     low, high = ell.min(), ell.max()
     found: Vector = (ell - low) / (high - low + epsilon)
@@ -194,7 +197,7 @@ def normalised_impact(M_bar: Vector, epsilon: float) -> Vector:
 
 
 def score(D: Vector, M_bar: Vector, shut: BoolVector, p: CrystalCacheParameters) -> Vector:
-    """CC-SCORE; NaN where protected."""
+    """Return the scores of CC-SCORE, with NaN for protected trunks."""
     found = np.full(len(D), np.nan)
     if not shut.all():
         found[~shut] = np.maximum(D[~shut], p.alpha * normalised_impact(M_bar[~shut], p.epsilon))
@@ -202,13 +205,13 @@ def score(D: Vector, M_bar: Vector, shut: BoolVector, p: CrystalCacheParameters)
 
 
 def protected(offsets: IntVector, n: int, p: CrystalCacheParameters) -> BoolVector:
-    """CC-PROTECTED."""
+    """Return the protected trunks by CC-PROTECTED."""
     found: BoolVector = (offsets[:-1] < p.N_sink) | (offsets[1:] > n - p.W_recent)
     return found
 
 
 class Dissolved(NamedTuple):
-    """Kept places counted from 0, tokens kept per trunk, D after."""
+    """Kept places counted from 0, share of kept tokens per trunk, and D after the eviction."""
 
     kept: IntVector
     ratio: Vector
@@ -218,7 +221,7 @@ class Dissolved(NamedTuple):
 def dissolve(
     scores: Vector, offsets: IntVector, M: Vector, D: Vector, shut: BoolVector, B: int, N_min: int,
 ) -> Dissolved:
-    """Algorithm 1 by its closed form: exclusive prefix sums in the order of eviction, exact integers."""
+    """Apply the closed form of Algorithm 1: exclusive prefix sums in the order of eviction, with exact integers."""
     sizes = np.diff(offsets)
     alive = np.flatnonzero(~shut)
     order = alive[np.lexsort((alive, scores[alive]))]

@@ -1,1 +1,1 @@
-"""Tests of the fast backends that say nothing about another backend."""
+"""Tests of the fast backends that do not apply to other backends."""

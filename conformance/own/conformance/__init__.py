@@ -1,1 +1,1 @@
-"""Tests of the suite itself."""
+"""Tests of the suite."""

@@ -1,4 +1,4 @@
-"""A stand-in for a fast backend: S1 in float32, S2 to S6 the reference's; and versions of it that are wrong.
+"""Replacement for a fast backend: S1 in float32, S2 to S6 of the reference, and wrong versions of it.
 
 The whole suite runs on it: `--backend conformance.own.conformance.float32:BACKEND`.
 """
@@ -25,7 +25,7 @@ Distortion: TypeAlias = Callable[[Array, Array], tuple[Array, Array]]
 def _block(
     q: Array, k: Array, first: int, rows: slice, scaling: float, softcap: float | None, sinks: Array | None,
 ) -> Array:
-    """Attention of the queries `rows` in float32, key by key summed in another order than the reference's."""
+    """Return the attention of the queries `rows` in float32. The sums over channels run in reverse order."""
     shared = np.repeat(k, len(q) // len(k), axis=0)[:, : first + rows.stop]
     x = np.einsum("hqd,hkd->hqk", q[:, rows, ::-1], shared[:, :, ::-1]) * np.float32(scaling)
     if softcap is not None:
@@ -72,7 +72,7 @@ class _Float32Stages(type(REFERENCE.require_crystal())):  # type: ignore[misc]  
 
 
 def float32_backend(distort: Distortion = lambda q, k: (q, k)) -> Backend:
-    """The stand-in; `distort` changes what it sees."""
+    """Return the float32 backend. `distort` changes its inputs."""
     return Backend("float32", crystal=_Float32Stages(distort))
 
 

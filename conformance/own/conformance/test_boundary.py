@@ -1,6 +1,6 @@
-"""What the judged code raises is a failure with its file and line, or a refusal that names argument, value and bound.
+"""An exception of judged code is a failure with file and line, or an error that names argument, value and bound.
 
-The boundary also finds stages that give the right result and are wrong all the same, and leaves right ones.
+The boundary also finds stages that return the right result but break a rule, and accepts correct stages.
 """
 
 import ast
@@ -52,7 +52,7 @@ def skips_quietly() -> None:
 
 
 def assumes() -> None:
-    """As `hypothesis.assume(False)` in a property."""
+    """Raise the exception of `hypothesis.assume(False)`."""
     raise UnsatisfiedAssumption
 
 
@@ -114,7 +114,7 @@ def test_an_assertion_is_told_in_short_where_that_says_enough() -> None:
 
 @pytest.mark.law("as-it-is-described")
 def test_a_bare_assertion_tells_what_must_hold_and_the_values_in_it() -> None:
-    """And a case its parameters; of a vector its inputs."""
+    """Check the message of an assertion, with the parameters of a case and the inputs of a vector."""
     limit, found = 1e-6, np.array([0.5, 1.583])
     with pytest.raises(AssertionError) as caught:
         assert np.abs(found - 0.5).max() < limit
@@ -142,7 +142,7 @@ BAD = np.array([[0.5, np.nan]], dtype=np.float32)
 
 
 class Reworded(SpecError):
-    """An engine's own error, whose message is not ours."""
+    """Error of an engine, with a message that differs from kvspec's message."""
 
     def __str__(self) -> str:
         return f"engine E17, {self.argument}: {self.bound}"
@@ -150,7 +150,7 @@ class Reworded(SpecError):
 
 @pytest.mark.parametrize("value", [BAD, BAD[0, 1], (1, 2), [1, 2], BAD.dtype, "float32", "ndarray", np.ndarray, 1])
 def test_the_words_of_a_refusal_are_free(value: object) -> None:
-    """An array is told by itself, an element, its shape, its type, its kind or its length."""
+    """The error may name an array by itself, an element, its shape, dtype, kind or length."""
     with refused("lse", BAD):
         raise Reworded("lse", value, "all of it must be numbers")
 
@@ -215,7 +215,7 @@ def by_pointer(D: Array, M: Array, p: Any) -> Array:
 
 
 def by_identity(D: Array, M: Array, p: Any) -> Array:
-    """By the arrays themselves, of which it keeps the last."""
+    """Return a cached result if the arrays are identical objects. Only the last arrays are cached."""
     if MEMORY.get("D") is not D or MEMORY.get("M") is not M:
         MEMORY.update(D=D, M=M, found=RIGHT(D, M, p))
     return MEMORY["found"].copy()
@@ -250,13 +250,13 @@ def argument_written(D: Array, M: Array, p: Any) -> Array:
 def shared_scratch(D: Array, M: Array, p: Any) -> Array:
     SCRATCH[: len(D)] = M
     before = np.zeros_like(D)
-    for at, one in enumerate(D):  # the work of a real stage, during which another thread may write
+    for at, one in enumerate(D):  # This loop takes as long as a real stage. Meanwhile a different thread may write.
         before[at] = one
     return RIGHT(before, SCRATCH[: len(D)].copy(), p)
 
 
 def order_of_memory(D: Array, M: Array, p: Any) -> Array:
-    """Reads its rows where they would be if the array were contiguous."""
+    """Read rows at the places that they would have in a contiguous array."""
     flat = M if M.strides[0] == 8 else np.lib.stride_tricks.as_strided(M[:1], M.shape, (0,))
     return RIGHT(D, flat, p)
 
@@ -291,7 +291,7 @@ def told(D: Array, M: Array, p: Any) -> Array:
     return RIGHT(D, M, p)
 
 
-VALUES = "array_equal"  # the wrong result itself
+VALUES = "array_equal"  # The result is wrong.
 WRONG: Mapping[Decay, str] = {
     reused: "returned the memory|changed the result", by_pointer: VALUES, by_identity: VALUES,
     by_shape_when_large: VALUES, by_content: "returned",
@@ -303,7 +303,10 @@ WRONG: Mapping[Decay, str] = {
 
 
 def judge(stage: Decay) -> None:
-    """Calls as tests make them: of 64 to 119 trunks, ten times as many, and a few of 600; each is compared."""
+    """Call a stage as tests do: with 64 to 119 trunks, with ten calls of equal size, and with 600 trunks at times.
+
+    Each result is compared.
+    """
     stages = held_to_rules(replace(BACKEND, breath=SimpleNamespace(decay=stage))).require_breath()
     numbers, size = np.random.default_rng(5), 0
     for at in range(400):
@@ -317,7 +320,7 @@ def judge(stage: Decay) -> None:
 
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What the wrong ones change in this process; nothing here has types of which samples are checked."""
+    """Restore the state of the process that wrong stages change. No type check draws samples in these tests."""
     monkeypatch.setattr("conformance.calls.checkers_draw", lambda: False)
     for name in ("KVSPEC_CALLS", "KVSPEC_CALLED"):
         monkeypatch.delenv(name, raising=False)
@@ -373,7 +376,10 @@ def test_a_right_stage_passes() -> None:
 
 @pytest.mark.law("the-proof-has-teeth")
 def test_the_caller_has_results_of_its_own() -> None:
-    """An argument that comes back as the result, as W of a static graph, is a copy: the next call changes it not."""
+    """Check that an argument that is returned as the result is copied, such as W of a static graph.
+
+    The next call must not change the result.
+    """
     stages = held_to_rules(replace(BACKEND, breath=SimpleNamespace(decay=lambda D, M, p: D))).require_breath()
     first = stages.decay(np.full(600, 0.5), np.ones(600), PAPER)
     stages.decay(np.full(600, 0.25), np.ones(600), PAPER)
@@ -382,8 +388,8 @@ def test_the_caller_has_results_of_its_own() -> None:
 
 @pytest.mark.law("the-proof-has-teeth")
 def test_calls_are_chosen_by_their_numbers_alone() -> None:
-    """Also of NaN, whose hash is its address: a failure is found again by the next run."""
-    made, held = [], []  # what is held moves the next NaN to another address
+    """Check NaN too, whose hash is its address. The next run must find a failure again."""
+    made, held = [], []  # Held objects move the next NaN to a different address.
     for _ in range(2):
         sizes: list[int] = []
         judged = SimpleNamespace(decay=lambda D, M, p, sizes=sizes: sizes.append(len(D)))

@@ -1,4 +1,4 @@
-"""The Coq files: named by items, closed, run as an engine, able to fail. What needs Coq is skipped without it."""
+"""The Coq files: named by items, closed, run as an engine, able to fail. Tests that need Coq are skipped without it."""
 
 import json
 import shutil
@@ -70,7 +70,7 @@ def test_a_row_that_cannot_be_planted_is_refused(tmp_path: Path, line: str, boun
 
 
 def test_every_operation_of_the_vectors_and_of_the_engine_is_asked() -> None:
-    """Items with a stage of another name are asked by it."""
+    """A stage with a different name covers some items."""
     asked = {*three_way.ITEMS, *three_way.STAGES}
     assert STAGES.keys() <= asked
     assert three_way.ITEMS.keys() == wrapper.ITEMS
@@ -79,7 +79,7 @@ def test_every_operation_of_the_vectors_and_of_the_engine_is_asked() -> None:
 
 @pytest.mark.spec("PO-WHOLE-SHARES")
 def test_the_kernel_is_asked_about_compact_vectors() -> None:
-    """The only tie of remainders stands in one."""
+    """Check that a compact vector contains the only tie of remainders."""
     assert "vector_PO_WHOLE_SHARES_502" in dict(written())
 
 
@@ -93,7 +93,7 @@ def test_without_coq_one_line_says_what_to_install(
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model's dissolution with its theorems."""
+    """Return the folder of the model's compiled dissolution and its theorems."""
     home = tmp_path_factory.mktemp("coq") / "compiled"
     build.fresh(home)
     build.compile_all(home, NEEDED)
@@ -171,7 +171,7 @@ STATED = {
     "DV-COSINE": "first_to_last", "DV-GREEDY": "is_greedy", "PO-TOP-UNITS": "formula",
     "PO-WHOLE-SHARES": "formula", "PO-PYRAMID-BUDGET": "bounds",
 }
-"""The theorem of an item that says all of it, or most."""
+"""For each item, the theorem that states all or most of it."""
 
 
 @pytest.mark.spec(*STATED)
@@ -207,7 +207,7 @@ def test_an_error_in_the_model_refutes_a_theorem(
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The extracted model."""
+    """Return the program of the extracted model."""
     home = tmp_path_factory.mktemp("coq") / "engine"
     build.fresh(home)
     build.compile_all(home, build.MODEL[:8])
@@ -216,7 +216,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def coq(program: Path) -> Iterator[tuple[Engine, three_way.Side]]:
-    """The extracted model as a process."""
+    """Yield the extracted model as a process."""
     process, side = three_way.extracted(program)
     yield process, side
     process.stop()
@@ -315,7 +315,7 @@ def test_the_suite_refuses_a_wrong_engine(program: Path, tmp_path: Path) -> None
 @needs_coq
 @pytest.mark.spec("CC-BUDGET-FORMS")
 def test_an_error_in_a_twin_is_found_by_comparison(program: Path, tmp_path: Path) -> None:
-    """No vector has 64 characters."""
+    """No vector has a budget text of 64 characters."""
     row = next(row for row in read_rows(ROWS) if row.file == "spec/budget.py" and "64" in row.what)
     found = found_by(row, program.parent, tmp_path / "twin", 0)
     assert found.comparison.endswith("reference stands alone")

@@ -1,6 +1,6 @@
-"""Bounds of floats: no input that was tried exceeds one, Gappa proves what has a script, and too small ones are caught.
+"""Bounds of floats: no input exceeds a bound, Gappa proves each bound with a script, and too small bounds are caught.
 
-What needs Gappa or python-flint is skipped without it; `nox -s lab -- floats` has python-flint.
+Tests that need Gappa or python-flint are skipped without them. `nox -s lab -- floats` installs python-flint.
 """
 
 import math
@@ -37,7 +37,7 @@ def test_no_input_exceeds_a_bound(case: Any) -> None:
 TOO_SMALL: dict[str, Callable[..., Any]] = {
     "CC-DECAY": lambda D, M, p, sizes: tolerances.decay_radius(np.array(D)) / 2,
     "CC-RARITY": lambda c, sizes: 8 * 2.0**-53 * sizes,
-    # The bounds as they were: no threshold of sigma, and the cosine's norms as if they could only grow.
+    # These are earlier bounds: without a threshold for sigma, and with norms of the cosine that can only grow.
     "CC-CRYSTALLIZATION": lambda degree, p, sizes: 1e-6 if min(degree) != max(degree) else 1.0,
     "CC-INTRA": lambda A, B, e, sizes: (
         1.01 * math.expm1(4 * math.log1p(e) + 1e-12) * s1.cosine(s1.row_normalise(A, 1e-8), 0, 1)
@@ -70,7 +70,7 @@ def test_without_gappa_one_line_says_what_to_install(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.spec("CC-INTRA", "CC-CROSS")
 def test_a_list_is_realisable_where_some_float32_of_the_boxes_choose_it() -> None:
-    """All boxes of up to two neighbouring float32 among four about tau, by all weights in them."""
+    """Check all boxes of up to two neighbouring float32 among four around tau, with all weights in the boxes."""
     grid = [float(np.float32(0.3) + np.float32(2.0**-25 * step)) for step in range(4)]
     ends = [(a, b) for a in range(4) for b in range(a, min(a + 2, 4))]
     lists = [[], *([j] for j in range(3)), *([i, j] for i in range(3) for j in range(3) if i != j)]
@@ -98,7 +98,7 @@ def test_the_pages_figures_are_those_of_the_command() -> None:
 
 @pytest.mark.spec("CC-TAIL-D")
 def test_the_search_for_the_tail_finds_both_roundings() -> None:
-    """Two orders of multiplying and dividing: together more than half of the bound."""
+    """Check two orders of multiplication and division, which together reach more than half of the bound."""
     if "CC-TAIL-D" not in BY_ITEM:
         pytest.skip("python-flint is not here: nox -s lab -- floats")
     assert 0.45 < search.worst(BY_ITEM["CC-TAIL-D"], 400)[0] < 0.6

@@ -1,4 +1,4 @@
-"""A rejected method is told which step differs: each known error is named, and no error that explains nothing."""
+"""The report of a rejected method names the step that differs: each known error, and no error that explains nothing."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,11 +20,11 @@ pytestmark = [pytest.mark.law("the-proof-has-teeth"), pytest.mark.usefixtures("r
 Array = np.ndarray[Any, Any]
 SNAPKV = Method("snapkv", {"W": 8, "kernel": 3})
 TIED = (altered(drawn(0, 60, 1, (2, 2)), "axes", 0), 20)
-"""Equal keys have equal scores."""
+"""Inputs in which equal keys have equal scores."""
 
 
 def attention(view: LayerView, W: int, causal: bool) -> Array:
-    """Weights of the last W queries, (H, W, n)."""
+    """Return the attention weights of the last W queries, (H, W, n)."""
     n, group = view.k.shape[1], len(view.q) // len(view.k)
     logits = view.scaling * np.einsum("hqd,hkd->hqk", view.q[:, -W:], np.repeat(view.k, group, axis=0))
     if view.softcap is not None:
@@ -39,7 +39,7 @@ def attention(view: LayerView, W: int, causal: bool) -> Array:
 
 
 def pooled(rows: Array, kernel: int, shift: int) -> Array:
-    """The largest of the tokens around each token, or around a token beside it."""
+    """Return the largest value of the tokens around each token, or around a neighbouring token."""
     half, n = kernel // 2, rows.shape[1]
     wide = np.pad(rows, ((0, 0), (half + 1, half + 1)), constant_values=-np.inf)
     found: Array = np.stack([wide[:, 1 + shift + at : 1 + shift + at + n] for at in range(kernel)]).max(axis=0)
@@ -47,7 +47,7 @@ def pooled(rows: Array, kernel: int, shift: int) -> Array:
 
 
 def snapkv_set(row: Array, n: int, B: int, higher: bool) -> list[int]:
-    """The window and the best of the scored tokens."""
+    """Return the window and the best scored tokens."""
     past = len(row)
     order = sorted(range(past), key=lambda i: (-row[i], -i if higher else i))
     return sorted([*order[: B - (n - past)], *range(past, n)])
@@ -57,7 +57,7 @@ def snapkv(
     inputs: Inputs, B: int, W: int = 8, kernel: int = 3, *, pool_first: bool = True, group: str = "mean",
     shift: int = 0, causal: bool = True, window_kept: bool = True, higher: bool = False,
 ) -> Kept:
-    """SnapKV in NumPy, with one step that can differ."""
+    """Return the kept sets of SnapKV, with one step that can differ."""
     found = Kept()
     for view in inputs.layers:
         n, heads = view.k.shape[1], len(view.k)
@@ -90,7 +90,7 @@ SCALED = (
 
 @pytest.fixture
 def no_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No documented value or reading explains an answer: to try all takes seconds."""
+    """Disable documented values and readings as explanations, because trying all of them takes seconds."""
     monkeypatch.setattr(slips, "explanations", lambda *given: [])
 
 
@@ -132,7 +132,7 @@ def test_an_error_that_no_known_one_explains_is_not_named() -> None:
 @pytest.mark.spec("PO-SNAPKV")
 @pytest.mark.usefixtures("no_reading")
 def test_the_nearest_known_error_is_named_with_its_distance() -> None:
-    """The first head of a group instead of the mean, and one token of the first set is another one."""
+    """Check the first head of a group instead of the mean, with one token of the first set exchanged."""
     def wrong(inputs: Inputs, B: int) -> Kept:
         first, *others = snapkv(inputs, B, group="first head")
         return [[*first[1:], min({*range(inputs.n)} - {*first})], *others]

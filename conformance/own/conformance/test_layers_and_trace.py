@@ -1,4 +1,4 @@
-"""The lints see what they forbid: imports, and items without code, test or vector. `nox` runs them on the tree."""
+"""The lints find forbidden imports, and items without code, test or vector. `nox` runs the lints on the tree."""
 
 import pytest
 
@@ -91,7 +91,7 @@ def test_a_room_imports_only_what_stands_below_it(tmp_path: Path, low: str, high
 
 @pytest.mark.parametrize("form", ["from {} import {}", "import {}.{}", "def f() -> None:\n    from {}.{} import x"])
 def test_a_circle_of_modules_is_named(tmp_path: Path, form: str) -> None:
-    """One room, and names that stand for annotations alone count."""
+    """Check modules of one package. Names that are used only in annotations count too."""
     home = "models_integration.session"
     write(tmp_path, "models_integration/session/a.py", f"if TYPE_CHECKING:\n    from {home}.b import B")
     write(tmp_path, "models_integration/session/b.py", form.format(home, "c"))
@@ -139,7 +139,7 @@ Edit = Callable[[Path], None]
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A complete project of one item."""
+    """Create a complete project with one item."""
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
@@ -246,9 +246,9 @@ def test_accept_removes_what_is_no_item_any_more(tree: Path) -> None:
 
 
 def test_what_changed_decides_what_the_quick_session_runs(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A changed test itself, tests that import what changed, and tests of an item that is implemented there.
+    """Check changed tests, tests that import a changed module, and tests of an item that the module implements.
 
-    Tests of a policy that an option names are left out.
+    Tests of a policy that an option names are excluded.
     """
     write(tree, "conformance/own/test_b.py", "from reference.a import total")
     write(tree, "conformance/policy_suite/test_b.py", "from reference.a import total")

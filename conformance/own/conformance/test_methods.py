@@ -1,4 +1,4 @@
-"""Published methods by name: what their equations admit, wrong readings, and what `--as` takes."""
+"""Published methods by name: sets that their equations admit, wrong readings, and arguments of `--as`."""
 
 import inspect
 import json
@@ -58,7 +58,7 @@ def judge(method: Method, make: Callable[[Inputs], Policy]) -> None:
 
 
 def swapped(kept: Kept, n: int, rng: random.Random) -> Kept | None:
-    """One token of one kept set for another one."""
+    """Replace one token of one kept set by a different token."""
     g = rng.randrange(len(kept))
     out = sorted({*range(n)} - {*kept[g]})
     if not out or not kept[g]:
@@ -69,7 +69,7 @@ def swapped(kept: Kept, n: int, rng: random.Random) -> Kept | None:
 @pytest.mark.parametrize("unit", [DOUBLE, SINGLE])
 @pytest.mark.parametrize("name", MEASURED)
 def test_an_answer_is_admitted_and_with_one_token_swapped_refused(name: str, unit: float) -> None:
-    """Of 24 inputs at the small constants."""
+    """Check 24 inputs with the small constants."""
     brute, rng, swaps, admitted, undecided = METHODS[name], random.Random(name), 0, 0, 0
     for seed in range(24):
         inputs = rounded(drawn(seed, 8 + seed % 12 + brute.floor, 1 + seed % 2, (1 + seed % 2, 2)))
@@ -115,7 +115,7 @@ def test_a_right_score_passes_and_a_snapkv_of_key_norms_does_not() -> None:
 
 
 def test_the_first_inputs_tell_a_policy_without_sinks() -> None:
-    """A quick run has few others."""
+    """Check a policy without sinks. A quick run has few inputs besides the first ones."""
     test = test_method.test_the_kept_sets_are_those_of_the_method
 
     def without(method: Method, inputs: Inputs, B: int) -> Kept:
@@ -236,7 +236,10 @@ SENT = READINGS["sent"]
 
 
 def first_by_day(rows: Sequence[tuple[str, ...]]) -> list[Any]:
-    """Of each method the first row; the others are judged at night, for they say something of the suite alone."""
+    """Return one row for each method.
+
+    The remaining rows run in the nightly profile, because they test only the suite.
+    """
     first: dict[str, tuple[str, ...]] = {}
     for row in rows:
         first.setdefault(row[0], row)
@@ -244,7 +247,7 @@ def first_by_day(rows: Sequence[tuple[str, ...]]) -> list[Any]:
 
 
 def edited(name: str, old: str, new: str) -> Any:
-    """The maker of a policy, from the text of its module with other words in it."""
+    """Return the maker of a policy from the edited source of its module."""
     make = POLICIES[name].make
     source = inspect.getsource(sys.modules[make.__module__])
     assert old in source
@@ -255,7 +258,7 @@ def edited(name: str, old: str, new: str) -> Any:
 
 
 @pytest.mark.usefixtures("sparing")
-@pytest.mark.parametrize(("name", "old", "new", "said"), [  # three methods have many readings, which takes seconds
+@pytest.mark.parametrize(("name", "old", "new", "said"), [  # Three methods have many readings, which take seconds.
     pytest.param(*row, marks=pytest.mark.nightly if row[0] in ("adakv", "chunkkv") else ())
     for row in READINGS["explained"]
 ])
@@ -268,7 +271,7 @@ def test_another_reading_is_named(name: str, old: str, new: str, said: str) -> N
 
 
 def test_no_reading_is_named_that_the_failing_input_refutes() -> None:
-    """Without caps of logits it is no SnapKV, and rounding or ties have no part in it."""
+    """Check SnapKV without soft caps. Rounding or ties must not be named as the reason."""
     def uncapped(method: Method, inputs: Inputs, B: int) -> Kept:
         layers = [replace(view, softcap=None) for view in inputs.layers]
         return decided(named(method.name, inputs), replace(inputs, layers=layers), B)
@@ -279,7 +282,7 @@ def test_no_reading_is_named_that_the_failing_input_refutes() -> None:
 
 
 def refused(name: str, keeps: Any) -> None:
-    """A subject is not the method."""
+    """Check that a subject is rejected as the method."""
     method = Method(name, {"N_future": 8} if name == "expected-attention" else {})
     words = rf"not {re.escape(str(method))} with |budget = .*must be at least"
     with pytest.raises((AssertionError, SpecError), match=words):
@@ -312,7 +315,7 @@ def test_an_engine_with_a_wrong_reading_does_not_conform(
 
 
 class Scaled(Served):
-    """Its scores are so many times too high; None leaves them out."""
+    """Engine whose scores are multiplied by a factor. With None, scores are omitted."""
 
     def __init__(self, times: float | None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Backends that are wrong only at shapes of real models: each is found by a test of the suite, most by a quick run."""
+"""Backends that are wrong only at shapes of real models. A test of the suite finds each, mostly in a quick run."""
 
 import itertools
 from collections.abc import Callable
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.law("the-proof-has-teeth")
 
 
 class ShortPrompts(Over):
-    """Positions of NestedKV's keys are int16."""
+    """NestedKV with int16 positions of the keys."""
 
     def anomaly_score(self, k: Any, p: Any, /) -> Any:
         found = self._right.anomaly_score(k, p)
@@ -27,7 +27,7 @@ class ShortPrompts(Over):
 
 
 class HalfSums(Over):
-    """64 queries and more are summed in float16."""
+    """Backend that sums 64 and more queries in float16."""
 
     def received_attention(self, q: Any, k: Any, scaling: float, softcap: Any, sinks: Any = None, /) -> Any:
         if q.shape[1] < 64:
@@ -41,7 +41,7 @@ class HalfSums(Over):
 
 
 class GroupsOfPowersOfTwo(Over):
-    """A KV head belongs to the query heads above it, counted in a power of two."""
+    """Backend with groups of query heads that are rounded up to a power of two."""
 
     def received_attention(self, q: Any, k: Any, *given: Any) -> Any:
         group = 1 << (len(q) // len(k) - 1).bit_length()
@@ -51,14 +51,14 @@ class GroupsOfPowersOfTwo(Over):
 
 
 class FourKVHeads(Over):
-    """KV heads after the fourth have the scores of the fourth."""
+    """Backend in which KV heads after the fourth have the scores of the fourth."""
 
     def anomaly_score(self, k: Any, p: Any, /) -> Any:
         return self._right.anomaly_score(k, p)[np.minimum(np.arange(len(k)), 3)]
 
 
 class WholeBlocks(Over):
-    """The last key of a whole block has the score of the one before."""
+    """Backend in which the last key of a whole block has the score of the previous key."""
 
     def anomaly_score(self, k: Any, p: Any, /) -> Any:
         found = self._right.anomaly_score(k, p)
@@ -68,14 +68,14 @@ class WholeBlocks(Over):
 
 
 class Narrow(Over):
-    """Channels after the 64th are not read."""
+    """Backend that ignores channels after the 64th."""
 
     def expected_attention(self, q: Any, k: Any, v: Any, *given: Any) -> Any:
         return self._right.expected_attention(q, k, v[:, :, :64], *given)
 
 
 class Drifting(Over):
-    """After 2 000 calls the last score is a little larger."""
+    """Backend that increases the last score slightly after 2 000 calls."""
 
     calls = itertools.count(1)
 
@@ -105,7 +105,7 @@ FOUND: dict[str, tuple[Callable[..., None], Any]] = {
 
 @pytest.mark.parametrize("mistake", FOUND)
 def test_a_mistake_at_a_shape_of_models_is_found(mistake: str) -> None:
-    """And the reference passes the test."""
+    """Check that the reference passes the test and that the wrong backend fails it."""
     test, wrong = FOUND[mistake]
     test(wrong._right)
     with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""Wrong policies that small inputs do not tell: each dies on the fixed inputs of every run, and right ones pass."""
+"""Wrong policies that small inputs do not reveal fail on the fixed inputs of every run, and correct ones pass."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ Table = Callable[[Any, Observation], Any]
 
 @dataclass(frozen=True)
 class Wrong:
-    """A scorer that is shown other layers, or whose scores become others."""
+    """Scorer that receives changed layers, or whose scores are changed."""
 
     right: Any
     view: View
@@ -68,7 +68,7 @@ def as_half(view: LayerView, seen: Observation) -> LayerView:
 
 
 def first_keys(values: Any, seen: Observation) -> Any:
-    """Similarity to the mean direction of the first 256 keys."""
+    """Return the similarity to the mean direction of the first 256 keys."""
     keys = np.concatenate([view.k for view in seen.layers.values()]).astype(np.float64)
     keys /= np.linalg.norm(keys, axis=2, keepdims=True)
     return -(keys * keys[:, :256].mean(axis=1, keepdims=True)).sum(axis=2)
@@ -99,7 +99,7 @@ WRONG: list[tuple[str, str, View, Table]] = [
 
 
 def fixed(method: Method, make: Callable[[Inputs], Policy]) -> None:
-    """The tests of a policy that have no random inputs."""
+    """Run the tests of a policy that have no random inputs."""
     if method.decides_in_turns:
         test_turn.test_the_kept_sets_after_a_later_turn_are_those_of_the_method(method, make)
     test_method.test_the_kept_sets_are_those_of_the_method_at_sizes_of_models(

@@ -1,4 +1,4 @@
-"""Each written mutant can be put in, and what is tried of it; which tests kill it is conformance.assurance.mutants."""
+"""Each written mutant can be applied, and its trials are well defined. conformance.assurance.mutants runs the tests."""
 
 import builtins
 import dis
@@ -53,7 +53,7 @@ def globals_of(code: CodeType) -> Iterator[str]:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/trust.md"])
 def test_a_page_counts_what_there_is(page: str) -> None:
-    """Items, vectors, and mutants that were killed and accepted: the number on the page, and at most a tenth more."""
+    """Check the numbers of items, vectors and killed mutants. Each exceeds the number on the page by at most 10 %."""
     killed = {line.split()[0] for line in written.KILLED.read_text(encoding="utf-8").splitlines()}
     vectors = sum(json.loads(path.read_text(encoding="utf-8")).get("numberOfTests", 0) for path in VECTORS)
     counts = {"items": len(known_items()), "mutants": len(killed & set(MUTANTS)), "vectors": vectors}
@@ -63,7 +63,7 @@ def test_a_page_counts_what_there_is(page: str) -> None:
 
 
 def test_every_edit_applies_and_changes_its_function() -> None:
-    """No test runs: the fragment occurs once, the function compiles, and every name that it reads is there."""
+    """Check edits without running tests: the fragment occurs once, the function compiles, and all its names exist."""
     for mutant in MUTANTS.values():
         code, right = mutant.edit.code(), function_of(mutant.edit.of)
         known = {*vars(import_module(right.__module__)), *dir(builtins), ORIGINAL}
@@ -85,7 +85,7 @@ UNTOLD = {
     "PO_KVCRUSH_THE_HOST_S_FLOOR_ALONE": "shows with a host that protects nothing",
     "PO_KVZIP_LOGITS_OF_A_REPEAT_WITHOUT_A_CAP": "a vector has no soft cap",
 }
-"""Readings that no vector of a method can tell. What a step does is told by tests of decoding."""
+"""Readings that no vector of a method can reveal. Tests of decoding reveal errors in steps."""
 
 
 def tells(group: Any, test: Any) -> bool:
@@ -212,7 +212,7 @@ def test_it(stages):
 
 
 def met(call: Callable[[Any], object]) -> set[str]:
-    """What a call of a stage meets."""
+    """Return the states that a call of a stage meets."""
     counts: Counter[str] = Counter()
     call(sometimes.watched(BACKEND, counts))
     return {name.partition(": ")[2] for name in counts}
@@ -232,7 +232,7 @@ def test_each_state_belongs_to_an_item_and_a_stage() -> None:
     ([3, 10, 4], 12, {"a partial trunk behind others", "a partial trunk with D"}),
 ])
 def test_an_eviction_is_told(sizes: list[int], B: int, found: set[str]) -> None:
-    """The cases of CC-ALLOCATE."""
+    """Check the cases of CC-ALLOCATE."""
     m, n = len(sizes), sum(sizes)
     problem = EvictionProblem(
         np.arange(m) / 8, Trunks(np.cumsum([0, *sizes]), np.ones(m)), np.arange(n) / 8, np.ones(m),
@@ -247,7 +247,7 @@ def test_an_eviction_is_told(sizes: list[int], B: int, found: set[str]) -> None:
     (4, (2, 1, 0.9), {"an interface without an edge", "strong edges backwards alone"}),
 ])
 def test_a_merge_is_told(T_max: int, edge: tuple[int, int, float], found: set[str]) -> None:
-    """Two sentences of two tokens and one edge."""
+    """Check two sentences of two tokens and one edge."""
     rows: list[list[tuple[int, float]]] = [[] for _ in range(4)]
     rows[edge[0]] = [edge[1:]]
     S1, ends, p = record([1.0] * 4, rows, [[]] * 4, 1, 0), np.array([False, True] * 2), replace(PAPER, T_max=T_max)
@@ -263,7 +263,7 @@ def test_a_refusal_is_told() -> None:
 
 
 def asked(*words: str, backend: str = "numpy", profile: str = "dev", **options: object) -> Any:
-    """A configuration of pytest, as far as it is read."""
+    """Return the part of a pytest configuration that is read."""
     given = {"--backend": backend, "--kvspec-profile": profile}
     return SimpleNamespace(args=words, option=SimpleNamespace(**options), getoption=given.get)
 
@@ -288,7 +288,10 @@ def test_a_run_of_all_is_whole_and_a_part_is_none() -> None:
 def test_a_state_that_no_process_met_fails_a_whole_run(
     tmp_path: Path, words: Sequence[str], code: int, lines: Sequence[str],
 ) -> None:
-    """Two tests, in a process each, meet a state each; nothing meets the third. A partial run says nothing."""
+    """Run two tests in separate processes, each of which meets a state. No test meets the third state.
+
+    A partial run makes no claim.
+    """
     (tmp_path / "conftest.py").write_text(CONFTEST, encoding="utf-8")
     for n in (1, 2):
         (tmp_path / f"test_{n}.py").write_text(TEST.format(n=n), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Mutants made by operators, on a module of a few lines; their figures are in docs/results/mutants.md."""
+"""Mutants from operators, on a module of a few lines. The numbers are in docs/results/mutants.md."""
 
 import ast
 import json
@@ -94,7 +94,7 @@ def toy(source: str = SOURCE) -> list[Mutant]:
 
 
 def try_all(tree: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """In a process whose `reference` is the toy; little time for those that loop."""
+    """Try all mutants in a process whose `reference` is the toy module. Mutants that loop have a short time limit."""
     code = (
         "import sys; from pathlib import Path\n"
         "from conformance.assurance.mutants import items, results, sites, worker\n"
@@ -119,7 +119,7 @@ def verdicts(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 
 
 def stored(tree: Path, folder: Path) -> dict[str, Result]:
-    """The verdicts on the tree's present text."""
+    """Return the verdicts for the current text of the tree."""
     text = digest((tree / "reference/toy.py").read_text())
     return read(folder, {mutant.key: text for mutant in mutants_of_tree(tree)})
 
@@ -201,7 +201,7 @@ def test_the_sample_is_seeded_stratified_and_has_a_floor() -> None:
     assert {mutant.path for mutant in chosen} == {"reference/toy.py", "reference/other.py"}
     floor = sample(first + second, 1, seed=3)
     assert sorted(mutant.function for mutant in floor) == sorted(2 * ["clamp", "helper", "spin", "untested"])
-    assert set(sample(first, 15, seed=1)) <= set(chosen)  # another module does not disturb the choice
+    assert set(sample(first, 15, seed=1)) <= set(chosen)  # A second module does not change the choice.
 
 
 @pytest.mark.nightly
@@ -215,7 +215,7 @@ def test_judges_are_the_tests_of_the_item(tree: Path) -> None:
 
 @pytest.mark.nightly
 def test_judges_of_the_project() -> None:
-    """Helpers by their callers, stages by what they compose, a policy's parts by who imports them."""
+    """Check helpers by their callers, stages by their parts, and parts of a policy by their importers."""
     judges = read_code(ROOT)
     found = {(mutant.path, mutant.function): judges.of(mutant) for mutant in mutants_of_tree(ROOT)}
     assert found["reference/crystalcache/coattention.py", "_positions_of"].items == {"CC-COATTENTION"}
@@ -261,7 +261,7 @@ def test_no_test_is_no_kill(verdicts: tuple[Path, dict[str, Result]]) -> None:
 def test_a_run_goes_on_where_it_stopped(
     tree: Path, verdicts: tuple[Path, dict[str, Result]], tmp_path: Path,
 ) -> None:
-    """A line that was cut off is tried again; the others are not."""
+    """Check that a truncated line is tried again, and that complete lines are not."""
     lines = (verdicts[0] / "results.jsonl").read_text().splitlines()
     killed = [line for line in lines if '"assertion"' in line]
     others = [line for line in lines if '"assertion"' not in line]
@@ -327,6 +327,6 @@ def test_the_committed_list_can_be_read() -> None:
 
 
 def test_the_reference_is_not_imported_before_its_arrays_are_checked() -> None:
-    """jaxtyping's hook checks modules that are imported after it."""
+    """jaxtyping's hook checks only modules that are imported after it."""
     code = "import conformance.assurance.mutants.__main__, sys; sys.exit('reference' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

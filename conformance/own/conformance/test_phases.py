@@ -1,4 +1,4 @@
-"""What nox runs: each backend's process collects all that judges it; Pythons."""
+"""Sessions of nox: the process of each backend collects all its tests, and the Python versions agree."""
 
 import re
 import sys
@@ -15,7 +15,7 @@ from conformance.plugin import judges
 
 GIVEN = {
     "numba": noxfile.OF_NUMBA,
-    # Lives are of decode, which torch and Triton leave to Numba.
+    # The tests of `SAVED_LIVES` need decode, which torch and Triton leave to Numba.
     "torch": [*noxfile.JUDGING, noxfile.SAVED_LIVES],
     "triton": [*noxfile.OF_TRITON, noxfile.SAVED_LIVES],
 }
@@ -23,7 +23,7 @@ GIVEN = {
 
 @pytest.mark.parametrize("backend", GIVEN)
 def test_what_judges_a_backend_is_given_to_its_process(request: pytest.FixtureRequest, backend: str) -> None:
-    """Of the tests that this run has collected; all of them, where it was given no files."""
+    """Check the tests that this run has collected. Without file arguments, these are all tests."""
     given = [ROOT / path for path in GIVEN[backend]]
     judges_of = {item.path for item in request.session.items if judges(item, backend)}
     assert [str(path) for path in judges_of if not any(path.is_relative_to(home) for home in given)] == []
@@ -41,7 +41,7 @@ def test_a_gpu_is_given_what_the_phases_are() -> None:
 
 
 def test_every_place_names_the_same_pythons() -> None:
-    """The oldest is the one for which the code is checked; those that are claimed are those that the guide names."""
+    """The code is checked for the oldest version. The classifiers are the versions that the guide names."""
     told = tomllib.loads(Path(ROOT, "pyproject.toml").read_text(encoding="utf-8"))
     claimed = re.findall(r"Python :: (3\.\d+)", " ".join(told["project"]["classifiers"]))
     oldest = claimed[0]

@@ -1,4 +1,4 @@
-"""The plugin from outside the tree: another directory, another backend, exceptions with reasons, marks of laws."""
+"""The plugin outside the tree: a different folder, a different backend, exceptions with reasons, marks of laws."""
 
 import importlib
 import os
@@ -35,7 +35,7 @@ WHY = 'reason = "known"\nissue = "https://example.org/7"\nexpiry = 2999-01-01'
 def run(directory: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if name not in ("CI", "KVSPEC_PROFILE")}
     clean = {name: value for name, value in clean.items() if not name.startswith("PYTEST")}
-    # The other plugins of this environment take twice as long to load as all that is tested here.
+    # Loading the remaining plugins of this environment would take twice as long as all tests here.
     clean["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     paths = os.pathsep.join([str(ROOT), str(directory)])
     return subprocess.run(
@@ -103,7 +103,7 @@ FILES = ("resonance", "activation", "score", "nestedkv", "diversity", "policy_st
 
 @pytest.mark.parametrize("family", ["breath", "nestedkv"])
 def test_a_backend_is_judged_on_the_families_that_it_has(tmp_path: Path, family: str) -> None:
-    """Whatever asks for another family is skipped by its name; nothing fails, and its own family is judged."""
+    """Tests of other families are skipped by name, no test fails, and tests of the backend's family run."""
     (tmp_path / "mine.py").write_text(PARTIAL, encoding="utf-8")
     files = [f"conformance.suite.test_{name}" for name in FILES]
     result = run(
@@ -135,7 +135,7 @@ def test_of_another():
 
 
 def test_a_third_party_s_backend_is_given_what_judges_it_alone(tmp_path: Path) -> None:
-    """A test of our own may have a parameter named backend, and tests of one backend's code name it; we run both."""
+    """Tests of kvspec may have a parameter named backend, and tests of one backend name it. Only kvspec runs both."""
     (tmp_path / "test_aside.py").write_text(ASIDE, encoding="utf-8")
     assert "1 passed, 2 deselected" in run(tmp_path, "--backend", "mine", "--strict-markers").stdout
     assert "1 failed, 2 passed" in run(tmp_path, "--backend", "numpy", "--strict-markers").stdout
@@ -179,7 +179,10 @@ EXCEPTED = {
 
 
 def test_an_exception_covers_its_tests(tmp_path: Path) -> None:
-    """All of an item, one test or one case; tests that pass under it are no failure where another one may fail."""
+    """Check exceptions for an item, a test and a case.
+
+    A passing test under an exception is no failure if a second test of the item may fail.
+    """
     (tmp_path / "test_cases.py").write_text(CASES, encoding="utf-8")
     entries = [f'[[exception]]\n{subject}\nkind = "{kind}"\n{WHY}\n' for subject, kind in EXCEPTED.items()]
     (tmp_path / "known.toml").write_text("\n".join(entries), encoding="utf-8")
@@ -269,7 +272,7 @@ def test_a_test_without_an_item_and_without_a_known_law_is_refused(
 MARKED: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
     ((ITEM,), "", ()), ((LAW,), "", ("freed-memory",)), ((LAW, OTHER), "", ("freed-memory", "saved-is-what-was")),
     ((), f"pytestmark = {LAW[1:]}", ("freed-memory",)),
-    # What a test carries itself stands before what its module carries.
+    # Marks of a test take precedence over marks of its module.
     ((OTHER,), f"pytestmark = {LAW[1:]}", ("saved-is-what-was",)), ((ITEM,), f"pytestmark = {LAW[1:]}", ()),
 ]
 
@@ -308,14 +311,14 @@ def test_draws():
 
 
 def test_what_a_test_imports_changes_no_later_draw(tmp_path: Path) -> None:
-    """Workers take tests as they come, and Hypothesis draws constants of all imported modules."""
+    """Workers take tests in any order, and Hypothesis draws constants of all imported modules."""
     (tmp_path / "imported_late.py").write_text(f"NUMBERS = {[at / 8 for at in range(99)]}", encoding="utf-8")
     (tmp_path / "test_draws.py").write_text(DRAWS, encoding="utf-8")
     assert "1 passed" in run(tmp_path).stdout
 
 
 def test_what_stands_elsewhere_needs_neither(tmp_path: Path) -> None:
-    """The conftest of the integration's tests asks tests of its own folder alone."""
+    """The conftest of the integration's tests requires marks only for tests of its folder."""
     (inside := tmp_path / "inside").mkdir()
     (inside / "conftest.py").write_text(CONFTEST.read_text(encoding="utf-8"), encoding="utf-8")
     (inside / "test_it.py").write_text(f"import pytest\n{LAW}\ndef test_it():\n    assert False\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Every lemma is proved and every false claim refuted; and the translator refuses what it does not understand."""
+"""Every lemma is proved, every false claim is refuted, and the translator refuses code that it does not understand."""
 
 import inspect
 from functools import cache
@@ -15,7 +15,7 @@ from conformance.assurance.proofs.coq.planted import ROWS, Planted, failing_vect
 from conformance.assurance.proofs.eviction import STEP  # noqa: E402
 from conformance.assurance.proofs.source import Claim, Code, NotUnderstood, Verdict, decide  # noqa: E402
 
-# Lemmas about the invariant itself read no source, so no edit can break them: a false claim stands beside each.
+# Lemmas about the invariant read no source, so no edit can break them. Each has a false claim as a counterpart.
 WITHOUT_SOURCE = {
     "the invariant holds before the loop",
     "at the end the cut is met and overshot by at most max(0, N_min - 1)",
@@ -61,7 +61,7 @@ def test_each_lemma_that_reads_a_source_falls_with_an_edit_of_it() -> None:
 
 
 def test_an_edit_is_a_surprise() -> None:
-    """Had somebody written > for >= in Eq. 32, the proof would say so."""
+    """If the code had > instead of >= in Eq. 32, the proof would fail."""
     edited = Code({STEP: ("size - c >= N_min", "size - c > N_min")})
     lemmas = [claim for claim in source_claims(edited) if claim.item == "CC-ALLOCATE" and claim.true]
     surprises = [verdict for verdict in map(decide, lemmas) if verdict.surprising]
@@ -106,7 +106,7 @@ def test_what_the_translator_does_not_understand_is_refused(old: str, new: str, 
 
 
 def planted_in(place: str) -> tuple[Planted, Edit]:
-    """The row of planted.toml whose error lies in this function, as an edit of it."""
+    """Return the row of planted.toml whose error is in this function, and the row as an edit."""
     file, _, name = place.partition(":")
     module = import_module(file.removesuffix(".py").replace("/", "."))
     source = inspect.getsource(getattr(module, name))

@@ -1,4 +1,4 @@
-"""Strategies reach what they are there for, and single inputs of the suite tell one wrong number."""
+"""Strategies reach their intended cases, and single inputs of the suite reveal one wrong number."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -58,7 +58,7 @@ def test_evictions_reach_each_corner(corner: str) -> None:
 
 
 def test_random_evictions_reach_each_corner_in_1_percent() -> None:
-    """The seeded generator on other seeds than the suite's."""
+    """Check the random generator with seeds that the suite does not use."""
     seen: Counter[str] = Counter()
     for problem in random_evictions(99, 2000):
         seen.update(corners(problem, problem.expected()))
@@ -162,7 +162,7 @@ DIVERSITY, NESTED = BACKEND.require_diversity(), BACKEND.require_nestedkv()
 
 
 def with_stage(stages: Any, **wrong: Wrong) -> Any:
-    """The reference's stages with some of them wrong."""
+    """Return the stages of the reference with some wrong stages."""
     names = [name for name in dir(stages) if not name.startswith("_")]
     return SimpleNamespace(**{name: getattr(stages, name) for name in names} | wrong)
 
@@ -173,7 +173,7 @@ def positions_of_16_bits(score: Any, trunks: Any, *rest: Any) -> Any:
 
 
 def backwards(coattention: Any, trunks: Any, p: Any) -> Any:
-    """Degrees are added from the right."""
+    """Return a graph whose degrees are summed from the right."""
     found = CRYSTAL.graph(coattention, trunks, p)
     rows = np.split(found.weights, found.indptr[1:-1])
     return replace(found, degree=np.array([np.cumsum(row[::-1])[-1] if len(row) else 0.0 for row in rows]))
@@ -186,19 +186,19 @@ def one_pass(degree: Vector, old: int, p: Any) -> Vector:
 
 
 def counted(limit: int) -> Wrong:
-    """Decay that ends after so many calls."""
+    """Return a decay function that has no effect after `limit` calls."""
     calls = iter(range(limit))
     return lambda D, M, p: BREATH.decay(D, M, p) if next(calls, None) is not None else D
 
 
 def fused(s: Any, V: Any, retained: Any, k: int, lam: float) -> Any:
-    """Of three tokens, two: the second gain is not rounded."""
+    """Return two of three tokens. The second gain is not rounded."""
     gains = [Fraction(s[i]) - Fraction(lam) * Fraction(float(V[0] @ V[i])) for i in (1, 2)]
     return np.array([0, 1 if gains[0] >= gains[1] else 2])
 
 
 def beyond(holds: Callable[..., bool], module: Any, name: str, wrong: Wrong, stage: Wrong) -> Wrong:
-    """A stage with another function in it, for arguments of which that holds."""
+    """Return a stage with a different function inside, for arguments that satisfy `holds`."""
     def run(*given: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             if holds(*given):
@@ -209,7 +209,7 @@ def beyond(holds: Callable[..., bool], module: Any, name: str, wrong: Wrong, sta
 
 
 def running_sums(unit: Any, W: int) -> Any:
-    """Means of windows from sums in float32 that run over the whole prompt."""
+    """Return means of windows from running float32 sums over the whole prompt."""
     total = np.pad(np.cumsum(unit.astype(np.float32), axis=1), ((0, 0), (1, 0), (0, 0))).astype(np.float64)
     stop = np.arange(1, unit.shape[1] + 1)
     start = np.maximum(0, stop - W)
@@ -227,7 +227,7 @@ def half_sums(q: Any, k: Any, *rest: Any) -> Any:
 
 
 def any_of_equals(values: Any, shares: Any, pinned: Any) -> Any:
-    """Beyond 26 tokens ties go to the higher one."""
+    """Give ties to the higher token if there are more than 26 tokens."""
     tilt = 1e-9 * np.arange(values.shape[1]) if values.shape[1] > 26 else 0.0
     return POLICIES.best_tokens(values + tilt, shares, pinned)
 
@@ -278,7 +278,7 @@ TOLD: Mapping[str, Told] = {
     ),
     "5000 calls": (BREATH, "decay", counted(5_000), test_resonance.test_the_number_of_calls_says_nothing, (1,)),
     "fused": (DIVERSITY, "diverse", fused, test_diversity.test_what_redundancy_costs_is_rounded, (0.01,)),
-    # Beyond 256 tokens the products of a cosine are added in pairs, as libraries do.
+    # Beyond 256 tokens, the products of a cosine are added in pairs, as libraries do.
     "order of sums": (
         DIVERSITY, "diverse", beyond(
             lambda s, *_: len(s) > 256, diversity, "dots", lambda V, x: (V * x).sum(axis=1), DIVERSITY.diverse,
@@ -313,7 +313,7 @@ TOLD: Mapping[str, Told] = {
         POLICIES, "received_attention", half_sums, test_policy_stages.test_half_precision_beyond_a_thousand_keys,
         (1_100,),
     ),
-    # Keys have the queries' type, as where a cache is cast to that of the model.
+    # Keys have the dtype of the queries, as in a cache that is cast to the dtype of the model.
     **{f"{stage} of cast keys": (
         POLICIES, stage, lambda q, k, *rest, stage=stage: getattr(POLICIES, stage)(q, k.astype(q.dtype), *rest),
         test_policy_stages.test_a_longer_type_is_not_rounded_to_float16, ("float32", "keys", "float32", "float16"),

@@ -1,4 +1,4 @@
-"""Full sizes: the oracles against brute force on small inputs, and how many cases there are."""
+"""Full sizes: oracles compared with brute force on small inputs, and the number of cases."""
 
 import itertools
 from typing import Any
@@ -43,11 +43,11 @@ from spec.arrays import Vector
 from spec.parameters import NESTEDKV, PAPER, NestedKVParameters
 from spec.records import Trunks
 
-SMALL_UNITS = 64  # rounding of sums of at most some dozen terms, both sides
+SMALL_UNITS = 64  # This bounds the rounding of sums of about a dozen terms on both sides.
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal but for rounding in another order."""
+    """Return whether values are equal up to rounding in a different order."""
     a, b = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
     u = tolerances.UNIT_ROUNDOFF["float64"]
     return a.shape == b.shape and bool((np.abs(a - b) <= SMALL_UNITS * 16 * u * np.maximum(np.abs(a), np.abs(b))).all())
@@ -55,7 +55,7 @@ def same(a: Any, b: Any) -> bool:
 
 @given(inputs=st.one_of(attention_inputs(), later_segments()))
 def test_attention(inputs: AttentionInputs) -> None:
-    """CC-COATTENTION: salience, and every list with its weights where no near tie decides."""
+    """Check CC-COATTENTION: salience, and every list with its weights if no near tie decides."""
     p = inputs.parameters
     found = scale_s1.coattention(
         inputs.q, inputs.k, inputs.positions, p, inputs.scaling, inputs.softcap,
@@ -91,7 +91,7 @@ def test_denominators(inputs: AttentionInputs) -> None:
 
 @given(text=texts(), ids=st.lists(st.sampled_from([1, 2, 65_537, 2**40]), min_size=16, max_size=16))
 def test_trunks_and_impact(text: Text, ids: list[int]) -> None:
-    """CC-EDGES, CC-TRUNKS, CC-TRUNK-IMPACT, CC-COUNT, CC-IMPACT."""
+    """Check CC-EDGES, CC-TRUNKS, CC-TRUNK-IMPACT, CC-COUNT, CC-IMPACT."""
     p, given_ = text.parameters, text.coattention
     E = stages.edge_columns(given_)
     assert list(zip(*(column.tolist() for column in E), strict=True)) == edges_of(given_)
@@ -109,7 +109,7 @@ def test_trunks_and_impact(text: Text, ids: list[int]) -> None:
 
 @given(text=texts(), data=st.data())
 def test_graph(text: Text, data: st.DataObject) -> None:
-    """CC-TRUNK-EDGES, CC-TRUNK-WEIGHT and CC-DEGREE over any partition."""
+    """Check CC-TRUNK-EDGES, CC-TRUNK-WEIGHT and CC-DEGREE for any partition."""
     among = data.draw(partitions(len(text.ends)), label="trunks")
     lists, E = trunk_lists(among), edges_of(text.coattention)
     found = stages.pairs(stages.edge_columns(text.coattention), among.offsets[:-1])
@@ -124,7 +124,7 @@ def test_graph(text: Text, data: st.DataObject) -> None:
 
 @given(degree=degrees(), data=st.data())
 def test_scores(degree: Vector, data: st.DataObject) -> None:
-    """CC-CRYSTALLIZATION and CC-SCORE."""
+    """Check CC-CRYSTALLIZATION and CC-SCORE."""
     D = stages.crystallization(degree, PAPER)
     assert (np.abs(D - s4.crystallization(degree.tolist(), PAPER)) < 1e-12).all()
     shut = np.array(data.draw(st.lists(st.booleans(), min_size=len(D), max_size=len(D)), label="protected"))
@@ -136,7 +136,7 @@ def test_scores(degree: Vector, data: st.DataObject) -> None:
 
 @given(problem=evictions())
 def test_dissolution(problem: EvictionProblem) -> None:
-    """CC-CUT, CC-ALLOCATE, CC-KEEP-COUNT, CC-DISSOLVE, by the closed form."""
+    """Check CC-CUT, CC-ALLOCATE, CC-KEEP-COUNT and CC-DISSOLVE with the closed form."""
     p, want = problem, problem.expected()
     found = stages.dissolve(p.score, p.trunks.offsets, p.impact, p.D, p.protected, p.budget, p.parameters.N_min)
     assert found.kept.tolist() == want.kept
@@ -150,7 +150,7 @@ def test_dissolution(problem: EvictionProblem) -> None:
 
 @given(data=st.data(), p=decode_parameters())
 def test_decode(data: st.DataObject, p: Any) -> None:
-    """CC-ACTIVATION, CC-RESONANCE, CC-HEBB."""
+    """Check CC-ACTIVATION, CC-RESONANCE and CC-HEBB."""
     m = data.draw(st.integers(1, 7), label="m")
     W = data.draw(graphs(m), label="W")
     active = data.draw(flags(m), label="active")
@@ -180,7 +180,7 @@ def test_decode(data: st.DataObject, p: Any) -> None:
 
 @given(seed=seeds, n=st.integers(1, 20), lam=st.sampled_from([0.0, 0.5, 3.0]))
 def test_diversity(seed: int, n: int, lam: float) -> None:
-    """DV-COSINE and DV-GREEDY."""
+    """Check DV-COSINE and DV-GREEDY."""
     numbers = Numbers(seed)
     V = (numbers.fractions(3 * 5).reshape(3, 5) - 0.5)[numbers.integers(0, 3, n)]
     s, retained = numbers.integers(0, 3, n) / 4, numbers.integers(0, 4, n) == 0
@@ -192,7 +192,7 @@ def test_diversity(seed: int, n: int, lam: float) -> None:
 
 @given(seed=seeds, n=st.integers(2, 40))
 def test_nestedkv(seed: int, n: int) -> None:
-    """NK-SCORE."""
+    """Check NK-SCORE."""
     keys = Numbers(seed).fractions(n * 4).reshape(n, 4) - 0.3
     for p in (NESTEDKV, NestedKVParameters(b_min=3, b_max=5, blocks=7, W=4)):
         assert np.abs(selectors.nestedkv(keys, p).score - brute_nestedkv.scores(keys.tolist(), p)).max() < 1e-6
@@ -200,7 +200,7 @@ def test_nestedkv(seed: int, n: int) -> None:
 
 @given(seed=seeds)
 def test_policies(seed: int) -> None:
-    """PO-OBSERVED-ATTENTION, PO-EXPECTED-ATTENTION without sinks, and PO-TOP-UNITS of single tokens."""
+    """Check PO-OBSERVED-ATTENTION, PO-EXPECTED-ATTENTION without sinks, and PO-TOP-UNITS of single tokens."""
     inputs = with_sinks(drawn(seed), seed)
     view = inputs.layers[0]
     found = selectors.attended(view.q, view.k, view.scaling, view.softcap, view.sinks)
@@ -222,14 +222,14 @@ def test_policies(seed: int) -> None:
 
 @given(k=st.integers(1, 4), n=st.integers(1, 5))
 def test_key_norms(k: int, n: int) -> None:
-    """CC-KEY-NORM."""
+    """Check CC-KEY-NORM."""
     keys = Numbers(k * n).fractions(k * n * 3).reshape(k, n, 3)
     want = [brute_decode.inverse_norm(list(token)) for token in keys.transpose(1, 0, 2).tolist()]
     assert same(decode.inverse_norms(keys), want)
 
 
 def test_the_numbers_are_splitmix64() -> None:
-    """The first three of seed 1234567, as other implementations publish them."""
+    """Compare with the first three numbers of seed 1234567, as published for different implementations."""
     first = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     assert Numbers(1234567).words(3).tolist() == first
     numbers = Numbers(1234567)
@@ -245,7 +245,10 @@ SHAPES: list[Shape] = [*s1_cases.ADDRESSED, *s1_cases.LADDERED, *(shape for _, s
 
 
 def test_full_size_cases_are_few() -> None:
-    """At most six in CI, of H n up to 131 072; the rest of S1 at n up to 3 000."""
+    """Check that CI has at most six full cases, with H n up to 131 072.
+
+    All remaining cases of S1 have n up to 3 000.
+    """
     assert len(prefill.FULL) <= 6
     assert max(shape.H * shape.n for shape in SHAPES) <= 131_072
     assert max(shape.n for shape in [*s1_cases.ADDRESSED, *s1_cases.LADDERED]) <= 3_000

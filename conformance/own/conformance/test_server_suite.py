@@ -1,4 +1,4 @@
-"""The witness on servers of our own, which evict by sessions of kvspec, as they state or otherwise."""
+"""The witness on servers of kvspec, which evict with sessions as they state or with a planted fault."""
 
 import json
 import re
@@ -38,10 +38,10 @@ LAYERS, HEADS = 3, 2
 
 @dataclass
 class Fault:
-    """What a server does otherwise than it states.
+    """Difference between the behaviour of a server and its statement.
 
     Attributes:
-        used: the sets that are stored instead of those that are stated: (sets, n, sets of the request before).
+        used: the sets that are stored instead of the stated sets, from (sets, n, sets of the previous request).
         stated: the sets that are stated instead of those of the policy.
         slots: True if the answer's positions are numbers of slots.
         full_logprobs: True if the log-probabilities are those of the full cache.
@@ -60,7 +60,7 @@ def whole(n: int) -> Sets:
 
 
 def exchange_token(sets: Sets, n: int, before: Sets | None = None) -> Sets:
-    """One token of the middle for one that was evicted, in all sets."""
+    """Exchange one token of the middle for one evicted token, in all sets."""
     return [sorted({*(set(own) - {own[len(own) // 2]}), min(set(range(n)) - set(own), default=0)}) for own in sets]
 
 
@@ -73,7 +73,7 @@ def swap_heads(sets: Sets, n: int, before: Sets) -> Sets:
 
 
 def other_request(sets: Sets, n: int, before: Sets) -> Sets:
-    """The sets of the request before, as far as this prompt has such positions."""
+    """Return the sets of the previous request, without positions beyond this prompt."""
     return [[position for position in own if position < n] or [0] for own in before] if before else sets
 
 
@@ -95,7 +95,7 @@ FAULTS: Mapping[str, tuple[Fault, str]] = {
 
 @dataclass
 class Evicting:
-    """A server of completions that evicts once after each prompt."""
+    """Completion server that evicts once after each prompt."""
 
     model: PreTrainedModel
     policy: str = "snapkv"
@@ -106,7 +106,7 @@ class Evicting:
     lock: Any = field(default_factory=threading.Lock)
 
     def answer(self, ids: Sequence[int], tokens: int, seed: int) -> Iterator[dict[str, Any]]:
-        """Events of a stream; the last one has the statement."""
+        """Yield the events of a stream. The last event has the statement."""
         n, generator = len(ids), torch.Generator().manual_seed(seed)
         name, constants = spelled(self.policy)
         policy = policy_from_name(name, self.budget, **constants)
@@ -142,7 +142,10 @@ class Evicting:
         }}
 
     def step(self, cache: Any, token: int, slot: int) -> torch.Tensor:
-        """Logits after a token, at the position of the text, or by fault at the number of its slot."""
+        """Return the logits after a token at its position in the text.
+
+        With the fault `slots`, use the number of its slot.
+        """
         if not self.fault.slots:
             return self.after(cache, token)
         with torch.no_grad():
@@ -165,11 +168,11 @@ def per_head(sets: Sets, n: int) -> Retention:
 
 @contextmanager
 def serving(engine: Any) -> Iterator[str]:
-    """The address of a server that answers by an engine, one request at a time."""
+    """Yield the address of a server that answers with an engine, one request at a time."""
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *words: object) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
         def do_GET(self) -> None:
             self.send_json({"data": [{"id": "tiny"}]} if self.path == "/v1/models" else {"version": "1"})
@@ -222,7 +225,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
 
 
 def verdicts(witness: Witness, group: str) -> dict[str, list[str]]:
-    """By rule, what is wrong with each answer of a group; "undecided" and "passed" for the others."""
+    """Return the result of each answer of a group, by rule: the error, "undecided" or "passed"."""
     return {rule: [verdict(check, reading) for reading in witness.readings(group)] for rule, check in RULES.items()}
 
 

@@ -1,4 +1,4 @@
-"""Tolerances have one home, and the comparator lets through what a correct backend may do and nothing else."""
+"""Tolerances are defined in one file, and the comparator accepts exactly the results of correct backends."""
 
 import re
 from dataclasses import replace
@@ -22,12 +22,12 @@ from spec.parameters import TINY
 from spec.records import CrystalRetention
 
 SUITE = ROOT / "conformance"
-# The words are put together here, or this file would find itself.
+# The words are composed here. Otherwise this file would find itself.
 FORBIDDEN = {
     "tolerances.py": re.compile("|".join([r"\brt" + "ol=", r"\bat" + "ol=", "app" + r"rox\(", "all" + r"close\("])),
     "plugin.py": re.compile("@" + r"settings\("),
 }
-# These compare float32 logits of whole models, and metrics and figures with what was worked out by hand.
+# These tests compare float32 logits of whole models, and metrics and numbers with values that were computed by hand.
 OTHER = tuple(f"own/models_integration/{room}" for room in ("session", "studies", "tasks"))
 
 
@@ -56,9 +56,10 @@ def test_each_bound_has_its_reason_and_its_use(key: tuple[str, str]) -> None:
 
 
 POLICIES_ARE_MADE = ("brute.py", "method.py")
-"""Where a policy of the reference is made, to be compared."""
-# Boxes of large inputs are computed in rows: `box` makes their tags, the other modules of boxes their numbers. The
-# method `crystalcache` is judged by the oracles of full sizes, which take arrays; `caote` makes a row of zeros.
+"""Files that make a policy of the reference for a comparison."""
+# Boxes of large inputs are computed in rows: `box` creates their tags, the remaining modules of boxes their numbers.
+# The method `crystalcache` is checked with the oracles of full sizes, which take arrays. `caote` creates a row of
+# zeros.
 WITH_ARRAYS = {*(SUITE / "oracles" / "scale").glob("*.py"), *map(SUITE.joinpath, (
     "oracles/box.py", "oracles/box_rows.py", "oracles/boxes.py", "oracles/box_attention.py",
     "methods/crystalcache.py", "methods/caote.py",
@@ -86,7 +87,7 @@ SMALL = replace(TINY, C=16, T_max=4, W_recent=4)
 
 
 def random_prompts(seed: int, count: int) -> list[Prompt]:
-    """Prompts of 48 tokens, about 15 trunks, of which some are evicted."""
+    """Return prompts of 48 tokens with about 15 trunks, some of which are evicted."""
     rng = np.random.default_rng(seed)
     return [random_prompt(rng, SMALL, 48) for _ in range(count)]
 
@@ -119,7 +120,7 @@ def test_a_float32_backend_is_accepted() -> None:
 
 
 def test_the_comparator_rarely_abstains() -> None:
-    """A kept set that differs from the reference's and passes, because near ties lead to it: below 1 %."""
+    """Check that below 1 % of kept sets differ from the reference and still pass because of near ties."""
     abstained = 0
     for prompt in random_prompts(6, ABSTENTION_CASES):
         found = prefill(**prompt.arguments, backend=float32_backend())
@@ -131,12 +132,12 @@ def test_the_comparator_rarely_abstains() -> None:
 
 @pytest.mark.parametrize("fault", WRONG)
 def test_a_wrong_float32_backend_is_rejected(fault: str) -> None:
-    """More than 99 % of the cases."""
+    """Check that more than 99 % of the cases are rejected."""
     assert rejected(run(float32_backend(WRONG[fault])), "float32") > CASES * 0.99
 
 
 def swapped(found: CrystalRetention, rng: np.random.Generator) -> CrystalRetention:
-    """One kept position exchanged for an evicted one."""
+    """Replace one kept position by an evicted position."""
     n = found.seen
     evicted = np.setdiff1d(np.arange(n), found.kept)
     changed = found.kept.copy()
@@ -145,13 +146,13 @@ def swapped(found: CrystalRetention, rng: np.random.Generator) -> CrystalRetenti
 
 
 def test_a_kept_set_with_one_swap_is_rejected() -> None:
-    """All of them: the records do not lead there."""
+    """Check that all such sets are rejected, because the records do not lead to them."""
     rng = np.random.default_rng(3)
     assert rejected([swapped(found, rng) for found in reference()], "float32") == CASES
 
 
 def forged(found: CrystalRetention, rng: np.random.Generator) -> CrystalRetention | None:
-    """A swap of two trunks with scores forged to lead there; None where the scores lie inside the radius."""
+    """Swap two trunks, with forged scores that lead to the swap. Return None if the scores are within the radius."""
     alive = np.flatnonzero(~found.protected)
     gone, kept = alive[found.ratio[alive] == 0], alive[found.ratio[alive] == 1]
     if not len(gone) or not len(kept):
@@ -179,7 +180,7 @@ def with_scores(found: CrystalRetention, scores: np.ndarray[Any, Any]) -> Crysta
 
 
 def test_a_swap_with_forged_scores_outside_the_radius_is_rejected() -> None:
-    """At least 99 %: every link before the scores still holds, the scores' own check does not."""
+    """Check that at least 99 % are rejected: all links before the scores hold, but the check of the scores fails."""
     rng = np.random.default_rng(4)
     pairs = [(forged(found, rng), prompt) for found, prompt in zip(reference(), problems(), strict=True)]
     usable = [(found, prompt) for found, prompt in pairs if found is not None]
@@ -189,7 +190,7 @@ def test_a_swap_with_forged_scores_outside_the_radius_is_rejected() -> None:
 
 
 def test_the_box_holds_what_float32_computes_and_is_narrow() -> None:
-    """Sound on every token, and narrower than 1e-3 of the value, so that it decides."""
+    """Check that the box contains every float32 result, and is narrower than 1e-3 of the value, so that it decides."""
     for prompt in problems()[:30]:
         inputs = prompt.inputs
         error = tolerances.attention_error(inputs.q, inputs.k, inputs.scaling, inputs.softcap, "float32")
@@ -208,7 +209,7 @@ def boxes(*centres: float, radius: float) -> dict[int, Interval]:
      ([0, 9], False)],
 )
 def test_a_decided_list_is_demanded(chosen: list[int], accepted: bool) -> None:
-    """Weights .9, .8, .7 that cannot cross: top 2 above .3 is [0, 1] alone."""
+    """Weights .9, .8 and .7 cannot cross, so the top 2 above .3 can only be [0, 1]."""
     assert list_is_realisable(chosen, boxes(0.9, 0.8, 0.7, radius=0.01), 2, 0.3) is accepted
 
 
@@ -216,7 +217,7 @@ def test_a_decided_list_is_demanded(chosen: list[int], accepted: bool) -> None:
     ("chosen", "accepted"), [([0, 1], True), ([0, 2], True), ([1, 0], False), ([1, 2], False), ([0], False)],
 )
 def test_a_near_tie_is_left_open_where_it_is_one(chosen: list[int], accepted: bool) -> None:
-    """.8 and .79 may cross, .9 may not."""
+    """Weights .8 and .79 may cross, but .9 crosses neither."""
     assert list_is_realisable(chosen, boxes(0.9, 0.8, 0.79, radius=0.01), 2, 0.3) is accepted
 
 
@@ -226,7 +227,7 @@ def test_a_weight_near_the_threshold_may_fall_either_way(chosen: list[int], acce
 
 
 def test_an_exact_tie_goes_to_the_lower_index() -> None:
-    """Radius 0: equal keys leave one list."""
+    """With radius 0, equal keys leave exactly one list."""
     tied = boxes(0.5, 0.5, 0.5, radius=0.0)
     assert list_is_realisable([0, 1], tied, 2, 0.3)
     assert not list_is_realisable([1, 0], tied, 2, 0.3)
@@ -234,7 +235,7 @@ def test_an_exact_tie_goes_to_the_lower_index() -> None:
 
 
 def test_the_realisable_lists_are_those_of_some_weights_in_the_boxes() -> None:
-    """Sound: what random weights inside the boxes choose is accepted."""
+    """Check that every choice by random weights inside the boxes is accepted."""
     rng = np.random.default_rng(5)
     for _ in range(300):
         box = boxes(*(rng.integers(2, 9, 5) / 10), radius=0.06)

@@ -1,6 +1,6 @@
-"""Vectors are what the oracles give, the writer changes no published test, and what judges takes no other value.
+"""Vectors equal the results of oracles, the writer changes no published test, and checks accept no other value.
 
-The vectors are a zip file, too, which readers in three languages read without our Python.
+The vectors are also a zip file, which readers in three languages read without kvspec's Python code.
 """
 
 import json
@@ -46,7 +46,7 @@ def test_a_tcId_stands_once_in_its_file() -> None:
 
 @pytest.fixture
 def home(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A copy of one published file."""
+    """Return a folder with a copy of one published file."""
     (tmp_path / "score.json").write_bytes(files.path_of("score").read_bytes())
     monkeypatch.setattr(files, "HOME", tmp_path)
     return tmp_path
@@ -85,7 +85,7 @@ def test_the_check_names_a_difference_and_nothing_is_written(
 
 
 def drafted(home: Any, *tests: dict[str, Any]) -> None:
-    """The file with drafts in its first group."""
+    """Write the file with drafts in its first group."""
     file = files.stored("score")
     file["testGroups"][0]["tests"] += tests
     (home / "score.json").write_text(json.dumps(file), encoding="utf-8")
@@ -127,7 +127,7 @@ def test_every_operation_of_the_writer_is_run() -> None:
 
 @cache
 def valid_vectors() -> Mapping[str, list[tuple[Any, Any]]]:
-    """Groups and tests by operation."""
+    """Return groups and tests by operation."""
     found = defaultdict[str, list[tuple[Any, Any]]](list)
     for _, group, test in files.published():
         if test["result"] == "valid":
@@ -137,14 +137,14 @@ def valid_vectors() -> Mapping[str, list[tuple[Any, Any]]]:
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_wrong_result_is_a_complaint(operation: str) -> None:
-    """Every expected value of every valid vector is read: another one is not accepted."""
+    """Check that every expected value of every valid vector is compared: a different value is not accepted."""
     bound = BOUNDED.get(operation)
     for group, test in valid_vectors()[operation]:
         p, given = parameters_of(decoded(group["parameters"])), decoded(test)
         given["inputs"] = expanded(given["inputs"])
         right = ITEMS[operation](given["inputs"], p) if operation in ITEMS else run_numpy(operation, given, p)
         for name in given["expected"]:
-            # A choice inside its bound may fall either way, and prefill's bounded results are read from its record.
+            # A choice inside its bound may have either result. The bounded results of prefill are read from its record.
             if name in given.get("bounded", []) and (name in ("intra", "cross") or operation == "prefill"):
                 continue
             wrong = spoiled(right[name])
@@ -158,7 +158,7 @@ def run_numpy(operation: str, given: Any, p: CrystalCacheParameters) -> Mapping[
 
 
 def spoiled(value: Any) -> Any:
-    """The value with its first number moved, or a longer text; None where it has no number."""
+    """Return the value with its first number changed, or a longer text. Return None if there is no number."""
     if isinstance(value, str):
         return value + "0"
     if isinstance(value, list) and value and isinstance(value[0], list):
@@ -206,7 +206,7 @@ READERS: dict[str, Callable[[Path], list[str]]] = {
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The unpacked folder of vectors."""
+    """Return the unpacked folder of vectors."""
     home = tmp_path_factory.mktemp("package")
     store.main(["--package", str(home)])
     (made,) = home.glob("*.zip")
@@ -228,7 +228,7 @@ def test_the_package_has_all_vectors_and_pages(package: Path) -> None:
 
 @pytest.mark.parametrize("reader", READERS)
 def test_a_reader_reads_all_vectors_and_checks_a_method(reader: str, package: Path) -> None:
-    """It finds a wrong kept set, too."""
+    """Check that a reader also finds a wrong kept set."""
     folder = package / "vectors"
     assert len((folder / "readers" / reader).read_text(encoding="utf-8").splitlines()) <= MOST_LINES
     command = [*READERS[reader](folder), *(f"{stage}.json" for stage in files.stages())]

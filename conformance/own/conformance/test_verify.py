@@ -1,4 +1,4 @@
-"""`kvspec verify`: verdicts from outcomes, the certificate, and what is refused before any test."""
+"""`kvspec verify`: verdicts from outcomes, the certificate, and errors before any test."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ VECTOR = "test_vectors.py::test_the_backend_holds_a_vector_of_a_stage[score-1]"
 
 
 def lines(states: dict[str, str], items: dict[str, list[str]], ended: int = 1) -> list[dict[str, Any]]:
-    """What a run writes of tests that end so; an exception stands behind the name of its test."""
+    """Return the lines that a run writes for tests with these outcomes. An exception follows the name of its test."""
     collected = {
         test: {"items": items[test], "exceptions": [test.partition("!")[2]] if "!" in test else []} for test in items
     }
@@ -45,7 +45,7 @@ def lines(states: dict[str, str], items: dict[str, list[str]], ended: int = 1) -
 
 
 def judged(**tests: tuple[str, str]) -> Verdicts:
-    """The verdicts of tests, each with its state and its items."""
+    """Return the verdicts of tests, each with its state and its items."""
     items = {name: about.split() for name, (_, about) in tests.items()}
     return verdicts_of(lines({name: state for name, (state, _) in tests.items() if state}, items))
 
@@ -94,7 +94,7 @@ def test_a_family_is_certified_when_each_of_its_items_is_decided() -> None:
     assert in_part.missing == ["DV-COSINE"]
     assert (in_part.items["DV-COSINE"], in_part.certified) == ("pass", False)
     assert not verdicts_of([]).certified
-    assert not judged(a=("passed", "DV-GREEDY DV-COSINE"), b=("failed", "")).certified  # without an item
+    assert not judged(a=("passed", "DV-GREEDY DV-COSINE"), b=("failed", "")).certified  # The failed test has no item.
 
 
 @pytest.mark.parametrize(("more", "unproven", "verdict"), [
@@ -201,7 +201,7 @@ def test_quick_means_few_examples_whatever_the_environment_says(monkeypatch: pyt
 
 
 class Text(HTMLParser):
-    """The text of a page, and what it loads from elsewhere."""
+    """Parser of the text of a page and of its external resources."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -388,7 +388,7 @@ def test_what_cannot_be_judged_is_refused_in_one_line(
     words = asked.format(file=tmp_path / "engines.py", empty=tmp_path / "empty.toml").split()
     monkeypatch.setattr("sys.argv", ["verify", *words])
     monkeypatch.setattr("conformance.verify.runs.subprocess.Popen", None)
-    if "--cache" in asked:  # it asks for torch first
+    if "--cache" in asked:  # The command checks for torch first.
         monkeypatch.setattr("conformance.verify.subject.find_spec", bool)
     try:
         code: Any = verify_main.main()

@@ -1,4 +1,7 @@
-"""Policies' promises: true ones hold, each false one dies by its column and a small input; `kvspec verify --policy`."""
+"""Promises of policies: true ones hold, and each false one fails in its column on a small input.
+
+Further tests run `kvspec verify --policy`.
+"""
 
 import json
 import os
@@ -45,7 +48,7 @@ def value_norm(seen: Observation) -> Array:
 
 
 def rarest(seen: Observation) -> Array:
-    """Of the layer before the last one, and the ids; one row."""
+    """Return one row of scores from the layer before the last one and the ids."""
     (view,) = seen.layers.values()
     assert seen.token_ids is not None
     norms: Array = np.linalg.norm(view.k, axis=2).sum(axis=0, keepdims=True)
@@ -81,8 +84,9 @@ def scored(change: Any) -> Policy:
 
 
 def false_promises() -> Iterator[tuple[str, Policy]]:
-    """A policy that breaks each column."""
-    turns = cycle((1, 1, -1, 1))  # the other sequence comes second, and a last call says what was kept
+    """Yield a policy that breaks each column."""
+    # The second call reads a different sequence, the third repeats the first, and a last call reports the kept set.
+    turns = cycle((1, 1, -1, 1))
 
     def blind(scores: Any, budgets: Any, protected: Any, /) -> Any:
         return top_units(replace(scores, values=np.nan_to_num(scores.values)), budgets, protected & False)
@@ -133,7 +137,7 @@ def test_a_false_promise_dies_by_its_column_with_a_small_input(column: str, poli
 @pytest.mark.usefixtures("reference_items")
 @pytest.mark.spec("PO-RETAIN")
 def test_a_promise_that_only_a_models_sizes_break_dies() -> None:
-    """Drawn inputs of this policy have fewer tokens and KV heads, and narrower heads."""
+    """Drawn inputs of this policy have fewer tokens, fewer KV heads and narrower heads."""
     def fewer(total: int, scores: Any, /) -> Any:
         return even(total, scores) - (scores.values.shape[1] >= 256)
 
@@ -148,7 +152,7 @@ def test_a_promise_that_only_a_models_sizes_break_dies() -> None:
 def test_repeated_query_heads_exchange_tokens_of_one_score_up_to_rounding(
     largest: float, units: int, holds: bool,
 ) -> None:
-    """Two scores are so many units in the last place apart, and change places when heads are repeated."""
+    """Check two scores that differ by `units` in the last place, and exchange places when heads are repeated."""
     def near(seen: Observation) -> Array:
         (view,) = seen.layers.values()
         apart = units * np.finfo(np.float64).eps * largest
@@ -164,7 +168,7 @@ def test_repeated_query_heads_exchange_tokens_of_one_score_up_to_rounding(
 @pytest.mark.spec("PO-RETAIN")
 @pytest.mark.parametrize("column", PROPERTIES)
 def test_what_is_not_promised_is_said(column: str) -> None:
-    """Hypothesis adds the example to what is matched."""
+    """Hypothesis adds the example to the matched text."""
     with pytest.raises(pytest.skip.Exception, match=rf"^{column}: not promised(\n|$)"):
         judge(column, knorm())
     with pytest.raises(pytest.skip.Exception, match=rf"^{column}: N/A(\n|$)"):
@@ -254,7 +258,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 
 
 def certificate() -> dict[str, Any]:
-    """The one that was written; it is of its schema."""
+    """Return the certificate that was written, checked by its schema."""
     made = tomllib.loads(Path("found/certificate.toml").read_text(encoding="utf-8"))
     schema = json.loads((SPEC / "certificate.schema.json").read_text(encoding="utf-8"))
     validator = pytest.importorskip("jsonschema").Draft202012Validator(schema)
@@ -328,7 +332,7 @@ def test_a_broken_promise_fails_by_its_row_with_a_small_input(
 def test_the_steps_of_the_action_show_the_verdict(
     folder: Path, policy: str, method: str, code: int, summary: str,
 ) -> None:
-    """The step that installs is left out: an executable that starts this tree takes its place."""
+    """Run the steps without the installation. An executable starts this tree instead."""
     action = pytest.importorskip("yaml").safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
     given = {"policy": f"promisers:{policy}", "as": method, "quick": "true"}
     inputs = {name: given.get(name, one.get("default", "")) for name, one in action["inputs"].items()}
@@ -350,7 +354,7 @@ def test_the_steps_of_the_action_show_the_verdict(
 
 @pytest.mark.law("as-it-is-described")
 def test_our_own_policies_promise_what_the_page_says() -> None:
-    """H2O and VATP promise less: their newest half is no protection that the suite could see."""
+    """H2O and VATP promise less, because the suite cannot see the protection of their newest half."""
     lines = [line.strip("| ").split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines()]
     table = {cells[0]: [cell.partition(":")[0] for cell in cells[1:]] for cells in lines if len(cells) == 8}
     assert table.pop("policy") == list(PROPERTIES)
@@ -364,7 +368,7 @@ def test_our_own_policies_promise_what_the_page_says() -> None:
 def test_the_function_returns_what_the_command_says(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The subject is where this process finds it, which is not the current folder."""
+    """Check a subject that this process finds, but that is not in the current folder."""
     (folder / "elsewhere").mkdir()
     monkeypatch.chdir(folder / "elsewhere")
     right = kvspec.verify(policy="promisers:RIGHT", quick=True, out="found")

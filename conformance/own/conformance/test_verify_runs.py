@@ -1,4 +1,4 @@
-"""`kvspec verify` from its options to its exit code; `--check`: which differences are named, what is asked first."""
+"""`kvspec verify` from options to exit code. `--check` names the differences, and asks before it runs a command."""
 
 import re
 import shlex
@@ -91,7 +91,7 @@ expiry = 2999-01-01
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_seeds: None) -> Path:
-    """A folder with engines, in which a suite of its own is run with few examples."""
+    """Return a folder with engines. A separate suite runs there with few examples."""
     (tmp_path / "suite").mkdir()
     (tmp_path / "suite/test_tiny.py").write_text(SUITE.replace("\\\\n", "\\n"), encoding="utf-8")
     (tmp_path / "suite/test_scale_tiny.py").write_text("def test_wide(judged):\n    assert False\n", encoding="utf-8")
@@ -100,7 +100,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_seeds: None) ->
         (tmp_path / f"{grain}.toml").write_text(KNOWN.format(grain=grain, subject=subject), encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("KVSPEC_PROFILE", "few")
-    monkeypatch.setenv("PYTEST_ADDOPTS", "--no-such-option")  # the user's own, which are not for this
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--no-such-option")  # These options of the user must not apply here.
     monkeypatch.setattr(runs, "SUITE", tmp_path / "suite")
     monkeypatch.setattr(runs, "SCALE", tmp_path / "suite/test_scale_*.py")
     monkeypatch.setattr("conformance.verify.runs.SUITE", tmp_path / "suite")
@@ -167,7 +167,10 @@ def test_an_engine_that_ends_the_process_fails_the_item_that_it_ended_in(
 def test_an_engine_of_a_command_cannot_forge_its_outcomes(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It searches what it inherited, and the arguments, environments and open files of the judge."""
+    """Check an engine that searches its inherited state.
+
+    It also searches arguments, environments and open files of the parent process.
+    """
     assert asked(monkeypatch, "--command", shlex.join([sys.executable, forger.__file__]), "--out", "found") == 1
     made = tomllib.loads((folder / "found/certificate.toml").read_text(encoding="utf-8"))
     assert made["verdict"] == "not certified"
@@ -196,7 +199,7 @@ def test_results_that_contradict_pytest_are_no_verdict(results: str, code: int, 
 def test_an_engine_that_skips_its_own_tests_fails_them(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """By the words in which the suite itself skips what is not offered."""
+    """Check that the engine uses the words with which the suite skips missing functions."""
     assert asked(monkeypatch, "--backend", "engines:SHY", "--out", "found", "--quick") == 1
     said = capsys.readouterr().out
     assert "CC-SCORE fails" in said
@@ -287,7 +290,7 @@ def test_a_check_repeats_the_run_that_the_certificate_tells_of(tmp_path: Path) -
 
 @pytest.mark.law("an-identity-tells-apart")
 def test_other_examples_are_checked_as_well() -> None:
-    """What fails on them alone is a difference; what they find less is none."""
+    """A failure only on the new examples is a difference. Fewer failures are no difference."""
     told, other = made(RIGHT, "--seed", "7"), made(WRONG, "--seed", "8")
     assert certificate.new_failures(told, made(RIGHT, "--seed", "8")) == certificate.new_failures(other, told) == []
     found = certificate.new_failures(told, other)
@@ -300,7 +303,7 @@ STRANGER = "sh -c 'touch ran; ./engine'"
 
 @pytest.fixture
 def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Check a certificate that names a command; nothing of it may be started."""
+    """Return a function that checks a certificate with a command. No part of the command may be started."""
     def asked(change: dict[str, Any], *words: str) -> int:
         told = made(RIGHT, "--seed", "7")
         told["subject"] |= {"kind": "command", "named": STRANGER}
@@ -329,7 +332,7 @@ def test_what_a_certificate_runs_is_shown_and_asked_for(
 
 @pytest.mark.law("an-identity-tells-apart")
 def test_with_yes_nobody_is_asked(stranger: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    """The files differ, so that nothing runs after all; an escape sequence in the command is shown as text."""
+    """The files differ, so nothing runs. An escape sequence in the command is shown as text."""
     told = {"kind": "command", "named": STRANGER, "digest": "\x1b[2J"}
     assert stranger({"run": {"profile": "ci", "model": "\x1b[2J"}, "subject": told}, "--yes") == 1
     said = capsys.readouterr().out

@@ -1,1 +1,1 @@
-"""Engines of other languages: the protocol, processes that fail, and mistakes that the suite names through them."""
+"""Engines in other languages: the protocol, failing processes, and the errors that the suite reports for them."""

@@ -1,1 +1,1 @@
-"""Tests of the integration with `transformers`, by room."""
+"""Tests of the integration with `transformers`, by folder."""

@@ -1,4 +1,4 @@
-"""Every test here says what it judges: items of the specification, or laws, whose sentences its failure repeats."""
+"""Every test in this folder names its specification items or laws. A failure prints the sentences of the laws."""
 
 from collections.abc import Generator
 from pathlib import Path
@@ -11,14 +11,17 @@ HERE = Path(__file__).parent
 
 
 def judged(item: pytest.Item) -> list[pytest.Mark]:
-    """Its markers of items and laws; a test's own stand before those of its class, and these before its module's."""
+    """Return the markers of items and laws of a test.
+
+    Markers of the test take precedence over those of its class, and those over the markers of its module.
+    """
     found = [(node, mark) for node, mark in item.iter_markers_with_node() if mark.name in ("spec", "law")]
     return [mark for node, mark in found if node is found[0][0]]
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse what carries neither, before anything is left out, and what names a law that the table has not."""
+    """Raise an error for a test without such a marker, or with an unknown law, before tests are deselected."""
     for item in items:
         if not item.path.is_relative_to(HERE):
             continue
@@ -31,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A failure says which law it breaks."""
+    """Add the broken laws to the report of a failure."""
     report = yield
     if report.failed:
         names = [str(mark.args[0]) for mark in judged(item) if mark.name == "law"]
@@ -41,6 +44,6 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture(autouse=True)
 def tiny_models_on_one_thread(request: pytest.FixtureRequest) -> None:
-    """The order of sums, and so the last bits, do not depend on the machine's cores."""
+    """Use one thread. The order of sums, and thus the last bits, then do not depend on the number of cores."""
     if request.path.parent.name in ("session", "engines"):
         request.getfixturevalue("one_thread")

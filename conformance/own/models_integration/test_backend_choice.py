@@ -1,4 +1,4 @@
-"""What "auto" chooses, and which backend a run says computed each stage."""
+"""Choice of the backend "auto", and the backend that a run reports for each stage."""
 
 import json
 from dataclasses import replace
@@ -11,7 +11,7 @@ import torch
 
 from conformance.measure.gpu.counts import constants, deep_llama, text
 from conformance.own.models_integration.session.families import ENDS, build, greedy, prompt
-from models_integration import CrystalCache, Published, policy_from_name
+from models_integration import CrystalCache, NamedPolicy, policy_from_name
 from models_integration.policies import fastest
 from reference.backend import BACKEND
 from reference.crystalcache import prefill as reference_prefill
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.law("as-it-is-described")
 
 
 def found_as(name: str | Backend) -> Backend:
-    """Every backend but numba can run, as the reference, of which torch has only a part."""
+    """Return the reference under the name of a backend, or raise for numba. The backend torch has only a part."""
     if name == "numba":
         raise BackendUnavailable("no numba here")
     return replace(BACKEND, name=str(name), crystal=None if name == "torch" else BACKEND.crystal)
@@ -57,7 +57,7 @@ def test_auto_follows_the_measurement_and_without_a_row_the_code_of_numba(
     row: dict[str, float], taken: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fastest, "_measured", lambda: {"cpu": {"h2o": row}})
-    assert Published("h2o").on(build("llama")).engine.name == taken
+    assert NamedPolicy("h2o").on(build("llama")).engine.name == taken
     assert fastest.fastest("diverse-h2o-described", "cpu").name == "numba"
     assert fastest.fastest("snapkv", "cpu").name == "torch"
 
@@ -70,18 +70,18 @@ def test_auto_is_the_fastest_measured_backend_of_each_policy() -> None:
 
 
 class Shifted(type(BACKEND.crystal)):  # type: ignore[misc]
-    """Stages of the reference, with attention of its own."""
+    """Stages of the reference with a separate attention function."""
 
     def coattention(self, *args: Any) -> Any:
-        """As the reference."""
+        """Return the attention of the reference."""
         return BACKEND.require_crystal().coattention(*args)
 
 
 class Wrong(NestedKVStages):
-    """Scores upside down."""
+    """Stages with wrong scores."""
 
     def anomaly_score(self, *args: Any) -> Any:
-        """As the reference, less everything."""
+        """Return the negative scores of the reference."""
         return -BACKEND.require_nestedkv().anomaly_score(*args)
 
 
@@ -144,7 +144,7 @@ def test_a_later_turn_is_selected_on_the_host() -> None:
 
 
 def snapkv_score(view: LayerView) -> Any:
-    """Scores of the user's own, under the name of a function of the reference."""
+    """Return the user's scores from a function that has the name of a function of the reference."""
     return -np.arange(len(view.k) * view.k.shape[1], dtype=np.float64).reshape(len(view.k), -1)
 
 

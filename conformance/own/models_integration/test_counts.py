@@ -1,4 +1,4 @@
-"""Sessions and commands say how many tokens a policy keeps beside the budget, and warn of what is likely a mistake."""
+"""Sessions and commands report the number of kept tokens and the budget, and warn of likely mistakes."""
 
 import json
 import re
@@ -60,7 +60,7 @@ def test_unequal_sets_count_by_their_mean() -> None:
 
 
 def test_crystalcache_says_that_whole_trunks_are_kept(tmp_path: Path) -> None:
-    """At the border of the window a trunk is kept whole, so more than 132 tokens are always kept."""
+    """At the border of the window a whole trunk is kept, so more than 132 tokens are always kept."""
     model, tokenizer = load_pocket()
     (tmp_path / "text.txt").write_text("a b c d " * 90, encoding="utf-8")
     ids = tokenizer("a b c d " * 90, return_tensors="pt").input_ids
@@ -120,7 +120,7 @@ def test_a_fraction_and_a_plain_budget_are_not_warned_of(budget: float | str | B
 
 @pytest.mark.law("as-it-is-described")
 def test_a_text_beyond_the_positions_is_warned_of_once() -> None:
-    """In a prompt, in steps, in a later turn; and not up to the last position."""
+    """Check a prompt, steps and a later turn. Up to the last position, there is no warning."""
     model = build("llama")
     model.config.max_position_embeddings = 48
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Public names, the policies' own arguments and descriptions: light to import, checked when made, true of a session."""
+"""Public names, arguments and descriptions of policies: fast to import, checked on creation, correct for a session."""
 
 import subprocess
 import sys
@@ -217,7 +217,7 @@ MARKS = {
 
 @pytest.mark.spec("CC-SENTENCES")
 def test_sentences_of_all_scripts_end() -> None:
-    """In ASCII the marks are those of before; a comma and a quotation mark of another script end no sentence."""
+    """ASCII marks are unchanged. A comma and a quotation mark of a different script end no sentence."""
     words = [*MARKS.values(), "河，", "か」", "river", ";", *map(chr, range(33, 127))]
     made = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="river")),

@@ -1,4 +1,4 @@
-"""The pocket model and its sibling as they are shipped: they load, are small and answer; a toy learns scores on it."""
+"""The shipped pocket models load, are small and answer. A toy model learns scores on the pocket model."""
 
 import importlib.util
 import json
@@ -72,7 +72,7 @@ def test_digits_and_punctuation_are_tokens_of_their_own(pocket: Pocket) -> None:
 
 @torch.no_grad()
 def generated(model: LlamaForCausalLM, ids: torch.Tensor) -> list[int]:
-    """The greedy answer; it ends by itself."""
+    """Return the greedy answer, which ends without a limit."""
     generating: Any = model  # some versions declare the mixin's self in a way that mypy refuses
     answer = generating.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
     return [int(token) for token in answer[0, ids.shape[1] :]]
@@ -160,7 +160,7 @@ EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "learned_scores.py"
 
 @pytest.mark.spec("PO-THRESHOLD")
 def test_the_toy_learns_which_tokens_are_evidence() -> None:
-    """Of six needles that it has not seen, most of their tokens are among the third that score best."""
+    """Check six new needles: most of their tokens are among the best-scored third."""
     spec = importlib.util.spec_from_file_location("learned_scores", EXAMPLE)
     assert spec is not None
     assert spec.loader is not None

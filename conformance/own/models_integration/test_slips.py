@@ -1,4 +1,4 @@
-"""Names as people write them, and likely slips in Python: one sentence that says what to type."""
+"""Common spellings of names, and likely mistakes in Python: one sentence says what to type."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 import kvspec
 from conformance.own.models_integration.session.families import build, prompt
 from conformance.paths import SPEC
-from models_integration import Published, RetainedCache
+from models_integration import NamedPolicy, RetainedCache
 from models_integration.policies.calibration import read_head_pattern, read_statistics, write_statistics
 from models_integration.policies.methods import spelled
 from reference.calibration import load_calibration
@@ -47,14 +47,14 @@ def test_names_are_those_that_people_write(written: str, name: str) -> None:
 @pytest.mark.law("as-it-is-described")
 def test_a_policy_by_another_spelling_is_the_policy() -> None:
     policy = kvspec.policy_from_name("SnapKV", 0.3, window=16)
-    assert isinstance(policy, Published)
+    assert isinstance(policy, NamedPolicy)
     assert (policy.name, policy.constants["W"]) == ("snapkv", 16)
     assert spelled("Snap-KV(window=16)") == ("snapkv", {"W": 16})
     assert isinstance(kvspec.policy_from_name("full"), kvspec.FullCache)
     with pytest.raises(SpecError, match=r"W = 8: is the constant W, which is also given"):
         kvspec.policy_from_name("snapkv", 0.3, window=16, W=8)
     own = kvspec.policy_from_name("curdkv", 0.3, window=7)
-    assert isinstance(own, Published)
+    assert isinstance(own, NamedPolicy)
     assert own.constants["window"] == 7
 
 
@@ -79,7 +79,7 @@ def test_suggestions_are_similar_names() -> None:
 
 
 def slips() -> dict[str, tuple[Any, str]]:
-    """By name: what is called, and the words of its error."""
+    """Return calls with mistakes and the words of their errors, by name."""
     model: Any = build("llama")
     policy: Any = kvspec.StreamingLLM(0.5)
     call: Any = kvspec

@@ -1,1 +1,1 @@
-"""Tests of the reference's policies: oracles, refusals, defaults."""
+"""Tests of the reference policies: oracles, errors, defaults."""

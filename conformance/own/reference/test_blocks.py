@@ -1,4 +1,4 @@
-"""Blocks, KVCrush and diversity over a host, against brute force, in turns and steps; and NestedKV's budgets."""
+"""Blocks, KVCrush and diversity over a host, compared with brute force, in turns and steps, and NestedKV's budgets."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -59,7 +59,7 @@ def lists(found: Selection) -> list[list[int]]:
 
 
 def given_rows(values: Matrix, pinned: Matrix) -> list[list[float | None]]:
-    """None where a token is protected."""
+    """Return scores row by row, with None for protected tokens."""
     return [
         [None if held else float(x) for x, held in zip(row, own, strict=True)]
         for row, own in zip(values, pinned, strict=True)
@@ -69,7 +69,7 @@ def given_rows(values: Matrix, pinned: Matrix) -> list[list[float | None]]:
 @pytest.mark.spec("PO-BEST-BLOCKS")
 @given(seed=seeds, n=st.integers(0, 30), b=st.integers(1, 9), B=st.integers(0, 34))
 def test_the_best_blocks_are_those_of_brute_force(seed: int, n: int, b: int, B: int) -> None:
-    """Few values, so that blocks tie; some tokens have no score, each row pins its own, shares differ by one."""
+    """Check few different values, so that blocks tie. Some tokens have no score, and rows differ in pins and shares."""
     rng = np.random.default_rng(seed)
     values = rng.integers(-3, 4, (2, n)).astype(np.float64)
     values[rng.random((2, n)) < 0.3] = np.nan
@@ -86,7 +86,7 @@ def test_the_best_blocks_are_those_of_brute_force(seed: int, n: int, b: int, B: 
 )
 @pytest.mark.parametrize("values", [3, 10**6])
 def test_blocks_of_thousands_of_tokens(b: int, n: int, values: int) -> None:
-    """Many blocks tie, or next to none; sinks and a window are protected."""
+    """Check many ties and almost no ties. Sinks and a window are protected."""
     row = Numbers(n + b).integers(0, values, n) / values
     pinned = SinkAndRecent(4, 32)(n)
     (kept,) = lists(best_blocks(row[None], np.array([n // 3]), pinned[None], b))
@@ -101,7 +101,7 @@ def test_blocks_of_thousands_of_tokens(b: int, n: int, values: int) -> None:
 @pytest.mark.spec("PO-BEST-BLOCKS")
 @pytest.mark.parametrize("b", [3, 16, 128, 1_000])
 def test_the_order_of_a_block_s_sum_decides(b: int) -> None:
-    """2^53 first takes up no 1 that follows it one by one; ones before it, or added first, it does."""
+    """A sum that starts with 2^53 ignores each later 1. Ones that are added before 2^53 count."""
     first, last = np.ones((2, b))
     first[0] = last[-1] = 2.0**53
     for pair, stays in ((first, last), 1), ((first, first), 0):
@@ -112,7 +112,7 @@ def test_the_order_of_a_block_s_sum_decides(b: int) -> None:
 
 @pytest.mark.spec("PO-BEST-BLOCKS")
 def test_numba_chooses_the_same_blocks() -> None:
-    """By its stage of single tokens: blocks are what it chooses from; none, one and no room are among them."""
+    """Check that the stage of single tokens chooses blocks too, for no block, one block, and a budget of 0."""
     numba = pytest.importorskip("accelerated.numba_cpu.selectors", reason="pip install 'kvspec[numba]'")
     for seed in range(200):
         rng = np.random.default_rng(seed)
@@ -127,7 +127,7 @@ def test_numba_chooses_the_same_blocks() -> None:
 @sparingly
 @given(seed=seeds, B=st.integers(1, 30))
 def test_heads_share_tokens_and_each_makes_blocks_of_its_own(seed: int, B: int) -> None:
-    """Under Ada-KV, in two stages."""
+    """Check Ada-KV, in two stages."""
     inputs = drawn(seed)
     host = policies.critical_adakv(dict(enumerate(inputs.W_o)), W, KERNEL, SAFEGUARD)
     want = []
@@ -147,7 +147,7 @@ def test_heads_share_tokens_and_each_makes_blocks_of_its_own(seed: int, B: int) 
 ])
 @pytest.mark.parametrize("b", [1, 3, 64])
 def test_a_budget_below_a_block_is_one_block(b: int, compose: Callable[[Policy, int], Policy]) -> None:
-    """Of a host that protects nothing."""
+    """Check a host that protects nothing."""
     inputs = drawn(3, n=64 * 3, L=1, heads=(1, 1))
     assert len(retained(compose(policies.knorm(), b), inputs, 1).positions) == b
 
@@ -156,7 +156,7 @@ def test_a_budget_below_a_block_is_one_block(b: int, compose: Callable[[Policy, 
 @sparingly
 @given(seed=seeds, B=st.integers(3, SEEN))
 def test_a_turn_goes_on_in_the_text_s_own_blocks(seed: int, B: int) -> None:
-    """What each head stores after the prompt ends in its open block, which the turn fills."""
+    """Check that the set of each head ends in an open block after the prompt, and that the turn fills this block."""
     inputs = drawn(seed, n=SEEN, L=2, heads=(2, 2))
     first = replace(inputs, layers=[
         replace(x, q=x.q[:, :N], k=x.k[:, :N], v=np.asarray(x.v)[:, :N]) for x in inputs.layers
@@ -171,7 +171,10 @@ def test_a_turn_goes_on_in_the_text_s_own_blocks(seed: int, B: int) -> None:
 
 @pytest.mark.spec("PO-BLOCKS", "PO-STEP")
 def test_steps_evict_one_block_when_the_next_one_has_no_room() -> None:
-    """H2O, budgets of 8 and blocks of 4: a step fills the open block; once the budget is passed, a full block goes."""
+    """Check H2O with a budget of 8 and blocks of 4.
+
+    A step fills the open block. After the budget is exceeded, a full block is evicted.
+    """
     policy = policies.in_blocks(policies.h2o(), 4)
     for seed in range(10):
         history = decoded(policy, long(seed), 8)
@@ -198,7 +201,10 @@ def chosen(
 @given(seed=seeds, n=st.integers(1, 40), b=st.integers(1, 6), B=st.integers(0, 42), share=shares_of,
        anchor=st.sampled_from(ANCHORS))
 def test_blocks_are_those_of_brute_force(seed: int, n: int, b: int, B: int, share: Fraction, anchor: str) -> None:
-    """Two layers of two heads; few values, so that tokens, blocks and distances tie; some tokens have no score."""
+    """Check two layers of two heads. Few different values, so that tokens, blocks and distances tie.
+
+    Some have no score.
+    """
     rng = np.random.default_rng(seed)
     values = rng.integers(-3, 4, (4, n)).astype(np.float64)
     values[rng.random((4, n)) < rng.choice([0.0, 0.2])] = np.nan
@@ -212,7 +218,7 @@ def test_blocks_are_those_of_brute_force(seed: int, n: int, b: int, B: int, shar
 @pytest.mark.parametrize(("heads", "b", "n"), [(2, 16, 5_000), (8, 64, 20_000), (1, 300, 40_000)])
 @pytest.mark.parametrize("anchor", ANCHORS)
 def test_representatives_among_thousands_of_tokens(heads: int, b: int, n: int, anchor: str) -> None:
-    """More bits in a block, and more blocks, than 8 bits count; some blocks are nearer than others by far."""
+    """Check more than 255 bits in a block and more than 255 blocks. Some blocks are much nearer than others."""
     numbers, m = Numbers(n + heads), n // b
     values = numbers.integers(0, 10**6, heads * n).reshape(heads, n) / 10**6
     values[:, : m * b] += np.tile(np.repeat(numbers.integers(0, 8, m) / 4, b), (heads, 1))
@@ -235,7 +241,7 @@ def test_representatives_among_thousands_of_tokens(heads: int, b: int, n: int, a
 
 @pytest.mark.spec("PO-KVCRUSH")
 def test_the_anchor_reaches_the_choice() -> None:
-    """And a share of a float is the number that the float is."""
+    """Check that each anchor changes the kept set, and that a share as a float is its exact number."""
     inputs = drawn(3, n=200, L=1, heads=(2, 1))
     found = [decided(policies.kvcrush(W, KERNEL, BLOCK, 0.5, anchor), inputs, 60) for anchor in ANCHORS]
     assert all(one != other for at, one in enumerate(found) for other in found[:at])
@@ -257,7 +263,7 @@ HOSTS: dict[str, Host] = {
 @sparingly
 @given(seed=seeds, B=st.integers(1, 24))
 def test_without_penalty_the_hosts_set_stays(name: str, seed: int, B: int) -> None:
-    """At lambda = 0 MUST be the host's own set, ties and protection included."""
+    """With lambda = 0, the set must equal the host's set, including ties and protection."""
     inputs = drawn(seed)
     host = HOSTS[name](inputs)
     assert decided(policies.diverse(host, 0.0), inputs, B) == decided(host, inputs, B)
@@ -266,7 +272,7 @@ def test_without_penalty_the_hosts_set_stays(name: str, seed: int, B: int) -> No
 @pytest.mark.spec("DV-POLICY")
 @pytest.mark.parametrize("lam", [0.0, LAM])
 def test_a_host_sees_what_it_sees_alone(lam: float) -> None:
-    """Signatures need every layer's values; a host that scores by one layer MUST still be shown that one."""
+    """Signatures need the values of every layer. A host that scores by one layer must still receive only this layer."""
     inputs = drawn(21, n=20, L=3, heads=(2, 1))
     scorer = LayerScorer(Needs("observed", 0), lambda view: knorm_score(view).mean(axis=0, keepdims=True))
     knorm = policies.knorm()
@@ -282,7 +288,7 @@ def test_a_host_sees_what_it_sees_alone(lam: float) -> None:
 @sparingly
 @given(seed=seeds, B=st.integers(2, 7), mode=st.sampled_from(["flat", "layer", "head"]))
 def test_a_signature_outlives_its_tokens_in_other_heads(seed: int, B: int, mode: diversity.Signature) -> None:
-    """Each head drops tokens of its own; a signature of the whole cache is still the one of its first day."""
+    """Check heads that evict different tokens. A signature of the whole cache must not change."""
     inputs = long(seed)
     host = policies.knorm()
     running = Policy(
@@ -324,7 +330,7 @@ def test_blocks_of_the_papers_lengths() -> None:
 @pytest.mark.parametrize("n", [2, 4, 5, 20])
 @pytest.mark.parametrize("budget", [Budget(count=1), Budget(count=3), Budget(fraction=Fraction(1, 100))])
 def test_a_budget_below_the_sinks_is_raised_to_them(make: Callable[[], Policy], n: int, budget: Budget) -> None:
-    """The floor of the policy, of prompts of any length."""
+    """Check the floor of the policy for prompts of any length."""
     k = keys(1, 2, n).astype(np.float64)
     seen = Observation(n, 2, None, {0: LayerView(k[:, :0], k, None, 1.0, None)})
     assert make().floor == 4
@@ -357,7 +363,7 @@ def test_the_budget_is_the_exact_floor(percent: int, N: int) -> None:
 
 
 def test_a_policy_takes_its_score_from_a_backend() -> None:
-    """Numba's kept sets are those of its own scores."""
+    """Check that Numba's kept sets follow from Numba's scores."""
     pytest.importorskip("numba", reason="pip install 'kvspec[numba]'")
     inputs = drawn(3, 40, L=1, heads=(2, 1))
     view = inputs.layers[0]

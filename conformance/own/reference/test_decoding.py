@@ -1,4 +1,4 @@
-"""Policies while tokens are decoded, against a simulation that keeps sets of positions and scores them anew."""
+"""Policies during decoding, compared with a simulation that keeps sets of positions and computes all scores again."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("reference_items")
 
 
 def one_head(layer: oracle.Layer, g: int, live: list[int], seen: int) -> oracle.Layer:
-    """A KV head with its group of queries, and its live keys."""
+    """Return a KV head with its group of queries and its stored keys."""
     G = len(layer["q"]) // len(layer["k"])
     return {
         **layer, "q": [q[:seen] for q in layer["q"][g * G : (g + 1) * G]],
@@ -46,7 +46,7 @@ Simulate = Callable[[oracle.Layer, int, int], list[list[int]]]
 
 
 def h2o(layer: oracle.Layer, g: int, B: int) -> list[list[int]]:
-    """Sums in a table by position; the newest half of B stays."""
+    """Return H2O's sets, from sums in a table by position. The newest half of B is kept."""
     sums: dict[int, float] = {}
     live: list[int] = []
     history = []
@@ -91,7 +91,7 @@ few = settings(max_examples=20)
 @few
 @sequences
 def test_h2o_drops_one_token_a_step(seed: int, B: int) -> None:
-    """Sums live with their tokens, the newest half stays, and each step adds what its query attends to."""
+    """Check that sums belong to their tokens, that the newest half is kept, and that each step adds its attention."""
     assert decoded(policies.h2o(), long(seed), B) == by_head(long(seed), B, h2o)
 
 
@@ -107,7 +107,7 @@ def test_caote_scores_every_step_anew(seed: int, B: int) -> None:
 @few
 @sequences
 def test_rkv_decides_at_multiples_of_the_tokens_seen(seed: int, B: int) -> None:
-    """The last queries are kept beside the cache; between two multiples the cache grows."""
+    """Check that the last queries are stored in addition to the cache. The cache grows between two multiples."""
     B = max(3, B)
     expected = by_head(long(seed), B, memoryless(lambda x: brute_rkv(x, 3, 3, 0.1)[0], 3, 4))
     assert decoded(policies.rkv(3, 3, every=4), long(seed), B) == expected
@@ -117,7 +117,7 @@ def test_rkv_decides_at_multiples_of_the_tokens_seen(seed: int, B: int) -> None:
 @few
 @sequences
 def test_tova_may_evict_the_newest(seed: int, B: int) -> None:
-    """One set for all heads of a layer."""
+    """Check one kept set for all heads of a layer."""
     inputs = long(seed)
 
     def one_layer(layer: oracle.Layer) -> list[list[int]]:
@@ -135,7 +135,7 @@ def test_tova_may_evict_the_newest(seed: int, B: int) -> None:
 
 @pytest.mark.spec("PO-TOVA")
 def test_tova_evicts_the_newest_where_it_weighs_least() -> None:
-    """Key 1, the newest, has the least weight of the last query."""
+    """Check two keys. The newest, key 1, has the smallest weight of the last query."""
     view = LayerView(np.ones((1, 2, 1)), np.array([[[1.0], [0.0]]]), None, 1.0, None)
     kept = policies.retain(policies.tova(), Budget(count=1), Observation(2, 1, None, {0: view}))
     assert kept.positions.tolist() == [0]
@@ -143,7 +143,7 @@ def test_tova_evicts_the_newest_where_it_weighs_least() -> None:
 
 @pytest.mark.spec("PO-STEP")
 def test_slack_lets_the_cache_grow_and_then_cuts_to_the_budget() -> None:
-    """At budget + slack: the sizes climb from 4 to 6 and fall back."""
+    """Check sizes with eviction at budget + slack: they grow from 4 to 6 and return to 4."""
     policy = replace(policies.knorm(), cadence=Cadence(every=1, excess=3))
     sizes = [len(step[0]) for step in decoded(policy, long(3), 4)]
     assert sizes == [4, 5, 6, 4, 5, 6, 4, 5, 6, 4]
@@ -158,7 +158,7 @@ def test_a_step_that_is_not_due_changes_nothing_but_the_new_token() -> None:
 
 @pytest.mark.spec("PO-STEP")
 def test_what_cannot_go_on_is_refused() -> None:
-    """A scorer without steps; heads of different lengths."""
+    """Check a scorer without steps, and heads of different lengths."""
     inputs = drawn(5, n=PROMPT + STEPS, L=2, heads=(3, 1))
     nothing = [list(range(PROMPT))] * 6
     with pytest.raises(SpecError, match="evicts only at the end"):
@@ -170,7 +170,7 @@ def test_what_cannot_go_on_is_refused() -> None:
 
 @pytest.mark.spec("PO-STEP")
 def test_records_do_not_change_under_a_step() -> None:
-    """The same step twice gives the same result: nothing is written in place."""
+    """Check that the same step twice gives the same result: no record is changed in place."""
     inputs, policy, budget = long(6), policies.h2o(), Budget(count=5)
     groups = groups_of(policy, inputs)
     assert policy.granularity is Granularity.HEAD
@@ -216,7 +216,7 @@ def test_each_step_asks_the_last_queries_anew(fusion: str, seed: int, B: int) ->
 @pytest.mark.spec("PO-VASE")
 @pytest.mark.spec("PO-UNIFORM")
 def test_the_oracle_has_the_published_known_answer() -> None:
-    """Random123, kat_vectors: philox4x64 with 10 rounds of zeros."""
+    """Compare with the known answer in Random123's kat_vectors: philox4x64 with 10 rounds of zeros."""
     assert brute.philox([0] * 4, [0, 0]) == [
         0x16554D9ECA36314C, 0xDB20FE9D672D0FDC, 0xD7E772CEE186176B, 0x7E68B68AEC7BA23B,
     ]

@@ -1,4 +1,4 @@
-"""Injection: rotations, codecs and their error bounds, wrappers around a chunk, and what some arms say."""
+"""Injection: rotations, codecs and their error bounds, wrappers around a chunk, and definitions of some arms."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ STYLES = [
 
 @st.composite
 def keys(draw: st.DrawFn) -> tuple[Cube, Vector]:
-    """Keys with channels that do not rotate, and inverse frequencies as models have them."""
+    """Draw keys with some channels that do not rotate, and inverse frequencies like those of models."""
     pairs = draw(st.integers(0, 4), label="pairs")
     shape = (draw(st.integers(1, 2)), draw(st.integers(1, 4)), 2 * pairs + draw(st.integers(1, 3), label="others"))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1), label="seed"))
@@ -40,7 +40,7 @@ def bits(x: Cube) -> bytes:
 
 
 def near(found: Cube, wanted: Cube, angles: Matrix, turns: int) -> bool:
-    """Within `turns` rotations' rounding, and the rounding of angles of that size."""
+    """Return whether values agree within the rounding of `turns` rotations and of angles of that size."""
     slack = tolerances.UNIT_ROUNDOFF["float64"] * (1 + np.abs(angles).max(initial=0.0))
     radius = turns * (tolerances.turn_radius(wanted) + 8 * slack * np.abs(wanted).max())
     return bool((np.abs(found - wanted) <= radius).all())
@@ -77,7 +77,7 @@ def test_nothing_keeps_every_bit_and_others_keep_theirs(style: str, made: tuple[
 def test_rebasing_is_turning_back_and_turning_again(
     style: str, made: tuple[Cube, Vector], start: int, factor: float,
 ) -> None:
-    """A key made at position t under the archive's frequencies becomes the live session's key at start + t."""
+    """A key at position t with the archive's frequencies becomes the live session's key at start + t."""
     x, archived = made
     live, at = archived / factor, np.arange(x.shape[1], dtype=np.float64)[:, None]
     stored = TURNS[style](x, at * archived)
@@ -87,7 +87,7 @@ def test_rebasing_is_turning_back_and_turning_again(
 
 @pytest.mark.law("figures-are-counted-right")
 def test_the_paper_s_rotation_of_scaled_keys_is_the_unit_rotation() -> None:
-    """Appendix B, `(1 / mscale) R_scaled k`: the module's cosine and sine hold mscale, which cancels."""
+    """Check Appendix B, `(1 / mscale) R_scaled k`: cosine and sine of the module contain mscale, which cancels."""
     torch = pytest.importorskip("torch", reason="the module is of transformers")
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     scaled = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "rope_theta": 1e4}
@@ -106,7 +106,7 @@ def test_the_paper_s_rotation_of_scaled_keys_is_the_unit_rotation() -> None:
 
 @pytest.mark.spec("IN-CACHEBLEND")
 def test_of_many_equal_deviations_the_first_are_computed_again() -> None:
-    """As many as an unstable sort would mix."""
+    """Check enough equal values that an unstable sort would mix them."""
     rng = np.random.default_rng(0)
     spliced = rng.integers(0, 2, (1, 400, 1)).astype(np.float64)
     ones = np.flatnonzero(spliced[0, :, 0])
@@ -117,7 +117,7 @@ def test_of_many_equal_deviations_the_first_are_computed_again() -> None:
 
 @st.composite
 def attentions(draw: st.DrawFn) -> Cube:
-    """(2, 3, n) with rows that sum to 1, zeros and certain rows among them."""
+    """Draw attention (2, 3, n) whose rows sum to 1, including zeros and rows with a single 1."""
     rng, n = np.random.default_rng(draw(st.integers(0, 2**32 - 1))), draw(st.integers(1, 8))
     raw = rng.exponential(size=(2, 3, n)) * (rng.random((2, 3, n)) < 0.7)
     raw[..., 0] += 0.1
@@ -128,7 +128,7 @@ def attentions(draw: st.DrawFn) -> Cube:
 
 @st.composite
 def tensors(draw: st.DrawFn) -> Cube:
-    """(3, 5, 4) with an outlier channel, halves of a step, and sometimes a head of zeros."""
+    """Draw values (3, 5, 4) with an outlier channel, halves of a step, and sometimes a head of zeros."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1), label="seed"))
     x = rng.standard_normal((3, 5, 4))
     x[:, :, 2] *= draw(st.sampled_from([1.0, 50.0, 1000.0]), label="outlier")
@@ -146,7 +146,7 @@ def test_halves_go_to_even_and_the_range_is_symmetric() -> None:
 
 @pytest.mark.spec("IN-CODES")
 def test_a_code_is_of_the_quotient() -> None:
-    """The quotient is 14.5 to the bit; the product with the step's reciprocal is the float above."""
+    """Check a quotient of exactly 14.5. The product with the reciprocal of the step is the next float above."""
     x, step = float.fromhex("0x1.820c4a4p-3"), float.fromhex("0x1.a9fbe8p-7")
     assert x / step == 14.5 < x * (1 / step)
     assert codes(np.full((1, 1, 1), x), np.full((1, 1, 1), step), 8).tolist() == [[[14]]]
@@ -155,7 +155,7 @@ def test_a_code_is_of_the_quotient() -> None:
 @pytest.mark.spec("IN-SCALE", "IN-CODES")
 @given(x=tensors(), scheme=st.sampled_from(sorted(SCHEMES)), bits=st.sampled_from([2, 3, 4, 6, 8]))
 def test_an_error_is_at_most_half_a_step(x: Cube, scheme: str, bits: int) -> None:
-    """The step is rounded to float32, so the largest value may lie q 2^-24 steps outside the range."""
+    """The step is rounded to float32. Therefore the largest value may be q 2^-24 steps outside the range."""
     step = scale(x, SCHEMES[scheme], bits)
     found = codes(x, step, bits)
     assert np.abs(found).max() <= 2 ** (bits - 1) - 1
@@ -167,7 +167,7 @@ def test_an_error_is_at_most_half_a_step(x: Cube, scheme: str, bits: int) -> Non
 @pytest.mark.spec("IN-SCALE")
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "per_token"])
 def test_a_region_without_tokens_has_a_scale(scheme: str) -> None:
-    """A short chunk of `selective_per_head` has nothing between its first and its last tokens."""
+    """Check a short chunk of `selective_per_head`, which has no tokens between its first and its last tokens."""
     x = np.empty((2, 0, 3))
     step = scale(x, SCHEMES[scheme], 8)
     assert (step > 0).all()
@@ -189,7 +189,10 @@ def test_regions_equal_the_brute_force(name: str, layers: int, n: int) -> None:
 @pytest.mark.spec("IN-ARMS")
 @pytest.mark.parametrize("name", ARMS)
 def test_an_arm_is_what_its_name_says(name: str) -> None:
-    """A scheme of both, or of keys or values alone; KIVI has a scale per channel of keys, and per token of values."""
+    """Check schemes for both, for keys alone, and for values alone.
+
+    KIVI has a scale per channel of keys and per token of values.
+    """
     arm, scheme = ARMS[name], name[name.rfind("per_") :]
     both = {"none": (None, None), "kivi": ("per_channel", "per_token")}.get(name, (scheme, scheme))
     assert arm.keys == (None if name.startswith("values") else both[0])
@@ -231,7 +234,7 @@ def test_a_form_equals_the_brute_force(name: str, chunk: list[int]) -> None:
     [("raw", 0), ("markers", 3), ("markers_phi3", 2), ("markers_deepseek", 3), ("role", 2), ("closing", 3)],
 )
 def test_the_paper_counts_these_tokens(name: str, around: int) -> None:
-    """Table 4 and Appendix A; "user" and its newline are two."""
+    """Check the counts of Table 4 and Appendix A. "user" and its newline are two tokens."""
     assert len(wrap(FORMS[name], [50], TOKENIZER).ids) - 1 == around
 
 
@@ -246,7 +249,7 @@ def test_a_marker_that_is_not_one_id_is_refused(text: str) -> None:
 
 @pytest.mark.spec("IN-SLICES")
 def test_the_four_cells_cross_boundary_and_markers() -> None:
-    """B adds the wrapper alone, C the sentence ends alone, D both."""
+    """Cell B adds only the wrapper, C only the sentence ends, and D both."""
     assert CELLS == {"A": (False, "raw"), "B": (False, "full"), "C": (True, "raw"), "D": (True, "full")}
     with pytest.raises(SpecError, match="at least 1 token"):
         slices([1, 2], frozenset(), 0)

@@ -1,4 +1,4 @@
-"""Items on random inputs: the reference's function against the oracle, both called as the vectors call them."""
+"""Items on random inputs: the function of the reference compared with the oracle, both called as vectors call them."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -37,18 +37,18 @@ starts = st.integers(-64, 131072)
 
 
 def of(parameters: st.SearchStrategy[CrystalCacheParameters] | None = None, **inputs: Any) -> st.SearchStrategy[Given]:
-    """Inputs by name, drawn independently."""
+    """Return a strategy for inputs by name, drawn independently."""
     return st.tuples(st.fixed_dictionaries(inputs), st.just(PAPER) if parameters is None else parameters)
 
 
 def made(make: Any, p: CrystalCacheParameters = PAPER, **inputs: Any) -> st.SearchStrategy[Given]:
-    """Inputs that a function makes of drawn ones."""
+    """Return a strategy for inputs that a function computes from drawn values."""
     return st.tuples(st.builds(make, **inputs), st.just(p))
 
 
 @st.composite
 def scored(draw: st.DrawFn, /, front: bool = False, **more: st.SearchStrategy[Any]) -> Given:
-    """Scores of small integers, so that ties are common; heads of a layer, protected tokens at one end, and B."""
+    """Draw integer scores with many ties, heads of a layer, protected tokens at one end, and B."""
     H, n = draw(st.integers(1, 4)), draw(st.integers(1, 14))
     pinned = draw(st.integers(0, n))
     protected = [i < pinned for i in range(n)][:: 1 if front else -1]
@@ -64,14 +64,14 @@ def turned(given: Any, start: int) -> dict[str, Any]:
 
 
 def moved(given: Any, start: int) -> dict[str, Any]:
-    """The angles of a shift, and of keys that an archive has at four times the frequencies."""
+    """Return inputs for the angles of a shift. The archive's keys have four times the live frequencies."""
     (x, theta), names = given, ("inverse_frequencies", "archived")
     frequencies = {**dict.fromkeys(names, theta.tolist()), "live": (theta / 4).tolist()}
     return {"n": x.shape[1], "start": start, **frequencies}
 
 
 def alike(seed: int, d: int, start: int, style: str) -> dict[str, Any]:
-    """Keys of which one is another's but for its rotation, and one is zero."""
+    """Return keys of which one pair differs only by a rotation, and one key is zero."""
     rng, theta, at = np.random.default_rng(seed), [1.0, 0.01], [*range(3)]
     a, b = rng.standard_normal((2, 2, 3, d)).tolist()
     b[0][1] = oracle.turned(a[0][1], [start * value for value in theta], style == "interleaved")
@@ -86,7 +86,7 @@ def stepped(x: Any, bits: int) -> dict[str, Any]:
 
 
 def deviating(seed: int, n: int, heads: int, r: float) -> dict[str, Any]:
-    """Small integers: deviations are exact, and many are equal."""
+    """Return small integers, so that deviations are exact and many are equal."""
     spliced, fresh = np.random.default_rng(seed).integers(-2, 3, (2, heads, n, 2)).astype(np.float64).tolist()
     return {"spliced": spliced, "fresh": fresh, "start": 7, "r": r}
 
@@ -102,7 +102,7 @@ def clustered(draw: st.DrawFn, clusters: bool) -> Given:
 
 
 def head_scores(seed: int, contexts: int, heads: int) -> dict[str, Any]:
-    """Of exact numbers; the first tokens of each context were not rehearsed."""
+    """Return head scores of exact numbers. The first tokens of some contexts were not rehearsed."""
     rng = np.random.default_rng(seed)
     rows = [rng.integers(0, 64, (heads, int(n))) / 64 for n in rng.integers(2, 9, contexts)]
     skipped = rng.integers(0, 2, contexts)
@@ -112,7 +112,7 @@ def head_scores(seed: int, contexts: int, heads: int) -> dict[str, Any]:
 
 
 def turned_back(seed: int, later: int) -> dict[str, Any]:
-    """Each key is turned back by its own position, which then cancels."""
+    """Return keys whose rotation by their position cancels."""
     inputs = drawn(seed, n=6)
     view, constants = inputs.layers[0], {"inv_freq": inputs.inv_freq.tolist(), "factor": inputs.factor}
     mean, magnitude = (found.tolist() for found in band_statistics(view.q))
@@ -126,7 +126,7 @@ def unit_keys(seed: int, n: int, W: int, b: int) -> dict[str, Any]:
 
 
 def with_memories(seed: int, n: int) -> dict[str, Any]:
-    """A memory longer than 2^-16 has a direction, one of 2^-16 has none."""
+    """Return memories: a memory longer than 2^-16 has a direction, and a memory of exactly 2^-16 has none."""
     memory = numbers.keys(seed + 1, 1, n).astype(np.float64)[0].tolist()
     return {**unit_keys(seed, n, 1, 1), "mu": [[0.0, 2.0**-16 * (1 + seed % 2), 0.0, 0.0], *memory[1:]]}
 
@@ -136,7 +136,7 @@ memories = made(unit_keys, seed=seeds, n=lengths, W=st.integers(1, 9), b=st.inte
 
 @st.composite
 def states(draw: st.DrawFn, /, **more: st.SearchStrategy[Any]) -> Given:
-    """A state of decode, flat; any of its tokens may go."""
+    """Draw a flat decode state. Any of its tokens may be evicted."""
     state, p = draw(situations())
     n, m = len(state.live.positions), len(state.D)
     fields = {name: plain(x) for name, x in fields_of(state).items()}
@@ -150,7 +150,7 @@ def seen(before: list[int], new: list[int]) -> dict[str, Any]:
 
 
 def targets(parts: list[int], divisor: int) -> dict[str, Any]:
-    """Fractions whose sum is whole."""
+    """Return fractions whose sum is an integer."""
     return {"targets": [str(Fraction(part, divisor)) for part in [parts[0] + -sum(parts) % divisor, *parts[1:]]]}
 
 
@@ -168,7 +168,7 @@ counts = st.integers(1, 40)
 
 
 class Case(NamedTuple):
-    """An item and its inputs: with parameters as they are drawn, or large ones."""
+    """Item and its inputs: drawn inputs with parameters, or large inputs."""
 
     item: str
     inputs: Any
@@ -316,7 +316,8 @@ CASES = [
     )),
     Case("IN-FUSE", of(
         rankings=st.lists(st.lists(st.integers(0, 5), max_size=6), min_size=1, max_size=3),
-        # At a million neighbouring ranks differ in the twelfth decimal, at three millions in the thirteenth.
+        # At a million, neighbouring ranks differ in the twelfth decimal. At three millions, they differ in the
+        # thirteenth.
         k=st.sampled_from([0, 1, 60, 10**6, 3 * 10**6]),
     )),
 ]
@@ -329,14 +330,14 @@ LARGE = [
         "values": [Numbers(n).fractions(n).tolist()], "second": [Numbers(n + 1).fractions(n).tolist()],
         "protected": [False] * n, "B": 3 * n // 4, "share": "1/2",
     }) for n in (257, 1_025, 5_000)),
-    # Some layers are full, and preferences differ by thousands.
+    # Some layers are full, and preferences differ by factors of thousands.
     *(Case("PO-PREFERENCE-BUDGET", {
         "preferences": (Numbers(L).fractions(L) ** 8).tolist(), "B": 300, "W": 32, "n": 1_000,
     }) for L in (33, 80, 126)),
     *(Case("PO-REHEARSAL", {
         "token_ids": [*range(9_001)], "template": TEMPLATE, "N_sink": 5, "N_recent": 3, "chunk": chunk, "overlap": 8,
     }) for chunk in (40, 2000)),
-    # The best token of a long context counts wherever it stands.
+    # The best token of a long context counts at every position.
     *(Case("PO-HEAD-SCORES", {"contexts": [[[i / 2**14 + 2 * (i == at) for i in range(9_000)]]]})
       for at in (0, 4_097, 8_500)),
 ]

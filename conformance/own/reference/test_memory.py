@@ -1,4 +1,4 @@
-"""The memory that a policy of the reference needs for a prompt grows with its length, not with the square of it."""
+"""The memory of a reference policy for a prompt grows linearly with the length of the prompt, not quadratically."""
 
 import tracemalloc
 
@@ -13,7 +13,7 @@ LINEAR = 2.8
 
 
 def peak(name: str, n: int) -> int:
-    """Bytes at the peak of a decision about n tokens, beyond those in use before."""
+    """Return the peak bytes of a decision about n tokens, minus the bytes in use before."""
     inputs = drawn(1, n=n)
     policy = CASES[name].policy(inputs)
     decided(policy, inputs, max(CASES[name].floor, n // 2))

@@ -1,4 +1,4 @@
-"""Each policy against brute force: its scores within their bound, its kept sets exactly."""
+"""Each policy compared with brute force: its scores within their bound, and its kept sets exactly."""
 
 import subprocess
 import sys
@@ -49,7 +49,7 @@ pytestmark = pytest.mark.usefixtures("reference_items")
 
 SLOW = ("DV-", "PO-KVZIP", "TA-")
 CLOSE = ("DV-", "NK-ABLATIONS", "TA-")
-"""Of two tokens both are as far from their mean, and whether their scores tie is a matter of rounding."""
+"""Items for which two tokens are equally far from their mean, so that rounding decides whether their scores tie."""
 
 
 def compare_kept_sets(name: str, seed: int, B: int) -> None:
@@ -112,7 +112,10 @@ def test_a_score_lies_within_its_bound(name: str, seed: int) -> None:
 @pytest.mark.spec("PO-OBSERVED-ATTENTION")
 @given(seed=st.integers(0, 2**32 - 1), window=st.integers(1, 30))
 def test_observed_attention_is_the_last_rows_of_the_softmax(seed: int, window: int) -> None:
-    """MUST count the window's own keys, MUST be causal inside it; all rows together MUST give the accumulated sum."""
+    """The window's keys must count, and attention inside the window must be causal.
+
+    All rows together must give the accumulated sum.
+    """
     inputs = drawn(seed)
     view = inputs.layers[0]
     brute = oracle.last_rows(plain(view), window)
@@ -140,7 +143,7 @@ def test_chunks_cover_the_tokens_before_the_window(n: int, window: int, c: int) 
 
 @pytest.mark.spec("PO-CAOTE")
 def test_the_error_of_caote_is_the_change_of_the_output() -> None:
-    """Two keys of weight 1/2 are alike; a key with all the weight cannot go."""
+    """Two keys of weight 1/2 have equal errors. A key with all the weight cannot be evicted."""
     v = np.array([[[0.0, 0.0], [3.0, 4.0]]])
     assert caote_error(np.array([[0.5, 0.5]]), v).tolist() == [[2.5, 2.5]]
     assert caote_error(np.array([[1.0, 0.0]]), v).tolist() == [[np.inf, 0.0]]
@@ -150,7 +153,7 @@ def test_the_error_of_caote_is_the_change_of_the_output() -> None:
 @sparingly
 @given(seed=st.integers(0, 2**32 - 1), constant=st.booleans())
 def test_a_partition_is_judged_by_the_next(seed: int, constant: bool) -> None:
-    """A channel that is constant in the next partition MUST count as 0."""
+    """A channel that is constant in the next partition must count as 0."""
     x = np.random.default_rng(seed).standard_normal((2, 5 * LAG, 4))
     if constant:
         x[:, 2 * LAG : 3 * LAG, 1] = 0.5
@@ -164,7 +167,7 @@ def test_a_partition_is_judged_by_the_next(seed: int, constant: bool) -> None:
 @pytest.mark.spec("PO-LAGKV")
 @pytest.mark.parametrize("n", [1, SINK, SINK + 2 * LAG - 1, SINK + 2 * LAG, SINK + 3 * LAG + 1])
 def test_what_has_no_reference_is_not_ranked(n: int) -> None:
-    """Sinks have no score, ranks are below the unranked end, which rises."""
+    """Check that sinks have no score, and that ranks are below the unranked end, whose scores rise."""
     view = drawn(7, n=n).layers[0]
     tail = max(0, (n - SINK) // LAG - 1) * LAG
     for row in lagkv_score(view, SINK, LAG):
@@ -175,9 +178,9 @@ def test_what_has_no_reference_is_not_ranked(n: int) -> None:
 
 @pytest.mark.spec("PO-RKV")
 def test_redundancy_spares_the_last_similar_key() -> None:
-    """Three equal keys: rows 0 and 1 spare column 2, row 2 spares column 1, so column 0 is the most redundant.
+    """Check three equal keys: rows 0 and 1 exempt column 2, and row 2 exempts column 1. Column 0 is most redundant.
 
-    Orthogonal keys: nothing but zeros, so all are alike.
+    Orthogonal keys have only zeros, so all are equal.
     """
     equal = rkv_redundancy(np.array([[1.0, 0.0]] * 3))[0]
     assert equal[0] > equal[1] > equal[2]
@@ -186,7 +189,10 @@ def test_redundancy_spares_the_last_similar_key() -> None:
 
 @pytest.mark.spec("PO-RKV")
 def test_similar_is_a_question_of_float32() -> None:
-    """A cosine of 1/2 and a billionth is 1/2 in float32, so no column is spared but 0, and column 1 keeps it."""
+    """A cosine of 1/2 + 1e-9 is 1/2 in float32.
+
+    Therefore only column 0 is exempt, and column 1 keeps its redundancy.
+    """
     c = 0.5 + 1e-9
     barely = rkv_redundancy(1e4 * np.array([[1.0, 0.0], [c, np.sqrt(1 - c * c)]]))[0]
     assert barely[1] > barely[0]
@@ -194,7 +200,7 @@ def test_similar_is_a_question_of_float32() -> None:
 
 @pytest.mark.spec("PO-EXPECTED-ATTENTION")
 def test_expected_logits_are_the_moment_generating_function() -> None:
-    """E exp(q.k) of a Gaussian by quadrature on one channel."""
+    """Compare E exp(q.k) of a Gaussian with quadrature on one channel."""
     mean, variance, k = 0.3, 0.5, 0.8
     nodes, weights = np.polynomial.hermite.hermgauss(40)
     q = mean + np.sqrt(2 * variance) * nodes
@@ -295,7 +301,7 @@ if len(sys.argv) > 2:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """The four files, where the repository has those of a method."""
+    """Write the four files of a method into the folders of the repository."""
     page = (SPEC / "policies.md").read_text(encoding="utf-8")
     first_row = next(line for line in page.splitlines() if line.startswith("| streamingllm |"))
     written = {

@@ -1,4 +1,4 @@
-"""What policies are by default, which backends they take, and input that they refuse by name."""
+"""Defaults of policies, the backends that they accept, and input for which they raise an error with the argument."""
 
 import inspect
 from collections.abc import Callable
@@ -155,7 +155,7 @@ def refused(item: str, make: Callable[[], object], argument: str) -> Any:
         ),
         *(refused("NK-TOKENS", partial(policies.eviction_budget, r, 100), "r") for r in SHARES),
         *(refused("NK-SCORE", partial(replace, NESTEDKV, **{name: value}), name) for name, value in NESTED),
-        # Hosts that keep more than single tokens, or decide in steps; signatures finer than the kept sets.
+        # Hosts that keep more than single tokens, or that decide in steps, and signatures finer than the kept sets.
         refused("PO-BLOCKS", lambda: policies.in_blocks(CHUNKS, 16), "host"),
         refused("PO-BLOCKS", lambda: policies.in_blocks(policies.crystalcache(frozenset({0})), 16), "host"),
         refused("PO-BLOCKS", lambda: policies.in_blocks(policies.diverse(policies.knorm()), 16), "host"),
@@ -175,7 +175,7 @@ def refused(item: str, make: Callable[[], object], argument: str) -> Any:
         refused("DV-POLICY", lambda: policies.diverse(policies.tova(), mode="head"), "mode"),
         refused("DV-POLICY", lambda: policies.diverse(policies.streaming_llm(), mode="layer"), "mode"),
         refused("DV-POLICY", lambda: policies.diverse(policies.knorm(), mode="learned"), "mode"),
-        # Scores and observations that do not fit.
+        # Scores and observations that do not match.
         refused("DV-POLICY", lambda: policies.diverse(policies.knorm()).selector(
             scores(1, 2, 0), np.array([1]), np.zeros(2, bool)), "scores.signatures"),
         refused("PO-FILL-UNITS", lambda: fill_units(
@@ -227,7 +227,7 @@ def test_a_constant_host_or_argument_is_refused_by_name(make: Callable[[], objec
 
 @pytest.mark.spec("PO-KEYDIFF")
 def test_a_zero_key_has_no_direction() -> None:
-    """The message names the head and the token."""
+    """Check that the message names the head and the token."""
     k = np.ones((2, 3, 2))
     k[1, 2] = 0.0
     with pytest.raises(SpecError, match="KV head 1, token 2"):
@@ -242,7 +242,7 @@ def test_a_key_that_float64_does_not_hold_is_refused() -> None:
 
 @pytest.mark.spec("PO-KEYDIFF")
 def test_a_zero_anchor_scores_nothing() -> None:
-    """Two opposite keys have no mean direction: both score 0."""
+    """Two opposite keys have no mean direction, so both scores are 0."""
     k = np.array([[[1.0, 0.0], [-1.0, 0.0]]])
     assert keydiff_score(LayerView(k, k, None, 1.0, None)).tolist() == [[0.0, 0.0]]
 
@@ -250,7 +250,7 @@ def test_a_zero_anchor_scores_nothing() -> None:
 @pytest.mark.spec("PO-RETAIN")
 @pytest.mark.parametrize("name", ["knorm", "tova", "keydiff"])
 def test_a_pinned_prompt_above_the_budget_is_refused(name: str) -> None:
-    """Protection that a share cannot hold: the error names the budget, before anything is kept."""
+    """A share cannot hold this protection. The error names the budget, before any token is kept."""
     inputs = drawn(7, n=12, L=2, heads=(2, 1))
     host: Policy = vars(policies)[name]()
     pinned = Policy(
@@ -265,7 +265,7 @@ def test_a_pinned_prompt_above_the_budget_is_refused(name: str) -> None:
 @pytest.mark.spec("PO-ADAPTIVE-BUDGET", "PO-COMPETITION-BUDGET", "PO-PYRAMID-BUDGET")
 @pytest.mark.parametrize("budgets", [Adaptive(Fraction(1, 5)), Competition(Fraction(1, 5)), Pyramid(4)])
 def test_heads_that_cannot_hold_what_is_theirs_are_refused(budgets: Adaptive | Competition | Pyramid) -> None:
-    """Two heads with 4 protected tokens each do not fit 7."""
+    """Two heads with 4 protected tokens each do not fit into 7."""
     with pytest.raises(SpecError) as caught:
         budgets(7, scores(2, 10, 4))
     assert caught.value.argument == "budget"
@@ -279,7 +279,7 @@ def test_heads_that_cannot_hold_what_is_theirs_are_refused(budgets: Adaptive | C
     pytest.param("diverse", marks=pytest.mark.spec("DV-POLICY")),
 ])
 def test_values_that_were_not_captured_are_missed(name: str) -> None:
-    """A policy that weighs by values MUST be shown those of every layer."""
+    """A policy that weighs by values must receive the values of every layer."""
     inputs = drawn(9, n=12, L=2, heads=(1, 1))
     arguments: dict[str, list[Any]] = {
         "expected_attention": [INV_FREQ], "diverse": [policies.knorm()],
@@ -313,14 +313,14 @@ def item(name: str) -> pytest.MarkDecorator:
 
 
 def defaults(make: Callable[..., Any]) -> dict[str, Any]:
-    """The defaults in a signature, but for the backend's."""
+    """Return the defaults in a signature, except the default of the backend."""
     given = inspect.signature(make).parameters.values()
     return {one.name: one.default for one in given if one.default is not one.empty and one.default != "numpy"}
 
 
 @pytest.mark.parametrize("brute", [pytest.param(one, id=one.name, marks=item(one.item)) for one in brutes()])
 def test_the_constants_are_the_published_ones(brute: Brute) -> None:
-    """In the signature, so that a reader of a call without arguments knows what ran."""
+    """Check that the signature contains the constants, so that a call without arguments is documented."""
     assert defaults(brute.make) == brute.published
 
 
@@ -373,7 +373,7 @@ def test_a_backend_without_the_family_is_named(family: str, make: Callable[..., 
 
 @pytest.mark.parametrize(("name", "make"), MAKERS)
 def test_numba_keeps_what_the_reference_keeps(name: str, make: Callable[..., Policy]) -> None:
-    """On inputs whose scores are far apart, in float32 too."""
+    """Check inputs whose scores differ clearly, in float32 too."""
     pytest.importorskip("numba", reason="pip install 'kvspec[numba]'")
     for seed in range(30):
         inputs = drawn(seed)
@@ -384,7 +384,7 @@ def test_numba_keeps_what_the_reference_keeps(name: str, make: Callable[..., Pol
 @pytest.mark.spec("PO-OBSERVED-ATTENTION")
 @pytest.mark.parametrize("floats", [1, 200, 2**20])
 def test_blocks_and_threads_say_nothing(monkeypatch: pytest.MonkeyPatch, floats: int) -> None:
-    """A block of one query or of all; and the same bits from one thread as from three."""
+    """Check blocks of one query and of all queries. One thread and three threads must give the same bits."""
     pytest.importorskip("numba", reason="pip install 'kvspec[numba]'")
     from accelerated.numba_cpu import attention
 

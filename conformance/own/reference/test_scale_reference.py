@@ -1,4 +1,4 @@
-"""The host's functions at full size: scores, selection, shares, tables and caches of thousands of tokens."""
+"""Functions of the host at full size: scores, selection, shares, tables and caches of thousands of tokens."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -48,7 +48,7 @@ SIZES = [17, 33, 65, 129, 257, 1_025, 5_000]
     Shape("capped", 8, 1, 64, 400, softcap=30.0, sinks=True),
 ], ids=str)
 def test_attention_of_hundreds_of_queries(shape: Shape) -> None:
-    """All together, in windows of any length, and the later ones alone."""
+    """Check all queries together, in windows of any length, and the later queries alone."""
     inputs = laddered(shape)
     q, k = inputs.q, inputs.k
     want = selectors.attended(q, k, inputs.scaling, inputs.softcap, inputs.sinks)
@@ -67,7 +67,7 @@ def test_attention_of_hundreds_of_queries(shape: Shape) -> None:
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("kernel", [7, 17, 33, 65, 129])
 def test_pools_of_long_rows(n: int, kernel: int) -> None:
-    """Every entry differs from those around it, so that none of them can be left out; two rows, none of the other."""
+    """Every entry differs from its neighbours, so that each matters. Two rows test that rows are not mixed."""
     x = 1 + Numbers(n).fractions(2 * n).reshape(2, n)
     for row, largest, average in zip(x.tolist(), max_pool(x, kernel), average_pool(x, kernel), strict=True):
         assert largest.tolist() == oracle.pool(row, kernel, "max")
@@ -77,7 +77,7 @@ def test_pools_of_long_rows(n: int, kernel: int) -> None:
 @pytest.mark.spec("PO-LAGKV")
 @pytest.mark.parametrize(("n", "lag"), [(66_000, 128), (1_500, 300), (700, 2)])
 def test_ranks_of_many_partitions(n: int, lag: int) -> None:
-    """Hundreds of partitions, and some of hundreds of tokens; keys and values of their own."""
+    """Check hundreds of partitions, and partitions of hundreds of tokens, with separate keys and values."""
     k, v = (Numbers(n + at).fractions(n * 3).reshape(1, n, 3) for at in (0, 1))
     (found,) = lagkv_score(LayerView(k[:, :0], k, v, 1.0, None), 4, lag)
     (want,) = brute_lagkv({"k": k.tolist(), "v": v.tolist()}, 4, lag)
@@ -90,7 +90,7 @@ def test_ranks_of_many_partitions(n: int, lag: int) -> None:
 @pytest.mark.spec("TA-RANKING")
 @pytest.mark.parametrize("n", [*SIZES, 66_000])
 def test_z_scores_over_thousands_of_candidates(n: int) -> None:
-    """Scores that rise, so that no part of them has the moments of all; one token in ten is pinned."""
+    """Check rising scores, so that no part has the moments of the whole. One token in ten is pinned."""
     numbers = Numbers(n)
     X = numbers.fractions(3 * n).reshape(3, n) + np.linspace(0, 3, n) ** 2
     pinned = numbers.integers(0, 10, n) == 0
@@ -102,18 +102,18 @@ def test_z_scores_over_thousands_of_candidates(n: int) -> None:
 @pytest.mark.parametrize(("L", "H_kv"), [(2, 33), (9, 4), (36, 8), (80, 8), (126, 3)])
 @pytest.mark.parametrize("mode", ["flat", "layer", "head"])
 def test_signatures_of_many_layers_and_heads(mode: Signature, L: int, H_kv: int) -> None:
-    """To the bit; every part has values of its own."""
+    """Compare bit for bit. Every part has different values."""
     values = Numbers(L * H_kv).fractions(L * H_kv * 3 * 5).reshape(L, H_kv, 3, 5) - 0.4
     found = signatures(list(values), mode)
     assert found.tolist() == signed.signatures(values.tolist(), mode)
 
 
-# Kinds of distinct scores of which bins, float32 or a fixed number of bits take many for one.
+# Kinds of distinct scores. Bins, float32 or a fixed number of bits map many of them to one value.
 CLOSE = ("next-floats", "beside-one-far", "of-all-sizes")
 
 
 def close(kind: str, n: int, seed: int) -> Vector:
-    """n distinct numbers in (0, 1], at most 2^20, in a drawn order."""
+    """Return n distinct numbers in (0, 1], at most 2^20, in random order."""
     rank = Numbers(seed).permutation(n)
     found: Vector = {
         "next-floats": 0.5 + rank * 2.0**-53,
@@ -124,14 +124,14 @@ def close(kind: str, n: int, seed: int) -> Vector:
 
 
 def rows(groups: int, n: int, values: int, pinned: int) -> Matrix:
-    """Scores of few values, so that most tie; the first tokens are protected."""
+    """Return scores with few different values, so that most tie. The first tokens are protected."""
     found: Matrix = Numbers(groups * n).integers(0, values, groups * n).reshape(groups, n) / values
     found[:, :pinned] = np.nan
     return found
 
 
 def sets(found: Selection) -> list[list[int]]:
-    """The kept positions of each group."""
+    """Return the kept positions of each group."""
     return [part.tolist() for part in np.split(found.positions, found.offsets[1:-1])]
 
 
@@ -151,7 +151,7 @@ def test_the_best_tokens_of_many(n: int, values: int) -> None:
 @pytest.mark.spec("PO-TOP-UNITS")
 @pytest.mark.parametrize("m", SIZES)
 def test_protected_tokens_hold_their_unit(m: int) -> None:
-    """Units of 1 to 4 tokens; one token of the last is protected, and of one in forty."""
+    """Check units of 1 to 4 tokens. One token is protected in the last unit and in one unit of forty."""
     numbers = Numbers(m)
     sizes, scores = numbers.integers(1, 5, m), numbers.integers(0, 9, m) / 9
     offsets = np.concatenate([[0], np.cumsum(sizes)])
@@ -168,7 +168,7 @@ def test_protected_tokens_hold_their_unit(m: int) -> None:
 @pytest.mark.parametrize("kind", CLOSE)
 @pytest.mark.parametrize("n", [65, 300, 5_000])
 def test_scores_that_lie_close(n: int, kind: str) -> None:
-    """Of both signs: none is another's equal, however coarse the machine."""
+    """Check positive and negative scores. No two scores are equal, for any rounding."""
     v = np.stack([close(kind, n, 1), -close(kind, n, 2), close(kind, n, 3) - 0.5])
     B, nobody = n // 3, np.zeros(n, dtype=np.bool_)
     scores, budgets = Scores(v, np.arange(n + 1), members=v), np.full(3, B)
@@ -179,14 +179,14 @@ def test_scores_that_lie_close(n: int, kind: str) -> None:
 
 
 def halved(row: list[float | None], B: int) -> list[int]:
-    """H2O's kept set."""
+    """Return the kept set of H2O."""
     return oracle.top([*row[: len(row) - B // 2], *[None] * (B // 2)], B)
 
 
 @pytest.mark.spec("PO-H2O")
 @pytest.mark.parametrize("n", [*SIZES, 66_000])
 def test_half_of_a_large_budget(n: int) -> None:
-    """Budgets of a third, of nine tenths and of all tokens; the best scores are the oldest."""
+    """Check budgets of a third, of nine tenths and of all tokens. The oldest tokens have the best scores."""
     v = np.tile(np.arange(n, 0, -1) // 3 / n, (3, 1))
     budgets = [n // 3, 9 * n // 10, n]
     found = recent_half(Scores(v, np.arange(n + 1)), np.array(budgets), np.zeros(n, dtype=np.bool_))
@@ -198,7 +198,7 @@ def test_half_of_a_large_budget(n: int) -> None:
     (1, 5_000), (3, 1_100), (10, 300), (17, 140), (33, 70), (65, 40), (129, 40), (257, 40),
 ])
 def test_whole_chunks_of_any_length(chunk: int, chunks: int) -> None:
-    """Chunks of one length; totals and members of dyadics tie; the last tokens are protected."""
+    """Check chunks of equal length. Totals and members are dyadic and tie. The last tokens are protected."""
     n = chunks * chunk
     members = Numbers(chunk).integers(0, 4, n) / 4
     totals = np.add.reduceat(members, np.arange(0, n, chunk))
@@ -216,7 +216,7 @@ def test_whole_chunks_of_any_length(chunk: int, chunks: int) -> None:
 @pytest.mark.parametrize("sink", [0, 4, 65, 1_025, 70_000])
 @pytest.mark.parametrize("recent", [0, 33, 257, 1_025, 66_000])
 def test_sinks_and_windows_of_any_length(sink: int, recent: int) -> None:
-    """The first and the last of 150 000 tokens, and of fewer than either."""
+    """Check the first and last of 150 000 tokens, and prompts that are shorter than sink and window."""
     for seen in (150_000, 900):
         want = [*range(min(sink, seen)), *range(max(min(sink, seen), seen - recent), seen)]
         assert np.flatnonzero(SinkAndRecent(sink, recent)(seen)).tolist() == want
@@ -226,7 +226,7 @@ def test_sinks_and_windows_of_any_length(sink: int, recent: int) -> None:
 @pytest.mark.parametrize(("L", "heads"), [(33, 2), (64, 1), (80, 8), (126, 1), (257, 3)])
 @pytest.mark.parametrize(("n", "B"), [(900, 300), (70_000, 9_001), (2**24 + 5, 2**23 + 1)])
 def test_pyramids_of_many_layers(L: int, heads: int, n: int, B: int) -> None:
-    """Each head's column; scores are looked at for their number alone."""
+    """Check the column of each head. Only the number of the scores matters."""
     scores = Scores(np.zeros((L * heads, 1)), np.array([0, n]), heads=heads)
     found = Pyramid(32)(B * L * heads, scores).reshape(L, heads)
     assert found.T.tolist() == [oracle.pyramid_shares(Fraction(B), 32, L, n, 20)] * heads
@@ -236,7 +236,7 @@ def test_pyramids_of_many_layers(L: int, heads: int, n: int, B: int) -> None:
 @pytest.mark.parametrize("groups", SIZES)
 @pytest.mark.parametrize("total", [1_000, 2**24 + 1, 2**31 + 1, 2**32 + 3, 2**53 + 1])
 def test_shares_of_any_total(groups: int, total: int) -> None:
-    """Even shares, and targets with many different remainders."""
+    """Check even shares, and targets with many different remainders."""
     shares = even(total, Scores(np.zeros((groups, 1)), np.arange(2)))
     assert int(shares.sum()) == total
     assert shares.tolist() == [total // groups + (g < total % groups) for g in range(groups)]
@@ -249,7 +249,7 @@ def test_shares_of_any_total(groups: int, total: int) -> None:
 @pytest.mark.spec("PO-ADAPTIVE-BUDGET", "PO-COMPETITION-BUDGET")
 @pytest.mark.parametrize(("H", "n"), [(17, 300), (33, 129), (65, 65), (2, 5_000)])
 def test_wins_of_many_heads(H: int, n: int) -> None:
-    """Ties, and scores that lie close."""
+    """Check ties, and scores that differ little."""
     for v in (rows(H, n, 9, 4), *(close(kind, H * n, H).reshape(H, n) for kind in CLOSE)):
         B = n // 3
         scores, fifth = Scores(v, np.arange(n + 1), heads=H), Fraction(1, 5)
@@ -261,7 +261,7 @@ def test_wins_of_many_heads(H: int, n: int) -> None:
 @pytest.mark.parametrize("n", [25, 1_001, 2**24 + 1, 2**31 + 7, 2**32 + 1, 2**53 + 1, 10**18 + 1])
 @pytest.mark.parametrize("share", ["0.28", "0.3", "0.07", "99%", "0.5", "1.0"])
 def test_a_share_of_any_number(n: int, share: str) -> None:
-    """The ceiling of the exact product, as an integer."""
+    """Check the ceiling of the exact product, as an integer."""
     exact = Fraction(share) if share[-1] != "%" else Fraction(int(share[:-1]), 100)
     tokens = -(-exact.numerator * n // exact.denominator)
     assert parse_budget(share).tokens(n) == tokens
@@ -272,7 +272,7 @@ def test_a_share_of_any_number(n: int, share: str) -> None:
 @pytest.mark.spec("CC-PROTECTED")
 @pytest.mark.parametrize("m", TRUNKS)
 def test_sinks_and_windows_over_many_trunks(m: int) -> None:
-    """Trunks of up to three tokens; sink and window begin at any token, and may hold all of them."""
+    """Check trunks of up to three tokens. Sink and window begin at any token, and may contain all tokens."""
     offsets = of_sizes(Numbers(m).integers(1, 4, m)).offsets
     n = int(offsets[-1])
     for sink, recent in ((4, 128), (n // 3, n // 2), (n // 3 + 1, n // 2 + 1), (0, n), (n, 0)):
@@ -283,7 +283,7 @@ def test_sinks_and_windows_over_many_trunks(m: int) -> None:
 @pytest.mark.spec("CC-COMPACT")
 @pytest.mark.parametrize(("H", "n"), [(2, 41), (17, 257), (3, 1_025), (8, 9_000), (1, 140_000)])
 def test_slots_of_long_caches(H: int, n: int) -> None:
-    """One token in five goes, the first among them; keys and values say whose they are."""
+    """Evict one token in five, including the first. Keys and values identify their token."""
     R = 1 + np.flatnonzero(Numbers(n).integers(0, 5, n - 1) > 0)
     K = np.arange(H * n * 2, dtype=np.float64).reshape(H, n, 2)
     keys, values = compact(K, -K[:, :, :1], R)
@@ -298,7 +298,7 @@ TABLES = [(60, 9), (300, 5), (1_500, 40), (66_000, 1)]
 @pytest.mark.parametrize(("m", "largest"), TABLES)
 @pytest.mark.parametrize("share", [2, 20])
 def test_what_is_kept_of_large_tables(m: int, largest: int, share: int) -> None:
-    """One token in `share` goes, the first trunk whole: every later slot and number moves."""
+    """Evict one token in `share` and the whole first trunk, so that every later slot and number moves."""
     before = state_at(2**33, m, largest, 9, 400, QUIET)
     n = len(before.live.positions)
     stays = Numbers(share).integers(0, share, n) > 0
@@ -318,7 +318,7 @@ def test_what_is_kept_of_large_tables(m: int, largest: int, share: int) -> None:
 @pytest.mark.parametrize("seen", [70_001, 2**24 + 1_001, 2**31 + 99, 2**32 + 77, 2**53 + 401])
 @pytest.mark.parametrize(("m", "largest"), [(300, 1), (300, 4), (20_000, 2)])
 def test_windows_and_sinks_at_far_positions(seen: int, m: int, largest: int) -> None:
-    """Windows that begin at every token of a run; sinks that end inside the table."""
+    """Check windows that begin at every token of a run, and sinks that end inside the table."""
     before = state_at(seen, m, largest, 9, 400, QUIET)
     positions = before.live.positions.tolist()
     members = [positions[a:b] for a, b in pairwise(before.live.offsets.tolist())]
@@ -331,7 +331,7 @@ def test_windows_and_sinks_at_far_positions(seen: int, m: int, largest: int) -> 
 @pytest.mark.spec("CC-EDGES")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_edges_at_full_size(case: Case) -> None:
-    """Order, orientation and absolute positions of up to 480 000 edges."""
+    """Check order, orientation and absolute positions of up to 480 000 edges."""
     found = lists(case.lists)
     for got, want in zip(found.edges(), stages.edge_columns(found), strict=True):
         assert np.array_equal(got, want)

@@ -35,7 +35,10 @@ pytestmark = pytest.mark.usefixtures("reference_items")
     B=st.integers(0, 20),
 )
 def test_units_of_several_sizes_stay_whole(units: list[tuple[int, bool, int]], B: int) -> None:
-    """One by one from the highest score; the first that does not fit MUST end it, though a smaller one might fit."""
+    """Units are taken one by one from the highest score. The first that does not fit must end the selection.
+
+    A smaller unit after it must not be taken.
+    """
     sizes, pinned, marks = zip(*units, strict=True)
     offsets = np.cumsum([0, *sizes])
     values = np.where(pinned, np.nan, marks)[None].astype(np.float64)
@@ -50,7 +53,10 @@ def test_units_of_several_sizes_stay_whole(units: list[tuple[int, bool, int]], B
 
 @pytest.mark.spec("PO-ADAPTIVE-BUDGET", "PO-COMPETITION-BUDGET")
 def test_the_two_safeguards_differ() -> None:
-    """The same scores: a quota gives [7, 1], a blend [6, 2]; kvpress reads the safeguard as a quota. 1 is even."""
+    """For the same scores, a quota gives [7, 1] and a blend gives [6, 2].
+
+    kvpress uses the safeguard as a quota. A safeguard of 1 gives even shares.
+    """
     rows = [[9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0], [1.0] + [0.0] * 7]
     scores = Scores(np.array(rows), np.arange(9), heads=2)
     assert Competition(Fraction(1, 4))(8, scores).tolist() == [7, 1]
@@ -61,7 +67,7 @@ def test_the_two_safeguards_differ() -> None:
 @pytest.mark.spec("PO-PYRAMID-BUDGET", "PO-ADAPTIVE-BUDGET", "PO-COMPETITION-BUDGET")
 @given(total=st.integers(18, 120), seed=st.integers(0, 2**32 - 1))
 def test_a_total_that_does_not_divide_is_met(total: int, seed: int) -> None:
-    """Two layers of three heads: what is left over goes to the lower layer, or to the pyramids of the lower heads."""
+    """Check two layers of three heads. The remainder goes to the lower layer, or to the pyramids of the lower heads."""
     scores = Scores(np.random.default_rng(seed).random((6, 20)), np.arange(21), heads=3)
     for budgets in (Adaptive(Fraction(1, 5)), Competition(Fraction(1, 5))):
         assert budgets(total, scores).reshape(2, 3).sum(axis=1).tolist() == [total - total // 2, total // 2]
@@ -72,7 +78,10 @@ def test_a_total_that_does_not_divide_is_met(total: int, seed: int) -> None:
 @pytest.mark.spec("PO-PYRAMID-OFFICIAL")
 @pytest.mark.parametrize(("L", "total", "first", "last"), [(32, 4016, 234, 17), (80, 12400, 234, 76)])
 def test_the_official_pyramid_overspends(L: int, total: int, first: int, last: int) -> None:
-    """At 128 tokens and a window of 8: 4.6 % over for 32 layers, 29.2 % for 80; ours is exact."""
+    """With 128 tokens and a window of 8, the official code exceeds the budget.
+
+    The excess is 4.6 % for 32 layers and 29.2 % for 80 layers. kvspec's pyramid is exact.
+    """
     shares = pyramidkv_official(128, 8, L, 4096)
     assert (shares[0] - 8, shares[-1] - 8, shares.sum() - 8 * L) == (first, last, total)
     ours = Pyramid(8)(128 * L, Scores(np.zeros((L, 4096)), np.arange(4097)))
@@ -81,10 +90,13 @@ def test_the_official_pyramid_overspends(L: int, total: int, first: int, last: i
 
 @pytest.mark.spec("PO-PYRAMID-OFFICIAL")
 @given(L=st.integers(2, 80), capacity=st.integers(9, 300), n=st.integers(1, 900))
-@example(L=2, capacity=108, n=200)  # n = 2 base is no longer below it
-@example(L=2, capacity=12, n=12)  # nor is n = capacity
+@example(L=2, capacity=108, n=200)  # Here n = 2 base is not below 2 base.
+@example(L=2, capacity=12, n=12)  # Here n = capacity is not below the capacity.
 def test_how_far_the_official_pyramid_misses(L: int, capacity: int, n: int) -> None:
-    """Never under; flat below 2 (capacity - W) tokens; over by what the floored step leaves, L (L - 1) / 2 at most."""
+    """Check that the total is never too small, and that shares are flat below 2 (capacity - W) tokens.
+
+    The excess is at most L (L - 1) / 2, because the step is rounded down.
+    """
     base = capacity - 8
     shares = pyramidkv_official(capacity, 8, L, n)
     if n < max(capacity, 2 * base):
@@ -110,14 +122,17 @@ def test_how_far_the_official_pyramid_misses(L: int, capacity: int, n: int) -> N
     ],
 )
 def test_the_official_rounding_misses(wins: list[int], base: int, share: Fraction, expected: list[int]) -> None:
-    """A base of 101 with a safeguard of a half gives 100 where nothing should go; halves go to the even number."""
+    """A base of 101 with a safeguard of a half gives 100, although no token should be lost.
+
+    Halves are rounded to even.
+    """
     assert adakv_official(wins, base, share).tolist() == expected
 
 
 @pytest.mark.spec("PO-RETAIN", "PO-TOP-UNITS", "PO-FILL-UNITS")
 @pytest.mark.parametrize("name", CASES)
 def test_positions_are_int64_and_scores_float64(name: str) -> None:
-    """float32 counts to 2^24 only, and int32 is not what a caller was promised."""
+    """float32 counts only to 2^24, and callers expect int64 instead of int32."""
     inputs = drawn(7, n=12, L=2, heads=(2, 1))
     policy = CASES[name].policy(inputs)
     found = retained(policy, inputs, 6)
@@ -129,7 +144,7 @@ def test_positions_are_int64_and_scores_float64(name: str) -> None:
 
 @pytest.mark.spec("CC-PROTECTED")
 def test_places_join_what_another_protection_marks() -> None:
-    """Those that have been seen; the other protection's own array stays as it was."""
+    """Check positions that have been seen. The array of the first protection is unchanged."""
     alone = SinkAndRecent(1, 1)
     assert Places(alone, (2, 5, 7))(5).tolist() == [True, False, True, False, True]
     assert Places(alone, (2, 5))(6).tolist() == [True, False, True, False, False, True]
@@ -137,7 +152,7 @@ def test_places_join_what_another_protection_marks() -> None:
 
 @pytest.mark.spec("PO-RETAIN")
 def test_one_share_below_the_protected_tokens_is_refused() -> None:
-    """Four groups of 6 protected tokens: one of them is given 5, and another 7."""
+    """Check four groups of 6 protected tokens. One group gets a share of 5, and one gets 7."""
     inputs = drawn(5, n=20, L=2, heads=(2, 1))
     for shares in ([5, 7, 6, 6], [6, 6, 7, 5]):
         policy = replace(
@@ -246,7 +261,7 @@ READS: dict[str, tuple[Needs, Callable[[Observation], object]]] = {
 @pytest.mark.spec("PO-RETAIN")
 @pytest.mark.parametrize("read", READS)
 def test_what_the_needs_do_not_ask_for_is_missed_by_name(read: str) -> None:
-    """Although the observation has it: a session would not have captured it."""
+    """The observation has the tensor, but a session would not have captured it."""
     needs, score = READS[read]
     policy = policy_from_score(score, needs=needs)  # type: ignore[arg-type]
     with pytest.raises(SpecError, match=r"used by the scorer, but not declared; declare Needs\(") as caught:

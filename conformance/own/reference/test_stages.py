@@ -1,4 +1,4 @@
-"""The functions of S1 to S6, of decode, of the essay and of the future work on given inputs; figures of papers."""
+"""Functions of S1 to S6, of decode, of the essay and of the future work on given inputs, and numbers of the papers."""
 
 from dataclasses import asdict, replace
 from decimal import Decimal, localcontext
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("reference_items")
 
 @pytest.mark.spec("CC-INTRA")
 def test_cosines_are_compared_as_float32_and_stored_as_they_are() -> None:
-    """Cosines .5 and .5 + 1e-12 tie, and the lower index wins."""
+    """Cosines .5 and .5 + 1e-12 tie, and the lower index comes first."""
     rows = np.array([[1.0, 0.0, 0.0], [0.5, 0.0, 0.0], [0.5 + 1e-12, 0.0, 0.0]])
     index, weight = coattention.intra_neighbours(rows, replace(PAPER, k_intra=2))
     assert index[0].tolist() == [1, 2]
@@ -36,7 +36,7 @@ def test_cosines_are_compared_as_float32_and_stored_as_they_are() -> None:
 
 @pytest.mark.spec("CC-CROSS")
 def test_selection_reads_weights_as_float32_and_stores_them_as_they_are() -> None:
-    """Two weights that are one float32 tie; float32(0.3) is not above 0.3."""
+    """Two weights that are equal in float32 tie. float32(0.3) is not above 0.3."""
     earlier = np.array([[0.5, 0.5 + 1e-12, float(np.float32(0.3))]])
     index, weight = coattention.cross_neighbours(earlier, replace(PAPER, tau_cross=0.3))
     assert index.tolist() == [[0, 1, -1, -1]]
@@ -45,7 +45,7 @@ def test_selection_reads_weights_as_float32_and_stores_them_as_they_are() -> Non
 
 @pytest.mark.spec("CC-DISSOLVE")
 def test_protected_trunks_stand_where_the_text_has_them() -> None:
-    """Before any backfill sorts: Algorithm 1 itself MUST list positions in ascending order."""
+    """Algorithm 1 must list positions in ascending order, before a backfill sorts them."""
     ones, protected = np.ones(2), np.array([False, True])
     found = dissolution.dissolve(ones, np.array([0, 2, 4]), np.ones(4), ones, protected, 4, 1)
     assert found.kept.tolist() == [0, 1, 2, 3]
@@ -54,7 +54,7 @@ def test_protected_trunks_stand_where_the_text_has_them() -> None:
 @pytest.mark.spec("CC-KEEP-COUNT")
 @pytest.mark.parametrize("size", [*range(2, 65), 1000, 2048])
 def test_the_keep_count_is_what_the_cut_leaves(size: int) -> None:
-    """`round(((g - c) / g) g)` = g - c in float64."""
+    """Check that `round(((g - c) / g) g)` equals g - c in float64."""
     for c in range(1, size):
         assert dissolution.keep_count((size - c) / size, size, 0) == size - c
 
@@ -62,14 +62,14 @@ def test_the_keep_count_is_what_the_cut_leaves(size: int) -> None:
 @pytest.mark.spec("CC-KEEP-COUNT")
 @pytest.mark.parametrize(("r", "size", "N_min", "k"), [(0.5, 9, 3, 4), (0.5, 11, 3, 6), (0.1, 9, 3, 3), (0.9, 2, 3, 2)])
 def test_the_keep_count_rounds_half_to_even(r: float, size: int, N_min: int, k: int) -> None:
-    """Eq. 33: 4.5 rounds to 4 and 5.5 to 6; never below N_min, never above |g|."""
+    """Check Eq. 33: 4.5 is rounded to 4 and 5.5 to 6. The count is never below N_min and never above |g|."""
     assert dissolution.keep_count(r, size, N_min) == k
 
 
 @pytest.mark.spec("CC-COMPACT")
 @given(data=st.data(), n=st.integers(1, 9), H=st.integers(1, 3))
 def test_compaction_takes_the_same_rows_of_every_head(data: st.DataObject, n: int, H: int) -> None:
-    """Eq. 35: K[R] and V[R] in ascending order, bits unchanged; all of them at beta = 1."""
+    """Check Eq. 35: K[R] and V[R] in ascending order, with unchanged bits. With beta = 1, all rows are kept."""
     R = np.array(sorted(data.draw(st.sets(st.integers(0, n - 1)), label="R")), dtype=np.int64)
     K = np.arange(H * n * 2, dtype=np.float32).reshape(H, n, 2)
     V = -np.arange(H * n * 3, dtype=np.float16).reshape(H, n, 3)
@@ -81,7 +81,7 @@ def test_compaction_takes_the_same_rows_of_every_head(data: st.DataObject, n: in
 
 
 def test_the_profile_is_the_paper_but_for_what_the_essay_says() -> None:
-    """Every value of the page's table, and no other difference."""
+    """Check every value of the page's table, and that there is no further difference."""
     paper, essay = asdict(PAPER), asdict(ESSAY)
     wanted = {
         "C": 128, "k_cross": 0, "s": 2.0, "M_min": 0.0, "M_max": 128.0, "heads": "mean", "impact": "unit",
@@ -107,13 +107,13 @@ KIB, GIB = 2**10, 2**30
 @pytest.mark.spec("CC-RARITY")
 @pytest.mark.parametrize(("count", "U"), [(1, 0.591), (10, 0.294), (100, 0.178)])
 def test_rarity_of_a_few_counts(count: int, U: float) -> None:
-    """Section 3.4, with its .295 corrected: 1 / (1 + ln 11) = .2943."""
+    """Check Section 3.4 with its .295 corrected: 1 / (1 + ln 11) = .2943."""
     assert round(float(rarity(np.array([count]))[0]), 3) == U
 
 
 @pytest.mark.spec("CC-MEMORY")
 def test_a_token_of_llama_3_1_8b_takes_128_kib() -> None:
-    """Eq. 1: L = 32, H_kv = 8, d = 128, bf16; 16 GiB at 128K (the paper's "GB" is GiB)."""
+    """Check Eq. 1: L = 32, H_kv = 8, d = 128, bf16. 128K tokens take 16 GiB (the paper's "GB" is GiB)."""
     assert kv_bytes(L=32, H_kv=8, d=128, n=1, batch=1, b=2) == 128 * KIB
     assert kv_bytes(L=32, H_kv=8, d=128, n=128 * 1024, batch=1, b=2) == 16 * GIB
 
@@ -121,7 +121,7 @@ def test_a_token_of_llama_3_1_8b_takes_128_kib() -> None:
 @pytest.mark.spec("CC-MEMORY")
 @pytest.mark.parametrize("batch", [1, 2, 7])
 def test_memory_is_linear_in_the_batch(batch: int) -> None:
-    """Eq. 4 is Eq. 1 times the batch."""
+    """Eq. 4 is Eq. 1 times the batch size."""
     one = kv_bytes(L=3, H_kv=2, d=8, n=11, batch=1, b=4)
     assert kv_bytes(L=3, H_kv=2, d=8, n=11, batch=batch, b=4) == batch * one == batch * 2 * 3 * 2 * 8 * 11 * 4
 
@@ -140,7 +140,7 @@ def test_what_is_no_token_is_refused(token: int, norm: float, argument: str) -> 
 @pytest.mark.parametrize("s", [5.0, 40.0])
 @pytest.mark.parametrize("mu", [0.125, 3.125, 7.0, 17.0])
 def test_D_of_degree_0_in_decimals(s: float, mu: float) -> None:
-    """x = s mu / sigma from 1.7 to 1813: D runs through all sizes, down to 0."""
+    """Check x = s mu / sigma from 1.7 to 1813: D takes all magnitudes down to 0."""
     with localcontext() as digits:
         digits.prec = 60
         power = (-Decimal(s) * Decimal(mu) / Decimal("0.375")).exp()
@@ -167,7 +167,7 @@ def test_D_of_degree_0_in_decimals(s: float, mu: float) -> None:
     ],
 )
 def test_a_state_that_cannot_be_is_refused(name: str, change: dict[str, object]) -> None:
-    """A loader asks `check_state`, which names the field."""
+    """A loader calls `check_state`, which names the field."""
     state = one_trunk(0.5, 1.0)
     parts = {key: replace(state.live, **value) if isinstance(value, dict) else value for key, value in change.items()}
     with pytest.raises(SpecError, match=f"^{name} = "):
@@ -176,7 +176,7 @@ def test_a_state_that_cannot_be_is_refused(name: str, change: dict[str, object])
 
 @pytest.mark.spec("CC-SEGMENT", "CC-START")
 def test_before_the_first_token_there_is_nothing() -> None:
-    """No token, no trunk, no pair; mu = 0 and sigma = 1, so that a trunk without an edge has D = 0.5."""
+    """Check that there is no token, trunk or pair. With mu = 0 and sigma = 1, a trunk without an edge has D = 0.5."""
     state = empty_state(Budget(count=3))
     live = state.live
     for array in (live.positions, live.impact, live.inverse_norms, live.trunk_impact, state.D, state.W.indices,
@@ -189,7 +189,7 @@ def test_before_the_first_token_there_is_nothing() -> None:
 
 @pytest.mark.spec("CC-SEGMENT")
 def test_a_segment_that_cannot_be_is_refused() -> None:
-    """Before anything changes: one token is a step; keys must be those stored and those of the segment."""
+    """Check errors before anything changes: one token is a step, and keys must cover stored tokens and segment."""
     state = replace(empty_state(Budget(count=8)), seen=1, step=1, tail_ids=(3,), tail_inverse_norms=(1.0,))
     q, k = np.ones((1, 2, 2)), np.ones((1, 3, 2))
     good: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Statistics by hand, against scipy if it is installed; the papers' tables and errata; the protocol of diversity."""
+"""Statistics compared with values by hand and with scipy, tables and errata of the papers, the diversity protocol."""
 
 import hashlib
 import math
@@ -46,7 +46,7 @@ def test_the_paper_s_tables(b: int, c: int, published: float) -> None:
 
 @pytest.mark.spec("IN-WILSON")
 def test_wilson_never_leaves_the_shares() -> None:
-    """135 of the counts up to 300 had an end beyond 0 or 1, by rounding."""
+    """Due to rounding, 135 of the counts up to 300 once had an end below 0 or above 1."""
     for n in range(1, 301):
         for confidence in (1e-17, 0.5, 0.95, 1 - 2**-53):
             assert wilson(0, n, confidence)[0] == 0.0
@@ -70,7 +70,7 @@ def test_a_confidence_that_is_no_probability_is_refused(confidence: float) -> No
 
 @pytest.mark.spec("IN-BOOTSTRAP")
 def test_the_merged_pool_has_the_paper_s_lower_end() -> None:
-    """35 losses and 61 wins of 467: [0.015, 0.096]; the paper prints 0.105 for the upper end."""
+    """35 losses and 61 wins of 467 give [0.015, 0.096]. The paper prints 0.105 as the upper end."""
     differences = np.repeat([-1.0, 1.0, 0.0], [35, 61, 371])
     found = bootstrap(differences, draws(467, 10_000, 0))
     assert round(found.low, 3) == 0.015
@@ -103,10 +103,11 @@ def test_no_resample_is_refused(run: object) -> None:
 
 @pytest.mark.spec("IN-POWER")
 def test_power_equals_scipy() -> None:
-    """The paper's discordance: 385 pairs have 64 %, not 80 %."""
+    """With the paper's discordance, 385 pairs have a power of 64 %, not 80 %."""
     binom = pytest.importorskip("scipy.stats").binom
     m = np.arange(386)
-    rejecting = binom.ppf(0.025, m, 0.5)  # P(X <= k) >= 0.025: one below it, unless it is met exactly
+    # This is the smallest k with P(X <= k) >= 0.025. The limit is k - 1, unless equality holds.
+    rejecting = binom.ppf(0.025, m, 0.5)
     k = np.where(binom.cdf(rejecting, m, 0.5) <= 0.025, rejecting, rejecting - 1)
     win = (1 + 26 / 96) / 2
     sides = binom.cdf(k, m, win) + binom.sf(m - k - 1, m, win)
@@ -131,7 +132,7 @@ def test_sign_flips_are_those_of_scipy() -> None:
     for seed in range(5):
         differences = np.random.default_rng(seed).normal(0.4, 1, size=9)
         theirs = scipy_stats.permutation_test((differences,), np.sum, permutation_type="samples", n_resamples=np.inf)
-        assert round(sign_flip(differences), 12) == round(float(theirs.pvalue), 12)  # counts of 512
+        assert round(sign_flip(differences), 12) == round(float(theirs.pvalue), 12)  # These are counts of 512.
     assert sign_flip(np.ones(4)) == 0.125
     for size in (0, 21):
         with pytest.raises(SpecError, match="because all signs are tried"):
@@ -176,7 +177,7 @@ TABLE_2 = {
 PASSED = {"qwen": [False, True], "llama": [True, False]}
 TABLE_3 = {0.5: (0.5, 4.0, 0.0, -1.5), 1.0: (-1.0, 1.0, 0.0, -2.0), 1.5: (2.5, 1.0, -1.9, 0.0)}
 MEANS = {0.5: 0.75, 1.0: -0.50, 1.5: 0.43}
-"""As printed. The third is 0.40 of the printed cells, which are rounded to 0.1."""
+"""Printed means. The mean of the printed cells of the third, which are rounded to 0.1, is 0.40."""
 
 
 @pytest.mark.law("as-it-is-described")
@@ -189,24 +190,24 @@ def test_the_tables_of_the_paper_follow_from_its_rules() -> None:
 
 
 def asymptotic(lost: int, won: int) -> float:
-    """McNemar's p by the chi-squared distribution of one degree of freedom."""
+    """Return McNemar's p from the chi-squared distribution with one degree of freedom."""
     return math.erfc(abs(won - lost) / math.sqrt(2 * (won + lost)))
 
 
 def interval(lost: int, won: int, n: int) -> tuple[float, float]:
-    """Normal, of a mean of paired differences."""
+    """Return the normal interval of a mean of paired differences."""
     mean = (won - lost) / n
     half = 1.96 * math.sqrt(((won + lost) / n - mean**2) / n)
     return round(mean - half, 3), round(mean + half, 3)
 
 
 def paired(points: float, n: int) -> bool:
-    """Whether so many points are a difference of right answers on n problems, to a digit."""
+    """Return whether `points` is a possible difference of right answers on n problems, to one decimal."""
     return any(round(100 * k / n, 1) == points for k in range(-n, n + 1))
 
 
 def apart(points: float, right: int, n: int, baseline: int = 201) -> list[int]:
-    """Right answers of n whose share differs by so many points from `right` of the baseline's problems."""
+    """Return numbers of right answers of n whose share differs by `points` from the baseline's share."""
     return [k for k in range(n + 1) if round(100 * (k / n - right / baseline), 1) == points]
 
 
@@ -231,7 +232,10 @@ RECOMPUTED = {
         [False, False, [27], [11], 0.43, 0.40],
     ),
 }
-"""Figures of errata of the injection and the diversity paper; table 3 has all problems in its last cell alone."""
+"""Recomputed numbers of errata of the injection and the diversity paper.
+
+Table 3 has all problems only in its last cell.
+"""
 
 
 @pytest.mark.law("figures-are-counted-right")
@@ -244,7 +248,7 @@ def test_an_erratum_recomputes_and_is_listed(erratum: str) -> None:
 
 @pytest.mark.law("figures-are-counted-right")
 def test_no_counts_give_both_p_values_of_phi_3() -> None:
-    """14 more right answers of 200: no numbers of lost and won pairs give 0.013 and, exactly, 0.019."""
+    """14 more right answers of 200: no numbers of lost and won pairs give both 0.013 and an exact 0.019."""
     lost = [b for b in range(93) if round(asymptotic(b, b + 14), 3) == 0.013]
     assert lost == [9]
     assert [b for b in lost if round(mcnemar(b, b + 14), 3) == 0.019] == []
@@ -254,12 +258,12 @@ def test_no_counts_give_both_p_values_of_phi_3() -> None:
 @pytest.mark.parametrize(
     ("first", "second", "branch"),
     [
-        ([(0.05, 0.01)], [(0.01, 0.5), (-0.01, 0.5)], "B"),  # a mean of 0 is not positive
+        ([(0.05, 0.01)], [(0.01, 0.5), (-0.01, 0.5)], "B"),  # A mean of 0 is not positive.
         ([(0.05, 0.01)], [(0.09, 0.01), (-0.01, 0.04)], "B"),
         ([(0.05, 0.01)], [(0.09, 0.01), (-0.01, 0.05)], "A"),
         ([(0.05, 0.05)], [(0.09, 0.01)], "C"),
         ([(-0.05, 0.01)], [(0.09, 0.01)], "C"),
-        ([(0.05, 0.01), (-0.05, 0.01)], [(0.09, 0.9)], "A"),  # the guard is over the second model alone
+        ([(0.05, 0.01), (-0.05, 0.01)], [(0.09, 0.9)], "A"),  # The guard applies only to the second model.
     ],
 )
 def test_a_branch_turns_at_its_conditions(
@@ -277,7 +281,7 @@ def test_a_tie_goes_to_the_smaller_lambda() -> None:
 
 @pytest.mark.law("as-it-is-described")
 def test_two_of_five_problems_are_for_development() -> None:
-    """The MD5 as a number written by hand: its bytes, the highest first."""
+    """Compute the MD5 as a number by hand, from its bytes in big-endian order."""
     names = [f"test/algebra/{number}.json" for number in range(500)]
     for name in names:
         rest = 0
@@ -289,7 +293,7 @@ def test_two_of_five_problems_are_for_development() -> None:
 
 @pytest.mark.law("as-it-is-described")
 def test_a_paired_difference_has_the_p_of_all_resamples() -> None:
-    """Three problems of two seeds: all 27 resamples by hand, against as many drawn ones as make a mean sure."""
+    """Check three problems of two seeds: all 27 resamples by hand, compared with many drawn resamples."""
     differences, problems = np.array([1.0, 1.0, 1.0, 0.0, -1.0, 0.0]), np.array([0, 0, 1, 1, 2, 2])
     sums = [2.0, 1.0, -1.0]
     means = [fmean(sums[at] / 2 for at in drawn) for drawn in product(range(3), repeat=3)]

@@ -1,4 +1,4 @@
-"""TriAttention: its equations, modes, cadence and pinned prompt against brute force; its calibration file."""
+"""TriAttention: equations, modes, cadence and pinned prompt compared with brute force, and its calibration file."""
 
 import json
 import re
@@ -45,7 +45,7 @@ def test_statistics_are_means_of_queries_and_of_their_bands(seed: int) -> None:
 
 @pytest.mark.spec("TA-STATISTICS")
 def test_bands_pair_the_two_halves_of_a_head() -> None:
-    """Channels (3, 0, 4, 0): the first band is 3 + 4i, of size 5. Three bands make six channels."""
+    """Check channels (3, 0, 4, 0): the first band is 3 + 4i, of size 5. Three bands have six channels."""
     for q, sizes in (([3.0, 0.0, 4.0, 0.0], [5.0, 0.0]), ([3.0, 0.0, 0.0, 4.0, 0.0, 1.0], [5.0, 0.0, 1.0])):
         assert band_statistics(np.array([[q]]))[1].tolist() == [sizes]
 
@@ -63,14 +63,14 @@ def test_rows_are_z_scored_over_what_is_not_pinned(seed: int, pinned: int) -> No
 
 @pytest.mark.spec("TA-RANKING")
 def test_a_small_deviation_counts_as_a_millionth() -> None:
-    """Rows that differ by 1e-9 alone MUST stay near 0."""
+    """Rows that differ only by 1e-9 must stay near 0."""
     z = z_scores(np.array([[0.0, 1e-9]]), np.ones(2, dtype=np.bool_))
     assert z.tolist() == [[-5e-4, 5e-4]]
 
 
 @pytest.mark.spec("TA-RANKING")
 def test_three_modes_of_two_layers() -> None:
-    """Two layers of two KV heads; one token."""
+    """Check two layers of two KV heads with one token."""
     best = np.array([[[1.0], [4.0]], [[3.0], [0.5]]])
     assert [joined(best, mode).tolist() for mode in MODES] == [
         [[4.0]], [[2.0], [2.25], [2.0], [2.25]], [[1.0], [4.0], [3.0], [0.5]],
@@ -82,7 +82,7 @@ def test_three_modes_of_two_layers() -> None:
 @sparingly
 @given(seed=seeds, B=st.integers(4, 8), slack=st.integers(1, 4), pinned=st.sampled_from([0, 2]))
 def test_steps_fire_at_the_budget_and_the_slack(mode: Mode, seed: int, B: int, slack: int, pinned: int) -> None:
-    """MUST keep B when B + slack tokens are there; t is the tokens seen, those that are gone included."""
+    """The policy must keep B when B + slack tokens are stored. t counts all tokens seen, including evicted ones."""
     inputs = long(seed)
     policy = triattention(inputs, mode, pinned, slack)
     groups = 1 if mode == "global" else len(inputs.layers) * inputs.H_kv
@@ -129,7 +129,10 @@ def test_other_layers_or_heads_than_the_calibrations_are_refused() -> None:
 @pytest.mark.spec("TA-POLICY")
 @pytest.mark.parametrize("one", brute.BRUTES, ids=lambda one: one.name)
 def test_a_prompt_on_top_of_the_budget_is_a_reading(one: Brute) -> None:
-    """TensorRT-LLM's b tokens beside a prompt of p: p + b with the prompt pinned. Ours are b with the prompt inside."""
+    """TensorRT-LLM keeps b tokens in addition to a prompt of p: p + b with the prompt pinned.
+
+    kvspec keeps b tokens including the prompt.
+    """
     inputs = drawn(5, n=12, L=2, heads=(2, 2))
     theirs, ours = (decided(one.policy(inputs, {"pin_prompt": 3}), inputs, B) for B in (7, 4))
     assert theirs == one.kept(inputs, 4, pin_prompt=3, prompt="on top")
@@ -158,7 +161,7 @@ def test_a_file_brings_back_every_bit(tmp_path: Path) -> None:
 
 @pytest.mark.spec("TA-CALIBRATION")
 def test_a_digest_is_of_the_statistics_alone() -> None:
-    """8 digits, the same under another name; another bit of any statistic gives others."""
+    """Check 8 digits that are independent of the name. A different bit of any statistic changes them."""
     found = a_calibration()
     plain = Identity("other", found.identity.inv_freq)
     assert plain.rope == replace(plain, factor=1.0).rope
@@ -181,7 +184,7 @@ def test_another_models_calibration_is_refused_by_name() -> None:
 @pytest.mark.spec("TA-CALIBRATION")
 @pytest.mark.parametrize("change", ["frequency", "factor", "fewer"])
 def test_another_rotation_is_refused_by_name(change: str) -> None:
-    """The last bit of one frequency, the factor, or their number."""
+    """Check the last bit of one frequency, the factor, and the number of frequencies."""
     mine = a_calibration().identity
     frequencies = mine.inv_freq.copy()
     if change == "frequency":
@@ -196,7 +199,7 @@ def test_another_rotation_is_refused_by_name(change: str) -> None:
 @pytest.mark.spec("TA-CALIBRATION")
 @pytest.mark.parametrize("kind", ["text", "prose", "empty", "archive", "format", "frequencies", "scores"])
 def test_a_file_that_is_no_calibration_is_refused(kind: str, tmp_path: Path) -> None:
-    """By the name of the argument, whatever is wrong with it."""
+    """Check that the error names the argument for each kind of file."""
     path = tmp_path / "mine.npz"
     save_calibration(a_calibration(), path)
     with np.load(path) as archive:

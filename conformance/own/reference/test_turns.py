@@ -1,4 +1,4 @@
-"""Later segments: each kept set is decided over what it still stores, against scores made anew from positions."""
+"""Later segments: each kept set is decided from its stored tokens, compared with scores from positions."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -63,7 +63,7 @@ SCORES: dict[str, Callable[[oracle.Layer], oracle.Score]] = {
 
 
 def brute_force(name: str, inputs: Inputs, live: Live, B: int) -> Live:
-    """Each of four sets' best tokens; Ada-KV's shares are of rows filled up in front to the longest."""
+    """Return the best tokens of each of four sets. For Ada-KV, shorter rows are padded in front to the longest."""
     rows, shares = rows_of(inputs, live, SCORES[name]), [B] * 4
     if name == "adakv":
         longest = max(map(len, rows))
@@ -82,7 +82,7 @@ def brute_force(name: str, inputs: Inputs, live: Live, B: int) -> Live:
 @few
 @sequences
 def test_each_set_is_decided_over_what_it_stores(name: str, seed: int, B: int) -> None:
-    """A set that stores fewer tokens than its share keeps all, and no other set gets the rest."""
+    """A set with fewer tokens than its share keeps all, and no set gets the rest."""
     inputs, live = drawn(seed, n=SEEN, L=2, heads=(2, 2)), stored(seed, 4)
     found = turned(POLICIES[name], inputs, live, Budget(count=B))
     assert sets(found) == brute_force(name, inputs, live, B)
@@ -91,7 +91,10 @@ def test_each_set_is_decided_over_what_it_stores(name: str, seed: int, B: int) -
 
 @pytest.mark.spec("PO-TURN")
 def test_a_place_that_is_not_stored_is_won_by_its_own_head() -> None:
-    """One head has all 14 tokens, the other the turn's 5, fewer than 2 B = 22: wins of 14 and 8, shares of 13 and 9."""
+    """One head has all 14 tokens. The second head has the turn's 5, fewer than 2 B = 22.
+
+    The wins are 14 and 8, and the shares 13 and 9.
+    """
     inputs, live = drawn(3, n=SEEN, L=2, heads=(2, 2)), [[*range(SEEN)], [*range(N, SEEN)]] * 2
     found = sets(turned(POLICIES["adakv"], inputs, live, Budget(count=11)))
     assert found == brute_force("adakv", inputs, live, 11)
@@ -100,7 +103,7 @@ def test_a_place_that_is_not_stored_is_won_by_its_own_head() -> None:
 
 @pytest.mark.spec("PO-TURN")
 def test_the_budget_counts_all_tokens_seen() -> None:
-    """Half of 14 is 7, and not half of the 8 that are stored."""
+    """Half of 14 is 7. Half of the 8 stored tokens is not the budget."""
     inputs = drawn(1, n=SEEN, L=1, heads=(2, 1))
     live = [list(range(N - W, SEEN))] * 2
     assert [len(own) for own in sets(turned(policies.knorm(), inputs, live, parse_budget(0.5)))] == [7, 7]
@@ -108,7 +111,7 @@ def test_the_budget_counts_all_tokens_seen() -> None:
 
 @pytest.mark.spec("PO-TURN")
 def test_protection_is_about_positions() -> None:
-    """The sink went long ago: the first token that is left is none."""
+    """The sink was evicted long ago. The first stored token is no sink."""
     inputs = drawn(2, n=SEEN, L=1, heads=(1, 1))
     k = inputs.layers[0].k.copy()
     k[:, 4] = 9.0
@@ -139,7 +142,7 @@ def test_one_observation_stands_for_sets_that_store_the_same() -> None:
 @few
 @sequences
 def test_h2o_adds_what_every_query_of_the_turn_attends_to(seed: int, B: int) -> None:
-    """Sums live with their tokens; the decision comes after the last query."""
+    """Check that sums belong to their tokens, and that the decision follows the last query."""
     inputs = drawn(seed, n=SEEN, L=1, heads=(2, 2))
     before, found, after = after_records(policies.h2o(), inputs, Budget(count=B))
     assert after == found == [summed(plain(inputs.layers[0]), g, before[g], B) for g in range(2)]
@@ -170,7 +173,7 @@ def test_a_turn_ends_in_a_decision_whatever_the_cadence() -> None:
 
 
 def own_view(policy: Policy, inputs: Inputs, g: int) -> Observation:
-    """What the g-th kept set's own layer, or own KV head, would show if there were no other."""
+    """Return the observation of the g-th kept set, as if its layer or KV head were the only one."""
     seen = observation(policy, inputs)
     by_head = policy.granularity is Granularity.HEAD
     at, head = divmod(g, inputs.H_kv if by_head else 1)
@@ -183,7 +186,7 @@ def own_view(policy: Policy, inputs: Inputs, g: int) -> Observation:
 
 
 def scores_itself(policy: Policy, inputs: Inputs) -> bool:
-    """Whether every kept set gets what it would get alone: scores of both stages, its layer's worth, signatures."""
+    """Return whether every kept set gets the same scores, preferences and signatures as it would alone."""
     protected = policy.protection(inputs.n)
     together = policy.scorer(replace(observation(policy, inputs), B=6), protected)
     for g, row in enumerate(together.values):
@@ -218,7 +221,7 @@ SCORED: dict[str, Callable[[Inputs], Policy]] = {
 
 
 CHOSEN_TOGETHER = ("kvcrush",)
-"""Each set gets its own scores, and the selector looks at all heads of a layer."""
+"""Policies whose sets get separate scores, but whose selector reads all heads of a layer."""
 
 
 @pytest.mark.spec("PO-TURN")
@@ -226,7 +229,7 @@ CHOSEN_TOGETHER = ("kvcrush",)
     pytest.param(name, marks=pytest.mark.spec(CASES[name].item)) if name in CASES else name for name in SCORED
 ])
 def test_a_scorer_is_separable_where_each_set_scores_itself(name: str) -> None:
-    """Those that decide while tokens are decoded have records, go on from these instead, and need not promise it."""
+    """Policies that decide in decode steps continue from their records, so they need not promise separability."""
     inputs = [drawn(seed, n=12, L=3, heads=(2, 2)) for seed in range(4)]
     policy = SCORED[name](inputs[0])
     promised = isinstance(policy.scorer, SeparableScorer) and policy.scorer.separable
@@ -239,7 +242,10 @@ def test_a_scorer_is_separable_where_each_set_scores_itself(name: str) -> None:
 @few
 @sequences
 def test_a_text_that_is_only_read_is_part_of_the_next_turn_s_sums(seed: int, B: int) -> None:
-    """Nothing goes while it is read; then H2O keeps what it would if text and turn had been one turn."""
+    """Check that no token is evicted during reading.
+
+    After the turn, H2O keeps the tokens that it would keep if text and turn were one turn.
+    """
     inputs = drawn(seed, n=SEEN, L=1, heads=(2, 2))
     before, _, together = after_records(policies.h2o(), inputs, Budget(count=B))
     read, after = after_reading(policies.h2o(), inputs, Budget(count=B))

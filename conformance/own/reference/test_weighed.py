@@ -1,4 +1,4 @@
-"""Scores that values weigh (VATP, CriticalKV), that variance does (CAKE) or that repeats give (KVzip); hosts."""
+"""Scores weighed by values (VATP, CriticalKV) or by variance (CAKE), scores from repeats (KVzip), and hosts."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -52,7 +52,7 @@ def test_a_weighed_score_lies_within_its_bound(seed: int) -> None:
 
 
 def stepwise(layer: oracle.Layer, g: int, B: int) -> list[list[int]]:
-    """H2O's sums by position, weighed where a choice is made; sinks and the newest half stay."""
+    """Return H2O's sets from sums by position. A choice weighs the sums, and sinks and the newest half are kept."""
     G = len(layer["q"]) // len(layer["k"])
     size = [sum(map(abs, value)) for value in layer["v"][g]]
     sums: dict[int, float] = {}
@@ -99,7 +99,10 @@ def test_the_second_score_lies_within_its_bound(seed: int) -> None:
 
 @pytest.mark.spec("PO-CRITICALKV")
 def test_values_decide_among_keys_that_nobody_attends_to() -> None:
-    """Weights far below 1e-4: the largest outputs stay, whatever the tiny weights say; one place is attention's."""
+    """Check weights far below 1e-4: the largest outputs are kept, whatever the tiny weights are.
+
+    One place belongs to the attention.
+    """
     n = 8
     k = np.zeros((1, n, 2))
     k[0, :, 0] = [0.0, -16.0, -17.0, -18.0, -19.0, -20.0, -21.0, 0.0]
@@ -157,7 +160,7 @@ def test_compositions_are_named_and_go_on_in_turns_where_their_host_does() -> No
 @sparingly
 @given(seed=seeds, window=st.integers(1, 9), tau1=st.sampled_from([0.5, 1.0, 1.6]), tau2=st.sampled_from([0.4, 2.0]))
 def test_scores_and_preferences_lie_within_their_bound(seed: int, window: int, tau1: float, tau2: float) -> None:
-    """A window of one query has no variance, and so no preference."""
+    """A window of one query has no variance, and therefore no preference."""
     inputs = drawn(seed)
     policy = policies.cake(window, KERNEL, 8.0, tau1, tau2)
     found = policy.scorer(observation(policy, inputs), policy.protection(inputs.n))
@@ -171,7 +174,7 @@ def test_scores_and_preferences_lie_within_their_bound(seed: int, window: int, t
 
 @pytest.mark.spec("PO-CAKE")
 def test_a_key_that_nobody_sees_adds_nothing() -> None:
-    """0 log 0 MUST be 0: a weight of 0 beside one of 1 has entropy 0, and no variance."""
+    """0 log 0 must be 0: weights of 0 and 1 have entropy 0 and no variance."""
     A = np.array([[[1.0, 0.0], [1.0, 0.0]]])
     assert layer_preference(A, 1.0, 1.0) == 0.0
     assert cake_score(A, 8.0, 1, 1).tolist() == [[1.0, 0.0]]
@@ -180,7 +183,7 @@ def test_a_key_that_nobody_sees_adds_nothing() -> None:
 @pytest.mark.spec("PO-CAKE")
 @pytest.mark.parametrize("W_now", [33, 65, 129])
 def test_preferences_of_wide_windows(W_now: int) -> None:
-    """Hundreds of queries and keys: entropy and variance of all of them."""
+    """Check entropy and variance of hundreds of queries and keys."""
     view = drawn(3, n=300, L=1, heads=(2, 2)).layers[0]
     A = observed_attention(view, W_now)[:, :, : 300 - W_now]
     assert scores_agree([layer_preference(A, 1.0, 1.0)], [cake_oracle.preference(plain(view), W_now, 1.0, 1.0)])
@@ -196,7 +199,7 @@ def test_a_total_below_the_windows_is_refused() -> None:
 
 
 def shown(inputs: Inputs, **constants: Any) -> list[tuple[LayerView, Any]]:
-    """The layers as a rehearsal with these constants shows them, values included, and their W_o."""
+    """Return the layers of a rehearsal with these constants, including values, and their W_o."""
     seen = observation(policies.kvzip(**{**REHEARSED, **constants}), inputs).layers
     return [(view, inputs.W_o[at]) for at, view in seen.items()]
 
@@ -217,7 +220,7 @@ def test_scores_lie_within_their_bound(seed: int, N_sink: int, chunk: int) -> No
 
 @pytest.mark.spec("PO-KVZIP", "PO-KVZIP-PLUS")
 def test_repeats_of_hundreds_of_tokens() -> None:
-    """More queries than are taken at a time, of which a late one decides."""
+    """Check more queries than are processed at a time. A late query decides."""
     ((view, W_o),) = shown(drawn(3, n=560, L=1, heads=(1, 1)), chunk=600)
     (repeat,) = view.repeats or ()
     louder = replace(repeat, q=repeat.q * np.linspace(0.1, 3.0, repeat.q.shape[1])[:, None])

@@ -1,1 +1,1 @@
-"""Tests of the specification's records, doors and pages."""
+"""Tests of the specification's records, public functions and pages."""

@@ -1,4 +1,4 @@
-"""Every worked example of a page of spec/ holds for the reference; every item of all pages has its six parts."""
+"""Every worked example of a page of spec/ holds for the reference, and every item of all pages has its six parts."""
 
 import inspect
 import json
@@ -97,7 +97,7 @@ OWN: dict[str, Callable[[Json], object]] = {
     ],
     "IN-BANDS": lambda depths: [diagnostics.bands(depth) for depth in depths],
 }
-"""Examples of several functions, and those that show a refusal."""
+"""Examples of several functions, and examples that show an error."""
 FUNCTIONS = {
     "CC-COATTENTION": "crystalcache.coattention.coattention", "CC-INTERFACE": "crystalcache.trunks.interface",
     "CC-TRUNKS": "crystalcache.trunks.trunk_offsets", "CC-DISSOLVE": "crystalcache.dissolution.dissolve",
@@ -105,18 +105,21 @@ FUNCTIONS = {
     "IN-BOOTSTRAP": "statistics.bootstrap", "IN-CLUSTER-BOOTSTRAP": "statistics.cluster_bootstrap",
     **{name: one.reference for name, one in OPERATIONS.items() if one.reference},
 }
-"""The reference's functions; examples give their arguments by name or in order."""
+"""Functions of the reference. Examples give their arguments by name or in order."""
 
 
 def named(case: Json, names: list[str]) -> dict[str, Json]:
-    """The arguments of a case by name: it gives them by name, in order, or as the only one."""
+    """Return the arguments of a case by name. The case gives them by name, in order, or as the only argument."""
     if isinstance(case, dict):
         return case
     return dict(zip(names, case, strict=False)) if len(names) > 1 else {names[0]: case}
 
 
 def by_function(name: str, given: Json) -> object:
-    """The reference's function on inputs by name, or on cases; a function of one argument takes the inputs as it."""
+    """Return the results of a reference function on inputs by name, or on cases.
+
+    If a function has one argument, the inputs are this argument.
+    """
     function = resolve_name(f"reference.{FUNCTIONS[name]}")
     names = [*inspect.signature(function).parameters]
     if not isinstance(given, dict):
@@ -129,7 +132,7 @@ def by_function(name: str, given: Json) -> object:
 
 
 def by_item(name: str, given: Json) -> object:
-    """The item on inputs that are written as the vectors are; one result where the example names none."""
+    """Return the results of an item on inputs in the format of vectors. If the example names no result, return one."""
     cases = given["inputs"] if isinstance(given["inputs"], list) else [given["inputs"]]
     found = []
     for case in map(decoded, cases):
@@ -143,7 +146,7 @@ def by_item(name: str, given: Json) -> object:
 
 
 def agree(actual: Any, expected: Json, bound: float) -> None:
-    """Same structure; numbers within the bound, and equal where it is 0; null for NaN."""
+    """Check equal structure, and numbers within the bound. A bound of 0 requires equality, and null means NaN."""
     if isinstance(actual, range):
         actual = [actual.start, actual.stop]
     elif is_dataclass(actual):

@@ -1,4 +1,4 @@
-"""spec/implementing.md says what the code and the vectors hold: parameters, bounds, inputs, families and doors."""
+"""spec/implementing.md agrees with code and vectors: parameters, bounds, inputs, families and public functions."""
 
 import json
 import re
@@ -36,7 +36,7 @@ TEXT = PAGE.read_text(encoding="utf-8")
 
 
 def rows(heading: str) -> list[list[str]]:
-    """The cells of the first table below a line that begins so."""
+    """Return the cells of the first table whose header begins with `heading`."""
     below = TEXT[TEXT.index(f"\n| {heading} |") :].strip().split("\n\n")[0]
     lines = [line for line in below.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
@@ -44,7 +44,7 @@ def rows(heading: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_tables_are_those_of_the_code_and_the_vectors(page: Path) -> None:
-    """Whoever changes a parameter, a bound, a vector's inputs or an operation runs the module again."""
+    """After a change of a parameter, a bound, a vector's inputs or an operation, run the module again."""
     text = page.read_text(encoding="utf-8")
     assert filled(page) == text
     assert all(f"<!-- {name}: made by" in text and f"<!-- end of {name} -->" in text for name in PAGES[page])
@@ -55,7 +55,7 @@ def test_the_makers_of_policies_are_exported() -> None:
 
 
 def test_programs_read_the_same() -> None:
-    """The JSON is up to date, gives the paper's parameters as they are, and a bound to each bounded result."""
+    """Check that the JSON is up to date, has the paper's parameters, and has a bound for each bounded result."""
     assert DATA.read_text(encoding="utf-8") == for_programs()
     held = json.loads(for_programs())
     paper = {name: row["PAPER"] for name, row in held["parameters"]["crystalcache"].items()}
@@ -69,7 +69,7 @@ def test_programs_read_the_same() -> None:
 
 @pytest.mark.spec("CC-PREFILL")
 def test_table_14_is_read_from_the_page_alone() -> None:
-    """Read as a stranger reads it, the page gives the three profiles."""
+    """Parse the table without kvspec's code. The page must give the three profiles."""
     table = [line for line in rows("Parameter | PAPER") if line]
     assert [row[0].strip("`") for row in table] == [field.name for field in fields(CrystalCacheParameters)]
     for column, profile in enumerate((PAPER, ESSAY, TINY), 1):
@@ -95,14 +95,14 @@ def test_the_values_of_nestedkv_are_on_the_page() -> None:
      ("alpha_s", float("nan")), ("W", 2.0)],
 )
 def test_a_value_of_another_kind_is_refused(field: str, value: object) -> None:
-    """A record of parameters checks its fields."""
+    """Check that a record of parameters checks its fields."""
     with pytest.raises(SpecError) as caught:
         NestedKVParameters(**{field: value})  # type: ignore[arg-type]
     assert caught.value.argument == field
 
 
 def bounded() -> Mapping[str, set[str]]:
-    """The bounded results of each operation, in the vectors."""
+    """Return the bounded results of each operation, from the vectors."""
     return {
         operation: found for operation, tests in operations().items()
         if (found := {name for test in tests for name in test.get("bounded", [])})
@@ -110,7 +110,7 @@ def bounded() -> Mapping[str, set[str]]:
 
 
 def test_every_bounded_result_has_a_bound() -> None:
-    """And a bound is of results that there are."""
+    """Check also that each bound applies to existing results."""
     for operation, results in bounded().items():
         assert results <= set(BOUNDED[operation].results), operation
     for operation, bound in BOUNDED.items():
@@ -141,7 +141,7 @@ FORMULAS: Sequence[tuple[str, Callable[..., float], Callable[..., Mapping[str, f
 def test_a_formula_is_what_the_suite_computes(
     operation: str, judged_by: Callable[..., float], names: Callable[..., Mapping[str, float]],
 ) -> None:
-    """A space between two factors multiplies."""
+    """A space between two factors means multiplication."""
     (says,) = BOUNDED[operation].says.values()
     (formula,) = re.findall(r"`(.+?)`", says)[:1]
     code = re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", formula).replace("^", "**")
@@ -165,7 +165,10 @@ def test_every_stage_of_the_protocols_has_its_row() -> None:
 
 
 def test_the_rows_hold_the_items_that_a_backend_must_serve() -> None:
-    """Exactly those that Numba, which has every family, has a function for; the trace asks every backend for these."""
+    """Compare with the items for which Numba, which has every family, has a function.
+
+    The trace requires these items.
+    """
     functions = read_tree(ROOT).functions
     numba = {item for item, places in functions.items() if any("numba_cpu" in place for place in places)}
     assert {item for items in families().values() for item in items} == numba == stage_items(TEXT)
@@ -173,7 +176,7 @@ def test_the_rows_hold_the_items_that_a_backend_must_serve() -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_vectors_of_a_stage_check_items_of_its_row(stage: str) -> None:
-    """A vector may check less, or what the stage composes with entry points (prefill, decode_step, extend)."""
+    """A vector may check fewer items, or the entry points that the stage composes (prefill, decode_step, extend)."""
     own = [items for (_, name), items in families().items() if name == stage]
     if stage not in ("prefill", "decode_step", "extend"):
         assert set(OPERATIONS[stage].items) <= {item for items in own for item in items}
@@ -181,12 +184,12 @@ def test_the_vectors_of_a_stage_check_items_of_its_row(stage: str) -> None:
 
 
 def test_optional_forms_say_who_must_serve_them() -> None:
-    """In the essay's page: every item of a row names its family and stage in its MUST text."""
+    """Check the essay's page: every item of a row names its family and stage in its MUST text."""
     page = (SPEC / "crystalcache_essay.md").read_text(encoding="utf-8")
     for at, end in pairwise([*[m.start() for m in re.finditer(r"^### ", page, re.MULTILINE)], len(page)]):
         item, must = page[at + 4 :].split("\n")[0], page[at:end].partition("**Rationale**")[0]
         served = {(family, stage) for (family, stage), items in families().items() if item in items}
-        if item != "CC-TIER-COUNT":  # a part of CC-TIERS
+        if item != "CC-TIER-COUNT":  # CC-TIER-COUNT is a part of CC-TIERS.
             assert {(f, s) for f, s in PROTOCOLS_STAGES if f"`{s}` of every" in must and f"`{f}`" in must} == served
 
 
@@ -196,7 +199,7 @@ PROTOCOLS_STAGES = [
 
 
 def test_the_stages_that_refuse_are_those_that_the_page_names() -> None:
-    """Named in the text, with a `Raises` in the protocol; tests of the suite have them refuse."""
+    """The text names these stages, and the protocol has a `Raises`. Tests of the suite check their errors."""
     (named,) = re.findall(r"Four stages are called without a door.*?\.\s", TEXT.replace("\n", " "))
     raising = {
         name for protocol in PROTOCOLS.values() for name, stage in vars(protocol).items()

@@ -1,4 +1,4 @@
-"""A test for each cell of the table: a yes is a property, a no has a counterexample; the page shows the same table."""
+"""A test for each cell of the table: a yes is a property, a no has a counterexample. The page shows the same table."""
 
 import re
 
@@ -17,7 +17,7 @@ from spec.promises import promise_table
 PAGE = SPEC / "policies.md"
 TABLE = promise_table()
 SEARCHED = sorted(range(100), key=lambda seed: seed not in (6, 15, 26))
-"""Seeds of the search for counterexamples; the first three have nearly all."""
+"""Seeds of the search for counterexamples. The first three give almost all counterexamples."""
 OTHER_NAMES = {
     "triattention-by-head": "triattention", "triattention-by-layer-and-head": "triattention",
     "blocks": "blocks(snapkv)", "blocks-of-h2o": "blocks(h2o)", "threshold": "snapkv",
@@ -26,7 +26,7 @@ OTHER_NAMES = {
 
 
 def cells(answer: str) -> list[object]:
-    """Policy and property, under the mark of the policy's item."""
+    """Return policy and property, with the mark of the policy's item."""
     return [
         pytest.param(name, promise, id=f"{name}-{promise.replace(' ', '-')}",
                      marks=pytest.mark.spec(CASES[name].item))
@@ -45,7 +45,7 @@ def test_a_promise_holds(name: str, promise: str, seed: int, B: int, keys: str) 
 @pytest.mark.usefixtures("reference_items")
 @pytest.mark.parametrize(("name", "promise"), cells("no"))
 def test_what_is_not_promised_has_a_counterexample(name: str, promise: str) -> None:
-    """On keys or values of some kind."""
+    """Check keys or values of several kinds."""
     kinds = [*((keys, "normal") for keys in KINDS), ("normal", "equal"), ("normal", "few values")]
     assert any(
         not PROPERTIES[promise].holds(CASES[name], altered(drawn(seed), keys, seed, values), B, seed)
@@ -56,12 +56,12 @@ def test_what_is_not_promised_has_a_counterexample(name: str, promise: str) -> N
 @pytest.mark.usefixtures("reference_items")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.spec(CASES[name].item)) for name in TABLE])
 def test_a_policy_bears_the_name_of_its_row(name: str) -> None:
-    """Results of runs are filed under it; a mode has no name of its own, and a composition names its host."""
+    """Results of runs are stored under this name. A mode has no separate name, and a composition names its host."""
     assert CASES[name].policy(drawn(1)).name == OTHER_NAMES.get(name, name)
 
 
 def test_every_name_that_users_give_has_a_row_and_a_case() -> None:
-    """But for the full cache, and CrystalCache, which has pages of its own."""
+    """Check all names except the full cache, and CrystalCache, which has separate pages."""
     assert set(TABLE) == set(CASES)
     assert set(POLICIES) - set(TABLE) == {"crystalcache", "fullcache"}
     assert set(TABLE) - set(POLICIES) == {

@@ -1,4 +1,4 @@
-"""Parameters, budgets, retentions, policies and tables of results that cannot be are refused by name."""
+"""Invalid parameters, budgets, retentions, policies and tables of results raise an error that names the argument."""
 
 import math
 import pickle
@@ -84,7 +84,7 @@ def test_one_group_for_a_model_and_any_number_for_layers() -> None:
 @pytest.mark.spec("CC-PREFILL")
 @given(value=st.one_of(st.integers(), st.text(), st.none()))
 def test_errors_survive_a_process_boundary(value: object) -> None:
-    """Workers pickle them."""
+    """Worker processes pickle errors."""
     error = SpecError("q", value, "must be finite")
     again = pickle.loads(pickle.dumps(error))
     assert (again.argument, again.value, again.bound, str(again)) == ("q", value, "must be finite", str(error))
@@ -94,7 +94,7 @@ def test_errors_survive_a_process_boundary(value: object) -> None:
 @given(thousandths=st.integers(1, 1000), n=st.integers(0, 200_000))
 @example(280, 25)
 def test_a_float_is_its_decimal(thousandths: int, n: int) -> None:
-    """MUST be the exact ceiling of the decimal, never of the double."""
+    """The number of tokens must be the exact ceiling of the decimal, never of the double."""
     expected = -(-thousandths * n // 1000)
     assert parse_budget(thousandths / 1000).tokens(n) == expected
     assert parse_budget(f"{thousandths / 1000:.3f}").tokens(n) == expected
@@ -104,7 +104,7 @@ def test_a_float_is_its_decimal(thousandths: int, n: int) -> None:
 
 @pytest.mark.spec("CC-BUDGET-FORMS")
 def test_a_float32_is_read_as_its_own_decimal() -> None:
-    """NumPy's scalars are floats and ints like Python's."""
+    """Scalars of NumPy are floats and ints like those of Python."""
     assert parse_budget(np.float32(0.3)).fraction == Fraction(3, 10)
     assert parse_budget(np.int64(7)).count == 7
 
@@ -125,7 +125,7 @@ def test_a_float32_is_read_as_its_own_decimal() -> None:
     ],
 )
 def test_forms(form: object, expected: Budget) -> None:
-    """An int is tokens (1 is one token); a float, or text with "." or "%", is a fraction."""
+    """An int is a number of tokens (1 is one token). A float, or text with "." or "%", is a fraction."""
     assert parse_budget(form) == expected
 
 
@@ -141,7 +141,7 @@ def test_forms(form: object, expected: Budget) -> None:
     ],
 )
 def test_what_is_no_budget(form: object) -> None:
-    """MUST be refused by name, with the value that came."""
+    """The form must raise an error with the argument and the given value."""
     with pytest.raises(SpecError) as caught:
         parse_budget(form)
     assert caught.value.argument == "budget"
@@ -152,7 +152,10 @@ def test_what_is_no_budget(form: object) -> None:
 @pytest.mark.spec("CC-BUDGET-FORMS")
 @given(text=st.one_of(st.text("0123456789.% +-_e/xp", max_size=8), st.text(max_size=4), st.floats().map(float.hex)))
 def test_text_is_read_by_the_grammar_and_by_nothing_else(text: str) -> None:
-    """Spelled out letter by letter; a float of the vectors, in hexadecimal, is no budget."""
+    """Compare with a grammar that is spelled out letter by letter.
+
+    A hexadecimal float, as in the vectors, is no budget.
+    """
     bare = text.strip(" ")
     number = bare.removesuffix("%")
     whole, point, part = number.partition(".")
@@ -174,7 +177,7 @@ def test_text_is_read_by_the_grammar_and_by_nothing_else(text: str) -> None:
      {"count": True}, {"count": 2**63}],
 )
 def test_a_record_that_is_no_budget_is_refused(parts: dict[str, Any]) -> None:
-    """A Budget passes through `parse_budget`, so it MUST hold what the forms promise."""
+    """A Budget passes through `parse_budget`, so it must satisfy the rules of the forms."""
     with pytest.raises(SpecError) as caught:
         Budget(**parts)
     assert caught.value.argument == "budget"
@@ -186,7 +189,7 @@ def test_a_record_that_is_no_budget_is_refused(parts: dict[str, Any]) -> None:
     st.integers(1, 10**12).map(lambda k: Budget(fraction=Fraction(k, 10**12))),
 ))
 def test_a_count_does_not_grow_and_text_goes_back(budget: Budget) -> None:
-    """`str` of a budget is read back as the same budget."""
+    """Check that `str` of a budget is parsed as the same budget."""
     assert parse_budget(str(budget)) == budget
     if budget.count is not None:
         assert budget.tokens(10**9) == budget.count

@@ -1,4 +1,4 @@
-"""How a backend or a policy is found by its name, and what is said when it is not."""
+"""Search for a backend or a policy by its name, and the errors if it is not found."""
 
 import sys
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ OTHER = 3
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A third party's module, installed with an entry point."""
+    """Return the folder of a third party's module, which is installed with an entry point."""
     (tmp_path / "third_party_engine.py").write_text(MODULE, encoding="utf-8")
     (tmp_path / "needs_a_gpu.py").write_text("import no_such_driver", encoding="utf-8")
     installed = tmp_path / "third_party-1.0.dist-info"
@@ -53,7 +53,7 @@ def test_numpy_is_the_reference() -> None:
 
 @pytest.mark.spec("CC-PREFILL", "CC-DISSOLVE")
 def test_a_built_in_backend_says_the_name_that_it_is_found_by(backend: Backend, request: pytest.FixtureRequest) -> None:
-    """It stands in reports and in errors."""
+    """Reports and errors contain this name."""
     asked = subject_of(request.config)
     if asked not in BUILT_IN:
         pytest.skip("a third party names itself as it likes")
@@ -106,13 +106,13 @@ def test_a_missing_family_names_those_that_are_there() -> None:
 
 
 def engines() -> list[str]:
-    """Imported modules of `accelerated`."""
+    """Return the imported modules of `accelerated`."""
     return [name for name in sys.modules if name.startswith("accelerated.")]
 
 
 @pytest.fixture
 def no_engines() -> Iterator[None]:
-    """As if none had been imported; afterwards each stands where it stood, and no second copy of any is left."""
+    """Remove all imported engines, and restore them afterwards. No second copy of a module is left."""
     before = {name: sys.modules.pop(name) for name in engines()}
     yield
     for name in engines():
@@ -138,7 +138,7 @@ def test_a_missing_package_is_named_with_what_brings_it(
 
 @pytest.mark.spec("CC-COATTENTION")
 def test_numba_without_threadpoolctl_says_so_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """S2 to S6 run without it; S1 would fight over the cores with BLAS."""
+    """S2 to S6 run without threadpoolctl. S1 would compete with BLAS for the cores."""
     pytest.importorskip("numba", reason="pip install 'kvspec[numba]'")
     threads = pytest.importorskip("accelerated.numba_cpu.threads")
     monkeypatch.setattr(threads, "BLAS", None)
@@ -176,7 +176,7 @@ NUMBER = 3
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with a user's module; and another folder, in which a distribution is installed."""
+    """Return the current folder with a user's module. A distribution is installed in a different folder."""
     installed = tmp_path / "site" / "third_party-1.0.dist-info"
     installed.mkdir(parents=True)
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: third-party\nVersion: 1.0\n", encoding="utf-8")
@@ -205,7 +205,7 @@ def test_a_policy_is_found_by_attribute_and_by_entry_point(name: str, here: Path
 @pytest.mark.usefixtures("reference_items")
 @pytest.mark.spec("PO-RETAIN")
 def test_a_digest_is_of_the_code_that_runs(here: Path) -> None:
-    """A file that changes while its code runs does not give the results of that code another name."""
+    """If a file changes while its code runs, the results of this code keep their name."""
     first = own_policy("users_own:MINE").digest
     (here / "users_own.py").write_text(OWN_MODULE + "\n# later, and longer\n", encoding="utf-8")
     assert own_policy("users_own:MINE").digest == own_policy("theirs").digest == first

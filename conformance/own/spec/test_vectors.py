@@ -1,4 +1,4 @@
-"""Vectors fit their schema and hold for the reference; compact values give the same arrays to any reader."""
+"""Vectors match their schema and hold for the reference. Compact values give the same arrays for any reader."""
 
 import copy
 import json
@@ -84,7 +84,7 @@ def test_every_item_has_a_vector_and_a_flag_has_one_meaning() -> None:
 
 
 def test_what_confirmed_a_vector_is_there() -> None:
-    """The plain Python that a vector names, or the text of an item."""
+    """Check the Python functions that vectors name, and the texts of items."""
     named = {name.strip() for _, _, test in files.published() for name in test["confirmedBy"].split(",")}
     functions = {name for name in named if not name.startswith("the MUST text of ")}
     for name in functions:
@@ -99,7 +99,7 @@ def test_the_reference_holds_a_vector_of_an_item(group: Any, test: Any) -> None:
 
 
 def test_every_operation_has_vectors() -> None:
-    """None is left out because a file of vectors is not there."""
+    """Check that no operation is missing because its file of vectors is missing."""
     assert {group["operation"] for _, group, _ in files.published()} == ITEMS.keys() | STAGES.keys()
 
 
@@ -110,7 +110,7 @@ SEEDS = [0, 1, 2**64 - 1]
 
 
 def word(seed: int, t: int) -> int:
-    """The text's generator in plain integers, with the constants as the page has them."""
+    """Return a word of the page's generator in plain integers, with the constants of the page."""
     first, second, step = (int(x, 16) for x in re.findall(r"\* (0x[0-9A-F]{16})", PAGE))
     z = seed + t * step & 2**64 - 1
     z = (z ^ z >> 30) * first & 2**64 - 1
@@ -123,7 +123,7 @@ def digest(words: list[int]) -> str:
 
 
 def test_the_page_shows_the_first_words() -> None:
-    """A row a seed, as published implementations of SplitMix64 have them for seed 0."""
+    """Check a row for each seed. For seed 0, published implementations of SplitMix64 give the same words."""
     rows = re.findall(r"^\| (\d) \| ([0-9a-f ]+(?: \| [0-9a-f]{16}){3}) \|$", PAGE, re.MULTILINE)
     assert [int(seed) for seed, _ in rows] == [0, 1]
     for seed, cells in rows:
@@ -155,7 +155,7 @@ def test_the_examples_of_the_page() -> None:
 
 
 def test_another_language_makes_the_same_inputs() -> None:
-    """The reader in JavaScript, which was written from the page."""
+    """Compare with the reader in JavaScript, which was written from the page."""
     node = shutil.which("node")
     if node is None:
         pytest.skip("node is not installed")
@@ -171,7 +171,10 @@ def test_another_language_makes_the_same_inputs() -> None:
     "name", [name for name, test in LARGE.items() if {"intra", "cross", "offsets"} & test["inputs"].keys()], ids=str
 )
 def test_inputs_are_valid(name: tuple[str, int]) -> None:
-    """As S1 gives them: no token twice, none its own neighbour, weights falling; offsets that end where lists do."""
+    """Check inputs like those of S1: no token twice, no token as its own neighbour, falling weights.
+
+    Offsets end at the ends of the lists.
+    """
     inputs = expanded(decoded(LARGE[name]["inputs"]))
     for side in {"intra", "cross"} & inputs.keys():
         index, weight = np.array(inputs[side]), np.array(inputs[f"{side}_weight"])
@@ -189,7 +192,8 @@ def test_inputs_are_valid(name: tuple[str, int]) -> None:
 
 def test_every_form_is_used_and_on_the_page() -> None:
     forms = set(re.findall(r'"form": "(\w+)"', json.dumps([test["inputs"] for test in LARGE.values()])))
-    assert {"form", *forms} == set(re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE))  # with the table's head
+    # The header of the table is included.
+    assert {"form", *forms} == set(re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE))
 
 
 def test_forms_by_hand() -> None:
@@ -268,7 +272,7 @@ def test_bounded_results_are_summaries_on_a_grid(name: tuple[str, int]) -> None:
 
 
 def changed(value: Any) -> Any:
-    """Each number times 1 + x, |x| <= 2^-17; equal rows stay equal."""
+    """Return each number times 1 + x with |x| <= 2^-17. Equal rows stay equal."""
     if isinstance(value[0], list):
         return [changed(row) for row in value]
     x = random.Random(repr(value))
@@ -279,7 +283,7 @@ def changed(value: Any) -> Any:
 @pytest.mark.parametrize("item", sorted({group["operation"] for _, group, test in files.published() if "made" in test}
                                         & {brute.item for brute in brutes()} - {"PO-KNORM", "PO-VASE"}))
 def test_kept_sets_do_not_depend_on_rounding(item: str) -> None:
-    """Norms and ranges tie between different rows, exactly: two methods are left out."""
+    """Two methods are excluded, because their norms and ranges tie exactly between different rows."""
     tests = [test for _, group, test in files.published() if group["operation"] == item and "made" in test]
     for test in (test for test in tests if test["result"] == "valid"):
         inputs = expanded(decoded(test["inputs"]))
@@ -297,7 +301,7 @@ READINGS = [
 
 @pytest.mark.parametrize(("brute", "reading"), READINGS, ids=[f"{one.name}-{reading}" for one, reading in READINGS])
 def test_a_vector_tells_each_published_reading(brute: Brute, reading: dict[str, str]) -> None:
-    """What `kvspec verify --as` takes by name keeps other tokens than the method does."""
+    """Check that each reading that `kvspec verify --as` accepts by name keeps different tokens."""
     tests = [test for _, group, test in files.published() if group["operation"] == brute.item]
     given = [(from_vector(expanded(decoded(test["inputs"]))), test["expected"].get("kept")) for test in tests]
     assert any(brute.kept(inputs, B, **constants, **reading) != kept for (inputs, B, constants), kept in given)

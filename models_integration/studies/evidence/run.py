@@ -31,8 +31,9 @@ from models_integration.studies.evidence.kept import (
 from models_integration.studies.evidence.measure import kept_rows, measure
 from models_integration.studies.evidence.protocol import processor
 from models_integration.studies.evidence.rules import ALL, AT_PROMPT, Rules
+from models_integration.studies.leases import Leases
 from models_integration.studies.report import title_of
-from models_integration.studies.results import ERROR, Leases, Row, load_rows, unit_named
+from models_integration.studies.results import ERROR, Row, load_rows, unit_named
 from models_integration.studies.subject import Subject
 from models_integration.tasks import Sample, place
 from models_integration.tasks.assembly import NO_TEMPLATE, frame_of

@@ -1,5 +1,5 @@
-"""The integer core of the method as a model in Coq: theorems about it, and its extraction as an engine.
+"""Coq model of the method's integer core: theorems about the model, and its extraction as an engine.
 
-`python -m conformance.assurance.proofs.coq` compiles it all and checks that no theorem rests on an axiom beyond those
-that README.md names; `planted` shows that errors are found; `engine.py` speaks the protocol of engines.
+`python -m conformance.assurance.proofs.coq` compiles the model. It checks that theorems rest only on the axioms that
+README.md names. With `planted`, it checks that planted errors are detected. `engine.py` uses the protocol of engines.
 """

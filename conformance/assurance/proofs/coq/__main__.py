@@ -1,5 +1,8 @@
-"""`python -m conformance.assurance.proofs.coq`: theorems, what they rest on, vectors, engine; `planted`: errors;
-`judge`: the whole suite on the engine."""
+"""Check the Coq model: `python -m conformance.assurance.proofs.coq`.
+
+`check` compiles the theorems, checks assumptions and vectors, and tests the extracted engine. `planted` plants errors
+in the model. `judge` runs the whole suite on the engine.
+"""
 
 import argparse
 import os
@@ -30,16 +33,16 @@ SUITE = "conformance/suite"
 QUICK = tuple(f"{SUITE}/test_{name}.py" for name in (
     "trunks", "dissolution", "score", "diversity", "policy_stages", "vectors",
 ))
-"""The files that reach the model's stages with small inputs and published vectors."""
+"""Test files that reach the stages of the model with small inputs and published vectors."""
 LISTS_TOO_LONG = (
     f"{SUITE}/test_scale_trunks.py::test_a_sentence_that_float32_does_not_count",
     f"{SUITE}/test_scale_dissolution.py::test_a_budget_beyond_2_to_24",
 )
-"""Tests of 2^24 tokens, to which the model's lists give no answer within 60 s."""
+"""Tests of 2^24 tokens. The lists of the model are too slow for an answer within 60 s."""
 
 
 def judge(program: Path, whole: bool = False, *options: str) -> int:
-    """Run the suite, with few examples, on the extracted engine; pytest's exit code."""
+    """Run the suite with few examples on the extracted engine, and return the exit code of pytest."""
     engine = f"{sys.executable} -m conformance.assurance.proofs.coq.engine {program}"
     asked = ["--kvspec-profile", "few", "--kvspec-command", engine, "-q", "-p", "no:cacheprovider"]
     if whole:
@@ -52,9 +55,9 @@ def judge(program: Path, whole: bool = False, *options: str) -> int:
 
 
 def check() -> int:
-    """Compile everything and judge the engine.
+    """Compile the model, check the theorems and vectors, and test the engine.
 
-    1 where a theorem does not hold, rests on what it may not, a vector differs, or the suite refuses the engine.
+    Return 1 if a theorem does not hold or has a forbidden assumption, if a vector differs, or if the suite fails.
     """
     started = time.perf_counter()
     fresh(BUILD)
@@ -74,14 +77,14 @@ def check() -> int:
 
 
 def judged() -> int:
-    """The whole suite on the engine, which is compiled first; pytest's exit code."""
+    """Compile the engine, run the whole suite on it, and return the exit code of pytest."""
     fresh(BUILD)
     compile_all(BUILD, MODEL)
     return judge(compile_engine(BUILD), whole=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Check, plant errors, or judge; one line, and 0, where Coq is not installed."""
+    """Check, plant errors, or run the suite. If Coq is not installed, print one line and return 0."""
     parser = argparse.ArgumentParser(prog="conformance.assurance.proofs.coq", description=__doc__)
     parser.add_argument("what", nargs="?", choices=("check", "planted", "judge"), default="check")
     parser.add_argument("files", nargs="*", type=Path, help="rows of errors for planted, in the form of planted.toml,"

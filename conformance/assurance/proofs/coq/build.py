@@ -1,4 +1,4 @@
-"""Compiling the model, its proofs and its engine; the theorems that there are, and what each rests on."""
+"""Compilation of the model, its proofs and its engine, and the list of theorems with their assumptions."""
 
 import os
 import re
@@ -28,7 +28,7 @@ TOOLS = ("coqc", "ocamlfind")
 LIBRARIES = ("yojson", "zarith")
 COQC = ("coqc", "-q", "-w", "-extraction", "-Q", ".", "Kvspec")
 SECONDS = 900
-"""For one file: an error that is planted may compute for ever."""
+"""Time limit for one file, because a planted error may cause an endless computation."""
 
 _PLACE = re.compile(r'File "\./(\w+)\.v", line (\d+)')
 _REQUIRED = re.compile(r"^From Kvspec Require (?:Import|Export) ([\w ]+)\.$", re.MULTILINE)
@@ -36,7 +36,7 @@ _STATED = re.compile(r"^\s*(?:Theorem|Lemma|Instance|#\[global\] Instance) (\w+)
 
 
 class ProofFailure(Exception):
-    """A file that Coq does not accept: the file, the statement that failed, and what Coq says."""
+    """Error if Coq does not accept a file, with the file, the failed statement, and the output of Coq."""
 
     def __init__(self, file: str, statement: str, output: str) -> None:
         self.file, self.statement = file, statement
@@ -44,7 +44,7 @@ class ProofFailure(Exception):
 
 
 def missing() -> str:
-    """What to install, in one line; empty where all is there."""
+    """Return one line that names the missing programs and how to install them. Empty if nothing is missing."""
     gone = [tool for tool in TOOLS if shutil.which(tool) is None] or [name for name in LIBRARIES if not _library(name)]
     if not gone and not _flocq_is_there():
         gone = ["Flocq"]
@@ -57,13 +57,13 @@ def _flocq_is_there() -> bool:
 
 
 def _library(name: str) -> bool:
-    """Whether OCaml can link a library: a shared one alone, which Coq brings, has no archive."""
+    """Return True if OCaml can link a library. The shared libraries that come with Coq have no archive to link."""
     home = subprocess.run(["ocamlfind", "query", name], capture_output=True, text=True, check=False).stdout.strip()
     return bool(home) and (Path(home) / f"{name}.cmxa").exists()
 
 
 def fresh(home: Path) -> None:
-    """All sources in a new folder."""
+    """Copy all sources into a new folder."""
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
     for folder in ("model", "proofs", "engine"):
@@ -72,7 +72,7 @@ def fresh(home: Path) -> None:
 
 
 def affected(home: Path, name: str, files: tuple[str, ...] = FILES) -> tuple[str, ...]:
-    """A file and those that require it, at any remove, in the order in which they are compiled."""
+    """Return a file and all files that require it, directly or indirectly, in the order of compilation."""
     found = [name]
     for other in files:
         lines = _REQUIRED.findall((home / f"{other}.v").read_text(encoding="utf-8"))
@@ -82,10 +82,10 @@ def affected(home: Path, name: str, files: tuple[str, ...] = FILES) -> tuple[str
 
 
 def run_coq(home: Path, name: str) -> str:
-    """What Coq prints while it compiles a file.
+    """Compile a file, and return the output of Coq.
 
     Raises:
-        ProofFailure: where it does not accept the file.
+        ProofFailure: if Coq does not accept the file.
     """
     asked = [*COQC, f"{name}.v"]
     try:
@@ -98,7 +98,7 @@ def run_coq(home: Path, name: str) -> str:
 
 
 def _failed(home: Path, output: str, name: str) -> str:
-    """The last statement before the line that Coq complains about."""
+    """Return the last statement before the line of Coq's error."""
     place = _PLACE.search(output)
     lines = (home / f"{name}.v").read_text(encoding="utf-8").splitlines()
     before = "\n".join(lines[: int(place[2]) if place else len(lines)])
@@ -107,7 +107,7 @@ def _failed(home: Path, output: str, name: str) -> str:
 
 
 def compile_all(home: Path, files: tuple[str, ...] = FILES) -> None:
-    """Compile files in the order given; the first that fails ends it.
+    """Compile files in the given order, until one fails.
 
     Raises:
         ProofFailure: as `run_coq`.
@@ -117,10 +117,10 @@ def compile_all(home: Path, files: tuple[str, ...] = FILES) -> None:
 
 
 def compile_engine(home: Path) -> Path:
-    """The engine's program, from the compiled model.
+    """Compile the engine's program from the compiled model.
 
     Raises:
-        ProofFailure: where OCaml refuses it, as a planted error may change the type of what is extracted.
+        ProofFailure: if OCaml rejects it, because a planted error may change the type of the extracted code.
     """
     run_coq(home, "Extract")
     (home / "model.mli").unlink()
@@ -137,7 +137,7 @@ _THEOREM = re.compile(r"^\s*Theorem ([A-Z]{2}_\w+)", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Theorem:
-    """A theorem: its item ("" where its name begins with none), its name, its file and line."""
+    """Theorem with item, name, file and line. The item is "" if the name begins with no item."""
 
     item: str
     name: str
@@ -146,7 +146,7 @@ class Theorem:
 
 
 def stated(folder: Path) -> Iterator[tuple[Path, int, str]]:
-    """File, line and name of each theorem that is named like an item."""
+    """Yield file, line and name of each theorem whose name begins like an item."""
     for path in sorted(folder.glob("*.v")):
         text = path.read_text(encoding="utf-8")
         for found in _THEOREM.finditer(text):
@@ -154,7 +154,7 @@ def stated(folder: Path) -> Iterator[tuple[Path, int, str]]:
 
 
 def theorems(folder: Path, items: Iterable[str]) -> Iterator[Theorem]:
-    """Each theorem with the longest item that its name begins with."""
+    """Yield each theorem with the longest item that its name begins with."""
     longest = sorted(items, key=len, reverse=True)
     for path, line, name in stated(folder):
         item = next((item for item in longest if name.startswith(item.replace("-", "_") + "_")), "")
@@ -166,7 +166,7 @@ REALS = frozenset({
     "ClassicalDedekindReals.sig_forall_dec", "ClassicalDedekindReals.sig_not_dec",
     "FunctionalExtensionality.functional_extensionality_dep", "Classical_Prop.classic",
 })
-"""The axioms of Coq's Reals: two choices on decidable predicates, equality of functions, and the excluded middle."""
+"""Axioms of Coq's Reals: two choices on decidable predicates, equality of functions, and the excluded middle."""
 
 _AXIOM = re.compile(r"([\w.']+)(?: :.*)?")
 _HEADING = re.compile(r"[A-Z][\w /()-]*:")
@@ -182,14 +182,14 @@ _SECTION = re.compile(r"^\* ([^\n:]+):((?:[^\n]|\n(?!\*))*)", re.MULTILINE)
 
 
 def assumed(said: str) -> frozenset[str]:
-    """What `Print Assumptions` prints: names of axioms, and as it is any line that says something else."""
+    """Return the names of the axioms in the output of `Print Assumptions`. Unknown lines are returned unchanged."""
     entries = [line for line in said.splitlines() if line.strip() and not line[0].isspace()]
     found = {line for line in entries if line != "Closed under the global context" and not _HEADING.fullmatch(line)}
     return frozenset(name[1] if (name := _AXIOM.fullmatch(line)) else line for line in found)
 
 
 def rests_on(home: Path, module: str, names: list[str]) -> frozenset[str]:
-    """What any of these theorems of a compiled file assumes."""
+    """Return the assumptions of these theorems of a compiled file."""
     pairs = "I" + "".join(f", @{name}" for name in names)
     text = f"From Kvspec Require Import {module}.\nDefinition all := ({pairs}).\nPrint Assumptions all.\n"
     (home / f"Assumptions{module}.v").write_text(text, encoding="utf-8")
@@ -197,7 +197,10 @@ def rests_on(home: Path, module: str, names: list[str]) -> frozenset[str]:
 
 
 def checked(home: Path, files: tuple[str, ...] = FILES) -> Iterator[str]:
-    """What coqchk says against compiled files: axioms beside Coq's own, and whatever the kernel did not check."""
+    """Yield the objections of coqchk to compiled files.
+
+    These are axioms that are not from Coq itself, and parts that the kernel did not check.
+    """
     named = [word for name in files for word in ("-norec", f"Kvspec.{name}")]
     asked = ["coqchk", "-silent", "-o", "-Q", ".", "Kvspec", *named]
     done = subprocess.run(asked, cwd=home, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
@@ -212,14 +215,14 @@ def checked(home: Path, files: tuple[str, ...] = FILES) -> Iterator[str]:
 
 
 def unsafe(text: str) -> list[str]:
-    """Commands in a source that assume something or switch off a check."""
+    """Return the commands in a source that assume something or disable a check."""
     while (bare := _COMMENT.sub(" ", text)) != text:
         text = bare
     return [found[0].strip() for found in _UNSAFE.finditer(text)]
 
 
 def surprises(home: Path) -> list[str]:
-    """Whatever the three judges have to say of the compiled files."""
+    """Return all problems of the compiled files, from three checks: the sources, `Print Assumptions` and coqchk."""
     names: dict[str, list[str]] = {}
     for path, _, name in stated(HERE / "proofs"):
         names.setdefault(path.stem, []).append(name)

@@ -1,7 +1,8 @@
-"""The extracted model as an engine of spec/protocol.md: `python -m conformance.assurance.proofs.coq.engine [PROGRAM]`.
+"""Engine of spec/protocol.md for the extracted model: `python -m conformance.assurance.proofs.coq.engine [PROGRAM]`.
 
-A family is offered whole or not at all, so the reference answers for the stages that the model lacks, and for the
-essay's forms of those that it has. Recursion is as deep as a prompt is long: the process gets all the stack it may.
+An engine offers all stages of a family or none. Therefore the reference answers for the stages that the model lacks,
+and for the essay's forms of the other stages. The depth of recursion equals the length of the prompt, so the process
+takes the maximum stack size.
 """
 
 import json
@@ -30,19 +31,19 @@ MODELLED = {
     "policies.best_tokens": {},
     "diversity.diverse": {},
 }
-"""The stages that the model has, and the parameters that it was written for."""
+"""Stages of the model, and the parameter values that it supports."""
 METHODS = ("streamingllm",)
-"""The published methods of the model: positions are scores, and PO-TOP-UNITS chooses."""
+"""Published methods of the model. Positions are the scores, and PO-TOP-UNITS chooses."""
 ITEMS = frozenset({
     "CC-BUDGET-FORMS", "CC-BUDGET", "CC-PROTECTED", "CC-CUT", "CC-ALLOCATE", "CC-KEEP-COUNT",
     "CC-DISSOLVE-D", "CC-SENTENCES", "CC-INTERFACE", "CC-INTERFACE-EDGES", "CC-MERGE", "CC-SPLIT", "CC-SCORE",
     "PO-TOP-UNITS", "PO-BEST-BLOCKS", "PO-WHOLE-SHARES", "PO-PYRAMID-BUDGET", "DV-COSINE",
 })
-"""Items that are no stage, which the protocol does not offer: `three_way` asks for them, as spec/vectors does."""
+"""Items that are not stages, so the protocol does not offer them. `three_way` uses them as in spec/vectors."""
 
 
 def modelled(request: Any) -> bool:
-    """Whether the model answers a request; what must be refused, and what is no request, is left to the reference."""
+    """Return True if the model answers a request. The reference answers malformed requests and those that must fail."""
     with suppress(SpecError, ValueError, LookupError, TypeError):
         op, arguments = request["op"], request["arguments"]
         if op == "diversity.diverse":
@@ -54,27 +55,30 @@ def modelled(request: Any) -> bool:
 
 
 def streamingllm(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The request of the stage that keeps what StreamingLLM keeps: sinks are pinned, later positions score higher."""
+    """Return the request of the stage that keeps the tokens of StreamingLLM.
+
+    Sinks are pinned, and later positions have higher scores.
+    """
     g, n, B, N_sink = (request["arguments"][name] for name in ("g", "n", "B", "N_sink"))
     rows = {"values": [float(at).hex() for at in range(n)], "pinned": [at < N_sink for at in range(n)], "shares": B}
     return {**request, "op": "policies.best_tokens", "arguments": {name: [row] * g for name, row in rows.items()}}
 
 
 def offered() -> Backend:
-    """The reference, as far as its families have a stage of the model or are judged through one."""
+    """Return the reference, with only the families that have a stage in the model or are tested through one."""
     reference = resolve("numpy")
     return replace(reference, name="coq", nestedkv=None)
 
 
 class Model:
-    """The extracted program as a process, which is started when it is asked first, and again after it has ended."""
+    """Process of the extracted program. It starts with the first request, and again after it has ended."""
 
     def __init__(self, program: str) -> None:
         self._program = program
         self._running: subprocess.Popen[str] | None = None
 
     def answer(self, line: str, number: Any) -> str:
-        """Its answer to a line; an error by the protocol where it ends instead."""
+        """Return the answer to a line, or an error of the protocol if the process ends instead."""
         if self._running is None:
             self._running = subprocess.Popen([self._program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._running.stdin is not None
@@ -86,17 +90,17 @@ class Model:
         return said or json.dumps({"id": number, "error": f"the extracted model ended with exit code {self.stop()}"})
 
     def stop(self) -> int:
-        """End it: the exit code."""
+        """Stop the process, and return its exit code."""
         if self._running is None:
             return 0
         running, self._running = self._running, None
-        with suppress(OSError):  # what was not yet written cannot be
+        with suppress(OSError):  # a pending write to an ended process fails
             running.communicate()
         return running.returncode
 
 
 def main(arguments: list[str]) -> int:
-    """Answer the requests of standard input until it ends."""
+    """Answer the requests from standard input until it ends."""
     resource.setrlimit(resource.RLIMIT_STACK, (resource.getrlimit(resource.RLIMIT_STACK)[1],) * 2)
     program = Path(arguments[0]) if arguments else ENGINE
     if not program.is_file():

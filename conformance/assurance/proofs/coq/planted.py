@@ -1,11 +1,16 @@
-"""Errors planted in the model, or in its twins in Python, and which of three ways finds each.
+"""Errors planted in the model or in its Python twins, and the checks that detect each error.
 
-The rows are data: planted.toml, or any file of its form. In the model (Coq) an error may be found by a theorem that no
-longer holds, by a vector that the kernel computes otherwise, and by comparison: the extracted engine stands alone. In a
-twin it may be found by z3's proofs over the source, by a published vector, and by comparison with the extracted engine.
+The rows are data: planted.toml, or a file of the same form. These checks may detect an error in the model (Coq):
 
-`python -m conformance.assurance.proofs.coq.planted ENGINE ITEM FILE NUMBER` is started for a twin, in a copy of the
-packages that has the error: it prints one line of JSON.
+- a theorem, which no longer holds;
+- a vector, for which the kernel computes a different value;
+- the comparison, if only the extracted engine gives its answer.
+
+These checks may detect an error in a twin: z3's proofs over the source, a published vector, and the comparison with the
+extracted engine.
+
+For a twin, `python -m conformance.assurance.proofs.coq.planted ENGINE ITEM FILE NUMBER` is started in a copy of the
+packages that has the error. It prints one line of JSON.
 """
 
 import json
@@ -63,7 +68,7 @@ TWINS = frozenset({
     "CC-DISSOLVE-D", "CC-NORMALISED-IMPACT", "CC-SCORE", "PO-TOP-UNITS", "PO-BEST-BLOCKS", "PO-WHOLE-SHARES",
     "PO-PYRAMID-BUDGET", "DV-COSINE", "DV-GREEDY",
 })
-"""Items of which every mutant must show in the comparison."""
+"""Items for which the comparison must detect every mutant."""
 INVISIBLE: Mapping[str, str] = {
     "CC_DISSOLVE_PROTECTED_FIRST": "the stage sorts the positions that it is given",
     "CC_BUDGET_FORMS_A_BOOL_IS_A_NUMBER": "the model reads text",
@@ -76,9 +81,9 @@ NOTHING = "nothing"
 
 @dataclass(frozen=True)
 class Planted:
-    """An error: the item that it makes wrong, what it is, its file, and the text that becomes another there.
+    """Error: the wrong item, a description, the file, and the text to replace in the file.
 
-    A file NAME.v is the model's, another one a path from the root.
+    A file NAME.v belongs to the model. Any other file is a path from the root.
     """
 
     item: str
@@ -96,13 +101,13 @@ class Planted:
         return self.file.endswith(".v")
 
     def edit(self, path: Path) -> None:
-        """Put the error into a copy of its file."""
+        """Put the error into a copy of the file."""
         path.write_text(path.read_text(encoding="utf-8").replace(self.old, self.new), encoding="utf-8")
 
 
 @dataclass(frozen=True)
 class Found:
-    """What finds an error, by way; empty where that way does not."""
+    """Checks that detect an error, empty if a check does not detect it."""
 
     proof: str = ""
     vector: str = ""
@@ -110,10 +115,10 @@ class Found:
 
 
 def read_rows(path: Path) -> tuple[Planted, ...]:
-    """The errors of a file.
+    """Read the errors of a file.
 
     Raises:
-        SpecError: where a row has other members than planted.toml's, or its old text does not occur once.
+        SpecError: if a row has wrong members, or if its old text does not occur exactly once.
     """
     names = [field.name for field in fields(Planted)]
     rows = []
@@ -128,7 +133,7 @@ def read_rows(path: Path) -> tuple[Planted, ...]:
 
 
 def _refused(check: Callable[[], object]) -> str:
-    """The statement that Coq refuses while a check runs; empty where it refuses none."""
+    """Return the statement that Coq rejects during a check, or "" if Coq accepts all."""
     try:
         check()
     except ProofFailure as failure:
@@ -137,7 +142,7 @@ def _refused(check: Callable[[], object]) -> str:
 
 
 def _compared(program: Path, number: int) -> str:
-    """The first question on which the extracted model stands alone, or how it fails."""
+    """Return the first question for which only the extracted model gives its answer, or its failure."""
     engine, coq = extracted(program)
     try:
         sides = {"coq": coq, "independent": independent(), "reference": in_reference()}
@@ -149,10 +154,10 @@ def _compared(program: Path, number: int) -> str:
 
 
 def found_by(error: Planted, compiled: Path, home: Path, number: int = QUESTIONS) -> Found:
-    """What finds an error once it stands in a copy of what is compiled, or of the packages.
+    """Plant an error in a copy of the compiled model or the packages, and return the checks that detect it.
 
     Raises:
-        ProofFailure: where the model with the error is no model: Coq refuses a definition.
+        ProofFailure: if Coq rejects a definition, so that the model with the error is not a model.
     """
     shutil.rmtree(home, ignore_errors=True)
     return (_in_model if error.in_model else _in_twin)(error, compiled, home, number)
@@ -167,13 +172,13 @@ def _in_model(error: Planted, compiled: Path, home: Path, number: int) -> Found:
     vector = _refused(lambda: check_vectors(home))
     try:
         program = compile_engine(home)
-    except ProofFailure:  # its type is another one, so that engine.ml cannot ask it
+    except ProofFailure:  # the error changes a type, so engine.ml cannot call the model
         return Found(theorem, vector)
     return Found(theorem, vector, _compared(program, number))
 
 
 def _in_twin(error: Planted, compiled: Path, home: Path, number: int) -> Found:
-    """In a process of its own, which imports the copy; Numba's functions run as they are written there."""
+    """Run the checks in a separate process, which imports the copy. Numba's functions run there as plain Python."""
     for package in PACKAGES:
         shutil.copytree(ROOT / package, home / package, ignore=shutil.ignore_patterns("__pycache__"))
     error.edit(home / error.file)
@@ -189,7 +194,7 @@ def _in_twin(error: Planted, compiled: Path, home: Path, number: int) -> Found:
 
 
 def _row(error: Planted, compiled: Path, folder: Path) -> tuple[Planted, Found | str]:
-    """What found an error; text where the error is none that could be planted."""
+    """Return the checks that detect an error, or a text if the error cannot be planted."""
     home = folder / f"planted-{os.getpid()}"
     try:
         return error, found_by(error, compiled, home)
@@ -198,7 +203,7 @@ def _row(error: Planted, compiled: Path, folder: Path) -> tuple[Planted, Found |
 
 
 def _table(rows: Sequence[Planted], compiled: Path, folder: Path, jobs: int) -> Iterator[str]:
-    """Print the table; the errors that nothing finds, and those that cannot be planted."""
+    """Print the table. Yield the errors that no check detects, and those that cannot be planted."""
     print("| file | item | error | proof | vector | comparison |\n| --- | --- | --- | --- | --- | --- |")
     with ProcessPoolExecutor(jobs) as pool:
         for error, found in pool.map(partial(_row, compiled=compiled, folder=folder), rows):
@@ -210,7 +215,10 @@ def _table(rows: Sequence[Planted], compiled: Path, folder: Path, jobs: int) -> 
 
 
 def _mutants(compiled: Path) -> Iterator[str]:
-    """The mutants of the model's items: extracted model, brute force and the wrong reference are asked."""
+    """Compare the extracted model, the brute force and the mutated reference, for each mutant of the model's items.
+
+    Yield the mutants that the comparison does not detect.
+    """
     engine, coq = extracted(compiled / "engine")
     third = independent()
     print("\n| item | error in the reference | comparison |\n| --- | --- | --- |")
@@ -227,8 +235,9 @@ def _mutants(compiled: Path) -> Iterator[str]:
 
 
 def planted(files: Sequence[Path] = (), jobs: int | None = None) -> int:
-    """Print what finds the errors of the files, of planted.toml and of the mutants if there are none; 1 where one
-    is not found.
+    """Plant the errors of the files, print which checks detect each error, and return 1 if one is not detected.
+
+    Without files, plant the errors of planted.toml and the mutants.
 
     Raises:
         SpecError: as `read_rows`.
@@ -246,7 +255,7 @@ def planted(files: Sequence[Path] = (), jobs: int | None = None) -> int:
 
 
 def failing_lemmas() -> Iterator[str]:
-    """Lemmas of z3's that the sources no longer have."""
+    """Yield the lemmas of z3 that no longer hold for the sources."""
     try:
         for claim in source_claims(Code()):
             if claim.true and decide(claim).surprising:
@@ -256,7 +265,7 @@ def failing_lemmas() -> Iterator[str]:
 
 
 def failing_vectors(item: str, backend: str = "numpy") -> Iterator[str]:
-    """Published vectors of an item that the packages fail: of stages by a backend, of items by the reference."""
+    """Yield the published vectors of an item that fail: stages on a backend, items on the reference."""
     for _, group, test in published():
         operation = group["operation"]
         if item not in test["items"]:
@@ -271,7 +280,7 @@ def failing_vectors(item: str, backend: str = "numpy") -> Iterator[str]:
 
 
 def _found_here(program: str, item: str, file: str, number: str) -> Found:
-    """What finds the error of a twin that these packages have."""
+    """Return the checks that detect the error of a twin in these packages."""
     try:
         compared = _compared(Path(program), int(number))
     except Exception as error:

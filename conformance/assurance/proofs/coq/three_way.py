@@ -1,8 +1,8 @@
-"""Each operation of the model on drawn inputs: the extracted model and any others must agree to the bit.
+"""Comparison of the model's operations on random inputs: the extracted model and all other sides must agree exactly.
 
-An operation is a stage, asked of a backend, or an item, asked with inputs and parameters as spec/vectors has them. Of
-an item the third answer is a brute force's, as accelerated backends have stages alone. Edges are among the inputs:
-tenths do not add up exactly, so that an order of summation shows; values are few, so that they tie.
+An operation is a stage of a backend, or an item with inputs and parameters as in spec/vectors. For an item, the third
+answer comes from brute force, because accelerated backends have only stages. The inputs include edge cases. Tenths do
+not add up exactly, so the order of summation matters. There are few different values, so that they tie.
 """
 
 import sys
@@ -39,7 +39,7 @@ Answer: TypeAlias = Callable[[Json, CrystalCacheParameters], Any]
 
 @dataclass(frozen=True)
 class Side:
-    """Who answers: stages as a backend, items from inputs and parameters; None is a refusal."""
+    """Source of answers: a backend for the stages, and a function for the items, in which None stands for an error."""
 
     backend: Backend
     item: Callable[[str, Json, Mapping[str, Json]], Any]
@@ -49,12 +49,12 @@ Question: TypeAlias = Callable[[Side], Any]
 
 
 def extracted(program: Path, seconds: float = 60) -> tuple[Engine, Side]:
-    """The extracted model as a process, which is stopped by its `stop`, and as a side."""
+    """Return the extracted model as a process, which must be stopped with `stop`, and as a side."""
     engine = Engine(f"{sys.executable} -m conformance.assurance.proofs.coq.engine {program}", seconds)
 
     def item(operation: str, inputs: Json, parameters: Mapping[str, Json]) -> Any:
         if "budget" in inputs:
-            inputs = {**inputs, "budget": str(inputs["budget"])}  # the model reads text
+            inputs = {**inputs, "budget": str(inputs["budget"])}  # the model parses text
         shown = {**vars(TINY), **parameters}
         known = {name: value for name, value in shown.items() if isinstance(value, int | float)}
         return engine.ask(operation, encoded({**inputs, "parameters": known}), _read)
@@ -63,7 +63,7 @@ def extracted(program: Path, seconds: float = 60) -> tuple[Engine, Side]:
 
 
 def _read(said: Json) -> Json:
-    """Floats and large integers from their text, in every depth."""
+    """Convert floats and large integers from text, at any depth."""
     if isinstance(said, Mapping):
         return {name: _read(inner) for name, inner in said.items()}
     if isinstance(said, list):
@@ -74,12 +74,12 @@ def _read(said: Json) -> Json:
 
 
 def in_reference() -> Side:
-    """The reference, with whatever stands in for a part of it now."""
+    """Return the side of the reference, including any edits of it that are in force."""
     return Side(resolve("numpy"), _side({**item_vectors.ITEMS, **_OF_REFERENCE}))
 
 
 def independent() -> Side:
-    """Numba's stages; of items, brute force."""
+    """Return the side of Numba's stages and of brute force for items."""
     return Side(resolve("numba"), _side({**{name: one.results for name, one in OPERATIONS.items()}, **_BY_FORCE}))
 
 
@@ -103,7 +103,7 @@ def _effective(i: Json, p: CrystalCacheParameters) -> Any:
 
 
 def _units_of_reference(i: Json, p: CrystalCacheParameters) -> Any:
-    """Units are protected by their first tokens."""
+    """Return the best units, which are protected through their first tokens."""
     bounds, protected = np.array(i["offsets"]), np.zeros(i["offsets"][-1], dtype=np.bool_)
     protected[bounds[:-1][np.array(i["pinned"])]] = True
     found = top_units(Scores(np.array(i["values"]), bounds), np.full(len(i["values"]), i["B"]), protected)
@@ -142,7 +142,7 @@ _BY_FORCE: Mapping[str, Answer] = {
 
 
 def differences(answering: Mapping[str, Side], asked: Iterable[tuple[str, Question]]) -> Iterator[str]:
-    """Each question that they do not all answer alike, and who stands alone with his answer."""
+    """Yield each question for which the answers differ, with the sides whose answer equals no other."""
     for name, question in asked:
         answers = {who: question(one) for who, one in answering.items()}
         alone = [who for who in answers if not any(_same(answers[who], answers[o]) for o in answers if o != who)]
@@ -161,7 +161,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 FAR = 2**62
-"""Positions that no float and no machine word of OCaml's holds."""
+"""First position of a range with positions that neither a float nor an OCaml machine word can represent."""
 LARGEST = 2**63 - 1
 FEW = (0.0, 0.1, 0.2, 0.3, 0.6, 0.7)
 TEXTS = (
@@ -171,7 +171,7 @@ TEXTS = (
     "0." + "3" * 61, "0." + "3" * 62, "0." + "3" * 63, " " * 61 + "0.5", " " * 62 + "0.5", "0" * 63 + "7",
     "0" * 64 + "7",
 )
-"""The edges of CC-BUDGET-FORMS' grammar, of its 64 characters, and of its counts."""
+"""Edge cases of the grammar of CC-BUDGET-FORMS, of its 64 characters, and of its counts."""
 
 
 def _flags(draw: Random, n: int, often: float) -> list[bool]:
@@ -187,12 +187,12 @@ def _bounds(draw: Random, start: int, groups: int, most: int) -> list[int]:
 
 
 def _size(draw: Random, least: int = 1) -> int:
-    """Small, or too large for a float or a word."""
+    """Return a small size, or a size too large for a float or a machine word."""
     return draw.choice([draw.randint(least, 40), draw.randint(least, 3000), 10**18 + draw.randint(0, 99)])
 
 
 def _eviction(draw: Random) -> Question:
-    """Of a segment that begins at position 0, or later."""
+    """Return a question about an eviction, in a segment that begins at position 0 or later."""
     (problem,) = random_evictions(draw.randrange(2**32), 1)
     problem = replace(problem, trunks=replace(problem.trunks, offsets=problem.trunks.offsets + draw.choice([0, 7])))
     if draw.random() < 0.1:
@@ -201,7 +201,7 @@ def _eviction(draw: Random) -> Question:
 
 
 def _trunks(draw: Random) -> Question:
-    """A text with sentences of a few tokens, and weights around the threshold."""
+    """Return a question about a text with sentences of a few tokens, and with weights near the threshold."""
     n, start = draw.randint(1, 40), draw.choice([0, 7, 2**40])
     tau, low, high, unit = draw.choice([(0.25, 1, 8, 1 / 16), (0.3, 2, 4, 0.1), (0.0, 1, 5, 0.1)])
     p = replace(TINY, C=8, T_max=draw.randint(1, 9), tau_merge=tau, k_intra=6, k_cross=2)
@@ -220,7 +220,10 @@ def _trunks(draw: Random) -> Question:
 
 
 def _score(draw: Random) -> Question:
-    """On the grid of 2^-30, as libraries' logarithms differ in their last bits; epsilon is seen on it."""
+    """Return a question about scores on the grid of 2^-30, because libraries' logarithms differ in their last bits.
+
+    An effect of epsilon is visible on this grid.
+    """
     m = draw.randint(1, 8)
     D, impact = np.array(_few(draw, m, 1.0)), np.array(_few(draw, m, 5.0, 1e4))
     protected = np.array(_flags(draw, m, draw.choice([0.0, 0.3, 1.0])))
@@ -237,7 +240,11 @@ def _selection(draw: Random) -> Question:
 
 
 def _diverse(draw: Random) -> Question:
-    """Signatures of which several are alike, some of them kept already; or more than 64 are, in many directions."""
+    """Return a question about a choice of diverse tokens.
+
+    Several signatures are equal, and some tokens are already kept. Rarely, more than 64 tokens in many directions are
+    kept.
+    """
     if draw.random() < 0.05:
         n, often = draw.randint(90, 110), 0.8
         V = np.array([np.eye(32)[draw.randrange(32)] * draw.choice([-1.0, 1.0]) for _ in range(n)])
@@ -252,13 +259,13 @@ def _diverse(draw: Random) -> Question:
 STAGES: Mapping[str, Callable[[Random], Question]] = {
     "trunks": _trunks, "dissolve": _eviction, "score": _score, "PO-TOP-UNITS of one": _selection, "DV-GREEDY": _diverse,
 }
-"""By their operation in spec/vectors, or what they are besides."""
+"""Stages by their operation in spec/vectors, or by a description."""
 
 # ---- items: inputs, and the parameters that matter ----
 
 
 def _form(draw: Random) -> str | int | float:
-    """An int, a float, or a text: an edge, a fraction or a count, or one of these with a character wrong."""
+    """Return an int, a float or a text: an edge case, a fraction or a count, sometimes with a wrong character."""
     if draw.random() < 0.2:
         return draw.choice([draw.randint(0, 3), LARGEST, draw.randint(1, 10**6), draw.randint(1, 1100) / 1000])
     digits = "".join(draw.choice("0123456789") for _ in range(draw.randint(1, 12)))
@@ -295,7 +302,7 @@ def _allocate(draw: Random) -> tuple[Json, Json]:
 
 
 def _keep_count(draw: Random) -> tuple[Json, Json]:
-    """Shares of whole tokens, as CC-ALLOCATE gives them, and exact halves."""
+    """Return inputs with shares of whole tokens, as from CC-ALLOCATE, or with exact halves."""
     size = draw.randint(2, 64)
     r = draw.choice([draw.randint(1, size - 1) / size, draw.randint(1, 7) / 8])
     return {"r": r, "size": size}, {"N_min": draw.randint(0, 5)}
@@ -354,7 +361,10 @@ def _blocks(draw: Random) -> tuple[Json, Json]:
 
 
 def _targets(draw: Random) -> tuple[Json, Json]:
-    """Exact targets with a whole sum; few denominators tie, large ones leave 63 bits behind."""
+    """Return exact targets with an integer sum.
+
+    Small denominators cause ties. Numbers with large denominators exceed 63 bits.
+    """
     denominator = draw.choice([1, 2, 4, 1000, 10**12 + 39])
     parts = [Fraction(draw.randint(0, 9 * denominator), draw.choice([1, denominator])) % draw.choice([9, 2**50])
              for _ in range(draw.randint(0, 8))]
@@ -364,7 +374,7 @@ def _targets(draw: Random) -> tuple[Json, Json]:
 
 
 def _pyramid(draw: Random) -> tuple[Json, Json]:
-    """Budgets from the window alone to more than all tokens, which may be more than a float holds."""
+    """Return inputs with budgets from only the window to more than all tokens. They may be too large for a float."""
     n, W = draw.choice([draw.randint(1, 60), draw.randint(1, 3000), 10**15 + draw.randint(0, 99)]), draw.randint(0, 9)
     least = min(W, n)
     B = draw.choice([least, n - 1, n, n + 1, 2 * n, draw.randint(least, n), draw.randint(least, min(n, least + 40))])
@@ -386,7 +396,10 @@ ITEMS: Mapping[str, Callable[[Random], tuple[Json, Json]]] = {
 
 
 def questions(seed: int, number: int) -> Iterator[tuple[str, Question]]:
-    """The edges of the grammar, then as many of each operation, each with a name that makes it again."""
+    """Yield the edge cases of the grammar, then `number` questions for each operation.
+
+    Each name contains the seed that makes the question again.
+    """
     for text in TEXTS:
         inputs = {"budget": text, "seen": 10**18 + 9}
         yield f"CC-BUDGET-FORMS {text!r}", methodcaller("item", "CC-BUDGET-FORMS", inputs, {})

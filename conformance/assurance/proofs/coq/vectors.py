@@ -1,4 +1,4 @@
-"""The vectors of the model's stages as theorems: written from spec/vectors, checked by the kernel to the last bit."""
+"""Vectors of the model's stages as theorems: written from spec/vectors, and checked by the kernel to the last bit."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -15,21 +15,21 @@ from conformance.vectors.files import decoded, parameters_of, published
 from spec.parameters import PAPER
 
 LARGEST = 5000
-"""Numbers in a vector that the kernel is asked about; beyond, only the engine is."""
+"""Maximum number of values in a vector for the kernel. Larger vectors are only checked on the engine."""
 
 Values = Mapping[str, Any]
 _FLOAT = re.compile(r"-?0x[0-9a-f.]+p[+-]\d+|-?inf|nan")
 
 
 def real(x: Any) -> str:
-    """A float as Coq reads it, from its text or itself."""
+    """Return a float, given as text or as a float, in the syntax of Coq."""
     text = x.hex() if isinstance(x, float) else x
     named = {"nan": "nan", "inf": "infinity", "-inf": "neg_infinity"}
     return f"({named.get(text, text)})%float"
 
 
 def term(x: Any) -> str:
-    """A value of a vector as a term of Coq."""
+    """Return the Coq term of a value in a vector."""
     if isinstance(x, bool):
         return str(x).lower()
     if isinstance(x, int):
@@ -148,7 +148,7 @@ def _score(i: Values, e: Values, p: Values) -> tuple[str, str]:
 
 
 def _scored(values: list[str], i: Values, form: str) -> str:
-    """The tokens of a row, each with its score, or none, whether it is protected, and its place."""
+    """Return the tokens of a row, each with its score or none, whether it is protected, and its index."""
     scores = ("None" if x == "nan" else f"(Some {term(x)})" for x in values)
     rows = zip(scores, map(term, i["protected"]), count(), strict=False)
     return "; ".join(form.format(*row) for row in rows)
@@ -202,14 +202,14 @@ def _numbers(x: Any) -> int:
 
 
 def _asked(group: Values, test: Values) -> bool:
-    """Whether the model has this stage, in the paper's form; it refuses budgets alone."""
+    """Return True if the model has this stage in the paper's form. Of errors, the model has only those of budgets."""
     stage = group["operation"]
     forms = {"merge", "trunk_impact", "allocation", "coverage"} & group.get("parameters", {}).keys()
     return stage in STAGES and not forms and (test["result"] == "valid" or stage == "CC-BUDGET-FORMS")
 
 
 def whole(group: Values, test: Values) -> Values:
-    """What a vector expects, of compact results the brute force's values, whose digests are the published ones."""
+    """Return the expected results. Summaries are replaced by the brute force's values, whose digests must be equal."""
     expected: Values = test["expected"]
     short = {name: want for name, want in expected.items() if is_compact(want)}
     if not short:
@@ -222,7 +222,7 @@ def whole(group: Values, test: Values) -> Values:
 
 
 def written() -> Iterator[tuple[str, str]]:
-    """Name and statement of each vector's theorem."""
+    """Yield name and statement of each vector's theorem."""
     for _, group, test in published():
         if not _asked(group, test) or _numbers(inputs := expanded(test["inputs"])) > LARGEST:
             continue
@@ -233,10 +233,10 @@ def written() -> Iterator[tuple[str, str]]:
 
 
 def check_vectors(home: Path) -> int:
-    """Write the theorems beside the compiled model and have the kernel check them; how many there are.
+    """Write the theorems next to the compiled model, let the kernel check them, and return their number.
 
     Raises:
-        ProofFailure: where one does not hold.
+        ProofFailure: if a theorem does not hold.
     """
     found = list(written())
     proofs = (f"Theorem {name} : {statement}.\nProof. vm_compute. reflexivity. Qed.\n" for name, statement in found)

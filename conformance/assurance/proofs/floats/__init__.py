@@ -1,1 +1,1 @@
-"""Float bounds of `conformance.tolerances`: proved by Gappa, and searched for their worst case by ball arithmetic."""
+"""Float bounds of `conformance.tolerances`, proved by Gappa. Ball arithmetic searches for their largest errors."""

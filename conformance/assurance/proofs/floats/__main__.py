@@ -1,6 +1,6 @@
-"""`python -m conformance.assurance.proofs.floats`: what Gappa proves, and the worst that was found of each bound.
+"""Check float bounds with Gappa, and search for the largest error: `python -m conformance.assurance.proofs.floats`.
 
-`--write` puts the latter into the last column of README.md's table.
+`--write` writes the largest errors to the last column of the table in README.md.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from conformance import tolerances
 HERE = Path(__file__).parent
 README = HERE / "README.md"
 MOVES = 1.25
-"""By how much another machine's exponentials and logarithms may move a figure."""
+"""Factor by which the exponentials and logarithms of different machines may change a figure."""
 
 _ROW = re.compile(r"^(\| `(\w+)` \| ([^|]+) \|.*\| )([^|]*)( \|)$", re.MULTILINE)
 Key = tuple[str, str]
@@ -35,7 +35,7 @@ def _key(row: re.Match[str], found: Mapping[Key, float]) -> Key | None:
 
 
 def rewritten(text: str, found: Mapping[Key, float]) -> str:
-    """The page with the largest errors over bounds that were found, by item and bound."""
+    """Return the page with the largest errors, as ratios to the bound, by item and bound."""
     def row(line: re.Match[str]) -> str:
         key = _key(line, found)
         return line[0] if key is None else f"{line[1]}{figure(found[key])}{line[5]}"
@@ -44,7 +44,7 @@ def rewritten(text: str, found: Mapping[Key, float]) -> str:
 
 
 def stale(text: str, found: Mapping[Key, float]) -> Iterator[str]:
-    """Figures of the page that are not those found, by item."""
+    """Yield a message for each figure of the page that differs from the current one."""
     written = {key: float(line[4]) for line in _ROW.finditer(text) if (key := _key(line, found)) is not None}
     for key, value in found.items():
         if key not in written or not written[key] / MOVES <= value <= written[key] * MOVES:
@@ -60,13 +60,13 @@ def units(item: str) -> Callable[[], float]:
 
 
 def share_of_range(largest: float) -> float:
-    """The radius of Eq. 28, in units of u max l / range, of logarithms from `largest` less 1 to `largest`."""
+    """Return the radius of Eq. 28, in units of u max l / range, for logarithms between `largest` - 1 and `largest`."""
     return tolerances.normalised_radius([expm1(largest - 1), expm1(largest)], 0.0) / U / largest
 
 
 @dataclass(frozen=True)
 class Proof:
-    """A script, what it is about, the bound in units of u, and what stands for CASE, if anything."""
+    """Gappa script, its item, its bound in units of u, and the texts that replace CASE, if any."""
 
     name: str
     item: str
@@ -74,7 +74,7 @@ class Proof:
     cases: Sequence[str] = ("",)
 
 
-# By binade of the logarithm: 4 ulp are 4 u of its lower end, twice.
+# One case for each binade of the logarithm, in which 4 ulp are 8 u times the lower end of the binade.
 BINADES = tuple(
     f"L in [{2.0**k}, {2.0 ** (k + 1)}] /\\ La >= {2.0**k} /\\ |La - L| <= 1b{k - 50}" for k in range(-1, 4)
 )
@@ -92,12 +92,12 @@ PROOFS = (
 
 
 def missing() -> str:
-    """What to install, in one line; nothing where Gappa is there."""
+    """Return one line that tells how to install Gappa. Empty if it is installed."""
     return "" if shutil.which("gappa") else f"gappa not found: {INSTALL}"
 
 
 def proved(proof: Proof, share: float = 1.0) -> Iterator[bool]:
-    """Whether Gappa proves this share of the bound, by case."""
+    """Yield for each case True if Gappa proves this share of the bound."""
     script = (HERE / f"{proof.name}.g").read_text(encoding="ascii")
     half = f"{int(proof.bound() * share * 512)}b-10"
     for case in proof.cases:
@@ -106,11 +106,17 @@ def proved(proof: Proof, share: float = 1.0) -> Iterator[bool]:
 
 
 INPUTS = 1000
-"""As many as README.md's figures are of."""
+"""Number of inputs for the figures in README.md."""
 
 
 def main(arguments: list[str]) -> int:
-    """1 where a bound is not proved, is proved by half, or has a counterexample, or README.md has other figures."""
+    """Check the bounds. Return 1 for any of these problems.
+
+    - A bound is not proved.
+    - Half of a bound is proved, so the bound is too large.
+    - A bound has a counterexample.
+    - README.md has different figures.
+    """
     from conformance.assurance.proofs.floats.search import CASES, worst  # needs python-flint
 
     parser = argparse.ArgumentParser(prog="floats", description=__doc__)

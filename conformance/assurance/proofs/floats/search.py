@@ -1,7 +1,8 @@
-"""How far apart admissible results lie, over the radius that accepts them: on drawn and on adversarial inputs.
+"""Search for the largest distance between admissible results, as a ratio to the radius that accepts them.
 
-Sides are the reference, the oracle, and the oracle with the worst library that is admitted, in four patterns of signs.
-Each is measured from the real value, which balls enclose. A ratio above 1 is a counterexample; one below is no proof.
+The inputs are random and adversarial. The sides are the reference, the oracle, and the oracle with the least accurate
+admissible math library, in four patterns of signs. Each side is measured from the real value, which balls enclose. A
+ratio above 1 is a counterexample. A ratio below 1 is no proof.
 """
 
 import importlib.util
@@ -29,7 +30,7 @@ ctx.prec = 400
 
 
 class Undecided(Exception):
-    """Two balls that overlap were compared: the real values are too close to say which is larger."""
+    """Error if two overlapping balls are compared, because the real values are too close to order."""
 
 
 def ball(x: Any) -> arb:
@@ -39,7 +40,7 @@ def ball(x: Any) -> arb:
 
 
 class Ball:
-    """A real number inside an interval; comparing what overlaps is an error."""
+    """Real number inside an interval. A comparison of overlapping balls raises `Undecided`."""
 
     def __init__(self, x: Any) -> None:
         self.arb = ball(x)
@@ -95,7 +96,7 @@ BALLS = SimpleNamespace(
 
 
 def extreme(plain: Callable[..., Any], choose: Callable[[arb, arb], arb]) -> Callable[..., Any]:
-    """`min` or `max`, of balls too: the union where it is not certain which."""
+    """Return `min` or `max` that also accepts balls. If the order is uncertain, the result is the union."""
     def chosen(*of: Any) -> Any:
         values = list(of if len(of) > 1 else of[0])
         if not any(isinstance(x, Ball) for x in values):
@@ -106,7 +107,7 @@ def extreme(plain: Callable[..., Any], choose: Callable[[arb, arb], arb]) -> Cal
 
 
 def private(oracle: ModuleType, **names: Any) -> Any:
-    """Its source again, with these names in place of its own."""
+    """Return a second copy of the oracle's module, in which these names are replaced."""
     assert oracle.__spec__ is not None
     assert oracle.__spec__.origin is not None
     again = importlib.util.spec_from_file_location(f"{oracle.__name__}_again", oracle.__spec__.origin)
@@ -119,15 +120,16 @@ def private(oracle: ModuleType, **names: Any) -> Any:
 
 
 def exact(oracle: ModuleType) -> Any:
-    """The oracle on balls."""
+    """Return the oracle with arithmetic on balls."""
     return private(oracle, math=BALLS, min=extreme(min, arb.min), max=extreme(max, arb.max))
 
 
 def hostile(oracle: ModuleType, signs: Callable[[int], int]) -> Any:
-    """The oracle on floats, where the n-th exponential or logarithm is 4 ulp off to the side of `signs(n)`.
+    """Return the oracle on floats, with a math library that has the largest admissible errors.
 
-    A root is the float on that side of the real root, within 1 ulp. Sums go from left to right, rounded each time. The
-    exponential of what is not positive is not above 1.
+    The n-th exponential or logarithm is off by 4 ulp in the direction `signs(n)`. A root is the float in this direction
+    within 1 ulp of the real root. Sums are computed from left to right, and rounded after each step. The exponential of
+    a number that is not positive is at most 1.
     """
     calls = count()
 
@@ -145,14 +147,14 @@ def hostile(oracle: ModuleType, signs: Callable[[int], int]) -> Any:
 
 
 U = 2.0**-53
-LARGE = 2.0**200  # so that an error below the normal numbers is not lost
+LARGE = 2.0**200  # scale that keeps errors below the smallest normal number
 Draw = np.random.Generator
 SMALL = NestedKVParameters(blocks=2, b_min=2, b_max=4, W=3)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One bound: inputs, the oracle's function of them, the reference's, and the radius of each result."""
+    """Bound with inputs, the oracle's and the reference's function of the inputs, and the radius of each result."""
 
     item: str
     bound: str
@@ -164,14 +166,14 @@ class Case:
 
 
 def lifted(x: Any) -> Any:
-    """The numbers of nested lists as balls."""
+    """Return nested lists with the numbers as balls."""
     if isinstance(x, list):
         return [lifted(y) for y in x]
     return Ball(x) if isinstance(x, float | int) and not isinstance(x, bool) else x
 
 
 def worst(case: Case, number: int, seed: int = 0) -> tuple[float, Sequence[Any]]:
-    """The largest ratio among so many inputs, and where it is; what balls cannot decide is passed over."""
+    """Return the largest ratio among this number of inputs, and its inputs. Skip inputs that balls cannot decide."""
     rng = np.random.default_rng(seed)
     bits = rng.integers(2, size=997)
     signs: tuple[Callable[[int], int], ...] = (
@@ -187,7 +189,7 @@ def worst(case: Case, number: int, seed: int = 0) -> tuple[float, Sequence[Any]]
 
 
 def ratio(case: Case, inputs: Sequence[Any], real: Any, sides: Sequence[Any]) -> float:
-    """The largest distance of two sides from each other, or of one from the real value, over the radius."""
+    """Return the largest distance over the radius, between two sides or between a side and the real value."""
     values = [case.formula(side, *inputs) for side in sides]
     values.append(np.asarray(case.reference(*inputs)).ravel().tolist())
     wanted = [Ball(x) for x in case.formula(real, *lifted(list(inputs)))]
@@ -207,7 +209,11 @@ def size(rng: Draw, most: int = 12) -> int:
 
 
 def spread(rng: Draw, n: int) -> list[float]:
-    """Positive numbers: of one size, of all sizes, nearly or quite equal, just above powers of 2, one far above."""
+    """Return positive numbers of one of several kinds.
+
+    The kinds are: similar sizes, all sizes, nearly equal, equal, just above powers of 2, and one number far above the
+    rest.
+    """
     base = float(rng.choice([0.1, 1.0, 3.0, 1e3]))
     kinds = (
         rng.uniform(0, base, n), 10.0 ** rng.uniform(-14, 2, n), base * (1 + rng.uniform(0, 1e-13, n)),
@@ -218,7 +224,7 @@ def spread(rng: Draw, n: int) -> list[float]:
 
 
 def near_epsilon(rng: Draw, n: int) -> list[float]:
-    """Degrees whose deviation is about epsilon."""
+    """Return degrees with a deviation of about epsilon."""
     step = PAPER.epsilon * (1 + float(rng.integers(-2, 3)) * U)
     base = float(rng.choice([step, 0.1, 1.0]))
     return [base + step * (1 if g % 2 else -1) for g in range(2 * n)]
@@ -230,7 +236,7 @@ def degrees(rng: Draw) -> list[float]:
 
 
 def settled(rng: Draw) -> tuple[list[float], list[float], Any]:
-    """Degrees, and the same from weights that err by 8 u."""
+    """Return degrees, and the degrees from weights with errors of 8 u."""
     degree = degrees(rng)
     return degree, [x * (1 + 8 * U * float(rng.choice([-1, 1]))) for x in degree], sloped(rng)
 
@@ -240,14 +246,14 @@ def sloped(rng: Draw) -> Any:
 
 
 def logarithms(rng: Draw) -> list[float]:
-    """Trunk impacts, those among them whose logarithm is just above a power of 2."""
+    """Return trunk impacts. For some, the logarithm is just above a power of 2."""
     if rng.random() < 0.5:
         return spread(rng, size(rng))
     return [float(x) for x in np.expm1(2.0 ** rng.integers(-2, 4, size(rng)) * (1 + 1e-15))]
 
 
 def counts(rng: Draw) -> list[int]:
-    """Up to 2^23, most of them where the logarithm of one more is about a power of 2."""
+    """Return counts up to 2^23. For most, the logarithm of count + 1 is near a power of 2."""
     about = np.exp(2.0 ** rng.integers(0, 4, 8)).astype(int) + rng.integers(-2, 3, 8)
     return [int(c) for c in np.clip(np.where(rng.random(8) < 0.7, about, rng.integers(1, 2**23, 8)), 1, 2**23)]
 
@@ -261,7 +267,11 @@ def faded(rng: Draw) -> tuple[list[float], list[float], Any]:
 
 
 def tails(rng: Draw) -> tuple[float, float, Any]:
-    """mu and sigma: any, or of many with an exponent from -122 on, where the bound is relative, the worst rounded."""
+    """Return mu and sigma.
+
+    The values are arbitrary, or the ones with the largest rounding error among many with exponents from -122 on. In
+    this range the bound is relative.
+    """
     if rng.random() < 0.5:
         return float(rng.uniform(0, 30)), float(10 ** rng.uniform(-3, 1)), PAPER
     many = [(mu, PAPER.s * mu / float(rng.uniform(64, 122))) for mu in rng.uniform(1, 30, 64).tolist()]
@@ -269,20 +279,23 @@ def tails(rng: Draw) -> tuple[float, float, Any]:
 
 
 def rounded_apart(mu: float, sigma: float) -> Fraction:
-    """How far s mu / sigma, real and in both orders of multiplying and dividing, lies apart."""
+    """Return the distance between the real s mu / sigma and its float values in both orders of operations."""
     real = Fraction(PAPER.s) * Fraction(mu) / Fraction(sigma)
     sides = (real, Fraction(PAPER.s * mu / sigma), Fraction(PAPER.s * (mu / sigma)))
     return max(sides) - min(sides)
 
 
 def block(rng: Draw, H: int, Q: int) -> Any:
-    """Attention of heads whose rows are peaked or flat, and sum to 1 or to almost nothing."""
+    """Return attention of heads. Rows are peaked or flat, and sum to 1 or to almost 0."""
     A = rng.dirichlet(np.full(Q, float(rng.choice([0.01, 0.1, 1.0]))), (H, Q))
     return (A * 10.0 ** float(rng.choice([0, -3, -9]))).tolist()
 
 
 def rows(rng: Draw) -> tuple[list[list[float]], list[list[float]], float]:
-    """Two rows that share some entries, and the same moved by a share: what is shared up and the rest down, or not."""
+    """Return two rows with some shared entries, and a copy changed by a share.
+
+    In the copy the shared entries grow and the others shrink, or the other way round.
+    """
     Q, share = size(rng) + 2, float(rng.choice([0.0, 1e-3, 0.05, 0.3]))
     A = np.where(rng.random((2, Q)) < 0.4, 0.0, 10.0 ** rng.uniform(-4, 0, (2, Q))) + np.eye(2, Q) + np.eye(Q)[-1] / 99
     side = float(rng.choice([-1, 1]))
@@ -290,7 +303,7 @@ def rows(rng: Draw) -> tuple[list[list[float]], list[list[float]], float]:
 
 
 def keys(rng: Draw, n: int, d: int, farthest: int = 3) -> Any:
-    """Keys: drawn, almost all the same, or of very different lengths; some lengths up to 10 to the `farthest`."""
+    """Return random keys, almost equal keys, or keys of very different lengths, some up to 10^`farthest`."""
     most = farthest if rng.random() < 0.3 else 3
     k = rng.normal(size=(n, d)) * 10.0 ** rng.uniform(-most, most, (n, 1))
     same = rng.normal(size=d) + 10.0 ** float(rng.uniform(-9, -1)) * rng.normal(size=(n, d))

@@ -1,1 +1,1 @@
-"""Cross-session injection: its specification's items, and the archive."""
+"""Cross-session injection: the items of its specification, and the archive."""

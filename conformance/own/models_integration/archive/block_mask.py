@@ -1,4 +1,4 @@
-"""Tiny random models, and the oracle of a splice: one forward in which masks keep apart what was apart."""
+"""Tiny random models, and the oracle of a splice: one forward pass with masks that separate the chunks."""
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
@@ -33,7 +33,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "DeepseekV2": LATENT,
     "DeepseekV3": LATENT,
 }
-"""What differs from the common sizes."""
+"""Fields that differ from the common sizes."""
 _LINEAR_HEADS = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
 }
@@ -61,29 +61,29 @@ _MODELS: dict[str, str] = {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHea
 
 
 def build(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
-    """A family's tiny model, with weights so large that its attention is not uniform."""
+    """Return a family's tiny model. The weights are so large that attention is not uniform."""
     own = REFUSED[family] if family in REFUSED else FAMILIES[family]
     return prepare(tiny(_MODELS.get(family, family), **{**SMALL, **own, **changes}), dtype=dtype)
 
 
 Chunks = Sequence[tuple[list[int], int]]
-"""Ids of each chunk, and how many of them are hidden."""
+"""Ids of each chunk, and the number of hidden ids at its beginning."""
 
 
 @dataclass(frozen=True)
 class Oracle:
-    """Logits (1, queries, vocabulary) of the query; keys and values of every layer; and what each slot is."""
+    """Logits (1, queries, vocabulary) of the query, keys and values of every layer, and the kind of each slot."""
 
     logits: Tensor
     cache: DynamicCache
     visible: Tensor
-    """Slots that a splice has: all but hidden preambles, and what was evicted."""
+    """Slots that a splice has: all except hidden preambles and evicted tokens."""
     own: Tensor
     """Slots of the session and the query."""
 
 
 def ids(n: int, seed: int) -> list[int]:
-    """Token ids drawn once for all."""
+    """Return n random token ids, which depend only on the seed."""
     drawn: list[int] = torch.randint(3, VOCABULARY, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
     return drawn
 
@@ -92,13 +92,13 @@ def block_masked(
     model: PreTrainedModel, session: list[int], chunks: Chunks, query: list[int], *, evicted: Set[int] = frozenset(),
     lower: Set[int] = frozenset(), evicted_in: Mapping[int, Sequence[Set[int]]] | None = None,
 ) -> Oracle:
-    """One forward. Chunks see themselves alone, the query sees what is visible and not `evicted` (positions).
+    """Run one forward pass. Chunks attend only to themselves. The query attends to visible positions not in `evicted`.
 
-    Sliding layers see no chunk, and evict nothing.
+    Sliding layers attend to no chunk, and evict nothing.
 
     Args:
-        lower: layers that see no chunk.
-        evicted_in: positions that some layers have evicted beside those, from all heads or from each KV head.
+        lower: layers that attend to no chunk.
+        evicted_in: further positions that some layers have evicted, from all heads or from each KV head.
     """
     parts, starts = [(session, 0), *chunks, (query, 0)], [0]
     for part, hidden in parts:
@@ -108,7 +108,7 @@ def block_masked(
         starts[number] - hidden + at for number, (part, hidden) in enumerate(parts) for at in range(len(part))
     ])
     asks, mine = owner == len(parts) - 1, (owner == 0) | (owner == len(parts) - 1)
-    gone = positions < torch.tensor(starts)[owner]  # hidden: before where its part begins
+    gone = positions < torch.tensor(starts)[owner]  # Hidden tokens have positions before the start of their part.
     gone |= torch.tensor([place in evicted for place in positions.tolist()]) & ~asks
     alone, causal = owner[:, None] == owner, torch.ones(2 * [len(owner)], dtype=torch.bool).tril()
     full, apart = causal & (alone | asks[:, None] & ~gone), causal & (alone | asks[:, None] & mine)
@@ -132,7 +132,7 @@ def block_masked(
 
 @contextmanager
 def given(model: PreTrainedModel, masks: Mapping[int, Tensor]) -> Iterator[None]:
-    """Hand a mask (heads or 1, tokens, tokens) to the attention of each of these layers."""
+    """Pass a mask (heads or 1, tokens, tokens) to the attention of each of these layers."""
     def swap(module: Any, args: Any, options: dict[str, Any]) -> Any:
         return args, {**options, "attention_mask": masks[module.layer_idx][None]}
 

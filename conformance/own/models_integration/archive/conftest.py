@@ -13,7 +13,10 @@ MEMORY = Path("/dev/shm")
 
 @pytest.fixture
 def quick_path(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory, where there is one: a thousand fsyncs of a disk say nothing about killed processes."""
+    """Yield a folder in memory, if possible.
+
+    Thousands of fsyncs on a disk would add nothing to tests of killed processes.
+    """
     if not MEMORY.is_dir():
         yield tmp_path
         return
@@ -23,6 +26,6 @@ def quick_path(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def archive(quick_path: Path) -> Iterator[Archive]:
-    """An archive in that folder, in the clear."""
+    """Yield an unencrypted archive in a quick folder."""
     with Archive(quick_path) as opened:
         yield opened

@@ -1,4 +1,4 @@
-"""Chunks for tests, and what an archive does while a call to the system fails, and must hold afterwards."""
+"""Chunks for tests, operations of an archive during failing system calls, and the conditions after a failure."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ MODEL = ModelIdentity("weights", "float32", "rotation", "config", "bfloat16")
 def chunk(
     seed: int, tenant: str = "alice", tokens: int = 6, layers: int = 2, model: ModelIdentity = MODEL,
 ) -> tuple[Manifest, dict[str, Tensor]]:
-    """The manifest and the tensors of a raw chunk."""
+    """Return the manifest and the tensors of a raw chunk."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, 1000, (tokens,), generator=generator)
     tensors: dict[str, Tensor] = {"token_ids": ids}
@@ -48,7 +48,7 @@ MASTER = bytes(range(32))
 
 
 def blobs(folder: Path) -> list[bytes]:
-    """Names and bytes of all files."""
+    """Return the names and bytes of all files."""
     return [path.name.encode() + path.read_bytes() for path in folder.rglob("*") if path.is_file()]
 
 
@@ -57,7 +57,7 @@ def path_of(folder: Path, key: str) -> Path:
 
 
 def damage(path: Path, at: int = -1) -> None:
-    """Flip the last bit of one byte, in a file of its own: nothing that was put is written in place."""
+    """Flip the last bit of one byte in a new file. The archive never modifies a stored file in place."""
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.unlink()
@@ -71,7 +71,7 @@ def opened(folder: Path, encrypted: bool = True, limit: int | None = None, maste
 
 
 def failing(number: int) -> Callable[..., None]:
-    """In the place of a call to the system."""
+    """Return a function that replaces a system call and raises an error."""
     def fail(*arguments: object, **options: object) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -80,21 +80,21 @@ def failing(number: int) -> Callable[..., None]:
 
 @dataclass
 class Case:
-    """An archive with three chunks, one of them damaged, and what is then done with it."""
+    """Archive with three chunks, one of them damaged, and the operation to run."""
 
     folder: Path
     operation: str
     encrypted: bool
     keys: dict[str, str] = field(default_factory=dict)
-    """Of the chunks that are there from the beginning."""
+    """Keys of the chunks that are stored from the beginning."""
     salts: list[bytes] = field(default_factory=list)
-    """Of hers, where encrypted."""
+    """Salts of her chunks in an encrypted archive."""
 
     def open(self) -> Archive:
         return opened(self.folder, self.encrypted)
 
     def prepare(self) -> None:
-        """Make the archive, without the folders that hold nothing: each would be looked into by the same two calls."""
+        """Create the archive without empty folders, because each empty folder would cause the same two calls."""
         with self.open() as archive:
             for name in ("hers", "hers, damaged"):
                 self.keys[name] = archive.put(*MADE[name])
@@ -112,17 +112,20 @@ class Case:
                 shard.rmdir()
 
     def _age_hers(self) -> None:
-        """Make his the latest used: the clock of the files may not have ticked since."""
+        """Set old times for her files, so that his chunk is the latest used.
+
+        The clock of the files may not have advanced.
+        """
         for name in ("hers", "hers, damaged"):
             with suppress(FileNotFoundError):
                 os.utime(path_of(self.folder, self.keys[name]), (1e9, 1e9))
 
     def copied(self, folder: Path) -> "Case":
-        """The same in another folder."""
+        """Return the case with a copy of the archive in a different folder."""
         return Case(shutil.copytree(self.folder, folder), self.operation, self.encrypted, self.keys, self.salts)
 
     def attempt(self, at: int, number: int, promised: Callable[[], None] = lambda: None) -> tuple[bool, list[str]]:
-        """Whether the operation gave its promise, and the calls that it made; `promised` is called when it gives it."""
+        """Return whether the operation completed, and the list of its calls. `promised` is called on completion."""
         done = False
         with faults(at, number) as made:
             try:
@@ -135,11 +138,11 @@ class Case:
         return done, made.calls
 
     def check(self, done: bool, killed: bool = False) -> None:
-        """What must hold once the disk is well again; then the operation is done again."""
+        """Check the conditions after the disk works again. Then repeat the operation."""
         if self.operation == "forget" and done:
             self.assert_gone()
         litter = {path.name for path in self.folder.rglob(f"{TEMPORARY}*")} - {f"{TEMPORARY}old"}
-        assert not litter or killed or self.operation in ("forget", "gc")  # what could not be erased
+        assert not litter or killed or self.operation in ("forget", "gc")  # These files could not be erased.
         with self.open() as archive:
             self._check_chunks(archive, done)
             OPERATIONS[self.operation](archive, self.keys)
@@ -173,8 +176,7 @@ class Case:
         self._age_hers()
 
     def assert_gone(self, found: list[bytes] | None = None) -> None:
-        """Neither tokens, nor tenant, nor key of hers; nor what her key was derived from: in the folder, or in these.
-        """
+        """Check that no token, tenant, key or salt of hers is left in the folder or in the given bytes."""
         found = blobs(self.folder) if found is None else found
         for name in ("hers", "hers, damaged"):
             manifest, tensors = MADE[name]
@@ -190,7 +192,7 @@ def put(archive: Archive, keys: dict[str, str]) -> None:
 
 
 def get(archive: Archive, keys: dict[str, str]) -> None:
-    """Of a whole and of a damaged one."""
+    """Read one intact chunk and one damaged chunk."""
     assert archive.get(keys["his"], BOB) is not None
     assert archive.get(keys["hers, damaged"], ALICE) is None
 
@@ -200,13 +202,13 @@ def forget(archive: Archive, keys: dict[str, str]) -> None:
 
 
 def gc(archive: Archive, keys: dict[str, str]) -> None:
-    """To the size of one object: his is the latest used."""
+    """Set the limit to the size of one object, and collect garbage. His chunk is the latest used."""
     archive._limit = max(entry.bytes for entry in archive.entries()) * 3 // 2
     archive.gc()
 
 
 def verify(archive: Archive, keys: dict[str, str]) -> None:
-    """An object that could not be read is said to be so, and stays."""
+    """Verify the archive. An object that could not be read is reported and not removed."""
     archive.verify()
 
 

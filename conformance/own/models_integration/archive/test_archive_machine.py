@@ -1,6 +1,6 @@
-"""An archive beside a dict of what may be in it: stores put, read, verify, forget and fail in any order.
+"""An archive compared with a dict of its possible contents: put, read, verify, forget and faults in any order.
 
-An operation that is interrupted widens what may be; each look narrows it, and must leave something.
+An interrupted operation adds possible states. Each observation removes some, and at least one must remain.
 """
 
 import json
@@ -30,22 +30,22 @@ pytestmark = pytest.mark.law("promised-is-there-forgotten-is-not")
 
 TENANTS = ("alice-the-tenant", "bob-the-tenant")
 OBJECT_BYTES = {False: 4000, True: 8300}
-"""At least what a chunk takes, in the clear or encrypted."""
+"""Lower bound of the bytes of a chunk, without and with encryption."""
 THERE, DAMAGED, GONE, HALF = "there", "damaged", "gone", "half forgotten"
-"""HALF: its tenant's key was destroyed and its file was not."""
+"""HALF: the key of the tenant was destroyed, but the file was not."""
 tenants, texts, stores = st.sampled_from(TENANTS), st.integers(0, 1), st.integers(0, 1)
 may_encrypt = st.booleans() if find_spec("cryptography") else st.just(False)
 
 
 class ArchiveMachine(RuleBasedStateMachine):
-    """Two stores of one folder, as two processes have them.
+    """Two stores of one folder, like those of two processes.
 
-    Rules name a chunk by tenant and text, not by its key: keys of encrypted chunks differ from run to run.
+    Rules name a chunk by tenant and text, because keys of encrypted chunks differ between runs.
     """
 
     @initialize(encrypted=may_encrypt, room=st.none() | st.integers(2, 3))
     def open(self, encrypted: bool, room: int | None) -> None:
-        """A folder with a chunk of each tenant; `room` is how many chunks the limit lets in."""
+        """Create a folder with a chunk of each tenant. `room` is the number of chunks within the limit."""
         self.place = tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None)
         self.folder, self.encrypted = Path(self.place.name) / "archive", encrypted
         self.limit = None if room is None else room * OBJECT_BYTES[encrypted]
@@ -62,7 +62,10 @@ class ArchiveMachine(RuleBasedStateMachine):
 
     @contextmanager
     def interrupted(self, store: int, fault: Fault, *kinds: str) -> Iterator[list[str]]:
-        """Run an operation during a fault; the list says how it was interrupted. Only these kinds of faults may do so.
+        """Run an operation during a fault. Only these kinds of faults may interrupt it.
+
+        Yields:
+            A list that then contains how the operation was interrupted.
         """
         how: list[str] = []
         try:
@@ -70,7 +73,7 @@ class ArchiveMachine(RuleBasedStateMachine):
                 yield how
         except (ArchiveError, OSError, Killed) as error:
             if fault.kind not in (*kinds, "killed"):
-                raise AssertionError(f"{fault} must not stop it") from error
+                raise AssertionError(f"{fault} must not stop the operation") from error
             how.append(fault.kind)
             note(f"interrupted by a fault of kind {fault.kind}")
         if fault.kind == "killed":
@@ -85,11 +88,11 @@ class ArchiveMachine(RuleBasedStateMachine):
         assert left, f"a chunk {seen}, and must be {' or '.join(sorted(self.may[key]))}"
         self.may[key] = left
 
-    # Operations.
+    # Rules for operations.
 
     @rule(store=stores, tenant=tenants, text=texts, fault=FAULTS)
     def put(self, store: int, tenant: str, text: int, fault: Fault) -> None:
-        """When `put` gives a key, the chunk is there."""
+        """Put a chunk. When `put` returns a key, the chunk is stored."""
         key, before = "", [key for key, own in self.texts.items() if own == (tenant, text)]
         over = any(DAMAGED in self.may[key] for key in before)
         with self.interrupted(store, fault, "full", "error") as how:
@@ -106,12 +109,15 @@ class ArchiveMachine(RuleBasedStateMachine):
         self.list_all()
 
     def key(self, tenant: str, text: int) -> str | None:
-        """The newest key of a text."""
+        """Return the newest key of a text."""
         return next((key for key in reversed(self.texts) if self.texts[key] == (tenant, text)), None)
 
     @rule(store=stores, tenant=tenants, text=texts, fault=FAULTS)
     def get(self, store: int, tenant: str, text: int, fault: Fault) -> None:
-        """What is read is the text's own, or a miss if it may be one; damaged chunks are put away."""
+        """Read a chunk. The result is the text's chunk, or a miss if a miss is possible.
+
+        Damaged chunks are quarantined.
+        """
         if (key := self.key(tenant, text)) is None:
             return
         with self.interrupted(store, fault, "error"):
@@ -136,14 +142,14 @@ class ArchiveMachine(RuleBasedStateMachine):
 
     @rule(store=stores)
     def get_all(self, store: int) -> None:
-        """Each chunk that was ever put is there or not, as it must be."""
+        """Check that each chunk that was ever put is stored or missing, as expected."""
         for key in self.may:
             self.look(key, store)
         self.list_all()
 
     @rule(store=stores, tenant=tenants, text=texts)
     def ask_as_another_tenant(self, store: int, tenant: str, text: int) -> None:
-        """The other tenant's key is a miss, and nothing has changed."""
+        """Read a chunk as a different tenant. The result is a miss, and nothing changes."""
         if key := self.key(tenant, text):
             before, (other,) = blobs(self.folder), {*TENANTS} - {tenant}
             assert self.stores[store].get(key, other) is None
@@ -152,7 +158,7 @@ class ArchiveMachine(RuleBasedStateMachine):
 
     @rule(tenant=tenants, text=texts, master=st.sampled_from([None, bytes(range(1, 33))]))
     def ask_without_the_key(self, tenant: str, text: int, master: bytes | None) -> None:
-        """Nothing is read, put or forgotten, and nothing has changed."""
+        """Use the archive without the key. Nothing is read, put or forgotten, and nothing changes."""
         key = self.key(tenant, text)
         if key is None or not self.encrypted or self.may[key] != {THERE}:
             return
@@ -166,7 +172,7 @@ class ArchiveMachine(RuleBasedStateMachine):
 
     @rule(tenant=tenants, text=texts, how=st.sampled_from(["flip", "cut", "other", "crafted"]), at=st.integers(0, 99))
     def damage(self, tenant: str, text: int, how: str, at: int) -> None:
-        """Bytes change, at so many hundredths; or another object, or a crafted one, is in the place of this one."""
+        """Damage a file: flip or cut bytes at so many hundredths, or replace it by a different or a crafted object."""
         key = self.key(tenant, text)
         if key is None or not path_of(self.folder, key).exists() or HALF in self.may[key]:
             return
@@ -188,14 +194,14 @@ class ArchiveMachine(RuleBasedStateMachine):
 
     @rule(store=stores, fault=FAULTS)
     def verify(self, store: int, fault: Fault) -> None:
-        """Whole chunks are read, and damaged ones are named and put away."""
+        """Verify the archive. Intact chunks are read. Damaged chunks are reported and quarantined."""
         with self.interrupted(store, fault, "error") as how:
             report = self.stores[store].verify()
         if how:
             self.widen(GONE, only=lambda key: DAMAGED in self.may[key])
             return
         named = {*report.quarantined}
-        assert all(DAMAGED in self.may[key] for key in named), "an undamaged chunk is called damaged"
+        assert all(DAMAGED in self.may[key] for key in named), "an undamaged chunk is reported as damaged"
         assert (report.foreign, report.clear) == ([], [])
         for key in named:
             self.may[key] = {GONE} if fault.kind in ("well", "full") else {DAMAGED, GONE}
@@ -208,11 +214,12 @@ class ArchiveMachine(RuleBasedStateMachine):
 
     @rule(store=stores, tenant=tenants, fault=FAULTS)
     def forget(self, store: int, tenant: str, fault: Fault) -> None:
-        """Afterwards nothing of the tenant is anywhere, on a full disk too."""
+        """Forget a tenant. No word of the tenant is left in any file, even on a full disk."""
         own = {key for key in self.may if self.texts[key][0] == tenant}
         with self.interrupted(store, fault, "error") as how:
             self.stores[store].forget(tenant)
-        self.widen(GONE, only=lambda key: DAMAGED in self.may[key])  # another's file may hold the tenant's bytes
+        # The file of a different tenant may contain the bytes of this tenant.
+        self.widen(GONE, only=lambda key: DAMAGED in self.may[key])
         if how:
             self.widen(*[GONE, HALF][: 1 + self.encrypted], only=own.__contains__)
         else:
@@ -225,7 +232,7 @@ class ArchiveMachine(RuleBasedStateMachine):
 
     @rule(store=stores, fault=FAULTS)
     def gc(self, store: int, fault: Fault) -> None:
-        """What is beyond the limit goes."""
+        """Collect garbage. Chunks beyond the limit are removed."""
         with self.interrupted(store, fault, "error") as how:
             self.stores[store].gc()
         if self.limit is not None:
@@ -236,15 +243,15 @@ class ArchiveMachine(RuleBasedStateMachine):
 
     @rule(store=stores, fault=FAULTS)
     def reopen(self, store: int, fault: Fault) -> None:
-        """A store is opened anew; the old one was never closed."""
+        """Open a store again. The old store was never closed."""
         with self.interrupted(store, fault, "error"):
             self.stores[store] = self.opened()
         self.list_all()
 
-    # How it is judged.
+    # Checks.
 
     def list_all(self) -> None:
-        """What is listed may be there, once, as its own tenant's."""
+        """Check that each listed chunk may exist, is listed once, and belongs to its tenant."""
         entries = self.stores[0].entries()
         listed = {entry.key: entry for entry in entries}
         assert len(listed) == len(entries), "a chunk is listed twice"
@@ -252,13 +259,13 @@ class ArchiveMachine(RuleBasedStateMachine):
             self.adopt(key)
         for key in self.may:
             if key in listed:
-                assert listed[key].tenant in (None, self.texts[key][0]), "a chunk is listed as another tenant's"
+                assert listed[key].tenant in (None, self.texts[key][0]), "a chunk is listed for the wrong tenant"
                 self.narrow(key, "is listed", THERE, DAMAGED, HALF)
             else:
                 self.narrow(key, "is not listed", GONE, DAMAGED, HALF)
 
     def adopt(self, key: str) -> None:
-        """A put that was interrupted has published its chunk all the same."""
+        """Add a chunk that an interrupted put has published."""
         own = [text for text in self.tried if self.stores[0].get(key, text[0]) is not None]
         assert own, "a listed chunk was never put, or cannot be read"
         ids = {tenant: self.stores[0].get(key, tenant).manifest.ids for tenant, _ in own}  # type: ignore[union-attr]
@@ -271,7 +278,7 @@ class ArchiveMachine(RuleBasedStateMachine):
 
 
 def note(state: str) -> None:
-    """For Hypothesis' statistics."""
+    """Add a state to the statistics of Hypothesis."""
     if currently_in_test_context():
         event(state)
 

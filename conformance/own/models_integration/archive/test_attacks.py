@@ -1,4 +1,4 @@
-"""The archive under attack: killed writers, flipped bits, writers and readers at once, and crafted objects."""
+"""The archive under attack: killed writers, flipped bits, simultaneous writers and readers, and crafted objects."""
 
 import json
 import multiprocessing
@@ -38,7 +38,7 @@ PUTS_LEAST = 12
 
 
 def write_slowly(ready: Connection, descriptor: int, parts: Sequence[memoryview]) -> None:
-    """A disk of 8 MB a second, so that kills fall into writes; `ready` gets a byte before each 8 KB."""
+    """Write with 8 MB a second, so that kills occur during writes. `ready` gets a byte before each 8 KB."""
     for part in parts:
         for at in range(0, len(part), 1 << 13):
             ready.send_bytes(b"x")
@@ -47,7 +47,7 @@ def write_slowly(ready: Connection, descriptor: int, parts: Sequence[memoryview]
 
 
 def write_until_killed(folder: Path, first: int, ready: Connection) -> None:
-    """Put ten chunks, slowly; `ready` gets a byte whenever 8 KB are about to be written."""
+    """Put ten chunks slowly. `ready` gets a byte before each 8 KB are written."""
     torch.set_num_threads(1)
     vars(files)["_write"] = partial(write_slowly, ready)
     chunks = [chunk(seed, tokens=TOKENS) for seed in range(first, first + 10)]
@@ -57,9 +57,9 @@ def write_until_killed(folder: Path, first: int, ready: Connection) -> None:
 
 
 def write_for(seconds: float, folder: Path, first: int, together: Barrier) -> None:
-    """Put chunks for some seconds, and some on any machine, once all others are ready.
+    """Put chunks for some seconds, and a minimum number on every machine, after all processes are ready.
 
-    Of each it tells under `told` when it is stored.
+    For each stored chunk, create a file in the folder `told`.
     """
     torch.set_num_threads(1)
     with Archive(folder) as archive:
@@ -73,7 +73,7 @@ def write_for(seconds: float, folder: Path, first: int, together: Barrier) -> No
 
 
 def read_for(seconds: float, folder: Path, seed: int, together: Barrier) -> None:
-    """Get chunks that were told of, and compare them, for some seconds, once all others are ready."""
+    """Get the chunks that are listed in `told` and compare them, for some seconds, after all processes are ready."""
     torch.set_num_threads(1)
     rng = random.Random(seed)
     with Archive(folder) as archive:
@@ -90,7 +90,7 @@ def read_for(seconds: float, folder: Path, seed: int, together: Barrier) -> None
 
 
 def read_where_nothing_can_be_written(folder: Path) -> None:
-    """Open and read an archive whose files and folders cannot be written, as a user who is not root."""
+    """Open and read an archive with read-only files and folders, as a user who is not root."""
     torch.set_num_threads(1)
     if os.geteuid() == 0:
         os.chown(folder, NOBODY, NOBODY)
@@ -126,11 +126,11 @@ def read_where_nothing_can_be_written(folder: Path) -> None:
 
 
 KILLS = 200
-FLIPS = 500  # of header and of payload: 1000
+FLIPS = 500  # There are 500 flips in the header and 500 in the payload.
 WRITTEN_MOST = 30
-"""Pieces of 8 KB that a writer begins to write before it is killed: ten are a chunk."""
+"""Largest number of 8 KB pieces that a writer begins to write before it is killed. A chunk has ten pieces."""
 SHARE = 5
-"""Of the kills and flips, one in so many, where the profile is not nightly."""
+"""Outside the nightly profile, one in `SHARE` of the kills and flips is run."""
 
 
 @pytest.fixture
@@ -140,9 +140,12 @@ def share(pytestconfig: pytest.Config) -> int:
 
 @pytest.mark.law("promised-is-there-forgotten-is-not")
 def test_no_killed_writer_leaves_a_torn_object(quick_path: Path, share: int) -> None:
-    """200 SIGKILLs at night; what is visible is whole and listed, no lock is left, and the archive works on.
+    """Run 200 SIGKILLs in the nightly profile. Visible objects are whole and listed.
 
-    Every fourth writer is killed while it opens the archive, the others while they write one of the first three chunks.
+    No lock is left, and the archive accepts further chunks.
+
+    Every fourth writer is killed while it opens the archive. All other writers are killed while they write one of the
+    first three chunks.
     """
     rng = random.Random(1)
     for at in range(KILLS // share):
@@ -158,8 +161,8 @@ def test_no_killed_writer_leaves_a_torn_object(quick_path: Path, share: int) -> 
         say.close()
         ready.close()
     for path in (quick_path / "objects").glob("*/[!.]*"):
-        read_object(path, path.stem, lambda _: None)  # raises Damaged where it is torn
-    assert list((quick_path / "objects").glob("*/.tmp-*"))  # kills have come into the middle of writes
+        read_object(path, path.stem, lambda _: None)  # A torn object raises Damaged.
+    assert list((quick_path / "objects").glob("*/.tmp-*"))  # Some kills occurred during writes.
     with Archive(quick_path) as archive:
         entries = archive.entries()
         assert entries
@@ -180,8 +183,11 @@ def flipped(data: bytes, bit: int) -> bytes:
 def test_every_flipped_bit_of_an_object_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, encrypted: bool, share: int,
 ) -> None:
-    """Of 500 flips at night, each gives a miss and a quarantined file; the file as it was is a hit again."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # only for time: nothing is killed here
+    """Run 500 flips in the nightly profile. Each flip gives a miss and a quarantined file.
+
+    With the original file, the chunk is found again.
+    """
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # This saves time. No process is killed in this test.
     rng = random.Random(part)
     with opened(tmp_path, encrypted) as archive:
         key = archive.put(*chunk(1))
@@ -201,7 +207,7 @@ def test_every_flipped_bit_of_an_object_is_detected(
 
 @pytest.mark.law("promised-is-there-forgotten-is-not")
 def test_two_writers_and_four_readers_lose_nothing(tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    """Every chunk that a writer was told is stored is read by anybody, whole, and listed."""
+    """Check that every stored chunk can be read by every process, and is listed."""
     seconds = 60.0 if profile_of(pytestconfig) == "nightly" else 1.0
     (tmp_path / "told").mkdir()
     together = multiprocessing.get_context("forkserver").Barrier(6)
@@ -230,7 +236,7 @@ MANIFESTS: dict[str, Any] = {
 
 
 def crafted(folder: Path, manifest: str, tensors: dict[str, Tensor], key: str) -> Path:
-    """An object that is what its digest says, under a key."""
+    """Write an object with a matching digest under a key."""
     path = path_of(folder, key)
     write(path, {"format": FORMAT, "spec": SPEC_VERSION, "manifest": manifest}, tensors)
     return path
@@ -247,7 +253,7 @@ def forged(name: str) -> str:
 
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_a_crafted_manifest_stops_nothing(tmp_path: Path, name: str) -> None:
-    """It is put away when it is read or verified; the others are there."""
+    """Check that the object is quarantined when it is read or verified, and that other objects are unchanged."""
     own = chunk(2)[0].key
     with Archive(tmp_path) as archive:
         key = archive.put(*chunk(1))
@@ -303,7 +309,10 @@ def test_crafted_tensors_are_a_miss_and_cannot_be_put(tmp_path: Path, change: st
     ((0, 4), (0, 4)), ((0, 8), (4, 12)), ((4, 8),), ((0, 4), (8, 12)),
 ])
 def test_a_crafted_place_of_a_tensor_is_damage(tmp_path: Path, entry: Any) -> None:
-    """Also places that overlap or leave bytes out, as any safetensors reader has it; the digest does not matter."""
+    """Check overlapping places and unused bytes too, which no safetensors reader accepts.
+
+    The digest does not matter.
+    """
     metadata = {"digest": "0" * 64, "format": FORMAT, "spec": SPEC_VERSION, "manifest": chunk(2)[0].to_json()}
     entries, size = {"x": entry}, 4
     if isinstance(entry, tuple):
@@ -319,7 +328,7 @@ def test_a_crafted_place_of_a_tensor_is_damage(tmp_path: Path, entry: Any) -> No
 
 
 def least_memory(work: Any) -> int:
-    """Kilobytes by which the peak of this process grew."""
+    """Return the growth of the peak memory of this process in kilobytes."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     work()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
@@ -327,7 +336,10 @@ def least_memory(work: Any) -> int:
 
 @pytest.mark.parametrize("kind", ["sparse", "sparse that adds up", "a header of 96 MB"])
 def test_what_is_too_large_is_a_miss_before_memory_is_taken(quick_path: Path, kind: str) -> None:
-    """Files of 1 TiB of holes, of which the second's header accounts for every byte; forgetting them fills no disk."""
+    """Check sparse files of 1 TiB, and a header that accounts for every byte.
+
+    Forgetting them does not fill the disk.
+    """
     manifest, tensors = chunk(2)
     with Archive(quick_path) as archive:
         path = path_of(quick_path, manifest.key)
@@ -373,7 +385,7 @@ def wrong_tensors() -> dict[str, Any]:
 @pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize("name", wrong_tensors())
 def test_tensors_that_no_file_can_hold_are_refused_by_name(tmp_path: Path, name: str) -> None:
-    """Also in the place of the ids, and before a tenant's salt is made."""
+    """Check wrong tensors in place of the ids too, before a salt of the tenant is created."""
     manifest, tensors = chunk(1)
     with Archive(tmp_path) as archive:
         for place in ("1.k", "token_ids"):

@@ -1,4 +1,4 @@
-"""What is no whole object in its place is named and put away; what was forgotten or evicted is nowhere."""
+"""Damaged or misplaced objects are reported and quarantined. Forgotten or evicted data is nowhere."""
 
 import errno
 import os
@@ -38,7 +38,7 @@ def linked(path: Path) -> None:
 @pytest.mark.law("an-object-proves-itself")
 @pytest.mark.parametrize("make", [fifo, linked, Path.mkdir])
 def test_what_is_no_file_is_a_miss_and_nobody_waits(tmp_path: Path, make: Callable[[Path], None]) -> None:
-    """In the place of an object, of a salt's and an earlier list's file, and among the objects."""
+    """Check a FIFO, a link and a folder in place of an object, a salt and an old list, and among the objects."""
     manifest, tensors = chunk(1)
     with Archive(tmp_path) as archive:
         make(path_of(tmp_path, manifest.key))
@@ -69,7 +69,7 @@ def test_a_saved_tensor_file_is_a_regular_file_or_a_link_to_one(tmp_path: Path, 
 
 
 def link_quarantine(path: Path, target: str) -> None:
-    """Put a link in the place of the quarantine."""
+    """Replace the quarantine folder by a link."""
     place = path.parents[2] / "quarantine"
     place.rmdir()
     place.symlink_to(target)
@@ -95,7 +95,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.law("an-object-proves-itself")
 @pytest.mark.parametrize("name", DAMAGES)
 def test_verify_names_whatever_is_no_whole_object_in_its_place(tmp_path: Path, name: str) -> None:
-    """The command ends with 1, and prints names that hold anything."""
+    """Check that the command ends with exit code 1 and prints any name."""
     with Archive(tmp_path) as archive:
         key = archive.put(*chunk(1))
         archive.put(*chunk(2))
@@ -111,9 +111,10 @@ def test_verify_names_whatever_is_no_whole_object_in_its_place(tmp_path: Path, n
 
 
 def interrupted(work: Callable[[], object], at: int, other: Callable[[], object], killed_at: int = 0) -> bool:
-    """Whether the work made so many calls; the other's work is done before the last of them.
+    """Run the work, and run `other` before call `at`. Kill the work before call `killed_at`.
 
-    It is killed before the call `killed_at`.
+    Returns:
+        True if the work made `at` calls.
     """
     calls, running = 0, True
     with pytest.MonkeyPatch.context() as patch:
@@ -139,7 +140,7 @@ def interrupted(work: Callable[[], object], at: int, other: Callable[[], object]
 
 
 def test_a_put_beside_a_quarantining_reader_that_is_killed_is_not_lost(tmp_path: Path) -> None:
-    """The chunk is put before each call of the reader, which is killed before any of the next ones."""
+    """Put the chunk before each call of a reader, and kill the reader before each of the next calls."""
     with Archive(tmp_path) as archive:
         path = path_of(tmp_path, key := archive.put(*chunk(1)))
         damage(path)
@@ -209,7 +210,7 @@ def made(seed: int, tenant: str = ALICE) -> tuple[Manifest, dict[str, Tensor]]:
 
 
 def needles(seed: int, *keys: str) -> list[bytes]:
-    """Tokens, tenant and key of a chunk."""
+    """Return byte strings with tokens, tenant and key of a chunk."""
     manifest, tensors = made(seed)
     return [
         ALICE.encode(), manifest.key.encode(), *(key.encode() for key in keys), manifest.ids.encode(),
@@ -227,7 +228,7 @@ def survive(folder: Path, *sought: list[bytes]) -> list[bytes]:
 def test_neither_quarantine_nor_temporary_files_nor_an_old_list_keep_anything(
     quick_path: Path, encrypted: bool,
 ) -> None:
-    """Damaged, unfinished with a torn header, misnamed; and the list of an archive of an earlier version."""
+    """Check damaged objects, unfinished files with a torn header, misnamed files, and the list of an older version."""
     with opened(quick_path, encrypted) as archive, opened(quick_path, encrypted) as other:
         keys = [archive.put(*made(seed)) for seed in range(60)]
         salts = [path.read_bytes() for path in (quick_path / "keys").glob("*")]
@@ -257,7 +258,7 @@ def test_neither_quarantine_nor_temporary_files_nor_an_old_list_keep_anything(
 
 @both
 def test_what_gc_removes_is_erased(quick_path: Path, encrypted: bool) -> None:
-    """Also what was left of it unfinished, and a damaged copy of before; not what stays."""
+    """Check that unfinished parts and a damaged copy of a removed object are erased too, but no other object."""
     with opened(quick_path, encrypted) as archive:
         keys = [archive.put(*made(seed)) for seed in range(20)]
         damage(path_of(quick_path, keys[0]))
@@ -281,7 +282,10 @@ def test_what_gc_removes_is_erased(quick_path: Path, encrypted: bool) -> None:
 
 
 def test_what_is_half_erased_is_no_object(quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its bytes are gone, and the file cannot be removed: it is neither listed nor damaged, and is erased later."""
+    """Check an object whose bytes are erased but whose file cannot be removed.
+
+    The object is neither listed nor damaged, and is erased later.
+    """
     with Archive(quick_path, limit=1 << 20) as archive:
         key = archive.put(*made(0))
         archive._limit = 1
@@ -331,7 +335,7 @@ def test_erasing_a_sparse_file_takes_no_room(quick_path: Path) -> None:
 
 
 def test_forget_beside_readers_of_damaged_objects(quick_path: Path) -> None:
-    """A reader puts damaged objects away while they are forgotten: none is left, whoever is first."""
+    """Check a reader that quarantines damaged objects while they are forgotten. No object is left, in either order."""
     for at in range(3):
         with Archive(quick_path) as archive:
             keys = [archive.put(*made(seed)) for seed in range(10)]

@@ -1,4 +1,4 @@
-"""Encrypted objects: each tenant's key opens its own alone, and the folder tells no identity of them."""
+"""Encrypted objects: each tenant's key opens only objects of this tenant, and the folder reveals no identity."""
 
 import errno
 import json
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.law("nothing-readable-without-the-key")
 
 @pytest.mark.parametrize("with_key", [True, False])
 def test_an_encrypted_archive_neither_gives_nor_takes_objects_in_the_clear(tmp_path: Path, with_key: bool) -> None:
-    """Whoever can write the folder could have planted them, as their digest needs no key."""
+    """A writer of the folder could have planted such objects, because their digest needs no key."""
     with Archive(tmp_path / "clear") as archive:
         key = archive.put(*chunk(1))
     folder = tmp_path / "a"
@@ -48,7 +48,10 @@ def test_an_encrypted_archive_neither_gives_nor_takes_objects_in_the_clear(tmp_p
 
 @pytest.mark.law("refused-before-anything-changes")
 def test_under_another_salt_a_sound_object_is_locked_and_stays(tmp_path: Path) -> None:
-    """Salts lost, made anew, exchanged, and objects of another archive; put back, everything is read again."""
+    """Check lost, new and exchanged salts, and objects of a different archive.
+
+    With the old salts everything is read again.
+    """
     with opened(tmp_path) as archive:
         keys = {tenant: archive.put(*chunk(1, tenant=tenant)) for tenant in ("alice", "bob")}
     files = {key: path_of(tmp_path, key).read_bytes() for key in keys.values()}
@@ -90,7 +93,10 @@ def test_under_another_salt_a_sound_object_is_locked_and_stays(tmp_path: Path) -
 
 @pytest.mark.law("refused-before-anything-changes")
 def test_an_encrypted_object_of_the_version_before_is_foreign_and_stays(tmp_path: Path) -> None:
-    """Its header has neither digest nor mark, so nothing tells another salt from damage. `forget` erases it."""
+    """The header has neither digest nor mark, so damage and a different salt look the same.
+
+    `forget` erases such objects.
+    """
     with opened(tmp_path) as archive:
         path = path_of(tmp_path, key := archive.put(*chunk(1)))
         data = path.read_bytes()
@@ -107,7 +113,7 @@ def test_an_encrypted_object_of_the_version_before_is_foreign_and_stays(tmp_path
 
 
 def test_marks_of_one_tenant_are_not_alike(tmp_path: Path) -> None:
-    """Without the master key the objects of one tenant cannot be told."""
+    """Without the master key, the objects of one tenant cannot be recognised."""
     with opened(tmp_path) as archive:
         claims = [read_claim(path_of(tmp_path, archive.put(*chunk(seed)))) for seed in range(4)]
     (salt,) = [path.read_bytes() for path in (tmp_path / "keys").iterdir()]
@@ -118,7 +124,7 @@ def test_marks_of_one_tenant_are_not_alike(tmp_path: Path) -> None:
 @pytest.mark.parametrize("master", [None, bytes(reversed(MASTER))], ids=["none", "wrong"])
 @pytest.mark.parametrize("salts", [True, False])
 def test_forget_needs_the_master_key(tmp_path: Path, master: bytes | None, salts: bool) -> None:
-    """Also where the salts are lost, so that no salt says whether it is the right one."""
+    """Check lost salts too, when no salt confirms the master key."""
     with opened(tmp_path) as archive:
         key = archive.put(*chunk(1))
     if not salts:
@@ -137,7 +143,7 @@ def test_forget_needs_the_master_key(tmp_path: Path, master: bytes | None, salts
 
 @pytest.mark.law("figures-are-counted-right")
 def test_verify_reads_each_salt_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And once more for its own tenant's objects: not each one for each object."""
+    """Check that each salt is read once, and once more for the objects of its tenant, but not for each object."""
     with opened(tmp_path) as archive:
         for seed in range(40):
             archive.put(*chunk(seed, tenant=f"tenant {seed}", layers=1))
@@ -170,7 +176,10 @@ def test_a_salt_that_could_not_be_read_once_locks_nothing_afterwards(
 def test_a_put_whose_tenant_is_forgotten_meanwhile_promises_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The salt goes after the chunk was encrypted, and the forgetting process has looked through the shards by then."""
+    """Check a salt that is destroyed after the chunk was encrypted.
+
+    The forgetting process has already searched the folders.
+    """
     with opened(tmp_path) as archive:
         publish = archive._files.publish
 
@@ -188,7 +197,7 @@ def test_a_salt_under_two_names_is_named_and_locks_nothing(tmp_path: Path) -> No
     with opened(tmp_path) as archive:
         archive.put(*chunk(1))
         (salt,) = (tmp_path / "keys").iterdir()
-        for digit in "0f":  # the folder's order is the file system's
+        for digit in "0f":  # The file system decides the order of the folder.
             salt.with_name(digit * 64).write_bytes(salt.read_bytes())
         report = archive.verify()
         assert (report.read, report.locked) == (1, [])
@@ -215,7 +224,7 @@ def test_an_encrypted_object_tells_neither_tenant_nor_text_nor_length_nor_weight
 
 
 def test_the_same_text_has_another_key_under_another_salt_or_master(tmp_path: Path) -> None:
-    """A guessed text does not show whether its key is there."""
+    """A guessed text does not reveal whether its key is stored."""
     keys = []
     for at in range(3):
         master = MASTER if at < 2 else bytes(reversed(MASTER))
@@ -236,7 +245,7 @@ def test_lengths_nearby_have_one_size(tmp_path: Path) -> None:
 def test_another_tenant_s_object_is_not_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encrypted: bool,
 ) -> None:
-    """The same answer by the same work, stored or not, damaged or of an old version: no file is asked for."""
+    """Check that no file is accessed, whether the object is stored, missing, damaged or of an old version."""
     with opened(tmp_path, encrypted) as archive:
         hers = archive.put(*chunk(1, tenant="alice"))
         absent = hers[:46] + ("00" if hers[46:48] != "00" else "11") + hers[48:]

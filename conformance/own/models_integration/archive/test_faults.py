@@ -1,4 +1,4 @@
-"""A fault at every call to the system that the archive makes, and a loss of power after it."""
+"""A fault at every system call of the archive, and a loss of power after every call."""
 
 import ast
 import errno
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.law("promised-is-there-forgotten-is-not")
 
 ERRORS = {**{errno.errorcode[number]: number for number in (errno.ENOSPC, errno.EIO, errno.EROFS)}, "short": SHORT}
 SAMPLE = 3
-"""Of each case, where the profile is not nightly."""
+"""Number of calls that are tested for each case outside the nightly profile."""
 LEAST_STEP, STEP = 128, 8192
 """Bytes between two sizes of a full disk."""
 MODULES = (atomic_file, tensor_file, keyring, object_folder, objects, store)
@@ -45,7 +45,7 @@ for_each = pytest.mark.parametrize("operation", OPERATIONS)
 
 @pytest.fixture(autouse=True)
 def salts_from_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 256 folders one is the new chunk's. Where another chunk lies there, a put has one sync less."""
+    """Fix the salts. If a different chunk is in the same one of 256 folders, a put has one sync less."""
     monkeypatch.setattr(os, "urandom", Random(1).randbytes)
 
 
@@ -56,7 +56,7 @@ def prepared(folder: Path, operation: str, encrypted: bool) -> Case:
 
 
 def chosen(template: Case, number: int, config: pytest.Config) -> Iterator[tuple[int, Case]]:
-    """Numbers of calls, of as many kinds as can be, each with a copy of the archive."""
+    """Yield numbers of calls, of as many kinds as possible, each with a copy of the archive."""
     calls = template.copied(template.folder.parent / "counted").attempt(0, number)[1]
     every = list(range(1, len(calls) + 1))
     if profile_of(config) != "nightly":
@@ -87,14 +87,14 @@ def test_no_failing_call_makes_the_archive_unusable(
 
 @pytest.fixture
 def without_collector() -> Iterator[None]:
-    """What other tests left would be closed during an attempt."""
+    """Disable garbage collection. Objects of earlier tests would be closed during an attempt."""
     gc.disable()
     yield
     gc.enable()
 
 
 def descriptors() -> int:
-    """How many this process has."""
+    """Return the number of open file descriptors of this process."""
     listed = Path("/proc/self/fd")
     return len(list(listed.iterdir())) if listed.is_dir() else 0
 
@@ -104,7 +104,7 @@ def descriptors() -> int:
 def test_no_kill_makes_the_archive_unusable(
     quick_path: Path, pytestconfig: pytest.Config, operation: str, encrypted: bool,
 ) -> None:
-    """Killed writers of other processes are test_attacks.py's."""
+    """Check a kill in this process. Killed writers of other processes are tested in test_attacks.py."""
     template = prepared(quick_path / "template", operation, encrypted)
     for at, case in chosen(template, errno.EIO, pytestconfig):
         case.check(case.attempt(at, LAST)[0], killed=True)
@@ -123,7 +123,7 @@ def verified(archive: Archive, key: str) -> Report:
 def test_a_chunk_that_was_set_aside_is_there_or_the_failure_is_named(
     quick_path: Path, number: int, work: Callable[[Archive, str], Stored | Report | None],
 ) -> None:
-    """A reader was killed while it had another process's chunk out of its place; then each call fails once."""
+    """Check a chunk that a killed reader of a different process had moved from its place. Then each call fails once."""
     with Archive(quick_path) as archive:
         path = path_of(quick_path, key := archive.put(*chunk(1)))
         for shard in {*path.parent.parent.iterdir()} - {path.parent}:
@@ -146,7 +146,7 @@ def test_a_chunk_that_was_set_aside_is_there_or_the_failure_is_named(
 def test_a_full_disk_stops_neither_erasing_nor_opening(
     quick_path: Path, pytestconfig: pytest.Config, operation: str, encrypted: bool,
 ) -> None:
-    """No file may grow beyond a size, of any between nothing and all that the operation needs: the kernel refuses."""
+    """Limit the file size in the kernel, to any size between zero and the size that the operation needs."""
     template = prepared(quick_path / "template", operation, encrypted)
     size, done = 0, False
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -170,7 +170,7 @@ def test_a_full_disk_stops_neither_erasing_nor_opening(
 @pytest.mark.law("the-proof-has-teeth")
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.rpartition(".")[2])
 def test_every_call_of_the_archive_can_fail(module: ModuleType) -> None:
-    """No function of `os` or `fcntl` is called that the faults leave out."""
+    """Check that the archive calls only those functions of `os` and `fcntl` that the faults cover."""
     rooms: dict[str, ModuleType] = {"os": os, "fcntl": fcntl}
     for node in ast.walk(ast.parse(getsource(module))):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in rooms:
@@ -182,7 +182,7 @@ def test_every_call_of_the_archive_can_fail(module: ModuleType) -> None:
 @pytest.mark.law("the-proof-has-teeth")
 @pytest.mark.parametrize(("operation", "number"), [("put", SHORT), ("get", errno.EIO), ("forget", errno.EIO)])
 def test_the_checks_see_what_is_wrong(quick_path: Path, operation: str, number: int) -> None:
-    """An archive that does it wrong is told from ours when the same calls fail."""
+    """Check that an archive with a planted error is noticed when the same calls fail."""
     row = ROWS["faults"][operation]
     template = prepared(quick_path / "template", operation, encrypted=operation == "forget")
     with mistake(row):
@@ -194,13 +194,13 @@ def test_the_checks_see_what_is_wrong(quick_path: Path, operation: str, number: 
 
 
 SHARES: tuple[float, ...] = (0.0, 1.0, 0.5)
-"""Of what was not synced, what is there all the same: nothing, all, any half."""
+"""Fraction of the unsynced data that survives a crash: nothing, all, or a random half."""
 CRASHES = 12
-"""Calls after which the power is lost, where the profile is not nightly."""
+"""Number of calls after which the power is lost, outside the nightly profile."""
 
 
 def recorded(case: Case, dropped: int = 0) -> tuple[list[Disk], int]:
-    """The disk after each call of the operation, and how many syncs it made."""
+    """Return the disk after each call of the operation, and the number of syncs."""
     with recording(case.folder, dropped) as (made, states), case.open() as archive:
         OPERATIONS[case.operation](archive, case.keys)
     return states, made.syncs
@@ -212,7 +212,7 @@ def check_crash(case: Case, disk: Disk, rng: Random, share: float, promised: boo
     try:
         if promised and case.operation == "forget":
             left.assert_gone(disk.raw())
-            assert len(list((left.folder / "keys").glob("*"))) == case.encrypted  # his salt
+            assert len(list((left.folder / "keys").glob("*"))) == case.encrypted  # Only his salt is left.
         left.check(promised, killed=True)
     finally:
         shutil.rmtree(left.folder)
@@ -239,10 +239,10 @@ def test_what_was_promised_before_a_loss_of_power_holds(
 @for_both
 @pytest.mark.parametrize("operation", ["put", "forget"])
 def test_without_any_one_sync_something_is_lost_or_left(quick_path: Path, operation: str, encrypted: bool) -> None:
-    """A put loses the chunk or its salt, and a forgotten chunk's bytes or name are left."""
+    """Check that without a sync, a put loses the chunk or its salt, and a forgotten chunk leaves bytes or a name."""
     case = prepared(quick_path / "archive", operation, encrypted)
     for path in case.folder.rglob(".tmp-*"):
-        path.unlink()  # bytes that no entry names
+        path.unlink()  # These are bytes that no entry names.
     _, syncs = recorded(case.copied(quick_path / "counted"))
     rng, unnoticed = Random(1), []
     for dropped in range(1, syncs + 1):
@@ -256,14 +256,16 @@ def test_without_any_one_sync_something_is_lost_or_left(quick_path: Path, operat
             unnoticed.append(dropped)
         shutil.rmtree(copied.folder)
     new_salt = encrypted and operation == "put"
-    # The third sync of a new salt is of the name `keys`, which was durable before.
+    # The third sync of a new salt covers the name `keys`, which was already durable.
     assert (syncs, unnoticed) == ({"put": 3, "forget": 4}[operation] + 2 * encrypted + new_salt, [3] * new_salt)
 
 
 @pytest.mark.parametrize("begun", [False, True], ids=["new", "begun"])
 @pytest.mark.parametrize("dropped", range(8))
 def test_the_first_put_of_a_new_archive_is_durable(quick_path: Path, dropped: int, begun: bool) -> None:
-    """Its folders, too, also those of a process that was killed. Without any one of the syncs, the chunk may be lost.
+    """Check the folders of the archive too, also if a killed process created them.
+
+    Without any one of the syncs, the chunk may be lost.
     """
     (root := quick_path / "root").mkdir()
     with recording(root, dropped, each=False) as (made, states):
@@ -279,7 +281,7 @@ def test_the_first_put_of_a_new_archive_is_durable(quick_path: Path, dropped: in
 
 @pytest.mark.parametrize("dropped", [2, 3], ids=["the salt", "the folder"])
 def test_a_salt_that_was_there_is_durable_by_then(quick_path: Path, dropped: int) -> None:
-    """Whoever made the salt or its folder was stopped before the name was synced; a put relies on it all the same."""
+    """Check a salt or folder of a process that was stopped before it synced the name. A put relies on the salt."""
     case = prepared(quick_path / "archive", "put", encrypted=True)
     for salt in (case.folder / "keys").iterdir():
         salt.unlink()
@@ -289,12 +291,12 @@ def test_a_salt_that_was_there_is_durable_by_then(quick_path: Path, dropped: int
         OPERATIONS["put"](archive, case.keys)
     states[-1].crash(quick_path / "left", Random(1), 0.0)
     with Case(quick_path / "left", "put", encrypted=True).open() as archive:
-        assert archive.verify().read == 1  # the others' salts are gone
+        assert archive.verify().read == 1  # The salts of the remaining tenants are lost.
 
 
 @pytest.mark.parametrize("above", [False, True])
 def test_a_file_in_new_folders_is_durable(quick_path: Path, above: bool) -> None:
-    """Each of the folders, whether one of them was there."""
+    """Check each of the folders, whether or not one of them existed."""
     (root := quick_path / "root").mkdir()
     if above:
         (root / "a").mkdir()
@@ -305,8 +307,7 @@ def test_a_file_in_new_folders_is_durable(quick_path: Path, above: bool) -> None
 
 
 def test_a_chunk_that_is_put_again_is_durable_by_then(quick_path: Path) -> None:
-    """Whoever wrote the object was stopped before the name was synced; the second put promises the chunk all the same.
-    """
+    """Check an object whose writer was stopped before it synced the name. The second put promises the chunk."""
     case = prepared(quick_path / "archive", "put", encrypted=False)
     with recording(case.folder, dropped=3) as (_, states), case.open() as archive:
         for _ in range(2):
@@ -318,13 +319,13 @@ def test_a_chunk_that_is_put_again_is_durable_by_then(quick_path: Path) -> None:
 def test_of_a_forgotten_object_that_was_replaced_nothing_is_left(
     quick_path: Path, operation: str, dropped: int,
 ) -> None:
-    """Neither the bytes of a damaged one that a put replaced, nor the name of one that a reader put away.
+    """Check the bytes of a damaged object that a put replaced, and the name of an object that a reader quarantined.
 
-    One of the readers was stopped before it had synced that the name is gone.
+    One of the readers was stopped before it synced the removal of the name.
     """
     case = prepared(quick_path / "archive", "forget", encrypted=False)
     for path in case.folder.rglob(".tmp-*"):
-        path.unlink()  # erasing them syncs the same folder
+        path.unlink()  # Erasing these files syncs the same folder.
     manifest, tensors = MADE["hers, damaged"]
     with recording(case.folder, dropped) as (_, states), case.open() as archive:
         if operation == "put":

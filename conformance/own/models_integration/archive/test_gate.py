@@ -1,4 +1,4 @@
-"""The self-calibration: which models are recognised, as what; codec and rotation on tensors as the reference."""
+"""Self-calibration: recognised models and rotations, and codec and rotation on tensors compared with the reference."""
 
 import copy
 import errno
@@ -60,7 +60,7 @@ UNTURNED: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("name", [*REFUSED, *UNTURNED])
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_that_is_not_recognised_is_refused_by_name(name: str) -> None:
-    """Also one whose turned keys would not follow."""
+    """Check unsupported models, and models whose keys would not follow from a rotation of stored keys."""
     make, words = UNTURNED.get(name, (partial(build, name), name))
     with pytest.raises(UnknownModel, match=words):
         recognise(make())
@@ -68,7 +68,7 @@ def test_a_model_that_is_not_recognised_is_refused_by_name(name: str) -> None:
 
 @pytest.mark.law("refused-before-anything-changes")
 def test_growing_queries_are_seen_past_the_original_length_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the configuration calls them."""
+    """Check growing queries, independent of the name of the option in the config."""
     monkeypatch.setattr(rope, "_originals", lambda *_: [64])
     with pytest.raises(UnknownModel, match="into the keys at position 128"):
         recognise(growing_queries())
@@ -76,7 +76,7 @@ def test_growing_queries_are_seen_past_the_original_length_too(monkeypatch: pyte
 
 @pytest.mark.law("as-it-is-described")
 def test_a_model_whose_keys_need_no_turn_or_an_even_one_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queries that do not grow; and no positions at all."""
+    """Check queries that do not grow, and a model without positions."""
     assert all(layer.slot == "keys" for layer in recognise(growing_queries(0.0)).layers)
     model = build("Llama")
     monkeypatch.setattr("transformers.models.llama.modeling_llama.apply_rotary_pos_emb", lambda q, k, *_: (q, k))
@@ -85,7 +85,7 @@ def test_a_model_whose_keys_need_no_turn_or_an_even_one_is_served(monkeypatch: p
 
 @pytest.mark.law("refused-before-anything-changes")
 def test_a_model_whose_frequencies_are_not_its_buffer_s_is_refused() -> None:
-    """The gate believes prefills, not names: a buffer that the model does not rotate by is no explanation."""
+    """The gate trusts forward passes and not names. A buffer that the model does not use explains no rotation."""
     model = build("Llama")
     module = model.get_submodule("model.rotary_emb")
     module.forward = lambda x, position_ids: _rotated_by(1.3, module, x, position_ids)
@@ -114,7 +114,7 @@ def test_the_model_is_left_as_it_was() -> None:
 @pytest.mark.law("an-identity-tells-apart")
 @pytest.mark.parametrize("rotation", [name for name in ROTATIONS if name not in ("default", "partial")])
 def test_another_rotation_is_another_rotation_of_the_identity(rotation: str) -> None:
-    """dynamic is the default inside its range; the config tells them apart."""
+    """Check each rotation. `dynamic` equals the default rotation inside its range, and only the config differs."""
     base = identify(build("Llama", rope_parameters=dict(ROTATIONS["default"])))
     other = identify(build("Llama", rope_parameters=dict(ROTATIONS[rotation])))
     assert (other.rotation == base.rotation) == (rotation == "dynamic")
@@ -143,7 +143,10 @@ def test_dynamic_frequencies_are_refused_beyond_their_range() -> None:
 
 @pytest.mark.law("the-proof-has-teeth")
 def test_the_bound_of_the_probe_lies_far_from_both() -> None:
-    """Right hypotheses err by less than a hundredth of the bound, wrong ones by a hundred times it."""
+    """Correct hypotheses have errors below a hundredth of the bound.
+
+    Wrong hypotheses exceed the bound a hundredfold.
+    """
     model = build("Llama")
     before, after = (rope._probe(model, start) for start in (0, rope.PROBE_START))
     found = recognise(model)
@@ -162,7 +165,7 @@ def test_the_bound_of_the_probe_lies_far_from_both() -> None:
 
 @pytest.mark.law("as-it-is-described")
 def test_rounding_of_a_deep_half_precision_model_is_no_other_rotation() -> None:
-    """A bfloat16 Llama of 32 layers and 4 096 channels was once refused at its layer 25."""
+    """Check a bfloat16 Llama with 32 layers and 4 096 channels, which was once refused at layer 25."""
     generator, frequencies = torch.Generator().manual_seed(2), {"inv_freq": 100.0 ** (-torch.arange(8) / 8)}
     keys, values = (torch.randn(1, 2, 9, 16, generator=generator).bfloat16() for _ in range(2))
 
@@ -207,7 +210,7 @@ def test_a_codec_on_tensors_is_the_reference_s(arm: str) -> None:
 @sparingly
 @given(made=keys(), start=st.integers(0, 2048))
 def test_tensors_turn_as_the_reference_does(style: str, made: tuple[Cube, Vector], start: int) -> None:
-    """Up to the angle, which the integration rounds to float32 as the models do."""
+    """Compare tensors for equal angles. The integration rounds angles to float32, as models do."""
     x, theta = made
     tensor = torch.tensor(theta, dtype=torch.float32)
     angles = angles_between(x.shape[1], start, tensor, tensor)
@@ -224,14 +227,14 @@ UNGUIDED = settings(max_examples=2000, stateful_step_count=15, phases=[Phase.gen
 
 
 class Words(dict[Any, Any]):
-    """What a row's words mean; others mean themselves."""
+    """Meanings of the words of a row. Any other word means itself."""
 
     def __missing__(self, word: Any) -> Any:
         return word
 
 
 def run(program: dict[str, Any], encrypted: bool = False) -> None:
-    """Steps on a new archive that holds chunk 0 of each tenant."""
+    """Run the steps of a program on a new archive that has chunk 0 of each tenant."""
     machine = ArchiveMachine()
     try:
         machine.open(encrypted, None)
@@ -247,7 +250,7 @@ def run(program: dict[str, Any], encrypted: bool = False) -> None:
 
 
 def mistake(row: dict[str, str]) -> AbstractContextManager[None]:
-    """Put it into this process."""
+    """Apply a planted error to this process."""
     return replaced(Edit(row["of"], body=row["body"]))
 
 

@@ -1,4 +1,4 @@
-"""One call each way: what a library puts, it splices as if the chunk had just been computed."""
+"""One call in each direction: a chunk from a library equals a chunk that was just computed."""
 
 import logging
 import socket
@@ -136,7 +136,10 @@ def test_names_and_markers_are_checked(archive: Archive) -> None:
 
 @pytest.mark.law("a-splice-equals-a-block-mask")
 def test_a_long_chunk_is_archived_under_the_long_frequencies(archive: Archive) -> None:
-    """longrope, a chunk beyond the first range: it is re-based into a shorter session and back into a longer one."""
+    """Check longrope with a chunk beyond the first range.
+
+    The chunk is re-based into a shorter session and back into a longer session.
+    """
     model = build("Llama", rope_parameters=dict(ROTATIONS["longrope"]))
     library = Library(archive, model, VOCABULARY, "alice")
     long = ids(70, 6)
@@ -157,7 +160,7 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *sorted({word for text in CORPUS.va
 
 
 def saved(folder: Path, kind: type) -> Path:
-    """A tiny model with its tokenizer."""
+    """Save a tiny model with its tokenizer."""
     config = BertConfig(
         vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
         id2label={0: "relevant"},
@@ -181,7 +184,7 @@ def test_bm25_finds_the_words() -> None:
 
 @pytest.mark.parametrize("query", ["", "  ", "?!", "\u0301"])
 def test_bm25_copes_with_nothing(query: str) -> None:
-    """An empty query, an empty corpus, and one without a word."""
+    """Check an empty query, an empty corpus, and a corpus without words."""
     pytest.importorskip("bm25s")
     assert lexical(CORPUS)(query) == sorted(CORPUS)
     assert lexical({})(query) == lexical({})("door") == []
@@ -196,7 +199,7 @@ def test_bm25_copes_with_nothing(query: str) -> None:
     ("ｶﾞﾗｽの門", "ガラス"), ("猫", "猫"), ("पासवर्ड किसी को नहीं पता", "पासवर्ड क्या है"),
 ])
 def test_bm25_finds_words_of_every_script(text: str, query: str) -> None:
-    """Without spaces, and with vowels that are marks, not letters."""
+    """Check scripts without spaces, and scripts with vowels that are marks instead of letters."""
     pytest.importorskip("bm25s")
     others = {"a": "その他の文書です。", "b": "ข้อความ", "c": "ປະເທດ", "d": "और कुछ"}
     assert lexical({**others, "z": text})(query)[0] == "z"
@@ -211,7 +214,10 @@ def test_bm25_takes_an_accent_however_it_is_written() -> None:
 
 
 def test_an_encoder_without_a_download_knows_synonyms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """BM25 sees no common word; WordLlama's weights are in its wheel, and no name server is asked. It adds no log."""
+    """Check a query that shares no word with its text.
+
+    WordLlama's weights are in its wheel, so no name server is contacted. It adds no log handler.
+    """
     pytest.importorskip("wordllama")
     for name in [name for name in sys.modules if name.partition(".")[0] == "wordllama"]:
         monkeypatch.delitem(sys.modules, name)
@@ -225,7 +231,7 @@ def test_an_encoder_without_a_download_knows_synonyms(monkeypatch: pytest.Monkey
 
 
 def test_an_encoder_ranks_every_chunk(tmp_path: Path) -> None:
-    """Also none, and one without text; a query without text ranks by name."""
+    """Check an empty corpus and chunks without text. A query without text ranks by name."""
     rank = dense(CORPUS, folder := saved(tmp_path, BertModel))
     assert all(rank(text)[0] == name for name, text in CORPUS.items())
     assert sorted(rank("password")) == rank("") == sorted(CORPUS)
@@ -242,7 +248,7 @@ def test_a_cross_encoder_orders_what_it_is_given(tmp_path: Path) -> None:
 @pytest.mark.law("as-it-is-described")
 @pytest.mark.law("refused-before-anything-changes")
 def test_a_head_that_was_never_trained_is_refused(tmp_path: Path) -> None:
-    """A bare encoder as a cross-encoder would get a random head, and another order in each run."""
+    """Check a bare encoder as a cross-encoder. It would get a random head and a different order in each run."""
     with pytest.raises(SpecError, match="classifier"):
         reranked(CORPUS, saved(tmp_path, BertModel))
     with pytest.raises(SpecError, match="must be a folder"):

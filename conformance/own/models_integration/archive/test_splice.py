@@ -1,4 +1,4 @@
-"""The splice oracle: chunks in a RetainedCache equal one forward in which masks keep them apart, in every layer."""
+"""The splice oracle: chunks in a RetainedCache equal one forward pass with masks that separate them, in every layer."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.law("a-splice-equals-a-block-mask")
 
 BOUND, BOUND_BF16 = 1e-5, 5e-2
 SYSTEM, QUERY = ids(5, 1), ids(4, 2)
-CHUNKS = [(ids(7, 3), 0), (ids(9, 4), 3), (ids(6, 5), 0)]  # the second has a hidden preamble
+CHUNKS = [(ids(7, 3), 0), (ids(9, 4), 3), (ids(6, 5), 0)]  # The second chunk has a hidden preamble.
 
 
 def as_it_is(chunk: Chunk) -> Chunk:
@@ -38,7 +38,7 @@ def as_it_is(chunk: Chunk) -> Chunk:
 
 
 def read(model: PreTrainedModel, tokens: list[int], cache: RetainedCache | None = None) -> tuple[Tensor, RetainedCache]:
-    """One forward with the defaults of transformers: no positions, no mask."""
+    """Run one forward pass with the defaults of transformers: no positions and no mask."""
     cache = RetainedCache(model.config.get_text_config(decoder=True)) if cache is None else cache
     with torch.no_grad():
         return model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True).logits, cache
@@ -57,10 +57,10 @@ def injected(
 
 
 def gap(logits: Tensor, cache: RetainedCache, oracle: Oracle) -> float:
-    """The largest relative difference over the logits and every layer's keys and values."""
+    """Return the largest relative difference of the logits and of every layer's keys and values."""
     pairs = [(logits, oracle.logits)]
     for found, expected in zip(plain_layers(cache), plain_layers(oracle.cache), strict=True):
-        slots = oracle.own if found.is_sliding else oracle.visible  # the window is longer than the session
+        slots = oracle.own if found.is_sliding else oracle.visible  # The window is longer than the session.
         pairs += [(found.keys, expected.keys[:, :, slots]), (found.values, expected.values[:, :, slots])]
     return max(relative(a.float(), b.float()) for a, b in pairs)
 
@@ -70,15 +70,19 @@ def distance(model: PreTrainedModel, chunks: Chunks, change: Callable[[Chunk], C
 
 
 MOST, BOTH = ("Llama", "Glm", "DeepseekV3"), [("Gemma3Text", "yarn"), ("GPTNeoX", "longrope")]
-"""Families that are read with every rotation in float32; pairs that are read in both dtypes."""
+"""Families that are tested with every rotation in float32, and pairs that are tested in both dtypes."""
 
 
 def cases() -> Iterator[Any]:
-    """Every family as it is in both dtypes, and with every rotation: most of these at night."""
+    """Yield every family without changes in both dtypes, and with every rotation.
+
+    Most rotations run in the nightly profile.
+    """
     for family in FAMILIES:
         yield family, None
         for rotation in ROTATIONS:
-            # The rotary part of a latent cache is a tensor of its own, which rotates whole; Phi3 has longrope alone.
+            # The rotary part of a latent cache is a separate tensor, which rotates as a whole. Phi3 supports only
+            # longrope.
             if family in MOST and (family, rotation) != ("DeepseekV3", "partial"):
                 yield family, rotation
             elif rotation not in ("default", "partial") and (family != "Phi3" or rotation == "longrope"):
@@ -87,7 +91,7 @@ def cases() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("family", "rotation"), cases())
 def test_spliced_chunks_equal_the_block_mask(family: str, rotation: str | None) -> None:
-    """In bfloat16 no more than the bound on logits, keys and values holds: an argmax within it is the processor's."""
+    """Compare logits, keys and values. In bfloat16 an argmax within the bound depends on the processor."""
     changes: dict[str, Any] = {} if rotation is None else {"rope_parameters": parameters_of(family, rotation)}
     assert distance(build("Phi3" if (family, rotation) == ("Llama", "partial") else family, **changes), CHUNKS) < BOUND
     if rotation is not None and family in MOST:
@@ -97,7 +101,7 @@ def test_spliced_chunks_equal_the_block_mask(family: str, rotation: str | None) 
 
 
 def parameters_of(family: str, rotation: str) -> dict[str, Any]:
-    """Of the config: a family that turns half of its channels has half of the factors."""
+    """Return rotary parameters of the config. A family that rotates half of its channels has half of the factors."""
     parameters = dict(ROTATIONS[rotation])
     if family in ("Glm", "GPTNeoX"):
         parameters = {"partial_rotary_factor": 0.5, **parameters}
@@ -109,12 +113,15 @@ def parameters_of(family: str, rotation: str) -> dict[str, Any]:
 
 
 def test_a_chunk_is_rebased_where_the_session_outgrows_the_first_range() -> None:
-    """longrope: the chunk is archived under the short frequencies, the session of 105 tokens reads the long ones."""
+    """Check longrope: the chunk is archived under the short frequencies.
+
+    The session of 105 tokens uses the long frequencies.
+    """
     model = build("Llama", rope_parameters=dict(ROTATIONS["longrope"]))
     chunks = [ids(60, 6), ids(40, 7)]
     rotary = recognise(model)
     made = [computed(model, chunk, rotary) for chunk in chunks]
-    fresh = plain_layers(prefilled(model, SYSTEM + chunks[0] + chunks[1]))[0].keys  # now in the long range
+    fresh = plain_layers(prefilled(model, SYSTEM + chunks[0] + chunks[1]))[0].keys  # These keys are in the long range.
 
     def error(live: Rotary) -> float:
         _, cache = read(model, SYSTEM)
@@ -126,7 +133,7 @@ def test_a_chunk_is_rebased_where_the_session_outgrows_the_first_range() -> None
 
 
 def in_bfloat16(family: str, **changes: Any) -> PreTrainedModel:
-    """With its frequencies in float32, as from_pretrained keeps them."""
+    """Return a bfloat16 model with frequencies in float32, as from_pretrained keeps them."""
     model, sharp = build(family, torch.bfloat16, **changes), dict(build(family, **changes).named_buffers())
     for name in [name for name in sharp if name.endswith("inv_freq")]:
         path, _, attribute = name.rpartition(".")
@@ -200,7 +207,7 @@ def test_a_refused_splice_changes_nothing() -> None:
 
 @pytest.mark.law("refused-before-anything-changes")
 def test_several_rows_and_a_row_with_padding_are_refused() -> None:
-    """A padded row's columns are more than its tokens, and a chunk stands behind the tokens."""
+    """A padded row has more columns than tokens, and a chunk follows the tokens."""
     model, padded, rows = build("Llama"), torch.tensor([[0, 1, 1, 1, 1, 1]]), RetainedCache(build("Llama").config)
     rotary = recognise(model)
     with torch.no_grad(), StreamingLLM(budget=4, N_sink=1)(model) as run:

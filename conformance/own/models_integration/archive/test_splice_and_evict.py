@@ -1,4 +1,4 @@
-"""Splices and evictions in any order: beside windows, of half of the layers, and of chunks with gaps of their own."""
+"""Splices and evictions in any order: with sliding windows, half of the layers, and chunks with gaps."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,7 @@ from conformance.own.models_integration.archive.block_mask import ROTATIONS, blo
 from conformance.own.models_integration.archive.test_library import VOCABULARY
 from conformance.own.models_integration.archive.test_splice import BOUND, CHUNKS, QUERY, read
 from conformance.own.models_integration.session.families import relative, states_of
-from models_integration import CrystalCache, Published, RetentionPolicy, StreamingLLM
+from models_integration import CrystalCache, NamedPolicy, RetentionPolicy, StreamingLLM
 from models_integration.archive.layer_masks import layer_masks
 from models_integration.archive.library import Library
 from models_integration.archive.splice import Chunk, compacted, computed, splice, upper_half
@@ -50,7 +50,7 @@ def chunks_of(model: PreTrainedModel) -> list[Chunk]:
 
 
 def read_apart(model: PreTrainedModel, cache: RetainedCache, first: int = 3) -> Tensor:
-    """Logits of the query, of which `first` tokens are read before the others."""
+    """Return the logits of the query. The first `first` tokens are read in a separate forward pass."""
     with pytest.raises(SpecError, match="layers that differ"):
         read(model, QUERY[:1], cache)
     with layer_masks(model, cache):
@@ -58,11 +58,11 @@ def read_apart(model: PreTrainedModel, cache: RetainedCache, first: int = 3) -> 
 
 
 def test_eviction_after_a_splice_keeps_the_markers() -> None:
-    """Tokens of the session and of the chunks go; the policy's own five parts keep the markers."""
+    """Check that tokens of session and chunks are evicted, and that the policy keeps the markers."""
     model = build("Llama")
     _, cache = read(model, SESSION)
     markers = splice(cache, chunks_of(model), recognise(model)).tolist()
-    assert markers == [12, 18, 24, 25, 30]  # the first marker of the hidden preamble is not spliced
+    assert markers == [12, 18, 24, 25, 30]  # The first marker of the hidden preamble is not spliced.
     seen = cache.get_seq_length()
     policy = streaming_llm(2)
     plain = retain(policy, parse_budget(8), Observation(seen, 1, None, {}))
@@ -74,7 +74,7 @@ def test_eviction_after_a_splice_keeps_the_markers() -> None:
 
 @pytest.mark.parametrize("window", [6, 20, 34, 64])
 def test_a_window_counts_positions_across_a_splice(window: int) -> None:
-    """Windows that end inside the query, inside the chunks, inside the session, and nowhere."""
+    """Check windows that end inside the query, inside the chunks, inside the session, and never."""
     model = build("Gemma3Text", sliding_window=window)
     _, cache = read(model, SESSION)
     splice(cache, chunks_of(model), recognise(model))
@@ -120,7 +120,7 @@ def policy(budget: float | int = 24, **options: Any) -> CrystalCache:
 @pytest.mark.law("decided-as-the-reference")
 @pytest.mark.parametrize("gone", [frozenset[int](), frozenset(GONE)])
 def test_the_state_is_the_reference_s(gone: frozenset[int]) -> None:
-    """The chunk joins the trunks by its stored keys, as the specification has it."""
+    """The chunk joins the trunks by its stored keys, as specified."""
     model, tokens = build("Llama", dtype=torch.float64), ids(17, 3)
     rotary = recognise(model)
     chunk, kept = computed(model, tokens, rotary), kept_of(17, set(gone))
@@ -144,7 +144,7 @@ def test_the_state_is_the_reference_s(gone: frozenset[int]) -> None:
 
 @pytest.mark.law("refused-before-anything-changes")
 def test_states_that_do_not_know_all_of_it_are_forgotten() -> None:
-    """Tokens read outside the context, and layers that differ, are refused as without a splice."""
+    """Check that tokens read outside the context, and layers that differ, raise an error as without a splice."""
     model = build("Llama")
     rotary = recognise(model)
     chunk = computed(model, ids(9, 3), rotary)
@@ -162,7 +162,7 @@ def test_states_that_do_not_know_all_of_it_are_forgotten() -> None:
 
 @pytest.mark.law("refused-before-anything-changes")
 def test_a_chunk_is_not_computed_under_a_policy() -> None:
-    """The policy would evict from it, and take it for the session's own prompt."""
+    """The policy would evict tokens of the chunk, and treat the chunk as the prompt of the session."""
     model = build("Llama")
     rotary = recognise(model)
     with policy()(model) as run, pytest.raises(SpecError, match="is already inside `with policy"):
@@ -172,7 +172,7 @@ def test_a_chunk_is_not_computed_under_a_policy() -> None:
 
 @pytest.mark.law("a-cache-like-any-other")
 def test_what_is_taken_back_behind_a_chunk() -> None:
-    """Tokens behind it leave the states as they were; a crop into the chunk forgets them."""
+    """A crop of tokens after the chunk keeps the states. A crop into the chunk removes them."""
     model = build("Llama")
     rotary = recognise(model)
     chunk = computed(model, ids(9, 3), rotary)
@@ -189,7 +189,8 @@ def test_what_is_taken_back_behind_a_chunk() -> None:
     assert cache.get_seq_length() == 48
 
 
-GAPS = [{1, 2, 4}, {0, 1, 4, 6, 7}, set[int]()]  # places in each chunk; the second has a hidden preamble of 3
+# Positions in each chunk. The second chunk has a hidden preamble of 3 tokens.
+GAPS = [{1, 2, 4}, {0, 1, 4, 6, 7}, set[int]()]
 PART = ids(24, 21)
 
 
@@ -208,7 +209,7 @@ def evicted_positions(start: int) -> set[int]:
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma3Text", "Glm", "GPTNeoX", "DeepseekV2", "DeepseekV3"])
 def test_a_compacted_chunk_keeps_its_positions_and_its_room(family: str) -> None:
-    """Into a session with gaps of its own, and with another eviction behind the splice: all three orders at once."""
+    """Check a splice into a session with gaps, followed by a second eviction. This covers all three orders."""
     model = build(family)
     rotary, session_gone = recognise(model), {2, 3, 8}
     _, cache = read(model, SESSION)
@@ -234,7 +235,7 @@ def test_a_compacted_chunk_keeps_its_positions_and_its_room(family: str) -> None
 
 @pytest.mark.law("the-proof-has-teeth")
 def test_closed_gaps_fail_the_oracle() -> None:
-    """A chunk that takes the room of its stored tokens alone puts all that follows at other positions."""
+    """A chunk that takes only the room of its stored tokens moves all later tokens to wrong positions."""
     model = build("Llama")
     rotary = recognise(model)
     oracle = block_masked(model, SESSION, CHUNKS, QUERY, evicted=evicted_positions(len(SESSION)))
@@ -249,7 +250,7 @@ def test_closed_gaps_fail_the_oracle() -> None:
 
 
 def test_a_compacted_chunk_is_rebased_token_by_token() -> None:
-    """longrope: each kept token's angle goes by its own position."""
+    """Check longrope: the angle of each kept token depends on the position of the token."""
     model = build("Llama", rope_parameters=dict(ROTATIONS["longrope"]))
     rotary, tokens = recognise(model), ids(60, 6)
     gone = {at for at in range(60) if at % 3 == 1}
@@ -281,9 +282,9 @@ def test_what_no_chunk_can_keep_is_refused() -> None:
 
 
 METHODS: dict[str, RetentionPolicy] = {
-    "streamingllm": StreamingLLM(0.4, N_sink=2), "snapkv": Published("snapkv", 9, W=4),
+    "streamingllm": StreamingLLM(0.4, N_sink=2), "snapkv": NamedPolicy("snapkv", 9, W=4),
     "crystalcache": CrystalCache(0.4, frozenset(range(3, 131, 5)), TINY, backend="numpy"),
-    "chunkkv": Published("chunkkv", 12, W=4, c=5), "adakv": Published("adakv", 13, W=4),
+    "chunkkv": NamedPolicy("chunkkv", 12, W=4, c=5), "adakv": NamedPolicy("adakv", 13, W=4),
 }
 
 
@@ -292,7 +293,7 @@ METHODS: dict[str, RetentionPolicy] = {
     ("chunkkv", "markers", "DeepseekV3"),
 ])
 def test_an_archive_of_what_a_policy_keeps(archive: Archive, name: str, form: str, family: str) -> None:
-    """One kept set, one for each layer, or for each head: put, got, proved and spliced, as the mask has it."""
+    """Check one kept set, and kept sets for each layer and each head: put, get, verify and splice equal the mask."""
     model, wrapped = build(family), wrap(FORMS[form], PART, VOCABULARY)
     library = Library(archive, model, VOCABULARY, "alice")
     key = library.put(PART, form, method=METHODS[name])
@@ -320,7 +321,7 @@ def test_an_archive_of_what_a_policy_keeps(archive: Archive, name: str, form: st
 
 @pytest.mark.law("an-identity-tells-apart")
 def test_a_compacted_chunk_is_never_the_full_one(archive: Archive) -> None:
-    """Each kept set has a key of its own; codec and layer half compose with it."""
+    """Each kept set has a separate key, also in combination with a codec and half of the layers."""
     library = Library(archive, build("Llama"), VOCABULARY, "alice")
     keys = [
         library.put(PART), library.put(PART, method=StreamingLLM(12)), library.put(PART, method=StreamingLLM(13)),
@@ -328,7 +329,8 @@ def test_a_compacted_chunk_is_never_the_full_one(archive: Archive) -> None:
         library.put(PART, upper=True, method=StreamingLLM(12)),
     ]
     assert len(set(keys)) == 5
-    assert library.put(PART, method=StreamingLLM(24)) not in keys[1:]  # all of them kept, and said to be
+    # All tokens are kept, and the manifest records this.
+    assert library.put(PART, method=StreamingLLM(24)) not in keys[1:]
     sizes = {key: archive.get(key, "alice") for key in keys}
     for key, stored in zip(keys, (24, 12, 13, 12, 12), strict=True):
         chunk, found = library.get(key), sizes[key]
@@ -341,10 +343,10 @@ def test_a_compacted_chunk_is_never_the_full_one(archive: Archive) -> None:
 
 
 def test_chunks_behind_a_session_whose_heads_differ() -> None:
-    """A policy that evicted from each head by itself, then a whole chunk and one with gaps of its own, then a turn."""
+    """Check a session with different kept sets per head, then a whole chunk, a chunk with gaps, and a turn."""
     model = build("Llama")
     rotary = recognise(model)
-    with Published("snapkv", 7, W=4)(model) as run, torch.no_grad():
+    with NamedPolicy("snapkv", 7, W=4)(model) as run, torch.no_grad():
         model(input_ids=torch.tensor([SESSION]))
     cache = run.cache
     assert cache is not None

@@ -1,4 +1,4 @@
-"""The archive: what is put is got, by its own tenant and for its own model, or refused by name."""
+"""The archive: `get` returns the stored chunk only to its tenant and for its model. Other requests miss or raise."""
 
 import errno
 import fcntl
@@ -47,9 +47,9 @@ def objects(folder: Path) -> list[Path]:
 
 @pytest.mark.law("saved-is-what-was")
 def test_what_is_put_is_got(tmp_path: Path) -> None:
-    """Bits and dtypes, in another process's instance and for any safetensors reader; putting again changes nothing.
+    """Check bits and dtypes in a second instance and with any safetensors reader.
 
-    No two reads share tensors.
+    Putting a chunk again changes nothing. No two reads share tensors.
     """
     manifest, tensors = chunk(1)
     with Archive(tmp_path) as archive:
@@ -102,8 +102,10 @@ def test_another_model_is_refused_by_name(tmp_path: Path, change: dict[str, str]
 
 @pytest.mark.law("refused-before-anything-changes")
 def test_a_foreign_version_is_refused_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another format; or another meaning of the specification, which has another key, too: a chunk put again is stored
-    beside it. A clarification is no other meaning.
+    """Check a different format, and a different meaning of the specification.
+
+    A different meaning gives a different key, so a chunk that is put again is stored in addition. A clarification does
+    not change the meaning.
     """
     keys, names = [], ("manifest.SPEC_VERSION", "objects.SPEC_VERSION")
     for version, own, seed in (
@@ -144,14 +146,17 @@ def test_a_failing_disk_is_named_and_nothing_is_lost(
 
 
 def test_a_medium_that_cannot_be_written_is_opened_and_read(quick_path: Path) -> None:
-    """By a user who may not write; damage is a miss there, too."""
+    """Check a user who may not write. Damage is a miss for this user too."""
     child = started(read_where_nothing_can_be_written, quick_path)
     child.join()
     assert child.exitcode == 0
 
 
 def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
-    """By the times of the files: reading and putting again are uses. The chunk that was just put stays."""
+    """Check the order by the times of the files. Reading and putting again count as uses.
+
+    A chunk that was just put is kept.
+    """
     with Archive(tmp_path) as archive:
         keys = [archive.put(*chunk(seed)) for seed in range(4)]
         size = archive.entries()[0].bytes
@@ -196,7 +201,10 @@ def test_a_chunk_above_the_limit_is_refused(tmp_path: Path) -> None:
 
 
 def test_files_of_killed_writers_are_removed_when_they_are_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From every folder, after an hour of the disk's clock. What is being written stays, however old it seems."""
+    """Check every folder. Temporary files are removed after one hour of the disk's clock.
+
+    A file that is being written is kept, whatever its age.
+    """
     with Archive(tmp_path) as archive:
         archive.put(*chunk(0))
         (tmp_path / "keys").mkdir()
@@ -218,7 +226,7 @@ def test_files_of_killed_writers_are_removed_when_they_are_old(tmp_path: Path, m
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EIO])
 def test_nothing_needs_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """On a file system without locks everything works, and what is old is removed by its age alone."""
+    """Check a file system without locks: all operations work, and old files are removed by their age alone."""
     for name in ("flock", "fcntl", "lockf"):
         monkeypatch.setattr(fcntl, name, failing(number))
     with Archive(tmp_path, limit=1 << 20) as archive:
@@ -235,7 +243,7 @@ def test_nothing_needs_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n
 @pytest.mark.law("nothing-readable-without-the-key")
 @pytest.mark.parametrize("umask", [0, 0o022, 0o077])
 def test_folders_and_files_are_the_owners_alone(tmp_path: Path, umask: int) -> None:
-    """Whatever rights new files have otherwise; a folder that was there keeps its own."""
+    """Check all umasks. A folder that existed before keeps its rights."""
     (tmp_path / "there").mkdir(mode=0o750)
     before = os.umask(umask)
     try:

@@ -1,4 +1,4 @@
-"""Commands: `kvspec` starts without what only its models need; `kvspec archive` on the pocket model."""
+"""Commands: `kvspec` starts without the packages of its models, and `kvspec archive` runs on the pocket model."""
 
 import ast
 import importlib
@@ -30,12 +30,13 @@ main()
 """
 OURS = {"spec", "reference", "accelerated", "conformance", "models_integration"}
 MODELS = ["torch", "transformers", "safetensors", "tokenizers", "pandas", "numba"]
-# In no extra: a build of vLLM is for one device, and `kvspec serve` runs in the reader's own, with what it brings.
+# No extra contains these packages. A build of vLLM is for one device. Therefore `kvspec serve` uses the user's vLLM and
+# its dependencies.
 READERS_OWN = {"vllm", "prometheus_client"}
 
 
 def started(command: str, missing: list[str]) -> subprocess.CompletedProcess[str]:
-    """A process in which these packages are not there."""
+    """Run a command in a process in which these packages are missing."""
     code = START.format(missing=missing, command=["kvspec", *command.split()])
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
@@ -44,7 +45,7 @@ def started(command: str, missing: list[str]) -> subprocess.CompletedProcess[str
 def test_the_first_session_says_what_it_does_before_it_does_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Making the environment takes minutes, and pip is quiet."""
+    """Check the message: creating the environment takes minutes, and pip prints nothing."""
     noxfile = importlib.import_module("noxfile")
     said: list[str] = []
 
@@ -69,7 +70,7 @@ def test_help_needs_no_model() -> None:
 @pytest.mark.law("as-it-is-described")
 @pytest.mark.law("figures-are-counted-right")
 def test_a_backend_is_judged_without_a_model(tmp_path: Path) -> None:
-    """Its process is told to collect nothing, and says how many tests there were."""
+    """Check a backend without a model package. The process collects one test only, and prints the number of tests."""
     one = "test_nestedkv.py::test_equal_keys_score_zero"
     found = started(f"verify --backend numpy --out {tmp_path} -- -q --collect-only {one}", MODELS)
     assert found.returncode == 0, found.stderr
@@ -82,7 +83,7 @@ def test_a_package_that_hides_ours_is_named_with_its_path(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     Path("spec").mkdir()
     monkeypatch.setattr("models_integration.cli.app.judge", lambda command: 0)
-    assert verify_here(["--help"]) == 0  # a folder of texts hides nothing
+    assert verify_here(["--help"]) == 0  # A folder of texts hides no package.
     Path("spec/__init__.py").touch()
     with pytest.raises(SpecError, match=f"{tmp_path}/spec/__init__.py.*hides the package 'spec' of kvspec"):
         verify_here(["--help"])
@@ -135,7 +136,7 @@ def test_what_is_missing_once_a_model_is_loaded_is_named(
 @pytest.mark.law("as-it-is-described")
 @pytest.mark.law("one-line-with-the-way-out")
 def test_every_package_that_a_command_imports_has_an_extra() -> None:
-    """What is not ours, not Python's and not installed with kvspec itself."""
+    """Check imports outside of kvspec, the standard library and the dependencies of kvspec."""
     paths = [path for room in ("models_integration", "spec") for path in (ROOT / room).rglob("*.py")]
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in paths]
     nodes = [node for tree in trees for node in ast.walk(tree)]
@@ -217,7 +218,7 @@ def test_damage_is_said(keys: list[str], tmp_path: Path) -> None:
 @pytest.mark.law("one-line-with-the-way-out")
 @pytest.mark.law("saved-is-what-was")
 def test_what_a_policy_keeps_is_put_and_answered(keys: list[str], tmp_path: Path) -> None:
-    """Under a key of its own; an unknown name or budget puts nothing."""
+    """Check that a policy gives a separate key, and that an unknown policy or budget stores nothing."""
     here = ("--archive", str(tmp_path / "a"))
     kept = archived("put", str(tmp_path / "0.txt"), "--policy", "snapkv", "--budget", "0.9", *here).strip()
     assert kept not in keys
@@ -241,7 +242,7 @@ def test_what_a_policy_keeps_is_put_and_answered(keys: list[str], tmp_path: Path
 @pytest.mark.law("one-line-with-the-way-out")
 @pytest.mark.law("as-it-is-described")
 def test_the_model_is_loaded_as_it_is_told(tmp_path: Path) -> None:
-    """The dtype is a part of what a chunk is: another one's is refused."""
+    """The dtype is a part of a chunk's identity, so a chunk with a different dtype is refused."""
     (tmp_path / "note.txt").write_text(FACTS[0], encoding="utf-8")
     here, loading = ("--archive", str(tmp_path / "a")), ("--device", "cpu", "--dtype", "float64", "--attn", "eager")
     key = archived("put", str(tmp_path / "note.txt"), "--backend", "numpy", *loading, *here).strip()
@@ -270,7 +271,7 @@ def test_an_encrypted_chunk_needs_its_key(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("device", ["/dev/urandom", "a FIFO", "a long file"])
 def test_a_master_key_is_read_from_a_regular_file_of_32_bytes(tmp_path: Path, device: str) -> None:
-    """And no more than 33 bytes are read."""
+    """Check that at most 33 bytes are read."""
     pytest.importorskip("cryptography")
     (folder := tmp_path / "a" / "objects").mkdir(parents=True)
     path = Path(device)

@@ -1,7 +1,7 @@
-"""The page that explains a retention computes what the reference computes, and shows all of it.
+"""The page that explains a retention computes the reference's values, and shows all of them.
 
-Its JavaScript runs in node; the page itself in a document of a few lines (page/document.mjs), and in a headless
-Chromium where one is found: its path may be in KVSPEC_CHROMIUM.
+Its JavaScript runs in node. The page runs in a small document (page/document.mjs), and in a headless Chromium if one is
+found. KVSPEC_CHROMIUM may contain the path of Chromium.
 """
 
 import json
@@ -44,7 +44,7 @@ needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="node is no
 
 
 def node(script: str, *arguments: str, given: str = "") -> Any:
-    """What a script of `page` prints."""
+    """Return the output of a script of `page`."""
     done = subprocess.run(
         ["node", str(TOOLS / script), *arguments], input=given, capture_output=True, text=True, check=False, timeout=120
     )
@@ -54,7 +54,7 @@ def node(script: str, *arguments: str, given: str = "") -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt as it was run, and parameters and a budget that somebody then sets in its page."""
+    """Prompt as it was run, and parameters and a budget that a user sets in the page."""
 
     prompt: Prompt
     run: CrystalRetention
@@ -87,7 +87,7 @@ def drawn(seed: int) -> Case:
 @needs_node
 @pytest.mark.spec("CC-PREFILL")
 def test_the_pages_stages_are_the_references() -> None:
-    """Kept sets, r, the graph and its degrees to the bit; what has a bound, inside it."""
+    """Compare kept sets, r, the graph and its degrees bit for bit, and all other values within their bounds."""
     cases = [drawn(seed) for seed in range(PROMPTS)]
     results = node("stages.mjs", str(HOME / "stages.mjs"), given=json.dumps([case.given for case in cases]))
     for case, found in zip(cases, results, strict=True):
@@ -114,7 +114,7 @@ def page_of(case: Case, **more: Any) -> str:
 
 
 def texts(case: Case) -> list[str]:
-    """All that could end a script, an element or a line."""
+    """Return texts that could end a script, an element or a line."""
     odd = ["</script>", " <b>", "&amp;", "\n", '"', "\u2028", "ø"]
     return [odd[i] if i < len(odd) else f" w{i}" for i in range(len(case.prompt.token_ids))]
 
@@ -162,7 +162,7 @@ Drive = Callable[[str, Sequence[Mapping[str, Any]]], Any]
 
 @pytest.fixture(scope="module", params=BROWSERS)
 def drive(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drive]:
-    """What a page answers to steps, in a document of a few lines or in one Chromium for all tests."""
+    """Yield a function that returns a page's results of steps, in a small document or in one Chromium for all tests."""
     file, driver = tmp_path_factory.mktemp("page") / "page.html", str(TOOLS / "driver.js")
 
     def in_document(page: str, steps: Sequence[Mapping[str, Any]]) -> Any:
@@ -195,7 +195,7 @@ def fates(result: CrystalRetention) -> list[str]:
 
 
 def test_a_reader_of_the_page_sees_what_the_reference_keeps(drive: Drive) -> None:
-    """At once, and with every slider and choice moved."""
+    """Check the page when it opens, and after every slider and option was changed."""
     at_tau = (case for case in map(drawn, range(40)) if case.parameters.tau_edge == TINY.tau_edge)
     cases = list(islice((case for case in at_tau if "part" in fates(case.wanted)), 3))
     assert len(cases) == 3
@@ -241,7 +241,7 @@ def test_the_arrow_keys_walk_along_the_text_and_the_line(drive: Drive) -> None:
 
 
 def test_with_shift_they_walk_along_the_tokens(drive: Drive) -> None:
-    """Out of one trunk into the next, each token with its own numbers; then a trunk alone."""
+    """Check moves from one trunk to the next, with the numbers of each token, and then a trunk alone."""
     case = drawn(7)
     sizes, M = case.run.trunks.sizes.tolist(), case.run.impact
     keys = ["Home", *["Shift+ArrowRight"] * (sizes[0] + 1), "Shift+ArrowLeft", "ArrowLeft"]
@@ -275,7 +275,10 @@ def test_another_policy_is_counted_by_its_sets(drive: Drive) -> None:
 
 
 def test_a_space_that_a_tokenizer_drops_at_the_start_is_shown() -> None:
-    """As SentencePiece does: alone, a token has lost the space that it has in the text; part of a letter is a mark."""
+    """Check a tokenizer like SentencePiece, which drops the space of a single token.
+
+    A part of a letter becomes a mark.
+    """
     pieces = [b" the", b" cat", b"  sat", b" \xc3", b"\xb8"]
     tokenizer: Any = SimpleNamespace(decode=lambda ids, **given: b"".join(
         pieces[i] for i in ids

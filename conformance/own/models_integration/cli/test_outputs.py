@@ -1,5 +1,4 @@
-"""No command writes to a file that it reads, or replaces a file of the user without --force. Texts are read as stored.
-"""
+"""No command overwrites an input file, or replaces a user's file without --force. Texts are read as stored."""
 
 import json
 import sys
@@ -33,7 +32,7 @@ Refusal = Callable[[str], str]
 
 @pytest.fixture
 def refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refusal:
-    """Run a command in a folder with files of the user, which must stay as they are. Return the line of the error."""
+    """Run a command in a folder with files of the user, and return the line of the error. The files must not change."""
     study = {"title": "t", "models": ["/nowhere"], "contexts": 1, "questions": 1, "tasks": ["needle"],
              "policies": ["knorm"], "budgets": ["0.5"], "lengths": [200], "seeds": [42], "placements": ["after"]}
     names = ("own.html", "own.npz", "own.pt", "own.csv", "own.tex", "own.svg", "own.toml", "text.txt", "heads.tsv")
@@ -105,7 +104,7 @@ def test_a_verdict_replaces_no_file_of_the_user(check: bool, tmp_path: Path) -> 
 
 
 def test_two_options_cannot_have_one_file(tmp_path: Path) -> None:
-    """The answers replaced the table."""
+    """The answers once replaced the table."""
     outputs = {"table": tmp_path / "a.csv", "figure": None, "answers": tmp_path / "x" / ".." / "a.csv"}
     with pytest.raises(SpecError, match=r"answers = .*is also the file of --table"):
         check_outputs(outputs, (), force=True)
@@ -118,7 +117,7 @@ def test_a_benchmark_file_with_brackets_in_its_name_is_read(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("folder", [False, True])
 def test_an_impossible_path_is_refused(folder: bool, tmp_path: Path) -> None:
-    """The operating system's own error was raised."""
+    """The error of the operating system was once raised."""
     name = "a" * 300
     with pytest.raises(SpecError, match=r"out = .*is not a possible path \(File name too long\); choose"):
         check_results("out", tmp_path / name, ["a.html"]) if folder else check_output("out", tmp_path / name)
@@ -135,7 +134,7 @@ def test_an_exceptions_file_is_not_replaced(tmp_path: Path) -> None:
 
 
 def test_what_kvspec_made_is_made_again(tmp_path: Path) -> None:
-    """A run is resumed with its report, tables and figures; a page and a calibration are made again."""
+    """Check that a run is resumed with its report, tables and figures. A page and a calibration are replaced."""
     pytest.importorskip("matplotlib")
     files = [tmp_path / f"made.{kind}" for kind in ("csv", "svg", "tex", "png", "pdf")]
     asked = ["compare", "--length", "200", "--samples", "1", "--tasks", "needle", "--budgets", "0.9", "--policies",
@@ -166,7 +165,7 @@ def test_force_replaces_a_file_of_the_user(tmp_path: Path) -> None:
 
 @pytest.mark.law("figures-are-counted-right")
 def test_positions_are_those_of_the_file(tmp_path: Path) -> None:
-    r"""\r\n is more than one token in many vocabularies: a text with \n has other positions."""
+    r"""In many vocabularies, \r\n has more than one token. A text with \n would have different positions."""
     data = b"A line of a file.\r\nAnother line.\rA third one.\r\n" * 6
     (tmp_path / "crlf.txt").write_bytes(data)
     assert read_text("PROMPT", tmp_path / "crlf.txt").encode() == data

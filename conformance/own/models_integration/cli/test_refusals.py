@@ -1,4 +1,4 @@
-"""Every mistake on the command line is one line with the way out, said before any work."""
+"""Every error of the command line is one line that says what to type, and appears before any work."""
 
 import os
 import re
@@ -36,7 +36,7 @@ Refusal = Callable[[list[str]], str]
 
 @pytest.fixture
 def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refusal:
-    """Run a command that must fail with exit code 2, and return the one line that it says."""
+    """Run a command that must fail with exit code 2, and return its one line of output."""
     def run(arguments: list[str]) -> str:
         monkeypatch.setattr(sys, "argv", ["kvspec", *arguments])
         with pytest.raises(SystemExit) as stopped:
@@ -124,7 +124,7 @@ def test_a_mistake_in_the_call_is_one_line_too(
 def test_a_model_that_is_none_is_named_with_what_to_type(
     command: str, model: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Refusal,
 ) -> None:
-    """Every command has the same check; no hub is asked."""
+    """Check that every command has the same check, and contacts no hub."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -155,7 +155,10 @@ def test_a_text_beyond_the_models_positions_is_refused(command: str, tmp_path: P
 
 @pytest.mark.law("as-it-is-described")
 def test_a_stretched_rotation_reaches_further() -> None:
-    """As Qwen2.5's YaRN, whose files state the original range; without a range, any length is taken."""
+    """Check a rotation like Qwen2.5's YaRN, whose files state the original range.
+
+    Without a range, any length is accepted.
+    """
     def config(**rope: Any) -> LlamaConfig:
         return LlamaConfig(max_position_embeddings=64, rope_parameters={"rope_theta": 1e4, **rope})
 
@@ -169,7 +172,10 @@ def test_a_stretched_rotation_reaches_further() -> None:
 
 @pytest.mark.law("as-it-is-described")
 def test_a_policy_is_held_to_its_own_floor_alone(tmp_path: Path) -> None:
-    """One without a floor, at fewer tokens than CrystalCache protects, gets them; one with another is warned of."""
+    """Check that each policy is compared only with its floor, for budgets of few tokens.
+
+    A policy without a floor gets few tokens. A policy with a floor causes a warning.
+    """
     asked = ["--length", "200", "--samples", "1", "--tasks", "needle", "--out", str(tmp_path), "--budgets", "0.1"]
     ran = CliRunner().invoke(app, ["compare", *asked, "--policies", "knorm,streamingllm,snapkv"])
     assert ran.exit_code in (0, 1), ran.output
@@ -187,7 +193,7 @@ def test_a_policy_is_held_to_its_own_floor_alone(tmp_path: Path) -> None:
 def test_an_out_that_cannot_be_made_is_refused_first(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Before the model is looked at, which is not there."""
+    """Check that the folder is checked before the model, which does not exist."""
     (tmp_path / "file").write_text("x", encoding="utf-8")
     for out in (tmp_path / "file", tmp_path / "file" / "deep"):
         monkeypatch.setattr(sys, "argv", ["kvspec", command, "--out", str(out)])
@@ -202,7 +208,7 @@ def test_an_out_that_cannot_be_made_is_refused_first(
 
 
 def test_a_look_at_a_folder_makes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers of one sweep look at the same time: what one made and removed again, another found gone."""
+    """Check that a check creates no folder. Workers of one sweep once removed each other's folders."""
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     monkeypatch.setattr(os, "mkdir", lambda *given, **names: pytest.fail(f"made {given}"))
     check_folder("out", tmp_path / "a" / "b", "study.jsonl")
@@ -241,7 +247,7 @@ def test_files_that_cannot_be_written_are_refused_first(tmp_path: Path, refusal:
 
 @pytest.mark.law("figures-are-counted-right")
 def test_controls_that_fail_are_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything is printed and written all the same."""
+    """Check that all results are still printed and written."""
     monkeypatch.setattr("models_integration.studies.evidence.measure.score", lambda *given: True)
     result = CliRunner().invoke(app, ["compare", *SHORT, "--policies", "fullcache", "--out", str(tmp_path)])
     assert result.exit_code == 1, result.output
@@ -264,7 +270,7 @@ def test_progress_is_lines_where_there_is_no_terminal() -> None:
             progress("x")
     assert len(said.getvalue().splitlines()) == 2
     said = StringIO()
-    for terminal in (False, True):  # a run of less than two seconds shows nothing
+    for terminal in (False, True):  # A run of less than two seconds shows nothing.
         with progress_bar(Console(file=said, force_terminal=terminal), 2) as progress:
             progress("x")
             progress("x")
@@ -273,7 +279,7 @@ def test_progress_is_lines_where_there_is_no_terminal() -> None:
 
 @pytest.mark.law("figures-are-counted-right")
 def test_the_time_to_go_leaves_out_the_first_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It holds what is loaded and compiled once: here 60 s, then 1 s each."""
+    """The first part includes loading and compilation: 60 s here, then 1 s for each part."""
     clock = iter([0.0, 60.0, 61.0, 62.0])
     monkeypatch.setattr("models_integration.studies.report.time", SimpleNamespace(monotonic=lambda: next(clock)))
     said = StringIO()

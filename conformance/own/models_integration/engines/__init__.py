@@ -1,1 +1,1 @@
-"""Engines that serve many requests: what they answer, what they hold, and what they refuse."""
+"""Engines that serve many requests: answers, stored tokens, and errors."""

@@ -1,4 +1,4 @@
-"""Eviction inside llama.cpp equals masking in transformers. `nox -s lab -- extra llamacpp` runs this."""
+"""Eviction in llama.cpp equals masking in transformers. `nox -s lab -- extra llamacpp` runs this."""
 
 import ctypes
 import json
@@ -54,7 +54,7 @@ def text(random: Random, tokens: int) -> list[int]:
 
 
 def some(random: Random, sequence: LlamaSequence) -> Retention:
-    """A third of what is stored, the last token among them."""
+    """Return a retention of a third of the stored tokens, including the last token."""
     stored = sequence.positions.tolist()
     kept = sorted({*random.sample(stored, len(stored) // 3), sequence.seen - 1})
     return Retention.shared(np.array(kept, dtype=np.int64), sequence.seen)
@@ -98,7 +98,7 @@ def test_sequences_that_share_cells_are_evicted_apart(model: Any, file: Path) ->
 
 
 def test_with_quantised_weights_cells_that_move_away_are_as_good_as_gone(model: Any, tmp_path: Path) -> None:
-    """Bit for bit, where another sequence has filled the freed cells and all sums run in the same order."""
+    """Compare bit for bit. A second sequence has filled the freed cells, and all sums run in the same order."""
     path, random = tmp_path / "q4_1.gguf", Random(6)
     write_gguf(path, model)
     prompt, question = text(random, 120), text(random, 9)
@@ -140,7 +140,7 @@ def greedy(model: Any, ids: Sequence[int], hidden: Sequence[tuple[int, Sequence[
 
 
 def test_from_a_prompt_to_an_answer(model: Any, file: Path, tmp_path: Path) -> None:
-    """`kvspec keep` decides from a folder; the example reads, evicts and answers from a file of the same model."""
+    """`kvspec keep` decides from a folder. The example reads, evicts and answers from a file of the same model."""
     folder, prompt, kept = tmp_path / "folder", tmp_path / "prompt.txt", tmp_path / "kept.json"
     read_model, tokenizer = read_gguf(file)
     read_model.save_pretrained(folder)
@@ -156,7 +156,8 @@ def test_from_a_prompt_to_an_answer(model: Any, file: Path, tmp_path: Path) -> N
     gone = sorted(set(range(retention.seen)) - set(retention.positions.tolist()))
     ids = tokenizer(prompt.read_text(encoding="utf-8")).input_ids
     assert f"{len(gone)} of {len(ids)} cells freed" in done.stderr
-    # Of 32 tokens the first: the example's cells are float16, and a random model's tokens are about equally likely.
+    # Compare the first of 32 tokens: the example's cells are float16, and a random model's tokens are about equally
+    # likely.
     asked = [*ids, *tokenizer(" And 3?").input_ids]
     answer, full = (greedy(model, asked, hidden, 8) for hidden in ([(len(ids), gone)], []))
     assert answer != full
@@ -196,7 +197,7 @@ def test_a_set_that_cells_cannot_follow_is_named(name: str, file: Path) -> None:
 
 
 def state(context: Any) -> bytes:
-    """All that a context holds of sequence 0."""
+    """Return all data of sequence 0 in a context."""
     data = (ctypes.c_uint8 * cpp.llama_state_seq_get_size(context, 0))()
     cpp.llama_state_seq_get_data(context, data, len(data), 0)
     return bytes(data)

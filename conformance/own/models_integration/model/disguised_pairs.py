@@ -1,4 +1,4 @@
-"""Models whose difference hides in code, order, types, registries or tensors; and equal ones that look unlike."""
+"""Models that differ only in code, order, types, registries or tensors, and equal models that look different."""
 
 import copy
 import types
@@ -25,7 +25,7 @@ from conformance.own.models_integration.model.identity_pairs import (
 
 
 class Named(nn.Module):
-    """A layer times a number, which has some name."""
+    """Layer times a number, which is an attribute with a given name."""
 
     def __init__(self, base: nn.Module, name: str) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Named(nn.Module):
 
 
 class Buffered(nn.Module):
-    """A layer times what is made of a buffer."""
+    """Layer times a function of a buffer."""
 
     def __init__(self, base: nn.Module, tensor: Tensor, use: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Buffered(nn.Module):
 
 
 class Packed(nn.Module):
-    """A layer whose weights have their scale beside them, as quantised ones have."""
+    """Layer whose weights have a scale as an attribute, as quantised weights do."""
 
     def __init__(self, base: Any) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Packed(nn.Module):
 
 
 class Settings(list[int]):
-    """A list with an attribute."""
+    """List with an attribute."""
 
     def __init__(self, by: float) -> None:
         super().__init__([1])
@@ -74,7 +74,7 @@ class Settings(list[int]):
 
 
 class Forgetful:
-    """An object that says in some way what it is, and not what it holds."""
+    """Object that describes its type but not its content."""
 
     def __init__(self, by: float) -> None:
         self.by = by
@@ -84,21 +84,21 @@ class Forgetful:
 
 
 class ByName(Forgetful):
-    """Pickled as a global variable."""
+    """Object that is pickled as a global variable."""
 
     def __reduce__(self) -> str:
         return "ONE"
 
 
 class ByFactory(Forgetful):
-    """Pickled as a call without arguments."""
+    """Object that is pickled as a call without arguments."""
 
     def __reduce__(self) -> Any:
         return (dict, ())
 
 
 class WithoutState(Forgetful):
-    """Pickled without its attributes."""
+    """Object that is pickled without its attributes."""
 
     def __getstate__(self) -> object:
         return {}
@@ -147,7 +147,7 @@ def _reversed_layers(model: Any) -> None:
 
 
 def _of_class(by: float) -> Change:
-    """Give a layer a class whose forward closes over a number."""
+    """Return a change that gives a layer a class whose forward closes over a number."""
 
     def change(model: Any) -> None:
         class Scaled(nn.Linear):
@@ -181,7 +181,7 @@ def _forward_of_another(model: Any) -> None:
 
 
 _ADD, _CUT = (lambda x: x + 1), torch.relu
-# Family, what is done to two equal models, and what to the second of them alone.
+# Family, change of both models, and change of the second model alone.
 DISGUISED: dict[str, tuple[str, Change, Change]] = {
     "the order of a dict": _holding(_stepped, {"add": _ADD, "cut": _CUT}, {"cut": _CUT, "add": _ADD}),
     "the type of a key": _holding(lambda x, table: x * table.get(1, 1.0), {1: 3.0}, {"1": 3.0}),
@@ -240,7 +240,7 @@ def _hooked(hook: Callable[..., Any]) -> Change:
 
 
 def _over(name: str, prepare: Change = _nothing) -> Change:
-    """Exchange a method of a layer for one that calls it and doubles what it answers."""
+    """Return a change that replaces a method of a layer by one that doubles its result."""
 
     def change(model: Any) -> None:
         layer = model.get_submodule(_UP)
@@ -263,7 +263,7 @@ def _cast(model: Any) -> None:
     hooks.add_hook_to_module(model.model.norm, cast)
 
 
-# Code of somebody else in the place of a method, or in hooks that are torch's by their names: refused.
+# Foreign code in place of a method, or in hooks with the names of torch's hooks. Such models are refused.
 EXCHANGED: dict[str, Change] = {
     "forward over accelerate's": _over("forward", _move), "_call_impl": _over("_call_impl"),
     "_compiled_call_impl": _over("_compiled_call_impl"), "casting": _cast,
@@ -290,7 +290,7 @@ def _step(x: Tensor, by: float = 0.5) -> Tensor:
 
 
 def _key(model: Any) -> None:
-    """Make a dictionary whose key is a function, an equal one each time."""
+    """Add a dictionary whose key is a function. Each call creates an equal function."""
     layer = model.get_submodule(_MLP)
     key = types.FunctionType(_step.__code__, {}, "_step", _step.__defaults__)
     layer.up_proj = Holding(getattr(layer.up_proj, "base", layer.up_proj), {key: 2.0}, _first)
@@ -317,7 +317,7 @@ def _pruned_and_back(model: Any) -> None:
     layer.weight = nn.Parameter(layer._parameters.pop("weight"))
 
 
-# What is done to a model, and then changes no answer.
+# Changes of a model that change no answer.
 EQUAL: dict[str, tuple[Change, Change]] = {
     "dispatched": (_nothing, _dispatched), "a key that is a function": (_key, _key),
     "legacy spectral norm": (_normed, _answered), "parametrized, copied": (_weighed, copy.deepcopy),

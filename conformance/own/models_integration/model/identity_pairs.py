@@ -1,4 +1,7 @@
-"""Two models each: pairs that answer differently, by one field, value or module; and changes that change no answer."""
+"""Pairs of models that differ in one field, value or module and answer differently.
+
+Further changes change no answer.
+"""
 
 import copy
 from collections.abc import Callable
@@ -41,7 +44,7 @@ FIELDS: list[tuple[str, str, Any, Any]] = [
 
 
 class LoRA(nn.Module):
-    """An adapter on a linear layer, with what decides its part as attributes of several kinds."""
+    """Adapter on a linear layer. Several kinds of attributes determine its effect."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
@@ -58,7 +61,7 @@ class LoRA(nn.Module):
 
 
 class Holding(nn.Module):
-    """A layer with a value, of which some function makes the output."""
+    """Layer with a value. A function computes the output from both."""
 
     def __init__(self, base: nn.Module, value: Any, use: Callable[[Tensor, Any], Tensor]) -> None:
         super().__init__()
@@ -79,7 +82,7 @@ def _by_the_innermost(x: Tensor, settings: Any) -> Tensor:
 
 
 class Times:
-    """A factor in an object, with its fields in a dictionary."""
+    """Factor in an object that has its fields in a dictionary."""
 
     def __init__(self, by: float) -> None:
         self.by = by
@@ -89,7 +92,7 @@ class Times:
 
 
 class Slotted:
-    """A factor in an object without a dictionary."""
+    """Factor in an object without a dictionary."""
 
     __slots__ = ("by",)
 
@@ -101,7 +104,7 @@ class Slotted:
 
 
 def made(family: str, **fields: Any) -> PreTrainedModel:
-    """A family's tiny model; equal weights for any fields that do not shape them."""
+    """Return a family's tiny model. Fields that do not change shapes do not change the weights."""
     return prepared(family, **{**SMALL, **_OWN.get(family, {}), **fields})
 
 
@@ -109,7 +112,7 @@ Change = Callable[[Any], object]
 
 
 def _exchanged(path: str, make: Change) -> Change:
-    """Put into the place of a module or an attribute what `make` makes of it."""
+    """Return a change that replaces a module or an attribute by the result of `make`."""
     holder, _, name = path.rpartition(".")
 
     def change(model: Any) -> None:
@@ -124,7 +127,7 @@ def _set(path: str, value: object) -> Change:
 
 
 def _written(path: str) -> Change:
-    """Write other values into a tensor, in place."""
+    """Return a change that writes different values into a tensor in place."""
 
     def change(model: Any) -> None:
         tensor = {**dict(model.named_parameters()), **dict(model.named_buffers())}[path]
@@ -135,7 +138,7 @@ def _written(path: str) -> Change:
 
 
 def _nothing(model: Any) -> None:
-    """Leave a model as it is."""
+    """Leave a model unchanged."""
 
 
 _MLP, _UP, _ADAPTER = "model.layers.0.mlp", "model.layers.0.mlp.up_proj", "model.layers.0.self_attn.q_proj"
@@ -160,7 +163,7 @@ def _posing_as_another(by: float) -> Callable[[Tensor], Tensor]:
 
 
 def _holding(use: Callable[[Any, Any], Any], one: Any, other: Any) -> tuple[str, Change, Change]:
-    """A pair of models that hold one value, and another."""
+    """Return a pair of models that hold different values."""
     return "Llama", _exchanged(_UP, lambda base: Holding(base, one, use)), _set(f"{_UP}.value", other)
 
 
@@ -169,7 +172,7 @@ def _linear(seed: int) -> nn.Module:
     return nn.Linear(48, 48)
 
 
-# How to make a callable that nothing registers, of one factor and of another.
+# Callables that no module registers, with two different factors.
 _CALLABLES: dict[str, tuple[Any, Any]] = {
     "closure": (_closing_over(0.5), _closing_over(2.0)), "default": (_defaulting_to(0.5), _defaulting_to(2.0)),
     "wrapped closure": (_posing_as_another(0.5), _posing_as_another(2.0)),
@@ -181,7 +184,7 @@ _CALLABLES: dict[str, tuple[Any, Any]] = {
 
 
 def _tied(path: str, layer: int) -> Change:
-    """Put the part of an earlier layer, or its parameter, into the last one."""
+    """Return a change that puts a part or parameter of an earlier layer into the last layer."""
     holder, _, name = path.rpartition(".")
 
     def tie(model: Any) -> None:
@@ -192,7 +195,7 @@ def _tied(path: str, layer: int) -> Change:
 
 
 def _four_layers(model: Any) -> None:
-    """Two layers more, each unlike the others."""
+    """Append two layers that differ from all other layers."""
     torch.manual_seed(1)
     for at in (2, 3):
         model.model.layers.append(copy.deepcopy(model.model.layers[0]))
@@ -208,7 +211,7 @@ def _both(first: Change, second: Change) -> Change:
 
 
 def _dynamic(length: int) -> Change:
-    """Frequencies that change behind so many tokens."""
+    """Return a change to frequencies that change after `length` tokens."""
 
     def change(model: Any) -> None:
         model.config.rope_parameters.update(rope_type="dynamic", factor=4.0)
@@ -219,14 +222,14 @@ def _dynamic(length: int) -> Change:
 
 
 def _own_rope(model: Any) -> None:
-    """A config of the rotation's own, with another factor."""
+    """Give the rotation a separate config with a different factor."""
     rotation = model.model.rotary_emb
     rotation.config = copy.deepcopy(rotation.config)
     rotation.config.rope_parameters["factor"] = 90.0
 
 
 def _plain_frequencies(model: Any) -> None:
-    """Frequencies as an attribute, no buffer."""
+    """Store the frequencies as an attribute that is no buffer."""
     rotation = model.model.rotary_emb
     frequencies = rotation.inv_freq
     del rotation.inv_freq
@@ -248,7 +251,7 @@ _ON_ADAPTERS: dict[str, Change] = {
     "rank, in an object": lambda model: vars(model.get_submodule(_ADAPTER).settings).update(rank=16.0),
     "active one": _set(f"{_ADAPTER}._active_adapter", ["other"]), "switch": _set(f"{_ADAPTER}._disable_adapters", True),
 }
-# Family, what is done to two equal models, and what to the second of them alone.
+# Family, change of both models, and change of the second model alone.
 CHANGES: dict[str, tuple[str, Change, Change]] = {
     "a weight": ("Llama", _nothing, _written(f"{_UP}.weight")),
     "a trained buffer": ("DeepseekV3", _nothing, _written("model.layers.1.mlp.gate.e_score_correction_bias")),
@@ -289,7 +292,7 @@ def _steer_before(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
     return (inputs[0] + 1,)
 
 
-# What is refused, as it cannot be read.
+# Changes that are refused, because the identity cannot read them.
 HOOKS: dict[str, Change] = {
     "hook": lambda model: model.get_submodule(_UP).register_forward_hook(_steer),
     "hook on the whole": lambda model: model.model.norm.register_forward_hook(lambda *seen: _steer(*seen)),
@@ -299,7 +302,7 @@ HOOKS: dict[str, Change] = {
 }
 
 _KEEP = ".*: use only numbers, strings, tensors and modules"
-# Values of which nothing says what is in them, and what the refusal says.
+# Values whose content cannot be read, and the error.
 UNREADABLE: dict[str, tuple[Change, str]] = {
     "deep": (
         _exchanged(_UP, partial(Holding, value=[[[[[[[[0.5]]]]]]]], use=_by_the_innermost)),
@@ -318,14 +321,14 @@ UNREADABLE: dict[str, tuple[Change, str]] = {
 
 
 def _read(model: Any) -> None:
-    """Answer, with all that a forward can be asked for, and a prompt beyond the first frequencies."""
+    """Run forward passes with all optional outputs, and with a prompt beyond the first frequencies."""
     with torch.no_grad():
         model(torch.arange(3, 90)[None], output_hidden_states=True, output_attentions=True)
     model.generate(torch.arange(3, 9)[None], max_new_tokens=2)
 
 
 def _loaded(model: PreTrainedModel) -> PreTrainedModel:
-    """Save it, rename the folder, and load it for another kind of attention."""
+    """Save the model, rename the folder, and load it with a different attention implementation."""
     with TemporaryDirectory() as folder:
         model.save_pretrained(Path(folder, "one"))
         path = Path(folder, "one").rename(Path(folder, "other"))
@@ -338,7 +341,7 @@ def _accelerated(model: Any) -> None:
     hooks.add_hook_to_module(model.model.norm, hooks.SequentialHook(hooks.ModelHook()))
 
 
-# What changes no answer.
+# Changes that change no answer.
 SAME: dict[str, Change] = {
     "copied": copy.deepcopy, "read": _read, "saved and loaded": _loaded,
     "wider and back": lambda model: model.to(torch.float64).to(torch.float32), "moved": lambda model: model.to("cpu"),

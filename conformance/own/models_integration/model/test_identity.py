@@ -1,4 +1,4 @@
-"""One identity of a model: equal for equal models, another one for any other, and made once."""
+"""The identity of a model: equal for equal models, different for different models, and computed once."""
 
 import copy
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from conformance.own.models_integration.archive.block_mask import FAMILIES, buil
 from conformance.own.models_integration.model.disguised_pairs import DISGUISED, EQUAL, EXCHANGED
 from conformance.own.models_integration.model.identity_pairs import CHANGES, FIELDS, HOOKS, SAME, UNREADABLE, made
 from conformance.own.models_integration.session.families import SMALL, at_once, prepared, prompt
-from models_integration import Published, RetainedCache, StreamingLLM, load_cache, save_cache
+from models_integration import NamedPolicy, RetainedCache, StreamingLLM, load_cache, save_cache
 from models_integration.archive.errors import WrongModel
 from models_integration.archive.library import Library
 from models_integration.archive.store import Archive
@@ -42,7 +42,7 @@ SAMPLED = 64
 
 
 def negate(model: PreTrainedModel) -> PreTrainedModel:
-    """Leave the first values of each parameter as they were, and negate all others."""
+    """Negate all values of each parameter except the first ones."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.view(-1)[SAMPLED:].neg_()
@@ -50,14 +50,14 @@ def negate(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def moved(model: Any, device: str) -> PreTrainedModel:
-    """The model itself, there."""
+    """Move the model to a device."""
     found: PreTrainedModel = model.to(device, torch.float32)
     return found
 
 
 @pytest.fixture
 def identified(monkeypatch: pytest.MonkeyPatch) -> list[PreTrainedModel]:
-    """The models whose parameters have been read for an identity."""
+    """Return the list of models whose parameters have been read for an identity."""
     seen: list[PreTrainedModel] = []
     weights = home._weights
 
@@ -71,7 +71,7 @@ def identified(monkeypatch: pytest.MonkeyPatch) -> list[PreTrainedModel]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equal_models_have_one_identity(family: str) -> None:
-    """A copy, one made again, and one that was moved, in every part; nothing is left on the model."""
+    """Check a copy, a second instance and a moved model in every part. The model gets no new attribute."""
     model = build(family)
     before = {name: set(vars(module)) for name, module in model.named_modules()}
     found = identify(model)
@@ -97,7 +97,8 @@ def round_frequencies(model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize(("change", "parts"), [
     (bit, {"weights"}), (window, {"config"}), (round_frequencies, {"rotation", "rotation_dtype"}),
-    (lambda model: model.get_buffer("model.rotary_emb.inv_freq")[:1].mul_(1 + 2**-23), {"rotation"}),  # one bit
+    # The two values differ in one bit.
+    (lambda model: model.get_buffer("model.rotary_emb.inv_freq")[:1].mul_(1 + 2**-23), {"rotation"}),
     (lambda model: model.to(torch.bfloat16), {"weights", "rotation", "rotation_dtype", "dtype"}),
 ])
 def test_a_difference_is_in_its_part_and_in_the_digest(
@@ -128,7 +129,7 @@ def check_apart(one: PreTrainedModel, other: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize(("family", "field", "first", "second"), FIELDS)
 def test_models_that_differ_in_a_field_have_two_identities(family: str, field: str, first: Any, second: Any) -> None:
-    """Their parameters are equal, and their answers are not."""
+    """The parameters of the models are equal, but the answers differ."""
     one, other = (made(family, **{field: value}) for value in (first, second))
     assert identify(one).weights == identify(other).weights
     check_apart(one, other)
@@ -178,7 +179,7 @@ def test_models_that_look_unlike_and_answer_alike_have_one_identity(name: str) -
 
 
 class Leaking(torch.nn.Module):
-    """An activation of somebody's own."""
+    """Activation function defined by a user."""
 
     def __init__(self, slope: float) -> None:
         super().__init__()
@@ -279,7 +280,7 @@ def test_tied_parts_that_become_equal_ones_make_no_other_model() -> None:
 
 
 def test_a_tensor_of_several_chunks_is_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In chunks of any size the digest is the same, and each of its values counts."""
+    """Check that the digest is independent of the chunk size and depends on every value."""
     model = build("Llama")
     found = identify(model)
     monkeypatch.setattr(tensor_digest, "CHUNK_BYTES", 40)
@@ -289,7 +290,7 @@ def test_a_tensor_of_several_chunks_is_read_whole(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_model_with_other_values_behind_the_first_is_another_model_everywhere(tmp_path: Path) -> None:
-    """In saved caches, archives, calibrations and rows."""
+    """Check saved caches, archives, calibrations and rows."""
     model, other, ids = build("Llama"), negate(build("Llama")), prompt(40) % 131
     assert identify(model).named("llama") != identify(other).named("llama")
     cache = RetainedCache(model.config)
@@ -302,7 +303,7 @@ def test_a_model_with_other_values_behind_the_first_is_another_model_everywhere(
         key = Library(archive, model, VOCABULARY, "alice").put([5, 6, 7])
         with pytest.raises(WrongModel):
             Library(archive, other, VOCABULARY, "alice").get(key)
-    chosen = Published("triattention", 20, calibration=calibrate(model, ids.repeat(1, 7)))
+    chosen = NamedPolicy("triattention", 20, calibration=calibrate(model, ids.repeat(1, 7)))
     with chosen(model):
         pass
     with pytest.raises(SpecError, match="was made for a different model"):
@@ -335,7 +336,7 @@ def test_a_policy_with_statistics_takes_what_was_made_once(identified: list[PreT
     model, ids = build("Llama"), prompt(40) % 131
     identity = identify(model)
     statistics = calibrate(model, ids.repeat(1, 7), identity)
-    chosen = Published("triattention", 20, calibration=statistics).knowing(identity)
+    chosen = NamedPolicy("triattention", 20, calibration=statistics).knowing(identity)
     for _ in range(3):
         with chosen(model) as run:
             at_once(model, ids, RetainedCache(model.config))
@@ -349,7 +350,7 @@ def test_a_command_makes_it_once_and_only_where_a_row_or_a_file_needs_it(
     text, archive, statistics = tmp_path / "text.txt", str(tmp_path / "archive"), tmp_path / "mine.npz"
     text.write_text("The secret code is 7492. The chair thanked the members.", encoding="utf-8")
     long = tmp_path / "long.txt"
-    long.write_text(text.read_text(encoding="utf-8") * 20, encoding="utf-8")  # 256 tokens are the least
+    long.write_text(text.read_text(encoding="utf-8") * 20, encoding="utf-8")  # A calibration needs at least 256 tokens.
     model, _ = load_pocket()
     save_calibration(calibrate(model, prompt(256)), statistics)
     identified.clear()

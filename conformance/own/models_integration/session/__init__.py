@@ -1,1 +1,1 @@
-"""The integration with `transformers`: eviction equals masking, on tiny random models of every family served."""
+"""Sessions: eviction equals masking, on tiny random models of every supported family."""

@@ -1,4 +1,4 @@
-"""Tiny random models of the families that the integration serves."""
+"""Tiny random models of the families that the integration supports."""
 
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +17,10 @@ from spec.parameters import TINY
 
 VOCABULARY = 131
 WHOLE = ("llama", "gemma3")
-"""Full attention in every layer, and windows in some: by day they meet every value that a test varies."""
+"""Families that every test runs with every value outside the nightly profile.
+
+One has full attention in every layer. One has sliding windows in some layers.
+"""
 WINDOW = 16
 ENDS = frozenset(range(3, VOCABULARY, 9))
 
@@ -37,7 +40,7 @@ _ALTERNATING = {
 
 
 def tiny(name: str, **fields: Any) -> Any:
-    """A model of transformers by the name of its class, whose ending ForCausalLM may be left out."""
+    """Return a model of transformers by the name of its class. The ending ForCausalLM may be omitted."""
     torch.manual_seed(0)
     kind = getattr(transformers, name if name.endswith(("Model", "Generation", "LM")) else f"{name}ForCausalLM")
     return kind(kind.config_class(**fields))
@@ -56,7 +59,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "gpt2": partial(tiny, "GPT2LMHeadModel", **_SIZES),
 }
 SLIDING = ("gemma2", "gemma3")
-TABLES = ("gpt2",)  # positions are a table that is added to the embeddings
+TABLES = ("gpt2",)  # The positions of this family are a table that is added to the embeddings.
 
 METHODS: dict[str, Callable[[], RetentionPolicy]] = {
     "crystalcache": lambda: CrystalCache(0.5, ENDS, TINY, backend="numpy"),
@@ -66,12 +69,15 @@ METHODS: dict[str, Callable[[], RetentionPolicy]] = {
 
 
 def prepared(name: str, **fields: Any) -> PreTrainedModel:
-    """Such a model, with the weights of `prepare`."""
+    """Return a tiny model with the weights of `prepare`."""
     return prepare(tiny(name, **fields))
 
 
 def build(family: str, *, attention: str | None = None, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A tiny model, with weights so large that its attention is not uniform, that never stops generating early."""
+    """Return a tiny model. The weights are so large that attention is not uniform.
+
+    The model never stops generating early.
+    """
     return prepare(FAMILIES[family](), attention=attention, dtype=dtype)
 
 
@@ -85,7 +91,7 @@ def prepare(
             parameter.data.copy_(noise * (1.2 / parameter.shape[1] ** 0.5))
         elif name.endswith("bias"):
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-        elif name.endswith("sinks"):  # each head has a sink of its own, as large as its logits
+        elif name.endswith("sinks"):  # Each head has a different sink, as large as the head's logits.
             parameter.data.copy_(torch.arange(len(parameter)) - 1.0)
     if attention is not None:
         model.set_attn_implementation(attention)
@@ -97,30 +103,30 @@ def prepare(
 
 
 def prompt(n: int, seed: int = 3) -> Tensor:
-    """Random ids, (1, n), special ones left out."""
+    """Return random ids (1, n) without special tokens."""
     return torch.randint(3, VOCABULARY, (1, n), generator=torch.Generator().manual_seed(seed))
 
 
 def states_of(cache: RetainedCache) -> CrystalStates:
-    """What CrystalCache keeps of each row of a cache."""
+    """Return the states that CrystalCache keeps for the rows of a cache."""
     states = cache.continuation
     assert isinstance(states, CrystalStates)
     return states
 
 
 def tensors(cache: RetainedCache) -> list[Tensor]:
-    """Keys and values of every layer."""
+    """Return the keys and values of every layer."""
     layers: list[Any] = cache.layers
     return [tensor for layer in layers for tensor in (layer.keys, layer.values)]
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
-    """Largest difference, by the largest value expected."""
+    """Return the largest absolute difference divided by the largest absolute expected value."""
     return float((found - expected).abs().max() / expected.abs().max())
 
 
 def greedy(model: PreTrainedModel, input_ids: Tensor, new: int, **options: Any) -> Tensor:
-    """The ids that generate adds, (rows, new)."""
+    """Return the ids that generate adds, (rows, new)."""
     output = model.generate(  # type: ignore[operator]  # generation methods come from a mixin without types
         input_ids=input_ids, max_new_tokens=new, **{"do_sample": False, **options}
     )
@@ -129,14 +135,14 @@ def greedy(model: PreTrainedModel, input_ids: Tensor, new: int, **options: Any) 
 
 
 def step_by_step(model: PreTrainedModel, input_ids: Tensor, cache: DynamicCache) -> Tensor:
-    """Logits of tokens read one at a time, default positions and masks."""
+    """Return the logits of tokens that are read one at a time, with default positions and masks."""
     with torch.no_grad():
         steps = [model(input_ids=token, past_key_values=cache).logits for token in torch.split(input_ids, 1, dim=1)]
     return torch.cat(steps, dim=1)
 
 
 def at_once(model: PreTrainedModel, input_ids: Tensor, cache: DynamicCache, **options: Any) -> Tensor:
-    """Logits of tokens read in one forward."""
+    """Return the logits of tokens that are read in one forward pass."""
     with torch.no_grad():
         logits = model(input_ids=input_ids, past_key_values=cache, **options).logits
     assert isinstance(logits, Tensor)
@@ -146,13 +152,13 @@ def at_once(model: PreTrainedModel, input_ids: Tensor, cache: DynamicCache, **op
 def crossed(
     name: str, values: Iterable[object], *, always: Iterable[object] = (), whole: Sequence[str] = WHOLE,
 ) -> pytest.MarkDecorator:
-    """A test's parameters `family` and `name`: every pair in the profile nightly.
+    """Parametrize a test with `family` and `name`. The nightly profile runs every pair.
 
     Args:
-        name: Of the other parameter.
-        values: What it takes.
-        always: Those of them that every family meets by day, too; without any, each family meets one of all, in turn.
-        whole: Families that meet every value by day.
+        name: name of the second parameter.
+        values: values of the second parameter.
+        always: values that every family runs in every profile. If empty, each family runs one of all values, in turn.
+        whole: families that run every value in every profile.
     """
     others, met = list(values), list(always)
     parameters = []

@@ -1,7 +1,8 @@
-"""Eviction equals masking, computed anew for every question: one forward over all that a row has read.
+"""Oracle of the law "eviction equals masking": one forward pass over all tokens of a row for every question.
 
-Each query of each full-attention layer and KV head sees what was stored when it was read. Nothing here knows how a
-cache stores it. `Masked` decodes from one full cache instead: for tests of one prompt and what follows.
+Each query of each full-attention layer and KV head attends to the tokens that were stored when the query was read. The
+oracle does not use the storage of a cache. `Masked` decodes from one full cache instead. It is for tests of one prompt
+and the tokens that follow.
 """
 
 import copy
@@ -24,7 +25,7 @@ HeadSets = Mapping[int, Sequence[Sequence[int]]]
 
 
 def head_sets(kept: Retention, layers: Sequence[int], heads: int) -> dict[int, list[list[int]]]:
-    """The kept positions of each layer and KV head, at any granularity."""
+    """Return the kept positions of each layer and KV head, at any granularity."""
     each = {Granularity.MODEL: (0, 0), Granularity.LAYER: (1, 0), Granularity.HEAD: (heads, 1)}
     own, apart = each[kept.granularity]
     return {
@@ -35,14 +36,16 @@ def head_sets(kept: Retention, layers: Sequence[int], heads: int) -> dict[int, l
 
 @dataclass(frozen=True)
 class Row:
-    """What one row has read, and which positions each of its queries saw, (layers, H_kv, n, n)."""
+    """Tokens of a row, and the positions that each query attended to, (layers, H_kv, n, n)."""
 
     tokens: tuple[int, ...]
     seen: Tensor
 
     def read(self, tokens: Iterable[int], stored: Sets | None = None) -> "Row":
-        """These come next, in one forward: each sees what is stored, and those before it. Of a chunk that was computed
-        elsewhere nothing is stored.
+        """Return the row after a forward pass over new tokens.
+
+        Each new token attends to the stored positions, to the new tokens before it, and to itself. If the new tokens
+        are a chunk that was computed elsewhere, `stored` is None.
         """
         new = tuple(tokens)
         before, n = len(self.tokens), len(new)
@@ -54,21 +57,24 @@ class Row:
         return Row(self.tokens + new, seen)
 
     def cropped(self, n: int) -> "Row":
-        """Without the last n tokens."""
+        """Return the row without the last n tokens."""
         left = len(self.tokens) - n
         return Row(self.tokens[:left], self.seen[:, :, :left, :left])
 
 
 class Expected(NamedTuple):
-    """What the masked model computes of a row: logits (n, vocabulary), and keys and values of all its positions."""
+    """Result of the masked model for a row: logits (n, vocabulary), and keys and values of all positions."""
 
     logits: Tensor
     layers: list[tuple[Tensor, Tensor]]
-    """By full-attention layer, each (H_kv, n, d)."""
+    """Keys and values of each full-attention layer, each (H_kv, n, d)."""
 
 
 class MaskedModel:
-    """A copy of the model whose full-attention layers are handed a mask for each head, and the others their window."""
+    """Copy of the model with a mask for each head in full-attention layers.
+
+    The remaining layers use their sliding window.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = copy.deepcopy(model)
@@ -83,11 +89,14 @@ class MaskedModel:
 
     @property
     def nothing(self) -> Row:
-        """A row that has read nothing."""
+        """Row without tokens."""
         return Row((), torch.zeros(len(self.full), self.heads, 0, 0, dtype=torch.bool))
 
     def expect(self, row: Row) -> Expected:
-        """One forward over all that the row has read. Rows are asked about twice: the last answers are kept."""
+        """Return the result of one forward pass over all tokens of the row.
+
+        Each row is asked for twice, so the last results are kept.
+        """
         for known, expected in self._known:
             if known is row:
                 return expected
@@ -118,12 +127,12 @@ class MaskedModel:
 
 
 class Masked(oracle.Masked):
-    """The suite's oracle after one prompt.
+    """Oracle of the suite after one prompt.
 
     Args:
-        model: A copy of it reads.
+        model: model whose copy reads the tokens.
         input_ids: the prompt.
-        kept: what the KV heads of each layer still see of it, or one set for all.
+        kept: positions of the prompt that each KV head of each layer still attends to, or one set for all heads.
     """
 
     def __init__(self, model: PreTrainedModel, input_ids: Tensor, kept: HeadSets | Sequence[int]) -> None:
@@ -132,7 +141,7 @@ class Masked(oracle.Masked):
         self.keep([kept[layer] if isinstance(kept, Mapping) else [kept] for layer in self.visible])
 
     def greedy(self, new: int) -> list[int]:
-        """The first token from the uncompacted prompt, the others through the mask."""
+        """Return greedy tokens: the first from the uncompacted prompt, all later tokens through the mask."""
         token = self.prompt_logits[:, -1:].argmax(-1)
         chosen = [int(token)]
         while len(chosen) < new:

@@ -1,4 +1,4 @@
-"""Caches that run under policies, beside the rows of the masked model; and what is judged after each operation."""
+"""Caches under policies, together with the masked model's rows, and checks after each operation."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ from models_integration import (
     CrystalCache,
     CustomPolicy,
     FullCache,
-    Published,
+    NamedPolicy,
     RetainedCache,
     RetentionPolicy,
     Session,
@@ -59,7 +59,7 @@ from spec.parameters import TINY
 from spec.retention import Granularity, Retention
 
 MAX_TOKENS = 150
-"""Of a row: the oracle's forward is over all of them."""
+"""Largest number of tokens of a row. The oracle reads all tokens of a row in one forward pass."""
 BREATHING = replace(TINY, T_breath=4)
 POLICIES: dict[str, RetentionPolicy] = {
     "breathing": CrystalCache(20, ENDS, BREATHING, "numpy", decode=True),
@@ -74,38 +74,39 @@ POLICIES: dict[str, RetentionPolicy] = {
     "tova": CustomPolicy(tova(), 12),
     "rkv": CustomPolicy(rkv(W=4, every=3), 12),
     "lagkv": CustomPolicy(lagkv(lag=4), 0.5),
-    "criticalkv": Published("criticalkv", 0.5, W=4),
+    "criticalkv": NamedPolicy("criticalkv", 0.5, W=4),
     "pyramidkv": CustomPolicy(pyramidkv(W=4), 12),
     "chunkkv": CustomPolicy(chunkkv(c=5, W=4), 0.4),
     "cake": CustomPolicy(cake(W=4), 0.4),
     "kvcrush": CustomPolicy(kvcrush(W=4, block=4, share=0.5), 0.4),
-    "critical-adakv": Published("critical-adakv", 0.5, W=4),
+    "critical-adakv": NamedPolicy("critical-adakv", 0.5, W=4),
     "blocks": CustomPolicy(in_blocks(adakv(W=4), 4), 0.4),
     "vatp": CustomPolicy(vatp(2), 12),
     "morphkv": CustomPolicy(morphkv(W=4), 12),
     "vase": CustomPolicy(vase(W=3), 12),
     "kvzip": CustomPolicy(kvzip(**REHEARSED), 0.4),
-    "kvzip-plus": Published("kvzip-plus", 0.4, **REHEARSED),
+    "kvzip-plus": NamedPolicy("kvzip-plus", 0.4, **REHEARSED),
 }
 GRANULARITY = {"model": Granularity.MODEL, "layer": Granularity.LAYER, "head": Granularity.HEAD}
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A family's tiny model, and what is made of it once."""
+    """Tiny model of a family, and the objects that are computed from the model once."""
 
     model: PreTrainedModel
     oracle: MaskedModel
     identity: ModelIdentity
     rotary: Rotary | None
-    """None if a sliding window does not see a chunk, or if positions are a table."""
+    """None if sliding windows would skip a chunk, or if positions are a table."""
 
 
 @cache
 def subject(family: str) -> Subject:
-    """The family's, with attention that is computed eagerly if the name says so.
+    """Return the subject of a family. If the name of the family contains "eager", attention is computed eagerly.
 
-    In float64, where the last bits of q and k decide nothing; Gemma2's attention takes its softmax in float32.
+    The dtype is float64, so that the last bits of q and k decide nothing. Gemma2 uses float32, because the attention of
+    Gemma2 computes its softmax in float32.
     """
     name, _, attention = family.partition(" ")
     model = build(name, attention=attention or None, dtype=torch.float32 if name == "gemma2" else torch.float64)
@@ -115,29 +116,33 @@ def subject(family: str) -> Subject:
 
 
 def ids_of(n: int, seed: int, rows: int = 1) -> Tensor:
-    """Random ids, (rows, n)."""
+    """Return random ids (rows, n)."""
     return torch.randint(3, 131, (rows, n), generator=torch.Generator().manual_seed(seed))
 
 
 @dataclass
 class RunningCache:
-    """A cache, the policy that it began under, and what the oracle knows of its rows."""
+    """Cache, the policy of its first prompt, and the oracle's rows."""
 
     cache: RetainedCache
     policy: str
     rows: list[Row]
     heads: tuple[int, int]
-    """Full-attention layers and KV heads."""
+    """Number of full-attention layers, and number of KV heads."""
     sets: list[Sets] = field(default_factory=list)
-    """What each row stores, as far as was seen last."""
+    """Positions that each row stored at the last check."""
     columns: int = 0
     open: bool = False
-    """Inside a first prompt with padding, which no cache knows of before it is over: all of it is stored."""
+    """True inside a first prompt with padding.
+
+    The cache has no information about padding before the prompt ends, so the whole prompt is stored.
+    """
     dead: bool = False
-    """Refused its first prompt, or failed half way: nothing more is done with it."""
+    """True after a refused first prompt or a failed operation. Such a cache is not used again."""
     alone: list[RetainedCache] | None = None
-    """Each row in a separate cache, which reads no padding, and a segment in one forward. None after an operation that
-    such a cache cannot follow.
+    """Separate cache for each row, which reads no padding and reads a segment in one forward pass.
+
+    None after an operation that a separate cache cannot follow.
     """
 
     def __repr__(self) -> str:
@@ -145,11 +150,11 @@ class RunningCache:
 
     @property
     def tokens(self) -> int:
-        """Of the longest row."""
+        """Number of tokens of the longest row."""
         return max(len(row.tokens) for row in self.rows)
 
     def stored(self) -> list[Sets]:
-        """What the cache says that it stores of each row."""
+        """Return the stored positions of each row according to the cache."""
         layers, heads = self.heads
         if self.open:
             return [[[[*range(len(row.tokens))]] * heads] * layers for row in self.rows]
@@ -162,7 +167,10 @@ class RunningCache:
 
 
 def _positions(layer: RetainedLayer, row: int, head: int) -> list[int]:
-    """What a head stores; of a layer that expects the columns of a padded turn, what it stores before they are read."""
+    """Return the positions that a head stores.
+
+    If a layer expects the columns of a padded turn, return the positions that are stored before these columns are read.
+    """
     kept = layer.rows.kept
     if isinstance(layer, DenseLayer) and kept.shape[1] > layer.stored_length:
         return [at for at in kept[min(row, len(kept) - 1), : layer.stored_length].tolist() if at != EMPTY]
@@ -171,7 +179,10 @@ def _positions(layer: RetainedLayer, row: int, head: int) -> list[int]:
 
 
 class Judge:
-    """Reads tokens into caches of one family's model, and compares; `met` counts states."""
+    """Reader of tokens into caches of one family's model, with checks of the results.
+
+    `counts` contains the number of occurrences of each state.
+    """
 
     def __init__(self, family: str, met: Counter[str]) -> None:
         self.subject, self.counts = subject(family), met
@@ -179,7 +190,7 @@ class Judge:
         self._reads: list[list[Row]] = []
 
     def met(self, state: str) -> None:
-        """Note a state, for the caller and for Hypothesis' statistics."""
+        """Count a state, also in the statistics of Hypothesis."""
         self.counts[state] += 1
         if currently_in_test_context():
             event(state)
@@ -191,7 +202,7 @@ class Judge:
 
     @contextmanager
     def watching(self, life: RunningCache) -> Iterator[None]:
-        """What the rows are after each forward, noted as the model's decoder is about to read it."""
+        """Record the rows of each forward pass inside the block, immediately before the model's decoder reads them."""
         reads: list[list[Row]] = []
         self._reads = reads
 
@@ -218,10 +229,10 @@ class Judge:
         for row, before, after in zip(life.rows, life.sets, now, strict=True):
             for a, b in zip(flat([before]), flat([after]), strict=True):
                 back = {at for at in b if at < len(row.tokens)} - {*a}
-                assert not back, f"tokens are stored that were evicted: {sorted(back)}"
+                assert not back, f"evicted tokens are stored: {sorted(back)}"
 
     def read(self, life: RunningCache, ids: Tensor, evicts: bool = True, mask: Tensor | None = None) -> None:
-        """One forward, whose logits are those of the masked model."""
+        """Read tokens in one forward pass, and check that the logits equal those of the masked model."""
         self._reads.clear()
         with torch.no_grad():
             logits = self.model(input_ids=ids, past_key_values=life.cache, attention_mask=mask).logits
@@ -233,7 +244,7 @@ class Judge:
         self, life: RunningCache, ended: str, policy: str | None, pieces: Sequence[Sequence[Tensor]],
         reading: bool = False,
     ) -> None:
-        """Each row reads its pieces alone, and then has the tokens and states that it has in the batch."""
+        """Read the pieces of each row in a separate cache, and compare tokens and states with those of the batch."""
         if ended != "done":
             life.alone = None
         for index, own in enumerate(life.alone or ()):
@@ -244,21 +255,27 @@ class Judge:
                 for ids in pieces[index]:
                     at_once(self.model, ids[None], own)
             single = replace(life, cache=own, rows=[life.rows[index]])
-            assert single.stored() == [life.sets[index]], "alone, the row stores other tokens than in the batch"
+            assert single.stored() == [life.sets[index]], "the separate cache stores different tokens than the batch"
             if isinstance(life.cache.continuation, CrystalStates):
                 (state,) = states_of(own).rows
                 same_state(life.cache.continuation.rows[index], state, self.rounding())
 
     def rounding(self) -> float:
-        """How far states may lie apart, relative, if other kernels read the same tokens (alone, or in a batch)."""
+        """Return the largest relative difference of states if different kernels read the same tokens.
+
+        Kernels differ between a single row and a batch.
+        """
         if self.model.dtype != torch.float64:
             return 1e-2
-        # Eager attention (transformers 5.21 to 5.24) takes the softmax in float32 in every model: its rounding, 6e-8,
-        # enters the keys of later layers, and the logistic of D multiplies that by its argument.
+        # Eager attention (transformers 5.21 to 5.24) computes the softmax in float32 in every model. The rounding error
+        # of 6e-8 enters the keys of later layers, and the logistic of D multiplies the error by its argument.
         return 1e-5 if self.model.config._attn_implementation == "eager" else 1e-7
 
     def follow(self, life: RunningCache, logits: Sequence[Tensor], columns: int, evicts: bool = True) -> None:
-        """What forwards have read, and what is stored now. `logits` are those of the last tokens of each row."""
+        """Check the logits and the stored tokens after forward passes.
+
+        `logits` are those of the last tokens of each row.
+        """
         rows, before = self._reads[-1], life.sets
         new = [len(row.tokens) - len(old.tokens) for row, old in zip(rows, life.rows, strict=True)]
         for row, own, n in zip(rows, logits, new, strict=True):
@@ -276,15 +293,18 @@ class Judge:
             assert evicts or life.sets == grown, "tokens were evicted, although no eviction was due"
             self.check_within(life.sets, grown)
             one = all(sets == [[sets[0][0]] * life.heads[1]] * life.heads[0] for sets in life.sets)
-            assert one or life.cache.layers_differ, "layers or heads differ, and the cache does not know it"
+            assert one or life.cache.layers_differ, "layers or heads differ, but layers_differ is False"
 
     def check_within(self, now: list[Sets], before: list[Sets]) -> None:
         for a, b in zip(flat(now), flat(before), strict=True):
-            assert {*a} <= {*b}, f"stored, and neither read nor stored before: {sorted({*a} - {*b})}"
-            assert all(x < y for x, y in pairwise(a)), f"positions do not rise: {a}"
+            assert {*a} <= {*b}, f"stored tokens were neither read nor stored before: {sorted({*a} - {*b})}"
+            assert all(x < y for x, y in pairwise(a)), f"positions are not ascending: {a}"
 
     def attempt(self, life: RunningCache, act: Callable[[], None]) -> str:
-        """How it ended: done, refused or tripped; then the cache is as it was, or refuses to be used."""
+        """Run an operation and return its outcome: "done", "refused" or "tripped".
+
+        If the operation is not done, the cache must be unchanged or must refuse to be used.
+        """
         ended = "done"
         try:
             act()
@@ -295,13 +315,13 @@ class Judge:
         if life.cache.failure is not None:
             self.met(f"unusable: {life.cache.failure}")
             life.dead = True
-            assert all(layer.keys is None for layer in life.cache.layers), "tensors outlive a failure"  # type: ignore[union-attr]
+            assert all(layer.keys is None for layer in life.cache.layers), "a failed cache still holds tensors"  # type: ignore[union-attr]
             try:
                 self.model(input_ids=ids_of(2, 0, len(life.rows)), past_key_values=life.cache)
             except SpecError:
-                assert ended != "done", "it was done, and the cache cannot be used"
+                assert ended != "done", "the operation is done, but the cache refuses to be used"
                 return ended
-            raise AssertionError("a cache that has failed was read")
+            raise AssertionError("a failed cache was read")
         if ended != "done":
             life.dead = not life.columns
             if not life.dead:
@@ -311,25 +331,25 @@ class Judge:
         return ended
 
     def check_storage(self, life: RunningCache) -> None:
-        """Each head stores the masked model's keys and values of its own positions, and nothing else."""
+        """Check that each head stores exactly the masked model's keys and values of the head's positions."""
         seen = life.cache.get_seq_length()
-        assert seen == life.columns, f"{seen} columns, not {life.columns}"
-        assert life.stored() == life.sets, "other tokens are stored than should be"
+        assert seen == life.columns, f"the cache has seen {seen} columns instead of {life.columns}"
+        assert life.stored() == life.sets, "the cache stores the wrong tokens"
         longest = max(map(len, flat(life.sets)))
         dense = [layer for layer in life.cache.full_layers if isinstance(layer, DenseLayer) and not life.open]
-        assert all(layer.stored_length <= longest for layer in dense), "padding takes memory"
+        assert all(layer.stored_length <= longest for layer in dense), "the cache stores padding"
         for index, (row, sets) in enumerate(zip(life.rows, life.sets, strict=True)):
             expected = self.subject.oracle.expect(row).layers
             for layer, heads, both in zip(life.cache.full_layers, sets, expected, strict=True):
                 for head, positions in enumerate(heads):
                     held = layer.held(index if layer.batch > 1 else 0, slice(head, head + 1))
                     for tensor, whole in zip(held, both, strict=True):
-                        assert tensor.shape[1] == len(positions), "more or less is stored than the positions say"
+                        assert tensor.shape[1] == len(positions), "tensors and positions have different lengths"
                         apart = relative(tensor[0], whole[head, positions]) if positions else 0.0
-                        assert apart <= MASKED_LOGITS, f"stored keys or values are {apart:.1e} from the masked model's"
+                        assert apart <= MASKED_LOGITS, f"keys or values differ by {apart:.1e} from the masked model"
 
     def check_segment(self, life: RunningCache, run: Session, policy: str) -> None:
-        """A segment is over: what it says that it kept is what is stored, and within the budget."""
+        """Check at the end of a segment that the session reports the stored tokens and the excess over the budget."""
         life.open, before = False, life.sets
         life.sets = life.stored()
         self.check_within(life.sets, before)
@@ -338,9 +358,9 @@ class Judge:
             self.met("more is protected than the budget has" if run.over_budget else "the budget holds")
             over = []
             for found, sets, row in zip(run.retentions, life.sets, life.rows, strict=True):
-                assert spread(found, *life.heads) == sets, "the session says that it kept other tokens than are stored"
+                assert spread(found, *life.heads) == sets, "the reported kept tokens are not the stored tokens"
                 over.append(ceil(len(found.positions) / found.groups) - method.budget.tokens(len(row.tokens)))
-            assert run.over_budget == max(0, *over), "the session does not say by how much the budget is exceeded"
+            assert run.over_budget == max(0, *over), "over_budget is not the excess over the budget"
         evicted = any(len(own) < len(life.rows[0].tokens) for own in flat(life.sets))
         self.met("a segment that evicts" if evicted else "a segment that evicts nothing")
         for layer in life.cache.full_layers:
@@ -352,7 +372,7 @@ class Judge:
 
 
 def retentions(life: RunningCache, granularity: str, sets: Sequence[Sets]) -> tuple[Retention, ...]:
-    """Kept sets of each row."""
+    """Return a retention for each row, with the given kept sets."""
     made = []
     for own, row in zip(sets, life.rows, strict=True):
         groups = {
@@ -369,7 +389,7 @@ def flat(rows: Sequence[Sets]) -> list[list[int]]:
 
 
 def spread(retention: Retention, layers: int, heads: int) -> Sets:
-    """Its groups for each layer and head."""
+    """Return the kept positions of each layer and head."""
     groups = [retention.group(at).tolist() for at in range(retention.groups)]
     if retention.granularity is not Granularity.HEAD:
         groups = [group for group in groups for _ in range(heads * layers // len(groups))]
@@ -377,7 +397,7 @@ def spread(retention: Retention, layers: int, heads: int) -> Sets:
 
 
 def mask_of(life: RunningCache, is_token: Tensor) -> Tensor | None:
-    """The 2D mask of a forward, where one is needed."""
+    """Return the 2D mask of a forward pass, or None if no mask is needed."""
     if bool(is_token.all()) and life.columns == len(life.rows[0].tokens):
         return None
     before = life.cache.is_token.expand(len(is_token), -1) if life.columns else is_token[:, :0]
@@ -385,7 +405,11 @@ def mask_of(life: RunningCache, is_token: Tensor) -> Tensor | None:
 
 
 def chosen(sets: Sets, granularity: str, share: float, rng: Random) -> Sets:
-    """Some of the tokens that a row stores, the same for all layers, for all heads of a layer, or for neither."""
+    """Return a random part of the stored tokens of a row.
+
+    The part is the same for all layers ("model"), the same for all heads of a layer ("layer"), or separate for each
+    head.
+    """
     def some(own: list[int]) -> list[int]:
         return sorted(rng.sample(own, max(1, int(share * len(own)))))
 

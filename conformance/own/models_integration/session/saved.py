@@ -1,4 +1,4 @@
-"""Caches that tests save, and whether a loaded one is the same."""
+"""Caches that tests save, and the comparison with the loaded caches."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ N = 64
 
 
 def lived(family: str, steps: int = T + 3) -> tuple[PreTrainedModel, RetainedCache]:
-    """A cache that has breathed, and has a tail."""
+    """Return a cache after decode-time evictions, with tokens in its tail."""
     model = build(family)
     cache = RetainedCache(model.config)
     with breathing()(model):
@@ -34,7 +34,10 @@ def lived(family: str, steps: int = T + 3) -> tuple[PreTrainedModel, RetainedCac
 
 
 def go_on(family: str, path: Path, out: Path, threads: int) -> None:
-    """Read tokens behind a saved cache, and save it again. Another number of threads gives other last bits."""
+    """Read tokens after a saved cache, and save the cache again.
+
+    A different number of threads changes the last bits.
+    """
     torch.set_num_threads(threads)
     model = build(family)
     cache = load_cache(path, model)
@@ -45,7 +48,7 @@ def go_on(family: str, path: Path, out: Path, threads: int) -> None:
 
 
 def differing(name: str, family: str) -> tuple[PreTrainedModel, RetainedCache]:
-    """Two rows whose layers or heads keep different tokens, and have read more since."""
+    """Return a cache of two rows that keep different tokens in layers or heads, and that have read further tokens."""
     model = build(family)
     cache = RetainedCache(model.config)
     with method(name)(model) as run:
@@ -56,7 +59,7 @@ def differing(name: str, family: str) -> tuple[PreTrainedModel, RetainedCache]:
 
 
 def gapped() -> tuple[PreTrainedModel, RetainedCache]:
-    """Windows that have not read a chunk which is spliced behind them; then come two tokens."""
+    """Return a cache whose sliding windows have not read a spliced chunk. Two tokens follow the chunk."""
     model = build("gemma3")
     cache, rotary = RetainedCache(model.config), recognise(model)
     at_once(model, prompt(N), cache)
@@ -67,7 +70,7 @@ def gapped() -> tuple[PreTrainedModel, RetainedCache]:
 
 
 def parts(layer: Any) -> list[Tensor]:
-    """All tensors of a layer of a cache, those of heads that differ head by head."""
+    """Return all tensors of a cache layer. If heads keep different tokens, tensors are listed by head."""
     tensors = [layer.keys, layer.values] if layer.is_initialized else []
     if isinstance(layer, RaggedLayer):
         heads = [divmod(segment, layer.heads) for segment in range(layer.batch * layer.heads)]

@@ -1,4 +1,4 @@
-"""What sessions in tests run on: policies that fit short prompts, rows of a batch, probes, and what a session left."""
+"""Helpers for tests of sessions: policies for short prompts, batches of rows, probes, and checks of the results."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +29,15 @@ from conformance.own.models_integration.session.families import (
     step_by_step,
 )
 from conformance.own.models_integration.session.masked import HeadSets, Masked
-from models_integration import CrystalCache, CustomPolicy, Published, RetainedCache, RetentionPolicy, Session, calibrate
+from models_integration import (
+    CrystalCache,
+    CustomPolicy,
+    NamedPolicy,
+    RetainedCache,
+    RetentionPolicy,
+    Session,
+    calibrate,
+)
 from models_integration.attention.capture import observing
 from models_integration.model.architecture import attention_modules, describe
 from models_integration.policies.methods import policy_from_name
@@ -50,18 +58,18 @@ from spec.policy import Needs, Observation, Policy, Scores
 from spec.retention import Granularity
 
 PROMPT, NEW = 64, 8
-"""Tokens of a prompt, and of what follows it."""
+"""Number of tokens of a prompt, and of the tokens that follow the prompt."""
 TURN, T = 12, 8
-"""Tokens of a turn, and of a breath."""
+"""Number of tokens of a turn, and number of tokens between two decode-time evictions."""
 TOLERANCE, VISIBLE_EFFECT = 1e-5, 1e-2
 LENGTHS = (61, 44, 52)
 REHEARSED: dict[str, Any] = {"template": ((5, 6, 7), (8, 9), (10,)), "chunk": 25}
 _FIT = {"W": 8, "lag": 8, "block": 4, "N_sink": 2, "N_recent": 4, "every": 3}
-"""In place of larger defaults."""
+"""Values that replace larger defaults."""
 
 
 def small(name: str) -> dict[str, Any]:
-    """Constants of a policy that fit a prompt of 64 tokens."""
+    """Return constants of a policy that are small enough for a prompt of 64 tokens."""
     row = POLICIES[name]
     if "template" in row.constants:
         return REHEARSED
@@ -70,17 +78,17 @@ def small(name: str) -> dict[str, Any]:
 
 
 def method(name: str, budget: float | int | None = None) -> RetentionPolicy:
-    """A policy with constants that fit a prompt of 64 tokens."""
+    """Return a policy with constants that are small enough for a prompt of 64 tokens."""
     if name in METHODS and budget is None:
         return METHODS[name]()
     row, budget = POLICIES[name], 0.3 if budget is None else budget
     if row.of_model or "template" in row.constants:
-        return Published(name, budget, **small(name))
+        return NamedPolicy(name, budget, **small(name))
     return CustomPolicy(make_policy(name, small(name)), parse_budget(budget))
 
 
 def live_sets(cache: RetainedCache) -> HeadSets:
-    """What each head of each full-attention layer stores now."""
+    """Return the positions that each head of each full-attention layer stores now."""
     return {
         index: [layer.head_positions(0, head).tolist() for head in range(layer.heads)]
         for index, layer in enumerate(cache.layers) if layer in cache.full_layers
@@ -88,7 +96,7 @@ def live_sets(cache: RetainedCache) -> HeadSets:
 
 
 def read_prompt(model: PreTrainedModel, chosen: RetentionPolicy, n: int = PROMPT) -> tuple[Session, RetainedCache]:
-    """A prompt under a policy; the session is over."""
+    """Read a prompt under a policy, and return the finished session and its cache."""
     with chosen(model) as run, torch.no_grad():
         model(input_ids=prompt(n))
     assert run.cache is not None
@@ -100,7 +108,7 @@ def prompts(lengths: Sequence[int] = LENGTHS) -> list[Tensor]:
 
 
 def batch(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Left-padded ids and their mask."""
+    """Return left-padded ids and their mask."""
     width = max(row.shape[1] for row in rows)
     ids = torch.cat([torch.nn.functional.pad(row, (width - row.shape[1], 0)) for row in rows])
     mask = torch.stack([torch.arange(width) >= width - row.shape[1] for row in rows]).long()
@@ -116,7 +124,10 @@ CLASSES = ("crystalcache", "streamingllm", "fullcache")
 
 @lru_cache(1)
 def calibration(model: PreTrainedModel) -> Calibration:
-    """Over another text, with head scores."""
+    """Return a calibration of the model with head scores.
+
+    The calibration text differs from the prompts of the tests.
+    """
     return calibrate(model, prompt(256, seed=9), template=REHEARSED["template"])
 
 
@@ -124,7 +135,10 @@ ONE_SEGMENT = [one.name for one in list_policies() if not one.later_turns]
 
 
 def published(name: str, model: Any, budget: float = 0.3) -> RetentionPolicy:
-    """With constants that fit a prompt of 64 tokens; signatures are a head's own, where kept sets are."""
+    """Return a published policy with constants that are small enough for a prompt of 64 tokens.
+
+    If the kept sets of a `diverse` policy are per head, the signatures are per head too.
+    """
     host = name.removeprefix(DIVERSE)
     constants = {**small(host), **({"calibration": calibration(model)} if "calibration" in constants_of(host) else {})}
     policy = policy_from_name(host, budget, **constants)
@@ -135,7 +149,7 @@ def published(name: str, model: Any, budget: float = 0.3) -> RetentionPolicy:
 
 @dataclass
 class Looking:
-    """A scorer that keeps what it is shown."""
+    """Scorer that records its observations and returns zeros."""
 
     needs: Needs
     shown: list[Observation] = field(default_factory=list)
@@ -148,7 +162,7 @@ class Looking:
 
 @dataclass
 class Failing:
-    """A scorer that raises."""
+    """Scorer that raises an error."""
 
     error: BaseException
     needs: Needs = Needs()
@@ -158,14 +172,14 @@ class Failing:
 
 
 def method_of(scorer: Looking | Failing) -> RetentionPolicy:
-    """Nothing is evicted; the scorer runs."""
+    """Return a policy that calls the scorer and evicts no token."""
     full = full_cache()
     policy = Policy("probe", scorer, full.budgets, full.selector, full.protection)
     return CustomPolicy(policy, parse_budget(1.0))
 
 
 def shown(model: PreTrainedModel, ids: Tensor, needs: Needs, **options: Tensor) -> Observation:
-    """What a scorer of these needs is shown of a prompt, of its last row."""
+    """Return the observation of the last row of a prompt that a scorer with these needs receives."""
     scorer = Looking(needs)
     with method_of(scorer)(model):
         at_once(model, ids, RetainedCache(model.config), **options)
@@ -176,7 +190,7 @@ _STOCK = ("sdpa", "eager", "flash_attention_2", "flex_attention")
 
 
 def snapshot(model: PreTrainedModel) -> dict[str, Any]:
-    """Config, hooks, attributes and methods of every module, and what the stock attention names stand for."""
+    """Return the model's weights, configs and module attributes, and the functions of the stock attention names."""
     assert model.generation_config is not None
     return {
         "config": copy.deepcopy(vars(model.config)),
@@ -190,7 +204,7 @@ def snapshot(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _attributes(module: torch.nn.Module) -> dict[str, Any]:
-    """Identities of what the module holds, and copies of its hook tables."""
+    """Return the identities of a module's attributes, and copies of its hook tables."""
     return {
         name: (dict(value) if name.endswith(("_hooks", "_kwargs", "_called")) else id(value))
         for name, value in vars(module).items()
@@ -199,7 +213,7 @@ def _attributes(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def check_as_it_was(before: dict[str, Any], model: PreTrainedModel) -> None:
-    """The weights bit for bit, NaN included."""
+    """Check that the model equals its snapshot. Weights are compared bit for bit, including NaN."""
     after = snapshot(model)
     for name, tensor in before["weights"].items():
         assert torch.equal(tensor.view(torch.uint8), after["weights"][name].view(torch.uint8))
@@ -233,7 +247,7 @@ def breathing(budget: float | int = 0.5, **options: Any) -> CrystalCache:
 
 
 def now(cache: RetainedCache) -> tuple[DecodeState, ...]:
-    """The states, with the tokens that still wait."""
+    """Return the states after the tokens in the queue were processed."""
     rule = breathing().method
     assert isinstance(rule, CrystalMethod)
     flushed = rule.flushed(states_of(cache), cache.keys_of(0)).rows
@@ -246,7 +260,7 @@ def tokens(n: int, rows: int = 1) -> Tensor:
 
 @dataclass
 class Seen:
-    """What one forward attends with: q (H, n, d) and the new keys (H_kv, n, d)."""
+    """Attention inputs of the observed forward passes: q (H, n, d) and the new keys (H_kv, n, d)."""
 
     q: Any = None
     new_k: Any = None
@@ -254,7 +268,7 @@ class Seen:
 
 @dataclass
 class Observed:
-    """Watches the first row of a Llama's layer, and remembers every key that it ever made."""
+    """Observer of the first row of one layer of a Llama. The observer records every key that the layer computes."""
 
     model: PreTrainedModel
     layer: int = 0
@@ -262,7 +276,7 @@ class Observed:
 
     @contextmanager
     def forward(self) -> Iterator[Seen]:
-        """What the forwards inside the block attend with, one after the other."""
+        """Record the attention inputs of all forward passes inside the block, concatenated in order."""
         seen = Seen()
         attention: Any = self.model.get_submodule(f"model.layers.{self.layer}.self_attn")
 
@@ -284,16 +298,18 @@ class Observed:
             handle.remove()
 
     def stored(self, positions: Any, seen: Seen) -> Any:
-        """Keys of stored positions, and behind them those of the forwards just seen."""
+        """Return the keys of stored positions, followed by the keys of the observed forward passes."""
         old = [self.keys[i][:, None] for i in positions.tolist()]
         return np.concatenate([*old, seen.new_k], axis=1)
 
 
 def check_states(policy: CrystalCache, texts: Iterable[Sequence[Tensor]]) -> DecodeState:
-    """After each text, read in pieces, the state and the stored tokens are those of the reference on the same q and k.
+    """Check states and stored tokens against the reference after each text. The reference receives the same q and k.
+
+    Each text is read in pieces.
 
     Returns:
-        The state in the end.
+        The state after the last text.
     """
     rule, model = policy.method, build("llama", dtype=torch.float64)
     assert isinstance(rule, CrystalMethod)
@@ -322,7 +338,7 @@ def check_states(policy: CrystalCache, texts: Iterable[Sequence[Tensor]]) -> Dec
 
 
 def check_continuation(model: PreTrainedModel, policy: RetentionPolicy) -> None:
-    """Eviction equals masking for the next 8 tokens, in single steps and in one forward."""
+    """Check that eviction equals masking for the next 8 tokens, in single steps and in one forward pass."""
     _, cache = read_prompt(model, policy)
     kept, following = live_sets(cache), prompt(NEW, seed=9)
     expected = Masked(model, prompt(PROMPT), kept).read(following)
@@ -352,18 +368,21 @@ PLACES: dict[str, tuple[str, ...]] = {
 
 
 class Tripped(BaseException):
-    """As Ctrl-C is: no Exception."""
+    """Exception that, like KeyboardInterrupt, does not inherit from Exception."""
 
 
 class Trip(NamedTuple):
-    """An exception at a place's call of this number, from 0; nowhere without a place."""
+    """Exception at a given call of the functions of a place. Calls are counted from 0.
+
+    An empty place raises no exception.
+    """
 
     place: str = ""
     at: int = 0
 
     @contextmanager
     def raised(self, model: PreTrainedModel) -> Iterator[None]:
-        """Inside, it is raised once it is due."""
+        """Raise `Tripped` inside the block when the call with the given number begins."""
         calls = 0
 
         def count(*args: Any, **kwargs: Any) -> None:

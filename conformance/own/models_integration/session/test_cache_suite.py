@@ -1,4 +1,4 @@
-"""The suite of caches: ours holds, a plain one holds where it serves, and each known mistake is found."""
+"""The suite of caches accepts kvspec's cache, accepts a plain cache where it can work, and finds each known mistake."""
 
 import json
 import shutil
@@ -60,7 +60,7 @@ def loaded(folder: str) -> PreTrainedModel:
 
 
 def stored(tensor: Tensor, sets: list[list[int]], longest: int) -> Tensor:
-    """What the heads keep of (1, H_kv, n, d), with zeros up to the longest."""
+    """Return the kept rows of (1, H_kv, n, d), padded with zeros to the longest head."""
     rows = [tensor[0, head, own] for head, own in enumerate(sets)]
     return torch.stack([torch.nn.functional.pad(row, (0, 0, 0, longest - len(row))) for row in rows])[None]
 
@@ -69,7 +69,10 @@ def plain(
     prompt: list[int], kept: Kept, following: list[int], folder: str, shift: int = 0, padded: bool = False,
     of_head: Callable[[list[list[int]]], list[list[int]]] = lambda sets: sets, turn: bool = False,
 ) -> Tensor:
-    """Compacted tensors in a cache of transformers; with the mistakes that such a cache invites."""
+    """Return logits from compacted tensors in a cache of transformers.
+
+    The options add typical mistakes of such a cache.
+    """
     model, full, compacted = loaded(folder), DynamicCache(), DynamicCache()
     longest = max(len(own) for sets in kept.values() for own in sets)
     if not padded and any(len(own) < longest for sets in kept.values() for own in sets):
@@ -88,7 +91,7 @@ def plain(
 
 
 def rotated(keys: Tensor, sets: list[list[int]], model: PreTrainedModel) -> Tensor:
-    """Keys from the positions of the text to 0, 1, ..., by the model's own functions."""
+    """Rotate keys from their positions in the text to positions 0, 1, ..., with the functions of the model."""
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     at = torch.tensor(sets)
@@ -98,7 +101,10 @@ def rotated(keys: Tensor, sets: list[list[int]], model: PreTrainedModel) -> Tens
 
 
 def test_a_cache_that_renumbers_is_judged_by_its_rule(folder: str) -> None:
-    """Only where it declares it; with keys that were not rotated again it fails by either rule."""
+    """Check that the rule for renumbered positions applies only if declared.
+
+    Keys that were not rotated again fail under both rules.
+    """
     renumbered, untouched = partial(plain, shift=1, turn=True), partial(plain, shift=1)
     for kind in (WHOLE, "one set for all", "a set for each layer", EQUAL):
         check(renumbered, folder, kind, 5, renumbered=True)
@@ -157,7 +163,7 @@ def test_each_mistake_is_found(mistake: str, folder: str) -> None:
 
 
 def test_an_error_of_the_subject_has_its_file_and_line(folder: str) -> None:
-    """Layers that are not in `kept` slide; here there is no such layer either."""
+    """Check the error of an engine. Layers that are not in `kept` are sliding layers, and layer 7 does not exist."""
     def engine(prompt: list[int], kept: Kept, *rest: Any) -> Any:
         return [sets[0] for sets in (kept.get(layer) for layer in (0, 7))]  # type: ignore[index]
 
@@ -174,13 +180,13 @@ def long_prompts_whole(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
 
 
 def at_least_four(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
-    """A head that keeps fewer than four has the last four."""
+    """Read with at least four tokens for each head: heads that keep fewer tokens get the last four."""
     last = list(range(max(0, len(prompt) - 4), len(prompt)))
     return after_eviction(prompt, {at: [own if len(own) > 3 else last for own in kept[at]] for at in kept}, *rest)
 
 
 def eight_at_a_time(prompt: list[int], kept: Kept, following: list[int], folder: str) -> Tensor:
-    """Of more than eight next tokens the later ones see the whole prompt."""
+    """If there are more than eight next tokens, let the ninth and later tokens attend to the whole prompt."""
     found = after_eviction(prompt, kept, following, folder)
     if len(following) > 8:
         found[8:] = after_eviction(prompt, everything(prompt, kept), following, folder)[8:]
@@ -192,7 +198,7 @@ def many_heads_reversed(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
 
 
 def sixteen_by_sixteen(prompt: list[int], kept: Kept, following: list[int], folder: str) -> Tensor:
-    """The next sixteen tokens do not see the sixteen before them."""
+    """Hide the previous sixteen tokens from the next sixteen tokens."""
     starts = range(0, len(following), 16)
     return torch.cat([
         after_eviction([*prompt, *following[:at]], kept, following[at : at + 16], folder) for at in starts
@@ -228,7 +234,7 @@ def the_last_1500(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
 def test_an_engine_that_is_right_on_small_inputs_is_found(
     engine: Callable[..., Any], family: str, tmp_path: Path, folder: str,
 ) -> None:
-    """By one at least of the suite's own calls."""
+    """Check that at least one call of the suite notices the mistake."""
     place = folder if family == "llama" else str(save_tiny(family, tmp_path))
     with pytest.raises(AssertionError):
         for kind, new, length in [
@@ -287,7 +293,7 @@ def rows_share_sets(prompt: Any, kept: Any, following: Any, folder: str, batch: 
 
 
 def padding_counts(prompt: Any, kept: Any, following: Any, folder: str, batch: bool = False) -> Tensor:
-    """Padding tokens are tokens of the text."""
+    """Treat padding tokens as tokens of the text."""
     longest = max(map(len, prompt)) if batch else 0
     prompt = [[0] * (longest - len(row)) + row for row in prompt] if batch else prompt
     if batch:
@@ -299,7 +305,7 @@ def padding_counts(prompt: Any, kept: Any, following: Any, folder: str, batch: b
 def loaded_at_the_last_kept(
     prompt: Any, kept: Any, following: Any, folder: str, save_to: str | None = None, load_from: str | None = None,
 ) -> Tensor:
-    """The file has what is kept, and not how many tokens were read."""
+    """Write a file with the kept tokens but without the number of read tokens."""
     if load_from:
         prompt, sets = json.loads(Path(load_from).read_text(encoding="utf-8"))
         kept = {int(layer): own for layer, own in sets.items()}
@@ -347,7 +353,7 @@ def test_a_mistake_is_told_with_its_layer_head_and_step(
 
 
 def test_a_prompt_that_is_read_again_is_found(folder: str) -> None:
-    """A cache that is kept for its prompt is evicted as it was."""
+    """Check an engine that evicts from a prompt's cache again when it meets the same prompt."""
     known: dict[tuple[int, ...], Kept] = {}
 
     def engine(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
@@ -385,7 +391,7 @@ FOUND = {
 def test_a_certificate_names_the_row_of_the_mistake_and_what_is_not_served(
     name: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """SHY passes where nothing is evicted, which certifies nothing. The model reads no long prompts."""
+    """Check that SHY passes only cases without eviction, which certify nothing. The model reads no long prompts."""
     def asked(*words: str) -> tuple[int, str]:
         monkeypatch.setattr("sys.argv", ["verify", *words, "--out", "found"])
         return verify_main.main(), capsys.readouterr().out

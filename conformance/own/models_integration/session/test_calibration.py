@@ -1,6 +1,6 @@
 """Calibrations: queries before their rotation, head scores, and the files of TriAttention and DuoAttention.
 
-Files of others are read without running them, and decide as ours do.
+Files of other projects are read without executing code, and give the same decisions as kvspec's files.
 """
 
 import sys
@@ -28,7 +28,7 @@ from conformance.own.models_integration.session.families import _GQA, at_once, b
 from conformance.own.models_integration.session.sessions import REHEARSED, live_sets, read_prompt
 from conformance.strategies.policy_inputs import Inputs
 from conformance.tolerances import scores_agree
-from models_integration import Published, RetainedCache
+from models_integration import NamedPolicy, RetainedCache
 from models_integration.cache.retained_cache import storage_bytes
 from models_integration.cli.app import app
 from models_integration.model.architecture import describe
@@ -45,13 +45,13 @@ pytestmark = pytest.mark.law("as-it-is-described")
 
 
 N = 60
-LEAST = 256  # tokens of a calibration
-# The capture holds float32 queries after RoPE; turning them back errs by a few of its 6e-8.
+LEAST = 256  # Smallest number of tokens of a calibration.
+# The capture holds float32 queries after RoPE. Removing the rotation adds an error of a few times 6e-8.
 BOUND = 2e-6
 
 
 def hooked(model: Any, ids: Tensor) -> list[Tensor]:
-    """Each layer's queries (H, n, d) as they enter the rotation: q_proj's output, or its norm's where there is one."""
+    """Return each layer's queries (H, n, d) before the rotation, after the norm of the queries if there is one."""
     found: list[Tensor] = []
     handles = []
     for layer in model.model.layers:
@@ -71,7 +71,7 @@ def hooked(model: Any, ids: Tensor) -> list[Tensor]:
 @pytest.mark.spec("TA-STATISTICS")
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_statistics_are_those_of_queries_before_their_rotation(family: str) -> None:
-    """MUST be taken after a norm of queries, where the model has one."""
+    """Check statistics after the norm of the queries, as the specification requires for models with such a norm."""
     model, ids = build(family), prompt(LEAST)
     found = calibrate(model, ids)
     for at, q in enumerate(hooked(model, ids)):
@@ -83,13 +83,16 @@ def test_statistics_are_those_of_queries_before_their_rotation(family: str) -> N
 @pytest.mark.spec("TA-CALIBRATION")
 @pytest.mark.parametrize("name", ["triattention", "triattention-by-layer-and-head", "diverse-triattention-by-head"])
 def test_a_file_serves_its_own_model_and_rotation_only(name: str, tmp_path: Path) -> None:
-    """In a session by name: refused before anything is read, also for the same weights under another rotation."""
+    """Check a policy by name.
+
+    It refuses a different model before anything is read, and the same weights with a different rotation.
+    """
     model, other, turned, trained = build("llama"), build("qwen2"), build("llama"), build("llama")
     with torch.no_grad():
         next(trained.parameters())[:] += 1.0
     save_calibration(calibrate(model, prompt(LEAST)), tmp_path / "mine.npz")
     turned.model.rotary_emb.inv_freq[1] *= 1.5
-    chosen = Published(name, 20, calibration=tmp_path / "mine.npz")
+    chosen = NamedPolicy(name, 20, calibration=tmp_path / "mine.npz")
     with chosen(model) as run:
         greedy(model, prompt(N), 4)
     assert run.cache is not None
@@ -138,14 +141,14 @@ def test_ids_that_are_not_one_text_are_refused(shape: tuple[int, ...]) -> None:
 @pytest.mark.spec("TA-CALIBRATION")
 @pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
 def test_rotations_of_fixed_frequencies_are_served(kind: str) -> None:
-    """By both policies that take a rotation off; with YaRN's factor."""
+    """Check both policies that remove a rotation, including YaRN's factor."""
     model, ids = rotated("Llama", rope_parameters=dict(ROTATIONS[kind])), prompt(LEAST)
     found = calibrate(model, ids)
     assert (found.identity.factor != 1) == (kind == "yarn")
     for at, q in enumerate(hooked(model, ids)):
         assert np.abs(found.mean[at] - q.double().mean(dim=1).numpy()).max() < BOUND * float(q.abs().max())
     for name, constants in (("triattention", {"calibration": found}), ("expected-attention", {})):
-        with Published(name, 20, **constants, backend="numpy")(model) as run:
+        with NamedPolicy(name, 20, **constants, backend="numpy")(model) as run:
             greedy(model, ids[:, :N], 2)
         assert run.cache is not None
 
@@ -154,7 +157,7 @@ def test_rotations_of_fixed_frequencies_are_served(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_frequencies_that_change_with_the_length_are_refused(kind: str) -> None:
     model = rotated("Llama", rope_parameters=dict(ROTATIONS[kind]))
-    for refused in (lambda: calibrate(model, prompt(LEAST)), lambda: Published("expected-attention", 20)(model)):
+    for refused in (lambda: calibrate(model, prompt(LEAST)), lambda: NamedPolicy("expected-attention", 20)(model)):
         with pytest.raises(SpecError, match=rf"change with the length \({kind}\)"):
             refused()
 
@@ -163,7 +166,10 @@ def test_frequencies_that_change_with_the_length_are_refused(kind: str) -> None:
 @pytest.mark.spec("PO-EXPECTED-ATTENTION", "TA-POLICY")
 @pytest.mark.parametrize("name", ["gpt_oss", "lfm2", "gemma3"])
 def test_queries_are_rotated_back_whatever_the_code_of_the_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By brute force: gpt-oss has no `rotate_half` and YaRN's factor, LFM2 a state, Gemma 3 a wrapper."""
+    """Check by brute force.
+
+    gpt-oss has no `rotate_half` and uses YaRN's factor. LFM2 has a state. Gemma 3 has a wrapper.
+    """
     model, ids, kept = architectures.build(name), prompt(N), dict[str, Any]()
     ids = ids.where(ids != architectures.IMAGE, 9)
     attention = describe(model).attention
@@ -188,12 +194,13 @@ def test_queries_are_rotated_back_whatever_the_code_of_the_model(name: str, monk
     layers = [replace(view, q=q) for view, q in zip(views.values(), bare[-len(views) :], strict=True)]
     brute = tri_oracle.of_prompt("layer and head")
     kept["triattention-by-layer-and-head"] = brute(replace(inputs, layers=layers), 20, 0)
-    monkeypatch.setattr("models_integration.policies.calibration.LEAST_TOKENS", N)  # brute force is slow
+    # Brute force is slow, so the calibration is short.
+    monkeypatch.setattr("models_integration.policies.calibration.LEAST_TOKENS", N)
     learned: dict[str, Any] = {"pin_prompt": 0, "calibration": calibrate(model, ids)}
     future: dict[str, Any] = {"N_future": 5}
     for (policy, expected), constants in zip(kept.items(), (future, learned), strict=True):
         cache = RetainedCache(config)
-        with Published(policy, 20, **constants)(model):
+        with NamedPolicy(policy, 20, **constants)(model):
             at_once(model, ids, cache)
         assert [own for heads in live_sets(cache).values() for own in heads] == expected
 
@@ -205,13 +212,16 @@ def test_queries_are_rotated_back_whatever_the_code_of_the_model(name: str, monk
     (lambda: build("gpt_neox"), "must rotate all 12 channels of a head, but rotates 6"),
 ])
 def test_head_scores_need_no_one_rotation(make: Callable[[], Any], words: str, tmp_path: Path) -> None:
-    """They are of the model and its rotations all the same, and serve nothing that turns queries back."""
+    """Check that head scores belong to the model and its rotations.
+
+    Policies that remove rotations refuse them.
+    """
     model, other, ids = make(), make(), prompt(LEAST, seed=9)
-    for refused in (lambda: calibrate(model, ids), lambda: Published("expected-attention", 20)(model)):
+    for refused in (lambda: calibrate(model, ids), lambda: NamedPolicy("expected-attention", 20)(model)):
         with pytest.raises(SpecError, match=words):
             refused()
     save_calibration(calibrate(model, ids, template=REHEARSED["template"]), tmp_path / "mine.npz")
-    chosen = Published("kvzip-heads", 0.5, calibration=tmp_path / "mine.npz", N_sink=2, N_recent=4)
+    chosen = NamedPolicy("kvzip-heads", 0.5, calibration=tmp_path / "mine.npz", N_sink=2, N_recent=4)
     _, cache = read_prompt(model, chosen, 100)
     assert len({len(own) for heads in live_sets(cache).values() for own in heads}) > 1
     turned = next(buffer for name, buffer in other.named_buffers() if name.endswith("inv_freq"))
@@ -227,7 +237,7 @@ def test_head_scores_need_no_one_rotation(make: Callable[[], Any], words: str, t
 @pytest.mark.spec("PO-HEAD-SCORES")
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_head_scores_are_the_largest_of_a_rehearsal(family: str) -> None:
-    """Of each head, by brute force over what the model attends with while it repeats the text."""
+    """Compare the scores of each head with brute force over the attention of the model while it repeats the text."""
     model, ids = build(family), prompt(LEAST, seed=9)
     found = calibrate(model, ids, template=REHEARSED["template"])
     needs = kvzip(template=REHEARSED["template"]).scorer.needs
@@ -239,9 +249,9 @@ def test_head_scores_are_the_largest_of_a_rehearsal(family: str) -> None:
 
 
 def check_full_heads(model: Any, calibration: Any, full: Sequence[int]) -> None:
-    """At half of 200 tokens two of six heads hold all, and the four others have a window of 200 tokens together."""
+    """Check half of 200 tokens: two of six heads keep all tokens, and four heads share a window of 200 tokens."""
     n = 200
-    policy = Published("kvzip-heads", 0.5, calibration=calibration, N_sink=2, N_recent=4)
+    policy = NamedPolicy("kvzip-heads", 0.5, calibration=calibration, N_sink=2, N_recent=4)
     run, cache = read_prompt(model, policy, n)
     sets = [list(own) for heads in live_sets(cache).values() for own in heads]
     assert sets == [list(range(n)) if g in full else [0, 1, *range(n - 48, n)] for g in range(6)]
@@ -257,12 +267,15 @@ def test_full_heads_hold_all_and_the_others_a_window() -> None:
     check_full_heads(model, taken, np.argsort(-taken.head_scores.ravel(), kind="stable")[:2].tolist())
 
 
-L, H, HALF = 3, 4, 6  # of the family llama
+L, H, HALF = 3, 4, 6  # Number of layers, heads and channel pairs of the family llama.
 
 
 @pytest.fixture
 def payload() -> dict[str, Any]:
-    """A payload by the published shapes: for each head of each layer three rows of head_dim / 2 float32 numbers."""
+    """Return a payload with the published shapes.
+
+    Each head of each layer has three rows of head_dim / 2 float32 numbers.
+    """
     rng, pairs = np.random.default_rng(3), [(layer, head) for layer in range(L) for head in range(H)]
     stats = {}
     for layer, head in pairs:
@@ -283,7 +296,7 @@ def test_statistics_decide_as_our_file_does(name: str, payload: dict[str, Any], 
     save_calibration(found, tmp_path / "mine.npz")
     sets = []
     for calibration in (found, load_calibration(tmp_path / "mine.npz"), calibrate(model, prompt(LEAST))):
-        with Published(name, 20, calibration=calibration)(model) as run:
+        with NamedPolicy(name, 20, calibration=calibration)(model) as run:
             greedy(model, prompt(60), 4)
         sets.append(run.retentions[0].positions.tolist())
     assert sets[0] == sets[1] != sets[2]
@@ -291,7 +304,7 @@ def test_statistics_decide_as_our_file_does(name: str, payload: dict[str, Any], 
 
 @pytest.mark.spec("TA-CALIBRATION")
 def test_both_formats_hold_equal_numbers(payload: dict[str, Any], tmp_path: Path) -> None:
-    """Read and written again, the payload is what it was; ours is read back as float32 has it."""
+    """Check that a payload is unchanged after reading and writing. A file of kvspec is read back in float32."""
     model, path = build("llama"), tmp_path / "stats.pt"
     torch.save(payload, path)
     write_statistics(read_statistics(path, model), path)
@@ -310,7 +323,7 @@ def test_both_formats_hold_equal_numbers(payload: dict[str, Any], tmp_path: Path
 
 
 class Code:
-    """Makes a folder when it is unpickled."""
+    """Object that creates a folder when it is unpickled."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -359,7 +372,7 @@ def test_other_files_are_refused_and_not_run(name: str, payload: dict[str, Any],
 
 
 def pattern(path: Path, values: Any) -> Path:
-    """As DuoAttention writes it, by numpy.savetxt."""
+    """Write a head pattern as DuoAttention does, with numpy.savetxt."""
     np.savetxt(path, values, delimiter="\t")
     return path
 
@@ -370,7 +383,7 @@ SHARES = np.array([[-5.7e-5, 0.98], [0.25, 1.0], [0.75, 0.5]])
 @pytest.mark.spec("PO-KVZIP-HEADS")
 @pytest.mark.parametrize(("threshold", "full"), [(None, [3, 1]), (0.7, [1, 3]), (0.99, [3, 0])])
 def test_a_head_pattern_names_the_full_heads(threshold: float | None, full: list[int], tmp_path: Path) -> None:
-    """By value, or the first ones from a threshold on."""
+    """Check full heads by value, or the first heads at or above a threshold."""
     model = build("llama")
     found = read_head_pattern(pattern(tmp_path / "heads.tsv", SHARES), model, threshold)
     expected = np.clip(SHARES, 0, 1) if threshold is None else (np.clip(SHARES, 0, 1) >= threshold)
@@ -379,7 +392,7 @@ def test_a_head_pattern_names_the_full_heads(threshold: float | None, full: list
     save_calibration(found, tmp_path / "mine.npz")
     check_full_heads(model, tmp_path / "mine.npz", full)
     with pytest.raises(SpecError, match="has head scores alone"):
-        Published("triattention", 20, calibration=found)(model)
+        NamedPolicy("triattention", 20, calibration=found)(model)
 
 
 @pytest.mark.spec("PO-KVZIP-HEADS")

@@ -1,4 +1,4 @@
-"""What a scorer is shown: q, k and log-sum-exp as the observed layer attends with them, and nothing else."""
+"""Inputs of a scorer: q, k and log-sum-exp exactly as the observed layer attends with them, and no other tensors."""
 
 import sys
 from dataclasses import replace
@@ -29,7 +29,7 @@ TEXT, OBSERVED = prompt(N), Needs("observed", None)
 
 
 def test_nothing_is_captured_that_was_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The observation itself: scorers are shown it less what they did not ask for."""
+    """Check the observation before the scorer's needs select from it."""
     monkeypatch.setattr(sys.modules["reference.policies.retain"], "shown_to", lambda needs, observation: observation)
     model = build("llama")
     nothing = shown(model, TEXT, Needs())
@@ -51,7 +51,8 @@ def test_all_full_layers_and_values_can_be_asked_for() -> None:
     stored = list(cache)
     for layer, view in observation.layers.items():
         assert view.v is not None
-        # The prompt's own forward slides some layers' caches and not others'; sums differ in the last bits.
+        # The forward pass of the prompt slides the caches of some layers and not of others. Sums differ in the last
+        # bits.
         np.testing.assert_allclose(view.k, stored[layer][0][0].numpy(), atol=1e-5)
         np.testing.assert_allclose(view.v, stored[layer][1][0].numpy(), atol=1e-5)
     assert observation.token_ids is not None
@@ -96,7 +97,7 @@ def lse_of(model: PreTrainedModel, ids: Tensor = TEXT, **options: Tensor) -> obj
 
 
 def log_sum_exp(seen: LayerView) -> np.ndarray[Any, Any]:
-    """By definition, in float64, (H, n)."""
+    """Return the log-sum-exp (H, n) by definition, in float64."""
     q, k = seen.q.astype(np.float64), seen.k.astype(np.float64)
     logits = np.matmul(q, np.repeat(k, len(q) // len(k), axis=0).transpose(0, 2, 1)) * seen.scaling
     logits = np.where(np.tri(q.shape[1], dtype=np.bool_), logits, -np.inf)
@@ -111,7 +112,7 @@ def log_sum_exp(seen: LayerView) -> np.ndarray[Any, Any]:
     [("llama", torch.float64, 1e-14), *((name, torch.float32, 2e-6) for name in FAMILIES if name != "gemma2")],
 )
 def test_it_is_the_sum_over_what_each_query_sees(family: str, dtype: torch.dtype, bound: float) -> None:
-    """In each row of a batch."""
+    """Check the log-sum-exp in each row of a batch."""
     model, scorer = build(family, dtype=dtype), Looking(Needs("observed", None))
     with method_of(scorer)(model):
         at_once(model, torch.cat([prompt(N), prompt(N, seed=2)]), RetainedCache(model.config))
@@ -144,7 +145,7 @@ def in_chunks(model: PreTrainedModel) -> LayerView:
 
 
 def test_it_is_none_where_the_forward_does_not_give_it() -> None:
-    """Eager attention, a soft cap, half precision on a CPU, padding, chunks, and another kernel's choice."""
+    """Check eager attention, a soft cap, half precision on a CPU, padding, chunks, and a different SDPA kernel."""
     assert lse_of(build("llama", attention="eager")) is None
     assert lse_of(build("gemma2")) is None
     assert lse_of(build("llama", dtype=torch.bfloat16)) is None
@@ -163,7 +164,7 @@ def observing(which: int) -> RetentionPolicy:
 @pytest.mark.spec("CC-OBSERVED-LAYER")
 @pytest.mark.parametrize("full_layers", [(0,), (0, 1, 2), (1, 3, 5, 8), tuple(range(5, 60, 6))])
 def test_it_is_counted_among_the_full_attention_layers(full_layers: tuple[int, ...]) -> None:
-    """Walking from either end, one layer at a time."""
+    """Count layers from either end, one layer at a time."""
     for which, layer in enumerate(full_layers):
         assert observed_layer(full_layers, which) == layer
     for which, layer in enumerate(reversed(full_layers), 1):
@@ -206,7 +207,7 @@ def test_layers_with_windows_are_not_counted(family: str) -> None:
 @pytest.mark.spec("CC-OBSERVED-LAYER")
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_layers_up_to_it_wait_and_later_ones_do_not(which: int) -> None:
-    """Slots of every layer, as each block of the model ends."""
+    """Check the number of stored tokens of every layer at the end of each block of the model."""
     model = build("llama")
     cache, seen = RetainedCache(model.config), list[list[int]]()
 

@@ -1,4 +1,4 @@
-"""Files whose digest fits and that no cache was saved as: each is refused by name, before anything is made."""
+"""Files with a valid digest that `save_cache` never wrote. Each raises an error before any object is created."""
 
 import json
 import os
@@ -30,7 +30,7 @@ Craft = Callable[[dict[str, Any], dict[str, Tensor]], object]
 
 
 def _said(*path: Any) -> Craft:
-    """Say something else in the manifest: the names that lead there, then the value."""
+    """Replace a value of the manifest. The arguments are the names that lead to the value, then the new value."""
     *names, last, value = path
 
     def craft(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -43,7 +43,7 @@ def _said(*path: Any) -> Craft:
 
 
 def _with(name: str, change: Callable[[Tensor], Tensor]) -> Craft:
-    """Change the tensors whose name ends so."""
+    """Change all tensors whose name ends with `name`."""
 
     def craft(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         for one in [one for one in tensors if one.endswith(name)]:
@@ -78,14 +78,14 @@ def _more(name: str, tensor: Tensor) -> Craft:
 
 
 def _twice(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Give one row two states."""
+    """Write two states for one row."""
     manifest["states"] *= 2
     own = {name: tensor for name, tensor in tensors.items() if name.startswith("row 0.")}
     tensors.update({name.replace("row 0", "row 1"): tensor for name, tensor in own.items()})
 
 
 def _stateless(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Forget the states, and not how many columns they knew."""
+    """Remove the states, but keep the number of their columns."""
     manifest["states"] = []
     for name in [name for name in tensors if name.startswith("row 0.")]:
         del tensors[name]
@@ -102,7 +102,7 @@ def _unread(layer: str) -> Craft:
 _ONE = torch.ones(2, 1, dtype=torch.int64)
 _WIDE = _with("keys", lambda keys: keys.double())
 CRAFTED: dict[str, tuple[str, Craft]] = {
-    # What raised KeyError, TypeError, RecursionError and others.
+    # Files that raised KeyError, TypeError, RecursionError and similar errors.
     "a layer too few": ("it has 2 layers, the model 3", lambda manifest, tensors: manifest["layers"].pop()),
     "a layer too many": ("it has 4 layers", lambda manifest, tensors: manifest["layers"].append({"evicted": 1})),
     "a layer that slides": ("layer 1 says .*seen", _said("layers", 1, {"seen": 70})),
@@ -120,7 +120,7 @@ CRAFTED: dict[str, tuple[str, Craft]] = {
     "sigma of 0": ("mu and sigma", _said("states", 0, "sigma", 0.0)),
     "tail ids of text": ("tail_ids", _said("states", 0, "tail_ids", ["a"])),
     "a tail beyond the vocabulary": ("tail_ids", _said("states", 0, "tail_ids", [VOCABULARY])),
-    # What was loaded.
+    # Files that were loaded.
     "keys of another dtype, which it says": ("are said to be", _all(_WIDE, _said("dtypes", ["float64", "float32"]))),
     "half of the dtypes": ("are said to be", _said("dtypes", ["float32"])),
     "one head": ("0.keys has the shape", _with("keys", lambda keys: keys[:, :1])),
@@ -144,7 +144,7 @@ CRAFTED: dict[str, tuple[str, Craft]] = {
     "a gap in what does not slide": ("layer 1 says", _said("layers", 1, {"seen": 70, "first_kept": 3})),
     "a layer that stores what it has not read": ("other rows or slots", _unread("1")),
     "layers that have read nothing": ("it has no rows", _all(_unread("0"), _unread("1"), _unread("2"))),
-    # Continuations that do not fit.
+    # Continuations that do not match the cache.
     "states of another row": ("it has 2 states", _twice), "no states, and columns": ("no states", _stateless),
     "a state of more tokens": ("counts|positions|tokens", _said("states", 0, "seen", 999)),
     "columns that were never seen": ("its states know of", _said("columns", 9999)),
@@ -230,7 +230,7 @@ Saved = Callable[[str], tuple[PreTrainedModel, Path]]
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """The cache that the files of a table are crafted from, in its file."""
+    """Return a function that saves the cache for a table, and returns model and file."""
 
     @cache
     def made(table: str) -> tuple[PreTrainedModel, Path]:
@@ -247,7 +247,7 @@ def parts_of(path: Path) -> Parts:
 
 
 def mistakes(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> Iterator[tuple[str, Craft]]:
-    """What every field and every tensor of a file can be, and must not; first the words of the error."""
+    """Yield wrong values for every field and every tensor of a file, each after the words of the error."""
     yield from (("lacks one of layers", _said(name, said)) for name in LISTS for said in (None, {"0": 1}))
     yield from ((f"{name} is", _said(name, said)) for name in FIELDS for said in (None, -1, "7", ["read"]))
     for at, name in ((at, name) for at, numbers in enumerate(manifest["layers"]) for name in numbers):
@@ -270,7 +270,7 @@ def mistakes(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> Iterator[t
 
 
 def check_refused(own: tuple[PreTrainedModel, Path], words: str, craft: Craft, path: Path) -> None:
-    """A file that is made from a saved one is refused."""
+    """Check that a file is refused that is crafted from a saved file."""
     model, whole = own
     manifest, tensors = parts_of(whole)
     craft(manifest, tensors)
@@ -310,7 +310,7 @@ def test_a_file_that_is_written_again_is_loaded(saved: Saved, tmp_path: Path) ->
 
 @pytest.mark.law("saved-is-what-was")
 def test_what_holds_no_token_may_hold_anything(tmp_path: Path) -> None:
-    """Padding of rows is masked."""
+    """Check that slots of padding may contain NaN, because they are masked."""
     model, (ids, mask) = build("llama"), batch(prompts())
     cache = RetainedCache(model.config)
     with breathing()(model):
@@ -342,7 +342,7 @@ def _attempt(act: Callable[[], object], refused: list[str]) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
 def test_a_fifo_is_refused_and_not_waited_for(tmp_path: Path) -> None:
-    """Nor is it, a folder or a device replaced by a file."""
+    """Check that a FIFO, a link to a FIFO and a folder are neither read nor replaced by a file."""
     model, cache = lived("llama", steps=1)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("pipe")

@@ -1,4 +1,4 @@
-"""A session on a device: the host waits for no value in a decode step, and for as few as stated in a prompt."""
+"""Sessions on a device: number of values that the host reads in a prompt and in a decode step."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,19 +40,19 @@ from spec.retention import Granularity, Retention
 
 L, N = 2, 126
 IDS_AND_MASK = 1
-"""Host reads of a prompt before its first layer."""
+"""Number of host reads of a prompt before the first layer."""
 ROWS = [row.strip("|").split("|") for row in Path(DOCS, "results/device.md").read_text().splitlines() if "| " in row]
 COMMITTED = {name.strip(): [int(count) for count in counts] for name, _, *counts in ROWS if counts[0].strip().isdigit()}
 
 
 @cache
 def models() -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
-    """The same model on the host and on the device."""
+    """Return the same model on the host and on the device."""
     return deep_llama(L), on_device(deep_llama(L))
 
 
 def same(found: Session, expected: Session) -> bool:
-    """Whether two sessions keep the same, store the same in the same form, and report the same."""
+    """Return whether two sessions keep the same tokens, store them in the same form, and report the same values."""
     assert found.cache is not None
     assert expected.cache is not None
     pairs = list(zip(found.cache.full_layers, expected.cache.full_layers, strict=True))
@@ -72,9 +72,10 @@ def same(found: Session, expected: Session) -> bool:
 @pytest.mark.law("the-model-stays-as-it-was")
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_session_on_a_device_is_the_session_on_the_host(name: str) -> None:
-    """A policy that chooses on the device reads all kept positions of a prompt at once.
+    """Compare a session on the device with a session on the host.
 
-    The committed counts of a deeper model differ by whole reads of each layer.
+    A policy that chooses on the device reads all kept positions of a prompt at once. The committed counts of a deeper
+    model differ by a whole number of reads for each layer.
     """
     host, device = models()
     method = method_on(name, host)
@@ -99,7 +100,7 @@ def test_a_session_on_a_device_is_the_session_on_the_host(name: str) -> None:
 @pytest.mark.parametrize("budget", [0.3, 0.9, 1.0])
 @pytest.mark.parametrize("name", ["snapkv", "adakv", "adakv block", "nestedkv-without-continuum", "pyramidkv", "tova"])
 def test_padded_rows_that_are_chosen_on_the_device_are_those_of_the_host(name: str, budget: float) -> None:
-    """Two prompts of different lengths, each of two rows; and a step behind them."""
+    """Compare device and host for two prompts of different lengths, with two rows each, and for a step after them."""
     host, runs = models()[0], []
     ids = torch.cat([text(N), text(N).flip(1)]).repeat_interleave(2, dim=0)
     mask = torch.ones_like(ids)
@@ -119,7 +120,7 @@ def test_padded_rows_that_are_chosen_on_the_device_are_those_of_the_host(name: s
 
 @cache
 def large_llama() -> LlamaForCausalLM:
-    """The shape of a Llama with 8 B parameters, without values."""
+    """Return a model with the shape of a Llama with 8 B parameters, without values."""
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(
             hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32,
@@ -130,7 +131,7 @@ def large_llama() -> LlamaForCausalLM:
 
 
 def first_tokens(row: Chosen, unscored: int, at: Any, ordinal: int, granularity: Granularity) -> Retention:
-    """As many tokens as were chosen, whose positions have no values."""
+    """Return a retention with as many tokens as were chosen. The chosen positions have no values."""
     share = len(at) // row.groups
     return Retention(np.tile(np.arange(share), row.groups), share * np.arange(row.groups + 1), row.n, granularity)
 
@@ -138,7 +139,7 @@ def first_tokens(row: Chosen, unscored: int, at: Any, ordinal: int, granularity:
 @pytest.mark.law("the-model-stays-as-it-was")
 @pytest.mark.parametrize("name", ["streamingllm", "snapkv", "keydiff"])
 def test_a_session_of_8_b_parameters_needs_no_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """32 layers read 8 192 tokens and decode one; the host reads ids and, if scores decide, positions."""
+    """Read 8 192 tokens and decode one with 32 layers. The host reads the ids and, if scores decide, the positions."""
     monkeypatch.setattr(device_compaction, "_retention", first_tokens)
     prompt, model, counts = torch.zeros(1, 8_192, dtype=torch.int64, device="meta"), large_llama(), []
     with Shapes() as reads, torch.no_grad(), Session(method_on(name, model), model) as run:
@@ -179,7 +180,7 @@ def on_the_device(given: dict[str, Any]) -> Any:
 
 @contextmanager
 def session() -> Iterator[tuple[RetainedCache, LlamaForCausalLM]]:
-    """A prompt has been read on the device."""
+    """Yield cache and model after a prompt was read on the device."""
     host, device = models()
     with HostReads(), torch.no_grad(), Session(method_on("snapkv", host), device) as run:
         device(input_ids=DeviceTensor(text(N)), logits_to_keep=1)

@@ -1,4 +1,7 @@
-"""Greedy, sampled and beam generation go on from a compacted cache as from a masked one, by any name, in threads."""
+"""Generation (greedy, sampling, beams) from a compacted cache equals generation from a masked full cache.
+
+The tests also call `generate` by different names and in threads.
+"""
 
 from collections.abc import Callable
 from itertools import product
@@ -40,7 +43,7 @@ names = pytest.mark.parametrize("name", [by_decoder, bound_before, by_type])
 @pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 16}, {"num_beams": 2}])
 @pytest.mark.parametrize("name", [by_decoder, bound_before, by_type])
 def test_the_cache_that_generate_made_is_left_as_it_was(name: Callable[..., Any], options: dict[str, Any]) -> None:
-    """The later forward passes of the call use the cache of the session, which generate also returns."""
+    """Check that later forward passes of the call use the session's cache, which generate also returns."""
     model, caches = build("llama"), list[Any]()
     given, generate = name(model)
     with METHODS["crystalcache"]()(given) as run:
@@ -80,7 +83,7 @@ def test_every_name_of_generate_refuses(name: Callable[..., Any], options: dict[
     (bound_before, {"num_return_sequences": 3, "num_beams": 3}), (by_type, {"prefill_chunk_size": 20}),
 ])
 def test_every_name_of_generate_is_served_as_the_first(name: Callable[..., Any], options: dict[str, Any]) -> None:
-    """Chunks are one prompt, and rows that repeat a prompt are one too."""
+    """Chunks are one prompt. Rows that repeat a prompt are also one prompt."""
     found = []
     for way in (lambda model: (model, None), name):
         model: Any = build("llama")
@@ -118,7 +121,7 @@ def test_a_prompt_that_generate_leaves_half_way_is_given_up(name: Callable[..., 
 def question(
     model: PreTrainedModel, policy: RetentionPolicy, new: int, *, by_hand: bool, **options: int,
 ) -> tuple[list[int], Any]:
-    """The answer to a question behind a context, and what is stored in the end."""
+    """Return the answer to a question after a context, and the stored positions at the end."""
     context, asked = prompt(N), prompt(5, seed=11)
     with policy(model) as run:
         cache = RetainedCache(model.config)
@@ -142,7 +145,7 @@ def question(
     METHODS["crystalcache"], lambda: method("kvzip"), lambda: method("h2o"), lambda: breathing(30, decode=True),
 ], ids=["crystalcache", "kvzip", "h2o", "decode"])
 def test_a_question_behind_a_context_is_one_call(policy: Callable[[], RetentionPolicy]) -> None:
-    """The question is read and evicts nothing; what is generated is steps: as by hand."""
+    """Check that the question evicts no token and that generated tokens are steps, as in a loop by hand."""
     model = build("llama")
     expected = question(model, policy(), 12, by_hand=True)
     assert question(model, policy(), 12, by_hand=False) == expected
@@ -152,7 +155,7 @@ def test_a_question_behind_a_context_is_one_call(policy: Callable[[], RetentionP
 @pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize(("inside", "name"), [(True, "snapkv"), (False, "crystalcache")])
 def test_a_text_that_the_cache_has_not_read_is_refused(inside: bool, name: str) -> None:
-    """And the cache goes on with the text that it has read, what was generated included."""
+    """Check that the cache still accepts the text that it has read, including generated tokens."""
     model = build("llama")
     with method(name)(model) as run:
         first = model.generate(prompt(N), max_new_tokens=4, do_sample=False)  # type: ignore[operator]
@@ -180,7 +183,7 @@ def refused(model: PreTrainedModel, cache: Any, first: Tensor) -> None:
 
 @pytest.mark.law("a-cache-like-any-other")
 def test_a_text_is_compared_as_far_as_its_ids_are_known() -> None:
-    """Padding is no token, rows change places, and what was taken back or read elsewhere does not count."""
+    """Check padding, reordered rows, removed tokens, and tokens that were read outside `generate`."""
     model = build("llama")
     rows = torch.cat([prompt(N), prompt(N, seed=8)])
     mask = torch.ones_like(rows)
@@ -203,7 +206,7 @@ def test_a_text_is_compared_as_far_as_its_ids_are_known() -> None:
 
 
 class Gate:
-    """A logits processor that lets generate begin, waits at its first token, and then goes on."""
+    """Logits processor that waits at the first token of generate until it may continue."""
 
     def __init__(self) -> None:
         self.reached, self.go = Event(), Event()
@@ -270,7 +273,7 @@ def test_a_thread_that_outlives_the_block_generates_under_the_policy(name: str, 
 
 @pytest.mark.law("refused-before-anything-changes")
 def test_a_thread_that_the_policy_would_lose_is_named() -> None:
-    """The policy was given the decoder, and so knows nothing of the generate around it, but that it runs."""
+    """Check a policy on the decoder. It has no access to the outer `generate`, but detects that `generate` runs."""
     model, gate = cast(Any, build("llama")), Gate()
     with pytest.raises(SpecError, match="generate = 'still running'"), METHODS["crystalcache"]()(model.model):
         thread, _ = in_a_thread(model.generate, gate)

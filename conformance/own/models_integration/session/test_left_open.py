@@ -1,4 +1,4 @@
-"""Sessions that are entered by hand and never left, in other threads and tasks; and how results show themselves."""
+"""Sessions that are entered by hand and never left, sessions in other threads and tasks, and the display of results."""
 
 import asyncio
 import gc
@@ -55,7 +55,7 @@ def test_a_second_task_is_told_of_a_lock() -> None:
 
 @pytest.mark.law("refused-before-anything-changes")
 def test_a_second_thread_in_a_forward_pass_is_told_of_the_first() -> None:
-    """The model has the name of kvspec's attention then."""
+    """Check the error during a forward pass, when the model's attention name is one of kvspec."""
     model, found = build("llama"), list[str]()
 
     def other() -> None:
@@ -98,7 +98,7 @@ def test_results_show_themselves_in_a_notebook() -> None:
     shown = run._repr_html_()
     assert f"<tr><th>bytes_freed</th><td>{run.bytes_freed}</td></tr>" in shown
     assert "<caption>snapkv</caption>" in shown
-    assert f"<tr><th>kept</th><td>{run.kept_tokens[0]}</td></tr>" in shown  # beside the budget
+    assert f"<tr><th>kept</th><td>{run.kept_tokens[0]}</td></tr>" in shown  # The budget is in the adjacent column.
     assert "no prompt yet" in method("snapkv")(model)._repr_html_()
     verdict = Verdict(False, "<b>1 of 2</b> failed", ("PO-<i>",), {}, (), "text")._repr_html_()
     assert "&lt;b&gt;1 of 2&lt;/b&gt; failed" in verdict

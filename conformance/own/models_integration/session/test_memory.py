@@ -1,6 +1,7 @@
-"""Compaction frees memory, each layer right after that layer.
+"""Compaction frees the memory of each layer right after the attention of the layer.
 
-CAKE's cascade keeps what the reference keeps of the whole prompt, and the cache never outgrows budget and layer.
+CAKE's cascade keeps the tokens that the reference keeps for the whole prompt. The cache never exceeds the budget plus
+one layer.
 """
 
 import gc
@@ -58,7 +59,7 @@ L, H_KV, D = 3, 2, 12
 
 
 def blocks(layers: list[RetainedLayer]) -> int:
-    """Bytes of the memory blocks behind these layers, each once."""
+    """Return the bytes of all memory blocks of these layers. Each block is counted once."""
     found: dict[int, int] = {}
     for layer in layers:
         for tensor in (layer.keys, layer.values):
@@ -81,7 +82,7 @@ def test_a_cache_weighs_what_it_keeps(name: str, dtype: torch.dtype, width: int)
 
 
 def first_full() -> PreTrainedModel:
-    """A full-attention layer stands before the sliding ones."""
+    """Return a model in which a full-attention layer precedes the sliding layers."""
     types = ["full_attention", "sliding_attention", "full_attention", "sliding_attention"]
     return prepared("Gemma3", **{**_GQA, **_ALTERNATING, "layer_types": types})
 
@@ -93,7 +94,7 @@ def held(cache: RetainedCache) -> list[tuple[int, Tensor]]:
 @pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize("recorded", [None, 2])
 def test_a_crop_that_a_window_has_passed_changes_no_layer(recorded: int | None) -> None:
-    """What the earlier window would show is freed, but for what has been recorded since."""
+    """Check a crop to a position whose window needs freed tokens. Only tokens recorded since then are available."""
     model = first_full()
     cache, expected = (prefill(model, METHODS["crystalcache"](), prompt(N)).cache for _ in range(2))
     if recorded is not None:
@@ -114,7 +115,7 @@ def test_a_crop_that_a_window_has_passed_changes_no_layer(recorded: int | None) 
 @pytest.mark.law("a-cache-like-any-other")
 @pytest.mark.parametrize(("n", "recording"), [(WINDOW - 3, False), (N, True)])
 def test_tokens_are_taken_back_beside_windows(n: int, recording: bool) -> None:
-    """Before a window is full, or while the past is recorded."""
+    """Check a crop before the window is full, and a crop while past tokens are recorded."""
     model, again = first_full(), prompt(4, seed=11)
     cache, expected = (prefill(model, FullCache(), prompt(n)).cache for _ in range(2))
     if recording:
@@ -126,7 +127,7 @@ def test_tokens_are_taken_back_beside_windows(n: int, recording: bool) -> None:
 
 @pytest.mark.law("a-cache-like-any-other")
 def test_a_window_with_gaps_gives_back_what_it_has_read() -> None:
-    """Its window counts positions, and so does what is taken back."""
+    """Check that the window and the crop count positions."""
     cache, read = RetainedCache(build("llama").config), torch.randn(1, 2, 11, 4)
     layer = GappedSlidingLayer.after(DynamicSlidingWindowLayer(8), 5)
     cache.layers = [DenseLayer(), layer]
@@ -209,7 +210,7 @@ def test_the_caller_s_own_retained_cache_is_the_one_that_is_compacted() -> None:
 
 
 def streamed(session: Session) -> AbstractContextManager[None]:
-    """No block: in `session.prompt()` a prompt is decided and compacted when its forward is over."""
+    """Return an empty context. Without `session.prompt()`, each layer is compacted during the forward pass."""
     return nullcontext()
 
 
@@ -217,7 +218,7 @@ def streamed(session: Session) -> AbstractContextManager[None]:
     ("family", "method"), [("llama", "crystalcache"), ("gemma3", "streamingllm"), ("llama", "snapkv")],
 )
 def test_one_layer_at_most_is_whole(family: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a layer's keys come, those of all earlier layers are compacted, and the whole ones are freed."""
+    """Check that all earlier layers are compacted and their full tensors freed before a layer's keys are stored."""
     alive: list[weakref.ref[Tensor]] = []
     counts: list[int] = []
     update = DenseLayer.update
@@ -231,7 +232,7 @@ def test_one_layer_at_most_is_whole(family: str, method: str, monkeypatch: pytes
     monkeypatch.setattr(DenseLayer, "update", watched)
     model = build(family)
     policy = METHODS[method]() if method in METHODS else published(method, model)
-    policy(model)  # what a policy finds out once for each model is no forward of this prompt
+    policy(model)  # The policy runs forward passes once for each model. Run them before the prompt.
     full = len(describe(model).full_layers)
     for block, expected in ((streamed, [0] * full), (Session.prompt, [2 * done for done in range(full)])):
         alive.clear()
@@ -243,8 +244,8 @@ def test_one_layer_at_most_is_whole(family: str, method: str, monkeypatch: pytes
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
-    """The most memory that tensors on the CPU took during the run, beyond what they took before."""
-    gc.collect()  # what other tests left would be freed during the run
+    """Return the peak memory of tensors on the CPU during the run, minus the memory before the run."""
+    gc.collect()  # Objects of earlier tests would be freed during the run.
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     assert profiler.profiler is not None
@@ -261,9 +262,9 @@ def peak_bytes(run: Callable[[], object]) -> int:
     ("policy", "least"), [(StreamingLLM(0.125), 0.95 * 22 * 0.875), (CustomPolicy(cake(), 0.125), 24 * 0.875 - 1 - 2)],
 )
 def test_the_peak_of_a_deep_model_is_what_it_keeps_and_one_layer(policy: RetentionPolicy, least: float) -> None:
-    """All tensors of the process are counted, and compared with those of a whole prompt, in layers.
+    """Compare the memory of all tensors of the process with that of a whole prompt, in layers.
 
-    Of CAKE's cascade two more layers are copies for a moment.
+    CAKE's cascade briefly holds copies of two more layers.
     """
     model = prepared("Llama", **{**_GQA, "num_hidden_layers": 24, "num_key_value_heads": 4})
 
@@ -277,23 +278,23 @@ def test_the_peak_of_a_deep_model_is_what_it_keeps_and_one_layer(policy: Retenti
 
 
 WEIGHTS = (0.0, 5e-324, 1e-300, 0.5, 1.0, 1.0, 2.0, 3.0, 1e3, 1e6, 1e300)
-"""Preferences: none, equal ones, and such that differ by all that float64 can hold."""
+"""Preferences: zero, equal values, and values at both ends of the range of float64."""
 
 
 def given_scores(view: LayerView, *constants: object) -> tuple[Any, Any]:
-    """Scores and a preference that stand in the place of keys and scaling."""
+    """Return scores from the keys, and a preference from the scaling."""
     return view.k[:, :, 0], np.array([[view.scaling]])
 
 
 def policy_of(W: int) -> Policy:
-    """CAKE on given scores."""
+    """Return CAKE with the scores of `given_scores`."""
     policy: Any = cake(W)
     return Policy(**vars(policy) | {"scorer": replace(policy.scorer, layer=given_scores)})
 
 
 @dataclass
 class Rows:
-    """What a session shows of one layer of a batch."""
+    """Observations of a session for one layer of a batch."""
 
     observations: list[Observation]
     columns: int
@@ -310,7 +311,7 @@ class Rows:
 def check_cascade(
     sizes: Sequence[int], preferences: Sequence[Sequence[float]], W: int, B: int, H: int, copies: int, seed: int,
 ) -> None:
-    """Prompts of these sizes; each layer has a preference for each prompt."""
+    """Check prompts of these sizes. Each layer has a preference for each prompt."""
     rng, columns, L, rows = np.random.default_rng(seed), max(sizes), len(preferences), copies * len(sizes)
     policy, budget = policy_of(W), Budget(count=B)
     scores = [[rng.integers(-2, 3, (H, n, 1)).astype(float) for n in sizes] for _ in preferences]
@@ -358,7 +359,7 @@ weights = st.one_of(st.sampled_from(WEIGHTS), st.floats(0, 1e6))
 def test_a_cascade_keeps_what_the_reference_keeps(
     sizes: list[int], preferences: list[tuple[float, float]], W: int, B: int, H: int, copies: int, seed: int,
 ) -> None:
-    """Of one or two prompts in up to six layers. After each layer the slots are counted, in bytes."""
+    """Check one or two prompts in up to six layers. The bytes of the slots are counted after each layer."""
     check_cascade(sizes, [own[: len(sizes)] for own in preferences], W, B, H, copies, seed)
 
 
@@ -373,7 +374,7 @@ def test_other_selectors_and_several_devices_do_not_cascade() -> None:
 
 @pytest.mark.law("a-cache-like-any-other")
 def test_gradients_are_those_of_a_whole_prompt() -> None:
-    """Through the keys and values of the pool, to the weights of the first layer."""
+    """Compare gradients through the keys and values of the pool, down to the weights of the first layer."""
     model, policy, found = build("llama", dtype=torch.float64), CustomPolicy(cake(W=4), 0.3), []
     for block in (Session.prompt, streamed):
         model.zero_grad()
@@ -390,7 +391,7 @@ def test_gradients_are_those_of_a_whole_prompt() -> None:
 
 
 def check_cascades() -> None:
-    """The same for fixed prompts."""
+    """Check cascades of fixed prompts."""
     for seed in range(40):
         rng = np.random.default_rng(seed)
         sizes = rng.integers(6, 13, 2).tolist()

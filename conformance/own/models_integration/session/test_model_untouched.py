@@ -1,4 +1,4 @@
-"""Nothing is left behind: a full budget changes no bit, and the model is as it was, also after an error."""
+"""A full budget changes no bit of the output, and a session leaves the model unchanged, also after an error."""
 
 import copy
 import pickle
@@ -104,7 +104,7 @@ def failing_at(model: torch.nn.Module, layer: int, error: BaseException) -> torc
     ("llama", "layer", KeyboardInterrupt()), ("llama", "policy", Boom()), ("gemma3", "caller", KeyboardInterrupt()),
 ])
 def test_the_model_is_as_it_was_after_an_error(family: str, error: BaseException, where: str) -> None:
-    """Also after one that comes when the tokens are generated."""
+    """Check errors in a layer, in a policy and in the caller, during generation too."""
     model = build(family)
     greedy(model, prompt(20), 2)
     before = snapshot(model)
@@ -212,17 +212,17 @@ def test_what_a_session_did_can_be_copied(copied: Callable[[Any], Any]) -> None:
 
 
 N = 40
-# Long enough, and prompts enough, that another scaling moves a kept set.
+# With a prompt this long and several seeds, a wrong scaling changes a kept set.
 DECIDED = 120
 SEEDS = range(4)
 TOLERANCE = 1e-5
-# Three query heads to a KV head, and a head dimension that is not hidden_size / heads.
+# There are three query heads for each KV head. The head dimension is not hidden_size / heads.
 _SIX: dict[str, Any] = {**_GQA, "num_attention_heads": 6}
 _WINDOWS = {**_SIX, **_ALTERNATING, "query_pre_attn_scalar": 256}
 
 
 def rope(theta: float, **more: Any) -> dict[str, Any]:
-    """Rotary positions with a base of their own."""
+    """Return parameters of rotary positions with the given base."""
     return {"rope_parameters": {"rope_type": "default", "rope_theta": theta, **more}}
 
 
@@ -240,17 +240,17 @@ TELLING: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("GptOss", {**_WINDOWS, "num_local_experts": 2, "num_experts_per_tok": 1, **rope(300.0)}),
     "llama": ("Llama", {**_SIX, "head_dim": 20, "attention_bias": True, **rope(300.0)}),
 }
-"""Classes and configs, none of whose fields has the value that it would have by default."""
+"""Classes and configs in which no field has its default value."""
 
 
 def telling_model(family: str) -> PreTrainedModel:
-    """Eager, where a soft cap is served too."""
+    """Return a model with eager attention, which also supports a soft cap."""
     name, fields = TELLING[family]
     return prepare(tiny(name, **fields), attention="eager")
 
 
 def check_shown(model: PreTrainedModel) -> None:
-    """What a scorer is shown gives the attention that the layer itself has."""
+    """Check that the tensors that a scorer receives give the attention weights of the layer."""
     ((layer, view),) = shown(model, prompt(N), Needs("observed", None)).layers.items()
     places = np.arange(N)
     q, k = view.q.astype(np.float64), view.k.astype(np.float64)
@@ -262,7 +262,7 @@ def check_shown(model: PreTrainedModel) -> None:
 
 
 def check_decided(model: PreTrainedModel) -> None:
-    """Kept sets are those of q and k under the module's own scaling, cap and sinks."""
+    """Check that kept sets follow from q and k with the scaling, cap and sinks of the module."""
     cap = getattr(model.config, "attn_logit_softcapping", None)
     for seed in SEEDS:
         ids = prompt(DECIDED, seed)

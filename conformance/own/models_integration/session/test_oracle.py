@@ -1,4 +1,4 @@
-"""Eviction equals masking: programs of the state machine; mistakes (mutants.toml) that fail the checks they name."""
+"""Eviction equals masking: programs of the state machine, and mutants (mutants.toml) that fail the named checks."""
 
 import tomllib
 from collections import Counter
@@ -61,7 +61,7 @@ pytestmark = pytest.mark.law("eviction-equals-masking")
 
 
 def converse(machine: SessionMachine, policy: str) -> None:
-    """A prompt in pieces, steps, a turn in pieces, generate, a file, and some tokens outside the context."""
+    """Run a prompt in pieces, steps, a turn in pieces, generate, a file, and tokens outside the context."""
     life: Any = machine.prompt(policy, 45, cuts=(20, 21))
     machine.steps(life, 9)
     machine.turn(life, 12, cuts=(5, 6))
@@ -79,7 +79,10 @@ def converse(machine: SessionMachine, policy: str) -> None:
 
 
 def converse_in_rows(machine: SessionMachine, policy: str) -> None:
-    """Rows of different lengths: some part again in a turn; then they change places, are taken out and repeated."""
+    """Run rows of different lengths. Some rows get different lengths again in a turn.
+
+    Later the rows are reordered, selected and repeated.
+    """
     life = machine.prompt(policy, 45, rows=3, padding=(20, 0, 1))
     machine.steps(life, 4)
     machine.crop(life, 2)
@@ -98,7 +101,10 @@ def converse_in_rows(machine: SessionMachine, policy: str) -> None:
 
 
 def converse_with_chunks(machine: SessionMachine, policy: str) -> None:
-    """A chunk first; then chunks with and without gaps, after steps, after a turn, and at both sides of a breath."""
+    """Run a chunk first, then chunks with and without gaps.
+
+    The chunks follow steps, a turn, and both sides of a decode-time eviction.
+    """
     begun: Any = machine.begin(policy)
     machine.splice(begun, [9, 14], evicted=(0, 3, 4))
     machine.turn(begun, 12)
@@ -118,7 +124,7 @@ def converse_with_chunks(machine: SessionMachine, policy: str) -> None:
 
 
 def run(program: Callable[[SessionMachine], object], family: str = "llama") -> Counter[str]:
-    """A program on a new machine; what it has met."""
+    """Run a program on a new machine, and return the counts of the states met."""
     met = Counter[str]()
     machine = SessionMachine(family, met)
     try:
@@ -131,7 +137,7 @@ def run(program: Callable[[SessionMachine], object], family: str = "llama") -> C
 @crossed("policy", POLICIES, always=["stream", "h2o"], whole=("llama",))
 @pytest.mark.spec("CC-COMPACT")
 def test_a_conversation_equals_the_masked_model(family: str, policy: str) -> None:
-    """Of each family and each policy."""
+    """Check each family and each policy."""
     met = run(partial(converse, policy=policy), family)
     assert (met["a segment that evicts"] > 0) == (policy != "fullcache")
     assert policy not in ("breathing", "stream", "h2o", "tova", "rkv") or met["a step that evicts"] > 0
@@ -164,7 +170,7 @@ def test_a_policy_with_records_of_each_token_refuses_what_it_has_not_read(policy
 
 
 def fail_at(machine: SessionMachine, policy: str, place: str, at: int) -> None:
-    """An exception at a call of a prompt in pieces, of a turn, of steps, and of a text that is only read."""
+    """Raise an exception at a call of a prompt in pieces, of a turn, of steps, and of a text inside `reading()`."""
     trip = Trip(place, at)
     machine.prompt(policy, 45, rows=2, trip=trip)
     machine.prompt(policy, 45, cuts=(20,), trip=trip)
@@ -190,17 +196,18 @@ def test_eager_attention_is_served_as_it_is(family: str, policy: str) -> None:
 
 
 def check_hidden_token(model: PreTrainedModel, policy: str = "crystalcache") -> None:
-    """A 2D attention mask counts tokens seen: hiding a token hides that token in every head, wherever its slot is."""
+    """Check that hiding a token in a 2D mask hides the same token in every head, independent of its slot."""
     following, (_, cache) = prompt(NEW, seed=9), read_prompt(model, method(policy))
     kept = live_sets(cache)
     own = kept[max(kept)][0]
     hidden = own[4]
-    # Where slot and position differ by another amount than at the end, or reading the mask by slot would do as well.
+    # The offset between slot and position must differ from the offset at the end. Otherwise a mask by slot would pass
+    # too.
     assert hidden - 4 < PROMPT - len(own)
     mask = torch.ones(1, PROMPT + NEW, dtype=torch.int64)
     mask[0, hidden] = 0
     left = {layer: [[at for at in one if at != hidden] for one in sets] for layer, sets in kept.items()}
-    # The token stays visible to the sliding layers of the oracle, so this is for models without any.
+    # The token stays visible to the sliding layers of the oracle. Therefore models with sliding layers are excluded.
     expected = Masked(model, prompt(PROMPT), left).read(following)
     with observing(describe(model), cache) if cache.layers_differ else nullcontext():
         assert relative(at_once(model, following, cache, attention_mask=mask), expected) < TOLERANCE
@@ -243,7 +250,7 @@ def with_long_runs(machine: SessionMachine) -> None:
 
 
 def check_saved() -> None:
-    """A saved cache is the same again, and none once a byte of a tensor has changed."""
+    """Check that a loaded cache equals the saved cache, and that a file with one changed byte is refused."""
     model, cache = lived("llama")
     with TemporaryDirectory() as folder:
         path = Path(folder) / "cache"
@@ -261,7 +268,7 @@ def check_saved() -> None:
 
 
 def check_rows(policy: str, family: str = "llama") -> None:
-    """Heads that differ refuse padded turns, and so do windows."""
+    """Check rows of different lengths. Heads that differ and sliding windows refuse padded turns."""
     served = policy != "adakv" and family not in SLIDING
     assert (run(partial(converse_in_rows, policy=policy), family)["a padded turn"] > 0) == served
 
@@ -322,7 +329,7 @@ def place(name: str) -> str:
 
 
 def mutate(stack: ExitStack, name: str) -> None:
-    """Put the mistake into this process until the stack is closed. No model outlives it."""
+    """Apply the mutant to this process until the stack is closed, and forget cached models."""
     test_other_architectures.build.cache_clear()
     stack.callback(test_other_architectures.build.cache_clear)
     patch = stack.enter_context(pytest.MonkeyPatch.context())
@@ -335,7 +342,10 @@ def mutate(stack: ExitStack, name: str) -> None:
 @pytest.mark.law("the-proof-has-teeth")
 @pytest.mark.parametrize(("name", "judge"), [(name, judge) for name in MUTANTS for judge in MUTANTS[name]["checks"]])
 def test_a_mutant_is_killed(name: str, judge: str) -> None:
-    """By a check that passes without it: in the test that it is, or in the next one."""
+    """Check that a check kills the mutant.
+
+    A different test runs the same check without the mutant.
+    """
     with ExitStack() as stack:
         mutate(stack, name)
         with pytest.raises(AssertionError):

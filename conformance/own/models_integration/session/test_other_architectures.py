@@ -1,7 +1,7 @@
 """Models unlike Llama: recurrent states, latents, indexers, shared caches, and positions without RoPE.
 
-The oracle is a plain full cache with masks. Turns and padded rows are also compared with one forward over all tokens,
-because an oracle that runs the same model shares the model's faults.
+The oracle is a full cache with masks. An oracle that runs the same model shares the faults of the model. Therefore
+turns and padded rows are also compared with one forward pass over all tokens.
 """
 
 from contextlib import nullcontext
@@ -48,7 +48,7 @@ _LINEAR: dict[str, Any] = {
 }
 _MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
 
-# By name: a class of transformers, and its configuration.
+# Class of transformers and configuration, by name.
 Models = dict[str, tuple[str, dict[str, Any]]]
 MODELS: Models = {
     "qwen3_next": ("Qwen3NextForCausalLM", {
@@ -59,7 +59,7 @@ MODELS: Models = {
     "falcon_h1": ("FalconH1ForCausalLM", {**_SIZES, **_MAMBA, "num_hidden_layers": 2, "mamba_d_ssm": 64}),
     "minimax": ("MiniMaxForCausalLM", {**_SIZES, "num_local_experts": 2, "block_size": 16}),
 }
-# In a turn of several tokens it ignores what its recurrent layers have read.
+# If a turn has several tokens, this model ignores the state of its recurrent layers.
 JAMBA: Models = {"jamba": ("JambaForCausalLM", {
     **_SIZES, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 8,
 })}
@@ -69,11 +69,12 @@ _LATENT: dict[str, Any] = {
     "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
 }
 LATENT: Models = {"deepseek_v3": ("DeepseekV3ForCausalLM", _LATENT)}
-# Many heads of an indexer, so that no two keys have the same score.
+# The indexer has many heads, so that no two keys have the same score.
 INDEXED: Models = {"deepseek_v32": ("DeepseekV32ForCausalLM", {
     **_LATENT, "num_hidden_layers": 2, "index_n_heads": 32, "index_head_dim": 16, "index_topk": 8,
 })}
-# The last two layers read the caches of earlier ones: of the second full-attention layer, and of the last that slides.
+# The last two layers read the caches of earlier layers: of the second full-attention layer and of the last sliding
+# layer.
 _SHARED: dict[str, Any] = {
     **_SIZES, "num_hidden_layers": 6, "num_kv_shared_layers": 2, "head_dim": 8, "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 131, "sliding_window": 16,
@@ -91,7 +92,7 @@ _HALF: dict[str, Any] = {
     **_SIZES, "num_hidden_layers": 2, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"],
     "sliding_window": 16,
 }
-# Image tokens of Gemma 3 see each other in both directions; those of LLaVA see what is before them.
+# Image tokens of Gemma 3 attend to each other in both directions. Image tokens of LLaVA attend to earlier tokens.
 IMAGES: Models = {
     "gemma3": ("Gemma3ForConditionalGeneration", {
         "text_config": _HALF, "vision_config": _SEEN, "mm_tokens_per_image": 4, "image_token_index": IMAGE,
@@ -112,20 +113,20 @@ OTHER_POSITIONS: Models = {
         "decoder_ffn_dim": 48, "is_decoder": True, "is_encoder_decoder": False,
     }),
 }
-# Whisper's model hands position ids on to its decoder without naming them.
+# Whisper's model passes position ids on to its decoder without naming the argument.
 WHISPER: Models = {"whisper": ("WhisperForCausalLM", {
     **_SIZES, "encoder_layers": 4, "decoder_layers": 4, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
     "d_model": 32, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "decoder_start_token_id": 1,
     "max_target_positions": 64,
 })}
-# Attention with a sink for each head in its softmax.
+# The softmax of the attention has a sink for each head.
 SINKS: Models = {"gpt_oss": ("GptOssForCausalLM", {**_HALF, "num_local_experts": 2, "num_experts_per_tok": 1})}
 LOSES_ITS_STATE = "the recurrent layers lose the state if a later forward pass has several tokens"
 
 
 @cache
 def build(name: str) -> PreTrainedModel:
-    """A tiny model, which no test changes."""
+    """Return a tiny model. No test changes the model."""
     if name in SHARED and not hasattr(Gemma3nTextConfig, "kv_sharing_modes"):
         pytest.skip("layers that share a cache are supported in later releases of transformers")
     every = {**MODELS, **JAMBA, **LATENT, **INDEXED, **SHARED, **IMAGES, **OTHER_POSITIONS, **WHISPER, **SINKS}
@@ -140,7 +141,7 @@ def in_one_forward(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def check_conversation(model: PreTrainedModel, policy: str) -> None:
-    """Prompt, steps, a turn and a step beside the masked model."""
+    """Compare a prompt, steps, a turn and a step with the masked model."""
     masked, cache = Masked(model), RetainedCache(model.config)
     with method(policy)(model) as run:
         for number, tokens in enumerate((N, 1, 1, 9, 1)):
@@ -152,7 +153,7 @@ def check_conversation(model: PreTrainedModel, policy: str) -> None:
 
 
 def refused(name: str, policy: str) -> str | None:
-    """Why a model refuses a policy."""
+    """Return the reason why a model refuses a policy, or None."""
     if policy == "adakv" and name in (*LATENT, *INDEXED):
         return r"one latent for all heads \(MLA\): use a policy that keeps the same tokens"
     if policy != "streamingllm" and name in INDEXED:
@@ -179,7 +180,7 @@ def test_a_crop_takes_the_indexer_s_keys_back() -> None:
 
 
 def with_an_image(name: str) -> dict[str, Tensor]:
-    """A prompt with four tokens of an image, and the image."""
+    """Return a prompt with an image and its four tokens."""
     ids = prompt(N)
     ids[ids == IMAGE] = IMAGE + 1
     ids[:, IMAGE_AT] = IMAGE
@@ -188,7 +189,11 @@ def with_an_image(name: str) -> dict[str, Tensor]:
 
 
 def check_image(name: str, policy: RetentionPolicy) -> Any:
-    """An image's tokens are evicted as those of text; later turns are text. The kept sets are returned."""
+    """Check that the tokens of an image are evicted like tokens of text. Later turns are text.
+
+    Returns:
+        The kept sets.
+    """
     model, given = build(name), dict[str, Any](with_an_image(name))
     masked, cache = Masked(model), RetainedCache(model.config)
     with policy(model) as run:
@@ -222,7 +227,7 @@ def test_an_image_that_is_pinned_stays(name: str) -> None:
 
 @pytest.mark.parametrize("policy", ["streamingllm", "pyramidkv", "adakv"])
 def test_layers_that_share_a_cache_read_the_last_queries_alone(policy: str) -> None:
-    """Gemma 4 passes no others to them if few logits are asked for, in a prompt and in a turn."""
+    """Compare the last logits. If few logits are requested, Gemma 4 passes only the last queries to these layers."""
     model, kept = build("gemma4"), 3
     masked, cache = Masked(model), RetainedCache(model.config)
     with method(policy)(model):
@@ -252,7 +257,10 @@ def test_in_a_turn_each_kept_set_is_scored_with_the_sinks_of_its_own_heads() -> 
 @pytest.mark.law("decided-as-the-reference")
 @pytest.mark.parametrize("name", LATENT)
 def test_a_policy_reads_the_keys_that_the_model_makes_of_latents(name: str) -> None:
-    """In a later turn too: the keys that attention is handed, for each query head, and not what is stored."""
+    """Check keys in the prompt and in a later turn.
+
+    The policy reads the keys that attention receives, for each query head. The cache stores latents.
+    """
     model, looking, handed = build(name), Looking(Needs("all", None, values=True)), list[Any]()
     stock = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
@@ -273,7 +281,7 @@ def test_a_policy_reads_the_keys_that_the_model_makes_of_latents(name: str) -> N
 
 @pytest.mark.parametrize("name", MODELS)
 def test_turns_go_on_from_the_state(name: str) -> None:
-    """Nothing is evicted: pieces equal one forward over all tokens."""
+    """Check that pieces equal one forward pass over all tokens. No token is evicted."""
     model, ids = build(name), prompt(N)
     cache = RetainedCache(model.config)
     with METHODS["fullcache"]()(model):
@@ -341,7 +349,7 @@ def test_the_caches_of_two_decisions_do_not_share_states() -> None:
 
 @pytest.mark.parametrize("name", [*MODELS, *INDEXED])
 def test_beams_choose_states_too(name: str) -> None:
-    """Two beams of a full cache are those of the model without a policy."""
+    """Check that beams of a full cache equal those of the model without a policy."""
     model = build(name)
     expected = greedy(model, prompt(N), 6, num_beams=3)
     with METHODS["fullcache"]()(model):

@@ -1,4 +1,4 @@
-"""The published policies by name: what the table holds, what it takes from a model, and what it refuses."""
+"""Published policies by name: the table, the constants taken from a model, and the errors."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +17,7 @@ from conformance.own.models_integration.session.sessions import CLASSES, PROMPT,
 from models_integration import (
     CrystalCache,
     FullCache,
-    Published,
+    NamedPolicy,
     RetainedCache,
     StreamingLLM,
     calibrate,
@@ -49,11 +49,11 @@ def test_the_help_names_the_list_of_policies() -> None:
 
 
 def test_every_name_but_chunks_and_h2o_takes_a_diverse_form() -> None:
-    """What has no such form says so: it does not keep the best single tokens."""
+    """Check that a policy without a diverse form raises an error: it does not keep the best single tokens."""
     for name in ("streamingllm", *PUBLISHED):
         if POLICIES[name].of_model == frozenset():
             if DIVERSE + name in NAMES:
-                Published(DIVERSE + name, 0.3, **small(name))
+                NamedPolicy(DIVERSE + name, 0.3, **small(name))
             else:
                 with pytest.raises(SpecError, match="must keep single tokens"):
                     policies.diverse(POLICIES[name].make())
@@ -66,7 +66,7 @@ def test_a_name_gives_what_its_class_gives() -> None:
         assert by_name == CrystalCache(0.3, ends, backend=backend, decode=True)
     assert policy_from_name("streamingllm", 100, N_sink=2) == StreamingLLM(100, N_sink=2)
     assert policy_from_name("fullcache", 0.3) == FullCache()
-    assert policy_from_name("snapkv", 0.3, W=8) == Published("snapkv", 0.3, W=8)
+    assert policy_from_name("snapkv", 0.3, W=8) == NamedPolicy("snapkv", 0.3, W=8)
     other = policy_from_name("crystalcache", 0.3, sentence_ends=ends, parameters=TINY, alpha=0, impact="salience")
     assert other == CrystalCache(0.3, ends, replace(TINY, alpha=0, impact="salience"))
 
@@ -86,7 +86,7 @@ def test_a_policy_as_text_is_its_name_and_constants(text: str, name: str, consta
 
 NO_POLICY = "must be a policy name, or a policy name with constants"
 BY_NAME = partial(policy_from_name, budget=0.3)
-# What is called, its arguments and constants, words of the error.
+# Function, its arguments and constants, words of the error.
 REFUSED: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any], str]] = [
     (spelled, ("snapkw",), {}, "policy = 'snapkw'"),
     *((spelled, (text,), {}, NO_POLICY) for text in (
@@ -98,24 +98,24 @@ REFUSED: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any], str]
     (BY_NAME, ("crystalcache",), {"T": 3}, "T = 3: crystalcache has the constants C, D_c, M_max"),
     (BY_NAME, ("fullcache",), {"N_sink": 4}, "fullcache has the constants none"),
     (BY_NAME, ("snapkv(W=16)",), {}, r"must be a name; pass constants as arguments, .*\('snapkv', constant=value\)"),
-    *((Published, (name,), {}, f"name = '{name}': has a separate class; call kvspec.policy_from_name instead")
+    *((NamedPolicy, (name,), {}, f"name = '{name}': has a separate class; call kvspec.policy_from_name instead")
       for name in CLASSES),
-    *((Published, (name,), {}, f"name = '{name}'") for name in ("epicache", "scissorhands", "diverse-h2o")),
-    (Published, ("snapkv",), {"pool": 8}, "snapkv has the constants W, backend, block, kernel"),
-    (Published, ("snapkv", 1.5), {}, "budget"),
-    (Published, ("expected-attention",), {"inv_freq": [1.0]}, "inv_freq"),
-    (Published, ("defensivekv",), {"W_o": {}}, "W_o"),
-    (Published, ("keydiff",), {"diversity": 0.5}, "keydiff has the constants backend, block"),
-    (Published, ("chunkkv",), {"block": 16}, "block = 16: chunkkv has the constants"),
-    (Published, ("diverse-keydiff",), {"block": 16}, "block = 16: diverse-keydiff has the constants"),
-    (Published, ("diverse-keydiff",), {"diversity": -1.0}, r"diversity = -1\.0"),
-    (Published, ("diverse-streamingllm",), {"signature": "head"}, "mode = 'head'"),
-    (Published, ("diverse-keydiff",), {"rule": "variant_a"}, "rule"),
-    (Published, ("kvzip",), {}, "template = None"),
-    (Published, ("kvzip",), {"template": [[1], [2]]}, "template = "),
-    *((Published, (name,), {}, "calibration = None") for name in ("triattention", "diverse-triattention")),
-    (Published, ("triattention",), {"calibration": "nowhere.npz"}, "calibration = 'nowhere.npz'"),
-    *((Published, ("triattention",), {name: given}, name) for name, given in (("served", None), ("mode", "head"))),
+    *((NamedPolicy, (name,), {}, f"name = '{name}'") for name in ("epicache", "scissorhands", "diverse-h2o")),
+    (NamedPolicy, ("snapkv",), {"pool": 8}, "snapkv has the constants W, backend, block, kernel"),
+    (NamedPolicy, ("snapkv", 1.5), {}, "budget"),
+    (NamedPolicy, ("expected-attention",), {"inv_freq": [1.0]}, "inv_freq"),
+    (NamedPolicy, ("defensivekv",), {"W_o": {}}, "W_o"),
+    (NamedPolicy, ("keydiff",), {"diversity": 0.5}, "keydiff has the constants backend, block"),
+    (NamedPolicy, ("chunkkv",), {"block": 16}, "block = 16: chunkkv has the constants"),
+    (NamedPolicy, ("diverse-keydiff",), {"block": 16}, "block = 16: diverse-keydiff has the constants"),
+    (NamedPolicy, ("diverse-keydiff",), {"diversity": -1.0}, r"diversity = -1\.0"),
+    (NamedPolicy, ("diverse-streamingllm",), {"signature": "head"}, "mode = 'head'"),
+    (NamedPolicy, ("diverse-keydiff",), {"rule": "variant_a"}, "rule"),
+    (NamedPolicy, ("kvzip",), {}, "template = None"),
+    (NamedPolicy, ("kvzip",), {"template": [[1], [2]]}, "template = "),
+    *((NamedPolicy, (name,), {}, "calibration = None") for name in ("triattention", "diverse-triattention")),
+    (NamedPolicy, ("triattention",), {"calibration": "nowhere.npz"}, "calibration = 'nowhere.npz'"),
+    *((NamedPolicy, ("triattention",), {name: given}, name) for name, given in (("served", None), ("mode", "head"))),
 ]
 
 
@@ -134,7 +134,7 @@ def test_a_model_without_what_a_policy_needs_is_named() -> None:
     attention = describe(model).attention[1]
     attention.o_proj = torch.nn.Sequential(attention.o_proj)  # type: ignore[arg-type]
     with pytest.raises(SpecError, match="has no output projection"):
-        Published("defensivekv", 0.3)(model)
+        NamedPolicy("defensivekv", 0.3)(model)
 
 
 @pytest.mark.law("decided-as-the-reference")
@@ -155,7 +155,7 @@ def test_the_output_projection_is_cut_into_heads(family: str) -> None:
 
 
 def without_keys(model: PreTrainedModel) -> PreTrainedModel:
-    """The first KV head of layer 1 has keys of length 0."""
+    """Set the keys of the first KV head of layer 1 to length 0."""
     model.model.layers[1].self_attn.k_proj.weight.data[:12] = 0.0
     return model
 
@@ -165,7 +165,7 @@ def as_it_is(model: PreTrainedModel) -> PreTrainedModel:
 
 
 Change = Callable[[PreTrainedModel], PreTrainedModel]
-# Name, budget, constants, what is done to the model, words of the error.
+# Name, budget, constants, change to the model, words of the error.
 WRONG: dict[str, tuple[str, int, dict[str, Any], Change, str]] = {
     "zero keys, NestedKV": ("nestedkv", 20, {}, without_keys, "k = "),
     "zero keys, KeyDiff": ("keydiff", 20, {}, without_keys, "score = 'NaN'"),
@@ -191,7 +191,7 @@ def test_it_is_named_and_the_cache_is_unusable(name: str) -> None:
     if policy == "triattention":
         constants = {**constants, "calibration": calibrate(model, prompt(256))}
     cache = RetainedCache(model.config)
-    with Published(policy, budget, **constants)(model) as run, torch.no_grad():
+    with NamedPolicy(policy, budget, **constants)(model) as run, torch.no_grad():
         with pytest.raises(SpecError, match=words):
             model(input_ids=prompt(PROMPT), past_key_values=cache)
         assert run.retentions == ()
@@ -204,7 +204,7 @@ def test_it_is_named_and_the_cache_is_unusable(name: str) -> None:
 @pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize("policy", ["class", "name"])
 def test_a_tokenizer_in_the_place_of_sentence_ends_is_told_what_to_type(policy: str) -> None:
-    """Its repr, which lists a vocabulary, is not printed."""
+    """Check that the error does not print the repr of the tokenizer, which lists a vocabulary."""
     words_of = Tokenizer(WordLevel({"word": 0}, unk_token="word"))
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=words_of)  # type: ignore[no-untyped-call]
     words = r"^sentence_ends = .*Tokenizer.*: must be a set of token ids; .*sentence_ends\(tokenizer\) makes the set$"

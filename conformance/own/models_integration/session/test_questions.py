@@ -1,4 +1,4 @@
-"""Questions of different lengths on one document in one batch, and caches that are continued in unusual ways."""
+"""Batches of questions of different lengths on one document, and unusual continuations of caches."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from spec.errors import SpecError
 N, NEW = 64, 5
 LENGTHS = (9, 4, 6)
 POLICIES = ["streamingllm", "snapkv", "adakv", "pyramidkv", "nestedkv", "kvzip", "crystalcache", "fullcache"]
-"""One set for the model, for each layer and for each head, with the same and with other sizes."""
+"""Policies with one kept set for the model, for each layer and for each head, of equal and of different sizes."""
 
 
 def document() -> Tensor:
@@ -23,7 +23,7 @@ def document() -> Tensor:
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Document and questions, padded between the two, and the mask."""
+    """Return documents and questions with padding between the two, and the mask."""
     widest, rows, masks = max(LENGTHS), [], []
     for row, length in enumerate(LENGTHS):
         gap = torch.zeros(1, widest - length, dtype=torch.int64)
@@ -33,7 +33,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def answered(model: Any, ids: Tensor, cache: RetainedCache, **options: Any) -> tuple[Tensor, Tensor]:
-    """Generated ids, and the logits of each."""
+    """Return the generated ids and the logits of each."""
     output = model.generate(
         input_ids=ids, past_key_values=cache, max_new_tokens=NEW, do_sample=False, output_logits=True,
         return_dict_in_generate=True, **options,
@@ -150,7 +150,7 @@ def test_beams_of_a_prefix_say_how_to_repeat_it() -> None:
 
 @pytest.mark.law("as-it-is-described")
 def test_dynamic_full_is_a_dynamic_cache() -> None:
-    """transformers 5.24 knows the name no more, and earlier releases do."""
+    """Check names that exist only in releases before transformers 5.24."""
     for name in ("dynamic", "dynamic_full", "hybrid"):
         check_call({"cache_implementation": name})
     for name in ("static", "quantized", "offloaded"):

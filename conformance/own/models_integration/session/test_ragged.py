@@ -1,7 +1,7 @@
-"""Kept sets per layer, and per layer and KV head, in prompts and turns: what is kept, and that the rest is freed.
+"""Kept sets per layer, and per layer and KV head, in prompts and turns: kept tokens and freed memory.
 
-Decode steps over such heads in one call need a GPU's kernel. Here each of its sequences is computed alone, by the
-contract of its documentation: the runs of a head are merged to what the whole head gives.
+Decode steps over such heads in one call need a GPU kernel. The tests compute each of its sequences separately, by the
+contract in the kernel's documentation. The runs of a head are merged into the result for the whole head.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from conformance.own.models_integration.session.sessions import (
     read_prompt,
     small,
 )
-from models_integration import CustomPolicy, Published, RetentionPolicy, StreamingLLM
+from models_integration import CustomPolicy, NamedPolicy, RetentionPolicy, StreamingLLM
 from models_integration.attention import cached_attention
 from models_integration.attention.cached_attention import RUN, attended_in_runs
 from models_integration.attention.capture import observing
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.law("eviction-equals-masking")
 
 
 def stored_in_steps(model: PreTrainedModel, name: str) -> list[HeadSets]:
-    """What is stored after the prompt, and after each step, under a policy that evicts in them."""
+    """Return the stored positions after the prompt and after each step, under a policy that evicts in steps."""
     with method(name)(model) as run, torch.no_grad():
         model(input_ids=prompt(PROMPT))
         assert run.cache is not None
@@ -93,7 +93,7 @@ def test_h2o_drops_the_smallest_sum() -> None:
 
 
 def _weights(oracle: Masked, token: Tensor) -> list[Tensor]:
-    """Attention of one query in each layer, (H, seen): what the eager model itself reports."""
+    """Return the attention weights (H, seen) of one query in each layer, as the eager model reports them."""
     seen: list[Tensor] = []
     modules = [one for one in oracle.model.modules() if type(one).__name__.endswith("Attention")]
     hooks = [one.register_forward_hook(lambda module, args, output: seen.append(output[1][0, :, 0])) for one in modules]
@@ -140,7 +140,7 @@ def test_inference_mode_can_end_between_prompt_and_steps() -> None:
 @pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize(("name", "each", "groups"), [("snapkv", "layer and KV head", 6), ("chunkkv", "layer", 3)])
 def test_sets_of_layers_and_heads_are_not_one_set(name: str, each: str, groups: int) -> None:
-    """`kept` is one ascending set or names what has each of them; `repr` has their mean."""
+    """Check that `kept` raises an error that names the groups, and that `repr` contains the mean of their sizes."""
     model = build("llama")
     run, cache = read_prompt(model, method(name))
     (retention,) = run.retentions
@@ -176,7 +176,10 @@ def test_freed_bytes_add_up_over_turns_and_steps(name: str) -> None:
 @pytest.mark.spec("PO-BLOCKS")
 @pytest.mark.parametrize("name", ["streamingllm", "keydiff", "adakv", "h2o"])
 def test_whole_blocks_after_every_turn(name: str) -> None:
-    """Of the text's own blocks of four each head holds all or none; those that decide in steps, in steps too."""
+    """Check that each head keeps all or no tokens of each block of four.
+
+    If a policy evicts in steps, the condition holds in the steps too.
+    """
     model, seen, before = build("llama"), 0, list[set[int]]([set()] * 6)
     with policy_from_name(name, 0.3, block=4, **small(name))(model):
         cache = RetainedCache(model.config)
@@ -192,7 +195,7 @@ def test_whole_blocks_after_every_turn(name: str) -> None:
 
 @pytest.mark.spec("PO-TURN")
 def test_a_turn_is_decided_over_each_head_s_own_keys() -> None:
-    """Knorm after a turn: of what a head stored, the smallest of the model's own keys."""
+    """Check Knorm after a turn: of the stored tokens, those with the smallest of the model's keys are kept."""
     model = build("llama")
     with published("knorm", model)(model):
         at_once(model, prompt(PROMPT), cache := RetainedCache(model.config))
@@ -212,7 +215,7 @@ FIRST_ALONE = r"evicts from the first prompt only: .* `with run\.reading"
 CHANGED: list[tuple[str, Callable[[], RetentionPolicy], str]] = [
     ("adakv", lambda: StreamingLLM(20), "needs the same tokens in all layers and heads"),
     ("adakv", lambda: method("chunkkv"), "needs the same tokens in all heads"),
-    ("adakv", lambda: Published("defensivekv", 0.3, W=8), "compares the tokens of different layers or heads"),
+    ("adakv", lambda: NamedPolicy("defensivekv", 0.3, W=8), "compares the tokens of different layers or heads"),
     ("snapkv", lambda: CustomPolicy(diverse(snapkv(W=8)), parse_budget(0.3)), "tokens of different layers or heads"),
     ("chunkkv", lambda: CustomPolicy(chunkkv(W=8, N_reuse=2), 0.3), "compares the tokens of different layers or heads"),
     ("tova", lambda: method("h2o"), "h2o needs a cache that h2o has made"),
@@ -244,7 +247,10 @@ def sequences(
     query: Tensor, keys: Tensor, values: Tensor, query_ends: Tensor, key_ends: Tensor, most_queries: int,
     most_keys: int, *, scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Output (T, 1, d) and log-sum-exp (1, T) of T queries; sequence i attends within its own keys."""
+    """Return output (T, 1, d) and log-sum-exp (1, T) of T queries.
+
+    Sequence i attends to the keys of sequence i only.
+    """
     assert query_ends[0] == key_ends[0] == 0
     assert len(query_ends) == len(key_ends)
     assert query_ends[-1] == len(query)

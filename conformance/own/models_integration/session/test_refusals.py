@@ -74,13 +74,13 @@ FORWARDS: list[tuple[dict[str, Any], str]] = [
 
 
 def foreign(kind: str, model: PreTrainedModel) -> Any:
-    """A cache that cannot be compacted."""
+    """Return a cache that cannot be compacted."""
     if kind == "static":
         return StaticCache(config=model.config, max_cache_len=64)
     if kind == "empty":
         return DynamicCache(config=model.config)
     if kind == "quantised":
-        # Its libraries are not installed here; the class is what counts.
+        # The libraries of this cache are not installed. Only the class matters.
         return object.__new__(QuantizedCache)
     if kind == "foreign":
         return type("ForeignCache", (DynamicCache,), {})()
@@ -112,7 +112,7 @@ GENERATE: list[tuple[dict[str, Any], str]] = [
 
 
 def check_refused(calls: list[tuple[Act, str]], model: PreTrainedModel) -> None:
-    """Each call is refused inside a context; model and context go on as if none had been made."""
+    """Check that each call raises an error inside a context, and that model and context are unchanged."""
     before = snapshot(model)
     expected = prefill(model, METHODS["crystalcache"](), prompt(N)).run.kept
     with METHODS["crystalcache"]()(model) as session:
@@ -150,7 +150,7 @@ def test_a_cache_that_cannot_be_compacted_is_named() -> None:
 
 
 def generating(options: dict[str, Any], where: str) -> Act:
-    """A call of generate with options as arguments, in a config for the call, or in the model's own."""
+    """Return a call of generate with options as arguments, in a config for the call, or in the config of the model."""
     def act(model: Any) -> None:
         config = GenerationConfig(**options, eos_token_id=None)  # type: ignore[no-untyped-call]
         given = {"argument": options, "own config": {"generation_config": config}, "model's config": {}}[where]
@@ -186,7 +186,10 @@ def test_arguments_may_come_by_position_and_no_guidance_is_none() -> None:
 @pytest.mark.law("as-it-is-described")
 @WHERE
 def test_a_cache_that_transformers_takes_as_unsaid_is_no_cache(where: str) -> None:
-    """Hub files of Gemma 2 and 3 say so; the cache is a dynamic one."""
+    """Check names that transformers treats as no choice.
+
+    Hub files of Gemma 2 and 3 have them, and the cache is dynamic.
+    """
     model = build("gemma3")
     with METHODS["crystalcache"]()(model) as run:
         generating({"cache_implementation": "hybrid"}, where)(model)
@@ -199,7 +202,7 @@ def other_attention(model: Any, name: str) -> Callable[[], object]:
 
 
 def other_module(model: Any, name: str) -> Callable[[], object]:
-    """A copy of the second layer, or of its attention, in its place."""
+    """Replace the second layer or its attention by a copy, and return a function that restores it."""
     layer = model.model.layers[1]
     holder, at, own = (model.model.layers, "1", layer) if name == "1" else (layer, name, layer.self_attn)
     setattr(holder, at, copy.deepcopy(own))
@@ -217,7 +220,7 @@ SWITCHES: list[tuple[Callable[[Any, str], Callable[[], object]], str, str]] = [
 
 @pytest.mark.parametrize("name", ["crystalcache", "snapkv", "chunkkv"])
 def test_what_is_switched_or_replaced_inside_is_named(name: str) -> None:
-    """And the cache is as it was: a step follows once the model has its own again."""
+    """Check that the cache is unchanged: after the model is restored, a step can follow."""
     model: Any = build("llama")
     with method(name)(model):
         cache = RetainedCache(model.config)
@@ -233,7 +236,7 @@ def test_what_is_switched_or_replaced_inside_is_named(name: str) -> None:
 
 
 def test_masks_that_ask_slot_by_slot_are_named_outside() -> None:
-    """As those of flex_attention do, over scalars that vmap makes."""
+    """Check a mask that asks slot by slot, with scalars of vmap, as flex_attention does."""
     model = build("llama")
     cache = prefill(model, METHODS["crystalcache"](), prompt(N)).cache
     length, offset = cache.get_mask_sizes(3, 0)
@@ -261,7 +264,7 @@ def test_contexts_do_not_nest_and_run_once() -> None:
 
 
 def heads(groups: int, seen: int = PROMPT, at: int = 3, kind: Granularity = Granularity.HEAD) -> Retention:
-    """Each group keeps one position."""
+    """Return a retention in which each group keeps one position."""
     return Retention(torch.full((groups,), at).numpy(), torch.arange(groups + 1).numpy(), seen, kind)
 
 
@@ -272,7 +275,7 @@ RETENTIONS: list[tuple[Retention, str]] = [
 
 
 def ragged() -> tuple[RetainedCache, list[list[int]]]:
-    """A cache of one prompt whose heads keep other tokens."""
+    """Return a cache of one prompt in which the heads keep different tokens, and the kept sets."""
     cache = prefill(build("llama"), FullCache(), prompt(PROMPT)).cache
     sets = [[0, 3, 9, 60], [1, 9], [5, 63], [2, 3, 4], [0, 1, 2, 3, 4], [62]]
     offsets = np.cumsum([0, *map(len, sets)])
@@ -296,7 +299,7 @@ def test_a_retention_about_something_else_is_refused(split: bool) -> None:
 @pytest.mark.law("unusable-after-a-failure")
 @pytest.mark.parametrize("model_wide", [False, True])
 def test_a_compaction_that_one_layer_refuses_changes_none(model_wide: bool) -> None:
-    """All layers but the last store position 3."""
+    """Check a compaction after which all layers except the last store position 3."""
     cache = prefill(build("llama"), FullCache(), prompt(PROMPT)).cache
     cast(DenseLayer, cache.full_layers[-1]).retain(torch.arange(10, 60))
     before = live_sets(cache)
@@ -306,7 +309,7 @@ def test_a_compaction_that_one_layer_refuses_changes_none(model_wide: bool) -> N
 
 
 def test_a_crop_that_one_layer_refuses_changes_none() -> None:
-    """Heads of the first layer differ and could give back more than the padded rows of the others."""
+    """Check heads of the first layer that could remove more tokens than the padded rows of the remaining layers."""
     model, mask = build("llama"), torch.tensor([[0] + [1] * (PROMPT - 1)])
     with FullCache()(model) as run, torch.no_grad():
         model(input_ids=prompt(PROMPT), attention_mask=mask)
@@ -327,7 +330,7 @@ def test_a_crop_that_one_layer_refuses_changes_none() -> None:
 
 @pytest.mark.parametrize("name", ["adakv", "chunkkv", "crystalcache"])
 def test_what_differs_can_be_read_inside_the_context_only(name: str) -> None:
-    """Layers or heads of one row; or rows."""
+    """Check different layers or heads of one row, and different rows."""
     model, rows = build("llama"), 3 if name == "crystalcache" else 1
     ids, mask = batch(prompts()) if rows > 1 else (prompt(PROMPT), torch.ones(1, PROMPT, dtype=torch.int64))
     cache = RetainedCache(model.config)

@@ -1,4 +1,4 @@
-"""Models that cannot be served are refused for their true reason, before anything is read; what wraps one is served."""
+"""Unsupported models raise an error with the true reason before anything is read. Wrappers of models are supported."""
 
 from collections.abc import Callable
 from functools import partial
@@ -63,11 +63,11 @@ wrapper = partial(
         "num_attention_heads": 2, "image_size": 16, "patch_size": 8,
     },
 )
-"""A model that takes images."""
+"""Model that accepts images."""
 
 
 def with_slot_bias() -> PreTrainedModel:
-    """A model that says nothing of ALiBi, and whose attention adds a bias by the distance of slots."""
+    """Return a model without an ALiBi option whose attention adds a bias by the distance of slots."""
     model = prepare(tiny("CTRLLMHeadModel", **_DEEP, n_embd=64, dff=48), attention="eager")
     modeling: Any = modeling_ctrl
     own = modeling.eager_attention_forward
@@ -112,11 +112,11 @@ APART = "needs the same tokens in all layers and heads of the cache"
 MASK = f"{APART}: the model makes a separate attention mask$"
 
 differential = partial(prepared, "DiffLlama", **_GQA)
-"""Rearranges values between cache and attention, and attends twice."""
+"""Model that rearranges values between cache and attention, and computes attention twice."""
 dynamic_masks = partial(prepared, "Doge", **_GQA)
-"""Works a mask of its own out of the stored values."""
+"""Model that computes a separate mask from the stored values."""
 experts = partial(prepared, "JetMoe", **_GQA, kv_channels=12, num_local_experts=4, num_experts_per_tok=2)
-"""Repeats keys and values for its experts; its query heads go round the KV heads."""
+"""Model that repeats keys and values for its experts. The query heads cycle through the KV heads."""
 HANDED: dict[str, tuple[Callable[[], Any], Callable[[], RetentionPolicy], str]] = {
     "rearranged values, a set for each head": (differential, lambda: method("adakv"), f"{APART}: {OTHER}"),
     "rearranged values, decisions in steps": (differential, lambda: method("h2o"), APART),
@@ -124,13 +124,13 @@ HANDED: dict[str, tuple[Callable[[], Any], Callable[[], RetentionPolicy], str]] 
     "a mask of its own, a set for each layer": (dynamic_masks, lambda: method("chunkkv"), MASK),
     "repeated keys, a set for each head": (experts, lambda: method("adakv"), OTHER),
     "repeated keys, a set for each layer": (experts, lambda: method("chunkkv"), OTHER),
-    # A later turn would show the cache's keys, and pair them with other queries.
+    # A later turn would show the keys of the cache, and pair them with other queries.
     "repeated keys, one set": (experts, METHODS["crystalcache"], OTHER),
 }
 
 
 @pytest.mark.parametrize("name", [*MODELS, *HANDED])
-@pytest.mark.filterwarnings("ignore")  # some of these configurations warn of their own
+@pytest.mark.filterwarnings("ignore")  # Some of these configurations issue warnings.
 def test_a_model_that_cannot_be_served_is_named_before_it_has_read_anything(
     name: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -213,7 +213,7 @@ def test_what_looks_at_nothing_that_is_rearranged_holds(make: Callable[[], PreTr
 
 @pytest.mark.law("parts-equal-the-whole")
 def test_attention_that_runs_twice_has_asked_once() -> None:
-    """In pieces, each query is noted once."""
+    """Check that each query is recorded once, in one forward pass and in pieces."""
     model, at_once = differential(), {}
     for pieces in (1, 2):
         with METHODS["crystalcache"]()(model) as run, torch.no_grad():
@@ -237,7 +237,7 @@ def test_an_observation_of_other_values_is_refused() -> None:
 
 @pytest.mark.parametrize("read", ["session", "layer masks"])
 def test_a_cache_whose_heads_differ_is_refused_wherever_it_is_read(read: str) -> None:
-    """It was made outside of any session."""
+    """Check a cache that was created outside of any session."""
     model = differential()
     cache = observe(model, prompt(PROMPT), needs=Needs("all", None)).cache
     kept = torch.tensor([0, 1, 5]).repeat(6).numpy()
@@ -252,7 +252,7 @@ def test_a_cache_whose_heads_differ_is_refused_wherever_it_is_read(read: str) ->
 
 
 def handing(change: Callable[[Tensor], Tensor], which: str) -> Callable[..., Any]:
-    """Llama's attention with another tensor in the place of what its cache returned."""
+    """Return Llama's attention with a different tensor in place of the keys or values that its cache returned."""
     own: Any = modeling_llama.LlamaAttention.forward
 
     def forward(module: nn.Module, *args: Any, **options: Any) -> Any:
@@ -286,7 +286,7 @@ def test_a_model_that_attends_to_changed_tensors_is_refused(
 def test_only_a_model_that_makes_masks_is_told_so(
     mask: bool, words: str, policy: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Both models stop over a mask that is no tensor, and one of them makes its own."""
+    """Check two models that fail at a mask that is no tensor. Only one of them creates a mask."""
     own: Any = modeling_llama.LlamaAttention.forward
 
     def forward(module: nn.Module, *args: Any, attention_mask: Any = None, **options: Any) -> Any:
@@ -312,7 +312,7 @@ def test_one_that_changes_behind_the_door_is_refused_where_it_attends(monkeypatc
 
 @pytest.mark.law("the-model-stays-as-it-was")
 def test_looking_leaves_no_trace() -> None:
-    """Neither hooks nor random numbers nor the model's mode know of it."""
+    """Check that hooks, random numbers and the mode of the model are unchanged."""
     model = build("llama")
     model.config.attention_dropout = 0.5
     model.train(True)
@@ -341,7 +341,7 @@ def failing(error: Exception) -> Callable[..., Any]:
 
 @pytest.mark.law("as-it-is-described")
 def test_a_model_that_was_refused_once_is_served_when_the_cause_is_gone() -> None:
-    """And memory that runs out is no refusal of the model."""
+    """Check that an error for lack of memory is not reported as an unsupported model."""
     model = build("llama")
     memory = torch.OutOfMemoryError("full")
     for error, caught in ((RuntimeError("not now"), SpecError), (memory, torch.OutOfMemoryError)):
@@ -358,7 +358,7 @@ def test_a_model_that_was_refused_once_is_served_when_the_cause_is_gone() -> Non
 @pytest.mark.law("eviction-equals-masking")
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_heads_that_differ_are_served_under_autocast(family: str) -> None:
-    """Keys and values then have dtypes of their own, which meet as in a plain cache."""
+    """Check keys and values of different dtypes, which are combined as in a plain cache."""
     model, token = build(family), prompt(1, seed=9)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         _, cache = read_prompt(model, method("adakv"))

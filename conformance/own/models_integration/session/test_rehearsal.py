@@ -1,4 +1,4 @@
-"""The rehearsal: a model that repeats a prompt shows what it shows of the whole text, and nothing of it is left."""
+"""The rehearsal: the repeat gives the same tensors as one forward pass over the whole text, and leaves no trace."""
 
 from dataclasses import replace
 from typing import Any
@@ -23,7 +23,15 @@ from conformance.own.models_integration.session.families import (
 )
 from conformance.own.models_integration.session.masked import Masked
 from conformance.own.models_integration.session.sessions import PROMPT, REHEARSED, TOLERANCE, live_sets
-from models_integration import CustomPolicy, ObservedSegment, Published, RetainedCache, decide, observe, repeat_template
+from models_integration import (
+    CustomPolicy,
+    NamedPolicy,
+    ObservedSegment,
+    RetainedCache,
+    decide,
+    observe,
+    repeat_template,
+)
 from models_integration.archive.splice import computed
 from models_integration.model.rotation import recognise
 from models_integration.pocket import load_pocket_tokenizer
@@ -46,7 +54,10 @@ def rehearsed(model: Any, ids: Tensor) -> ObservedSegment:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "gpt_neox"])
 def test_a_repeat_asks_and_is_asked_as_in_the_whole_text(family: str) -> None:
-    """The text is prompt and repeat, read at once: by our capture the queries, by transformers' own cache the keys."""
+    """Check the repeat against one forward pass over prompt and repeat.
+
+    The queries come from kvspec's capture, the keys from the cache of transformers.
+    """
     model, ids = build(family), prompt(PROMPT)
     views = rehearsed(model, ids).prompt(0, POLICY.granularity).layers
     spans, read = chunks(ids[0].tolist(), REHEARSED["template"], 4, 3, 25, 8)
@@ -82,7 +93,10 @@ def test_norms_are_those_of_what_attention_reads() -> None:
 @pytest.mark.law("the-model-stays-as-it-was")
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_the_cache_is_as_it_was(family: str) -> None:
-    """Its tensors are those of before, sliding layers included, and what is read next sees no repeat."""
+    """Check that all tensors are unchanged, including those of sliding layers.
+
+    Later tokens do not attend to the repeat.
+    """
     model, ids = build(family), prompt(PROMPT)
     plain, observed = observe(model, ids), rehearsed(model, ids)
     before = [(tensor.data_ptr(), tensor.clone()) for tensor in tensors(observed.cache)]
@@ -97,7 +111,7 @@ def test_the_cache_is_as_it_was(family: str) -> None:
 
 
 def growing(kind: str, length: int = 32) -> PreTrainedModel:
-    """A model whose frequencies change with a text of more than so many tokens."""
+    """Return a model whose rotary frequencies change for texts of more than `length` tokens."""
     rope: dict[str, Any] = {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0}
     if kind == "longrope":
         rope |= {
@@ -153,7 +167,7 @@ def test_what_is_found_out_with_forwards_leaves_the_frequencies(kind: str) -> No
 
 @pytest.mark.law("freed-memory")
 def test_a_repeat_is_taken_back_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a layer is read, the layers before it hold the prompt alone."""
+    """Check that all layers up to the layer that is being read store only the prompt."""
     model, held = build("llama"), []
     attended = module._Watcher.attended
 
@@ -190,17 +204,17 @@ def test_what_is_not_served_is_named() -> None:
         with pytest.raises(SpecError, match="lacks tensors that the policy needs"):
             decide(CustomPolicy(POLICY, 0.3).on(model), observe(model, prompt(PROMPT), needs=other))
     with pytest.raises(SpecError, match=f"template = {VOCABULARY}: must lie in"):
-        Published("kvzip", 0.3, template=[[1], [VOCABULARY], [2]])(model)
+        NamedPolicy("kvzip", 0.3, template=[[1], [VOCABULARY], [2]])(model)
 
 
 @pytest.mark.law("as-it-is-described")
 def test_a_template_is_made_of_the_tokenizer() -> None:
-    """And the studies fill it in."""
+    """Check the template of a tokenizer, and that the studies pass it to the policy."""
     tokenizer = load_pocket_tokenizer(SHIPPED["pocket"])
     first, later, answer = repeat_template(tokenizer)
     assert str(tokenizer.decode(list(first))).strip() == "Repeat the previous context exactly."
     assert str(tokenizer.decode(list(later))).strip().endswith("starting with")
     assert list(answer) == tokenizer.encode("\n", add_special_tokens=False)
     policy = Loading(backend="numpy").subject().policy("kvzip(chunk=64)", "0.3")
-    assert isinstance(policy, Published)
+    assert isinstance(policy, NamedPolicy)
     assert policy.constants == {"template": (first, later, answer), "chunk": 64, "backend": "numpy"}

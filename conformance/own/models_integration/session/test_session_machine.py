@@ -1,7 +1,7 @@
-"""Sessions beside the masked model: prompts, turns, steps, crops, files, copies and mistakes in any order.
+"""Sessions compared with the masked model: prompts, turns, steps, crops, files, copies and mistakes in any order.
 
-An operation ends in one of three ways: it is done; it is refused, and nothing has changed; it has failed half way, and
-the cache refuses to be used. Whatever else is raised is a finding.
+An operation has one of three results. It is done. It is refused and changes nothing. It fails, and the cache then
+refuses to be used. Any other exception is a bug.
 """
 
 import tempfile
@@ -47,16 +47,16 @@ pytestmark = pytest.mark.law("eviction-equals-masking")
 
 policies, seeds = st.sampled_from([*POLICIES]), st.integers(0, 99)
 others = st.none() | st.none() | st.none() | policies
-"""Seldom another policy than before."""
+"""Policy of a later operation. None, which is frequent, means the policy of the cache."""
 trips = st.one_of(*[st.just(NOWHERE)] * 5, st.builds(Trip, st.sampled_from([*PLACES]), st.integers(0, 2)))
 cuts = st.one_of(st.just(()), st.just(()), st.tuples(st.integers(1, 24)), st.just((1, 3)))
-"""Where a segment is cut into forwards, as far as it is long enough."""
+"""Positions at which a segment is split into forward passes, if the segment is long enough."""
 paddings = st.one_of(st.just(()), st.just(()), st.tuples(*[st.integers(0, 20)] * 3))
-"""Hidden columns on the left of each row, modulo its length."""
+"""Hidden columns on the left of each row, modulo the length of the row."""
 
 
 class SessionMachine(RuleBasedStateMachine):
-    """Caches of one family, each under its policy or now and then another."""
+    """State machine with the caches of one family. Each cache has a policy, and sometimes a different policy runs."""
 
     caches = Bundle("caches")
 
@@ -67,14 +67,14 @@ class SessionMachine(RuleBasedStateMachine):
 
     @initialize(long_run=st.sampled_from([64, 1, 2]), spare=st.sampled_from([64, 1, 4]))
     def set_sizes(self, long_run: int, spare: int) -> None:
-        """Sizes that only long caches would reach."""
+        """Set small sizes for limits that only long caches would reach."""
         self.undo.enter_context(patch("models_integration.cache.positions._LONG_RUN", long_run))
         self.undo.enter_context(patch("models_integration.cache.ragged_layer._SPARE", spare))
 
     def teardown(self) -> None:
         self.undo.close()
 
-    # What the model reads.
+    # Rules for texts that the model reads.
 
     @rule(target=caches, policy=policies, n=st.sampled_from([30, 45, 60, 9, 3]), rows=st.sampled_from([1, 1, 2, 3]),
           seed=seeds, padding=paddings, cuts=cuts, trip=trips)
@@ -82,14 +82,14 @@ class SessionMachine(RuleBasedStateMachine):
         self, policy: str, n: int, rows: int = 1, seed: int = 0, padding: tuple[int, ...] = (),
         cuts: tuple[int, ...] = (), trip: Trip = NOWHERE,
     ) -> RunningCache:
-        """A prompt in a new cache."""
+        """Read a prompt into a new cache."""
         life = self.begin(policy, rows)
         life.open = any(hidden % n for hidden in padding[:rows])
         self.segment(life, policy, ids_of(n, seed, rows), padding, cuts, trip)
         return life
 
     def begin(self, policy: str, rows: int = 1) -> RunningCache:
-        """A cache that has read nothing."""
+        """Return an empty cache."""
         oracle = self.judge.subject.oracle
         cache = RetainedCache(self.model.config)
         life = RunningCache(cache, policy, [oracle.nothing] * rows, (len(oracle.full), oracle.heads))
@@ -103,7 +103,7 @@ class SessionMachine(RuleBasedStateMachine):
         self, life: RunningCache, n: int, seed: int = 1, padding: tuple[int, ...] = (), cuts: tuple[int, ...] = (),
         other: str | None = None, trip: Trip = NOWHERE, holes: tuple[int, ...] = (),
     ) -> None:
-        """A later segment, under the policy of before or another; a mask may hide columns of its first row."""
+        """Read a later segment under the previous or a different policy. A mask may hide columns of the first row."""
         if self.runs(life):
             self.segment(life, other or life.policy, ids_of(n, seed, len(life.rows)), padding, cuts, trip, holes)
 
@@ -118,7 +118,7 @@ class SessionMachine(RuleBasedStateMachine):
         hidden = torch.tensor([own % n for own in (*padding, 0, 0, 0)[:rows]])[:, None]
         is_token, first, streams = torch.arange(n) >= hidden, life.columns == 0, policy == "stream"
         is_token[0, [at % (n - 1) for at in holes]] = False
-        # A stream takes a piece of one token for a step.
+        # A stream treats a piece of one token as a decode step.
         inner = [at for at in cuts[-1:] if 1 < at < n - 1] if streams else [at for at in cuts if at < n]
         run: Session | None = None
 
@@ -143,7 +143,7 @@ class SessionMachine(RuleBasedStateMachine):
     def steps(
         self, life: RunningCache, n: int, seed: int = 2, other: str | None = None, trip: Trip = NOWHERE,
     ) -> None:
-        """One token at a time."""
+        """Read one token at a time."""
         if not self.runs(life):
             return
         ids, policy = ids_of(n, seed, len(life.rows)), other or life.policy
@@ -161,7 +161,7 @@ class SessionMachine(RuleBasedStateMachine):
 
     @rule(life=caches, n=st.sampled_from([5, 1, 12]), new=st.sampled_from([6, 2]), seed=seeds, trip=trips)
     def generate(self, life: RunningCache, n: int, new: int, seed: int = 3, trip: Trip = NOWHERE) -> None:
-        """A question of n tokens, and the tokens that generate adds, but for the last one's own forward."""
+        """Generate an answer to a question of n tokens. The last generated token has no forward pass."""
         if not self.runs(life):
             return
         ids = ids_of(n, seed, len(life.rows))
@@ -187,7 +187,7 @@ class SessionMachine(RuleBasedStateMachine):
 
     @rule(life=caches, n=st.sampled_from([2, 1, 6]), seed=seeds, trip=trips)
     def reading(self, life: RunningCache, n: int, seed: int = 4, trip: Trip = NOWHERE) -> None:
-        """Tokens that are only read."""
+        """Read tokens inside `reading()`."""
         if not self.runs(life):
             return
 
@@ -203,7 +203,7 @@ class SessionMachine(RuleBasedStateMachine):
 
     @rule(life=caches, n=st.sampled_from([4, 1]), seed=seeds)
     def outside(self, life: RunningCache, n: int, seed: int = 5) -> None:
-        """Tokens that the model reads outside any context."""
+        """Read tokens outside any context."""
         if not self.runs(life):
             return
 
@@ -220,7 +220,7 @@ class SessionMachine(RuleBasedStateMachine):
     @rule(life=caches, n=st.sampled_from([1, 3]), early=st.booleans(), reads=st.booleans(),
           how=st.sampled_from(["width", "positions", "hole", "ids", "rows", "use_cache", "embeds"]))
     def mistake(self, life: RunningCache, how: str, n: int = 1, early: bool = False, reads: bool = False) -> None:
-        """A forward that must be refused: one column or position too few or too many, or other nonsense."""
+        """Run a forward pass with wrong arguments, such as one column or position too few or too many."""
         if not self.runs(life):
             return
         rows, seen, by = len(life.rows), life.columns, -1 if early else 1
@@ -245,12 +245,12 @@ class SessionMachine(RuleBasedStateMachine):
         assert self.judge.attempt(life, act) != "done", f"a forward with a wrong {how} was taken"
         self.met("a mistake is refused")
 
-    # What is done with a cache between two forwards.
+    # Rules for a cache between two forward passes.
 
     @rule(life=caches, how=st.sampled_from(["reorder", "repeat", "select"]),
           order=st.lists(st.integers(0, 2), min_size=3, max_size=3))
     def choose_rows(self, life: RunningCache, how: str, order: list[int]) -> None:
-        """Rows change places, are repeated, or are chosen."""
+        """Reorder, repeat or select rows."""
         if not self.runs(life):
             return
         count = len(life.rows)
@@ -269,7 +269,7 @@ class SessionMachine(RuleBasedStateMachine):
 
     @rule(life=caches, n=st.sampled_from([1, 3, 0, 20]))
     def crop(self, life: RunningCache, n: int) -> None:
-        """The last tokens are taken back."""
+        """Remove the last tokens."""
         if not self.runs(life) or n >= min(len(row.tokens) for row in life.rows):
             return
         known = life.cache.continuation != Continuation()
@@ -282,7 +282,7 @@ class SessionMachine(RuleBasedStateMachine):
             [[[at for at in own if at < len(row.tokens)] for own in heads] for heads in sets]
             for sets, row in zip(life.sets, life.rows, strict=True)
         ]
-        life.dead = min(map(len, flat(life.sets))) == 0  # nothing is left to attend to
+        life.dead = min(map(len, flat(life.sets))) == 0  # No token is left for attention.
         if not life.dead:
             self.judge.check_storage(life)
         if n and known:
@@ -291,7 +291,7 @@ class SessionMachine(RuleBasedStateMachine):
 
     @rule(life=caches, fault=FAULTS)
     def save(self, life: RunningCache, fault: Fault) -> None:
-        """Written to a file, and read again; the session goes on from there."""
+        """Save the cache to a file, and load it. The session continues from the loaded cache."""
         if not self.runs(life):
             return
 
@@ -312,7 +312,7 @@ class SessionMachine(RuleBasedStateMachine):
 
     @rule(target=caches, life=caches, deep=st.booleans())
     def copy(self, life: RunningCache, deep: bool = True) -> RunningCache:
-        """A copy goes on beside what it was copied from."""
+        """Return a copy of the cache that is used in addition to the original."""
         if not self.runs(life):
             return life
         copied = replace(life, alone=deepcopy(life.alone) if deep else None)
@@ -333,7 +333,7 @@ class SessionMachine(RuleBasedStateMachine):
         self, life: RunningCache, granularity: str, share: float, unstored: bool = False, seed: int = 7,
         trip: Trip = NOWHERE,
     ) -> None:
-        """A compaction by hand; with a token that is not stored, it is refused."""
+        """Compact a cache by hand. A token that is not stored is refused."""
         if not self.runs(life):
             return
         rng, granularity = Random(seed), "head" if life.cache.layers_differ else granularity
@@ -349,7 +349,7 @@ class SessionMachine(RuleBasedStateMachine):
 
         ended = self.judge.attempt(life, act)
         assert (ended == "done") <= (not wrong), "a token that is not stored was kept"
-        assert (ended == "refused") <= wrong, "a compaction to stored tokens is refused"
+        assert (ended == "refused") <= wrong, "a compaction to stored tokens was refused"
         if ended == "done":
             life.sets, life.alone = sets, None
             self.judge.check_storage(life)
@@ -357,7 +357,7 @@ class SessionMachine(RuleBasedStateMachine):
 
     @rule(life=caches, lengths=st.sampled_from([[9], [9, 14]]), evicted=st.sampled_from([(), (0, 3, 4)]))
     def splice(self, life: RunningCache, lengths: list[int], evicted: tuple[int, ...] = ()) -> None:
-        """Chunks that were computed elsewhere, after what a session has read, without their evicted tokens."""
+        """Splice chunks that were computed elsewhere after the tokens of the session, without their evicted tokens."""
         rotary = self.judge.subject.rotary
         if not self.runs(life) or rotary is None:
             return
@@ -388,7 +388,7 @@ class SessionMachine(RuleBasedStateMachine):
     *WHOLE, *[pytest.param(family, marks=pytest.mark.nightly) for family in FAMILIES if family not in WHOLE],
 ])
 def test_a_session_equals_the_masked_model(family: str) -> None:
-    """Any operations in any order."""
+    """Run operations in any order."""
     profile = settings.default or settings()
     lives = settings(
         profile, max_examples=max(10, profile.max_examples // 15), stateful_step_count=15,

@@ -1,6 +1,6 @@
-"""A saved cache: another process continues from the file, and a file of another model raises an error.
+"""A saved cache: a second process continues from the file, and a file of a different model raises an error.
 
-The state machine of the suite also goes through files, for any backend.
+The state machine of the suite also uses files, for any backend.
 """
 
 import json
@@ -69,7 +69,7 @@ GoesOn = Callable[[PreTrainedModel, RetainedCache], list[Tensor]]
 
 
 def waiting(decode: bool) -> Lived:
-    """Padded rows, and tokens that wait for a breath or a segment."""
+    """Return a cache of padded rows with tokens that wait for a decode-time eviction or a segment."""
     model, (ids, mask) = build("llama", dtype=torch.bfloat16), batch(prompts())
     cache = RetainedCache(model.config)
     with breathing(decode=decode)(model):
@@ -82,7 +82,10 @@ def waiting(decode: bool) -> Lived:
 
 
 def differing_beside_holes(name: str) -> Lived:
-    """Each row has seen as many tokens as are its own; the second turn of one set has left columns without any."""
+    """Return a cache whose rows have read different numbers of tokens, and whose layers or heads differ.
+
+    The padded second turn left columns without a token.
+    """
     model, (ids, mask), (more, shown) = build("llama"), batch(prompts()), batch([prompt(n) for n in (9, 5, 7)])
     cache = RetainedCache(model.config)
     with METHODS["fullcache"]()(model):
@@ -96,7 +99,10 @@ def differing_beside_holes(name: str) -> Lived:
 
 
 def unread(family: str) -> Lived:
-    """Layers that a chunk lacks, at the start of a session, or that slide: they have no keys yet, and no dtype."""
+    """Return a cache with layers that have no keys and no dtype yet.
+
+    At the start of a session, these are the layers that a chunk lacks and the sliding layers.
+    """
     model = build(family)
     cache, rotary = RetainedCache(model.config), recognise(model)
     chunk = computed(model, prompt(9, seed=5)[0].tolist(), rotary)
@@ -116,7 +122,7 @@ def under(policy: Callable[[], RetentionPolicy], *texts: Tensor) -> GoesOn:
 
 
 def with_fewer_rows(name: str, crop: int) -> GoesOn:
-    """Steps, then a row goes, tokens are taken back, and others are only read."""
+    """Return a continuation: steps, then a row is removed, tokens are cropped, and text is read inside `reading()`."""
     def go_on(model: PreTrainedModel, cache: RetainedCache) -> list[Tensor]:
         with method(name)(model) as session:
             logits = step_by_step(model, tokens(2, rows=2), cache)
@@ -211,7 +217,7 @@ def other_weights() -> PreTrainedModel:
 
 
 def other_heads() -> PreTrainedModel:
-    """The same weights, read as other heads."""
+    """Return a model with the same weights and a different number of KV heads."""
     model = build("llama")
     model.config.num_key_value_heads = 4
     return model
@@ -271,7 +277,7 @@ def test_what_could_not_be_loaded_is_not_saved(
 
 @pytest.mark.law("promised-is-there-forgotten-is-not")
 def test_killed_while_saving_it_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
-    """At each call to the system; the next save removes what is left."""
+    """Kill the process at each system call. The next save removes the remaining temporary files."""
     (model, first), (_, second) = lived("llama", steps=1), lived("llama", steps=T + 3)
     path, known, found, calls = tmp_path / "cache", identify(model), list[int](), 0
     while len(found) <= calls:
@@ -289,11 +295,11 @@ def test_killed_while_saving_it_leaves_the_old_file_or_the_new_one(tmp_path: Pat
 
 
 class SavedLife(Life):
-    """A life that also goes through files, as a cache's states do."""
+    """Life of a cache that also goes through files, like the states of a cache."""
 
     @rule()
     def save_and_load(self) -> None:
-        """Written to a file and read again, it is the same state and goes on as such."""
+        """Check that a state that was written to a file and read again is the same state."""
         numbers, arrays = packed(self.state)
         with TemporaryDirectory() as folder:
             path = Path(folder) / "state"
@@ -305,7 +311,7 @@ class SavedLife(Life):
 
 
 def test_a_sequence_lives_on_from_files(decoder: Backend) -> None:
-    """Any order of prompts, steps, turns, chunks, evictions, copies and files."""
+    """Run prompts, steps, turns, chunks, evictions, copies and files in any order."""
     profile = settings.default or settings()
     lives = settings(profile, max_examples=max(20, profile.max_examples // 3), stateful_step_count=20)
     run_state_machine_as_test(partial(SavedLife, decoder), settings=lives)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What a forward is told of masks and positions agrees with the cache, by the rule over positions."""
+"""Masks and positions that are passed to a forward pass are checked against the positions of the cache."""
 
 import copy
 import logging
@@ -48,7 +48,7 @@ def hiding(position: int) -> Tensor:
     return mask
 
 
-# What is given beside one token, and the words of the refusal.
+# Arguments in addition to one token, and the words of the error.
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a mask over the stored slots": ({"attention_mask": ones(12)}, rf"attention_mask = \(1, 12\).*\(1, {N + 1}\)"),
     "a mask without the new token": ({"attention_mask": ones(N)}, rf"attention_mask = \(1, {N}\)"),
@@ -80,7 +80,7 @@ WRONG_FOR_A_BLOCK: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def told(model: PreTrainedModel, cache: RetainedCache, **given: Any) -> Tensor:
-    """Logits of a token, or of others that are given."""
+    """Return the logits of a token, or of the given ids."""
     with torch.no_grad():
         logits = model(**{"input_ids": torch.tensor([[7]]), "past_key_values": cache, **given}).logits
     assert isinstance(logits, Tensor)
@@ -88,7 +88,7 @@ def told(model: PreTrainedModel, cache: RetainedCache, **given: Any) -> Tensor:
 
 
 def check_refused(model: PreTrainedModel, cache: RetainedCache, given: dict[str, Any], words: str) -> None:
-    """Nothing that the cache holds has changed."""
+    """Check that wrong arguments raise an error and that the cache is unchanged."""
     before = live_sets(cache)
     with pytest.raises(SpecError, match=words):
         told(model, cache, **given)
@@ -99,7 +99,7 @@ def check_refused(model: PreTrainedModel, cache: RetainedCache, given: dict[str,
 @pytest.mark.parametrize("reading", [False, True], ids=["step", "reading"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_does_not_continue_is_refused_and_changes_nothing(policy: str, reading: bool) -> None:
-    """Each mistake, one after the other; then the right token is read as if there had been none."""
+    """Check each mistake in turn. Then the right token gives the logits of an untouched cache."""
     model = build("llama")
     with POLICIES[policy]()(model) as run:
         told(model, RetainedCache(model.config), input_ids=prompt(N))
@@ -114,7 +114,7 @@ def test_what_does_not_continue_is_refused_and_changes_nothing(policy: str, read
 
 @pytest.mark.parametrize("policy", ["one set", "a set for each layer", "a set for each head"])
 def test_a_cache_read_through_layer_masks_is_told_the_same(policy: str) -> None:
-    """Outside any context."""
+    """Check a cache outside any context, with layer masks."""
     model = build("llama")
     with POLICIES[policy]()(model) as run:
         told(model, RetainedCache(model.config), input_ids=prompt(N))
@@ -130,7 +130,7 @@ def test_a_cache_read_through_layer_masks_is_told_the_same(policy: str) -> None:
 
 
 def padded_batch(policy: str) -> tuple[PreTrainedModel, RetainedCache]:
-    """Two rows, the second of which has five columns of padding."""
+    """Return a cache of two rows. The second row has five columns of padding."""
     model, mask = build("llama"), torch.ones(2, N, dtype=torch.int64)
     mask[1, :5] = 0
     with POLICIES[policy]()(model) as run:
@@ -141,7 +141,7 @@ def padded_batch(policy: str) -> tuple[PreTrainedModel, RetainedCache]:
 
 @pytest.mark.law("parts-equal-the-whole")
 def test_heads_of_padded_rows_get_their_positions_through_layer_masks() -> None:
-    """As inside the context, where the caller leaves them out."""
+    """Check positions that the caller omits, with layer masks and inside the context."""
     model, cache = padded_batch("a set for each head")
     step: dict[str, Any] = {"input_ids": torch.tensor([[7], [8]])}
     with POLICIES["a set for each head"]()(model):
@@ -163,7 +163,7 @@ def test_rows_that_differ_have_no_mask_by_layer(policy: str) -> None:
 @pytest.mark.law("parts-equal-the-whole")
 @pytest.mark.parametrize("policy", ["one set", "a set for each head"])
 def test_of_padded_rows_the_mask_says_what_the_prompt_s_did(policy: str) -> None:
-    """The rows' own padding, and one position for each row."""
+    """Check the padding of each row, and a separate position for each row."""
     model, cache = padded_batch(policy)
     following, step = torch.ones(2, N + 1, dtype=torch.int64), {"input_ids": torch.tensor([[7], [8]])}
     following[1, :5] = 0
@@ -196,7 +196,7 @@ BLOCKS: dict[str, Callable[..., Any]] = {
 
 
 def evicted() -> tuple[Any, RetainedCache]:
-    """A model, and a cache of N tokens that a policy has evicted from."""
+    """Return a model and a cache of N tokens after an eviction."""
     model = build("llama")
     return model, prefill(model, METHODS["crystalcache"](), prompt(N)).cache
 
@@ -204,7 +204,7 @@ def evicted() -> tuple[Any, RetainedCache]:
 @pytest.mark.law("a-cache-like-any-other")
 @pytest.mark.parametrize("inside", BLOCKS)
 def test_a_forward_takes_its_cache_by_each_of_its_names(inside: str) -> None:
-    """Of the model and of its decoder."""
+    """Check the forward pass of the model and of its decoder."""
     model, cache = evicted()
     logits = []
     for name in NAMES:
@@ -217,7 +217,7 @@ def test_a_forward_takes_its_cache_by_each_of_its_names(inside: str) -> None:
 
 
 class Older(torch.nn.Module):
-    """A model whose file was written for an older transformers."""
+    """Model whose file was written for an older release of transformers."""
 
     def forward(self, input_ids: Tensor, past_key_values: object = None, **others: object) -> None: ...
 
@@ -235,7 +235,7 @@ def test_a_model_is_given_its_cache_by_the_name_that_its_forward_has() -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("inside", BLOCKS)
 def test_another_cache_is_refused_by_each_name(name: str, inside: str) -> None:
-    """Also beside the right one: transformers would read one of the two."""
+    """Check a wrong cache alone and together with the right cache. transformers would read only one of the two."""
     (model, cache), ids = evicted(), torch.tensor([[7]])
     foreign = DynamicCache() if inside == "layer_masks" else StaticCache(model.config, max_cache_len=N)
     before = live_sets(cache)
@@ -251,7 +251,7 @@ def test_another_cache_is_refused_by_each_name(name: str, inside: str) -> None:
 @pytest.mark.filterwarnings("error::FutureWarning")
 @pytest.mark.parametrize("policy", ["one set", "a rehearsal", "a stream"])
 def test_no_name_that_transformers_deprecates_is_used(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some are deprecated by a warning, others in the log, once in a process."""
+    """Check warnings and the log. transformers logs some deprecations once per process."""
     def warn(logger: logging.Logger, message: str, *args: object) -> None:
         assert "deprecated" not in message, message
 
@@ -278,7 +278,7 @@ def test_a_single_decode_step_needs_no_mask() -> None:
 
 @pytest.mark.law("a-cache-like-any-other")
 def test_a_window_counts_positions_and_not_slots() -> None:
-    """Slots hold positions 0, 3, 7, 9 and 10; the queries are the last two."""
+    """Check a mask for slots with the positions 0, 3, 7, 9 and 10. The queries are the last two slots."""
     mask = retained_mask(sdpa_mask)(
         batch_size=1, q_length=2, kv_length=5, q_offset=9, local_size=3, allow_is_causal_skip=True,
         kv_offset=SlotOffset(6, StoredRows(torch.tensor([[0, 3, 7]]), torch.tensor([9]))),
@@ -306,7 +306,7 @@ def test_the_offset_of_differing_rows_is_refused_outside_the_context() -> None:
 
 @pytest.mark.law("parts-equal-the-whole")
 def test_rows_that_share_a_hole_keep_other_tokens_without_a_warning() -> None:
-    """Tokens in columns 0, 1, 3, 4 of five: position p >= 2 stands in column p + 1."""
+    """Check tokens in columns 0, 1, 3 and 4 of five. For p >= 2, position p is in column p + 1."""
     one = StoredRows.none().grown(2, torch.tensor([[False, True, True]]))
     two = one.compacted(torch.tensor([[0, 2], [1, 3]]), torch.tensor([4]))
     assert one.columns(torch.tensor([[0, 1, 2, 3]]), 5, torch.tensor([4])).tolist() == [[0, 1, 3, 4]]

@@ -1,4 +1,4 @@
-"""Breaths hold the cache at its budget while tokens are generated; streams end a segment every C tokens."""
+"""Decode-time eviction keeps the cache at its budget during generation. A stream ends a segment every C tokens."""
 
 from dataclasses import replace
 from typing import Any
@@ -31,7 +31,7 @@ from spec.parameters import TINY
 
 @pytest.mark.spec("CC-STEP")
 def test_the_states_are_those_of_the_reference() -> None:
-    """Prompt, breaths, a turn in the middle of a tail, more breaths: to the last kept position, and beyond."""
+    """Compare states after a prompt, decode-time evictions, a turn in the middle of a tail, and more evictions."""
     steps = torch.split(tokens(2 * T + 3), 1, dim=1)
     texts = prompt(PROMPT), *steps, prompt(9, seed=5), *steps[:T]
     assert check_states(breathing(36), [[text] for text in texts]).step == 3 * T + 3
@@ -56,9 +56,9 @@ def test_hundreds_of_generated_tokens_stay_at_the_budget() -> None:
 
 @pytest.mark.law("parts-equal-the-whole")
 def test_beams_keep_their_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A beam that goes on as another was takes that one's state with it.
+    """Check that a beam that continues from a different beam takes over the state of that beam.
 
-    The first layer's values depend on nothing but the token: they say which tokens a row has read.
+    The values of the first layer depend only on the token. They show which tokens a row has read.
     """
     model: Any = build("llama")
     first = model.model.layers[0]
@@ -123,7 +123,10 @@ def test_a_cache_that_grew_outside_the_context_is_refused_by_name() -> None:
 @pytest.mark.law("a-cache-like-any-other")
 @pytest.mark.parametrize("decode", [False, True])
 def test_tokens_can_be_taken_back_until_a_breath(decode: bool) -> None:
-    """A cropped cache continues as if it had not read those tokens; cropped past a breath, it has no state."""
+    """A cropped cache continues as if the removed tokens had not been read.
+
+    A cache that is cropped past its last eviction has no state.
+    """
     model, caches = build("llama"), []
     for extra in (0, 3):
         cache = RetainedCache(model.config)
@@ -142,7 +145,10 @@ def test_tokens_can_be_taken_back_until_a_breath(decode: bool) -> None:
 
 @pytest.mark.law("decided-as-the-reference")
 def test_steps_read_without_decode_do_not_fade() -> None:
-    """One cache, one session without decode and one with it: D decays for the tokens of the second alone."""
+    """Read one cache in a session without decode, then in a session with decode.
+
+    D decays only in the second session.
+    """
     model, cache = build("llama"), RetainedCache(build("llama").config)
     with breathing(decode=False)(model):
         at_once(model, prompt(PROMPT), cache)
@@ -189,7 +195,7 @@ def test_a_stream_s_states_are_those_of_the_reference() -> None:
 
 
 def test_what_is_left_at_the_end_of_the_context_is_a_segment() -> None:
-    """Two tokens or more; a single one is a decode step, and waits."""
+    """Two or more tokens are a segment. A single token is a decode step and waits."""
     model = build("llama")
     for n, seen in ((C + 7, C + 7), (C + 1, C)):
         cache = RetainedCache(model.config)
@@ -206,7 +212,7 @@ def test_what_is_left_at_the_end_of_the_context_is_a_segment() -> None:
 @pytest.mark.law("freed-memory")
 @pytest.mark.law("parts-equal-the-whole")
 def test_generate_streams() -> None:
-    """A prompt longer than any segment, then token by token, all held at the budget."""
+    """A prompt longer than a segment and the generated tokens keep the cache at the budget."""
     model, sizes, cache = build("llama"), [], RetainedCache(build("llama").config)
     handle = model.register_forward_hook(lambda *_: sizes.append(cache.stored_length))
     with streaming()(model):
@@ -224,7 +230,10 @@ def test_generate_streams() -> None:
 @pytest.mark.spec("CC-STEP")
 @pytest.mark.parametrize(("generated", "seen", "steps", "tail"), [(True, N + 19, 19, 3), (False, 12, 12, 4)])
 def test_tokens_after_the_open_segment_are_steps(generated: bool, seen: int, steps: int, tail: int) -> None:
-    """A prompt's open segment ends with the first of them, and breaths do the rest; or each token comes alone."""
+    """Check generated tokens and single tokens.
+
+    The first generated token ends the open segment of the prompt. Later tokens are evicted by decode-time eviction.
+    """
     model, cache = build("llama"), RetainedCache(build("llama").config)
     with streaming(decode=True)(model):
         greedy(model, prompt(N), 20, past_key_values=cache) if generated else step_by_step(model, prompt(12), cache)
@@ -236,7 +245,7 @@ def test_tokens_after_the_open_segment_are_steps(generated: bool, seen: int, ste
 
 @pytest.mark.parametrize(("rows", "asked"), [(1, "argument"), (2, "config"), (2, "tuple")])
 def test_all_outputs_are_of_all_pieces(rows: int, asked: str) -> None:
-    """Nothing is evicted, so that they are those of the model outside the context, its losses included."""
+    """Compare outputs and losses with those of the model outside the context. No token is evicted."""
     model = prepared("Mixtral", **_GQA, num_local_experts=4, sliding_window=None)
     ids = torch.cat([prompt(N, seed=row) for row in range(rows)])
     flags = {"output_hidden_states": True, "output_router_logits": True}

@@ -1,4 +1,7 @@
-"""Text alone in generate on vision-language wrappers. transformers 5.24 adds an empty dict of encodings."""
+"""Generation from text alone with vision-language wrappers.
+
+transformers 5.24 passes an empty dict of encodings.
+"""
 
 from functools import cache
 from typing import Any
@@ -46,7 +49,7 @@ def build(name: str) -> PreTrainedModel:
 
 
 def text(n: int, seed: int = 3) -> torch.Tensor:
-    """Ids of which none marks an image."""
+    """Return ids without ids that mark an image."""
     ids = prompt(n, seed)
     return torch.where(ids < 11, ids + 20, ids)
 

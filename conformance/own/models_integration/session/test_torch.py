@@ -1,4 +1,4 @@
-"""What PyTorch adds: gradients, compiled models, weights that are elsewhere or nowhere, another default device."""
+"""Features of PyTorch: gradients, compiled models, offloaded weights, weights without values, default devices."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,7 +39,7 @@ SETS: dict[str, Callable[[], RetentionPolicy]] = {
 
 
 def loss(model: PreTrainedModel, policy: RetentionPolicy) -> tuple[Tensor, Any]:
-    """Of a prompt, a step, a turn and a step; and what was stored in the end."""
+    """Return the loss of a prompt, a step, a turn and a step, and the stored positions at the end."""
     with policy(model) as run:
         total = model(input_ids=prompt(N)).logits.square().mean()
         assert run.cache is not None
@@ -51,8 +51,8 @@ def loss(model: PreTrainedModel, policy: RetentionPolicy) -> tuple[Tensor, Any]:
 @pytest.mark.law("a-cache-like-any-other")
 @pytest.mark.parametrize("name", SETS)
 def test_gradients_are_those_of_finite_differences(name: str) -> None:
-    """Along one direction of a layer's weights, through the keys and values of the prompt."""
-    # A family whose norms compute in float64, or the differences would drown in rounding.
+    """Compare along one direction of a layer's weights, through the keys and values of the prompt."""
+    # The norms of this family compute in float64. Otherwise rounding would dominate the differences.
     model, policy = build("gpt_neox", dtype=torch.float64), SETS[name]()
     model.requires_grad_(False)
     for layer in (0, 1):
@@ -97,7 +97,7 @@ def forget_traces() -> Iterator[None]:
 
 
 def read_compiled(call: Any, policy: RetentionPolicy) -> tuple[Tensor, Any]:
-    """Logits of a prompt's last token and of steps; what was stored in the end."""
+    """Return the logits of a prompt's last token and of steps, and the stored positions at the end."""
     with policy(call) as run, torch.no_grad():
         last = call(input_ids=prompt(100)).logits[:, -1:]
         assert run.cache is not None
@@ -109,7 +109,7 @@ def read_compiled(call: Any, policy: RetentionPolicy) -> tuple[Tensor, Any]:
 @pytest.mark.usefixtures("forget_traces")
 @pytest.mark.parametrize("name", [pytest.param("one set", marks=pytest.mark.nightly), "a set for each head"])
 def test_a_compiled_model_is_the_model(name: str) -> None:
-    """Of one layer: each is traced on its own, which takes seconds."""
+    """Compare a compiled model of one layer. Tracing takes seconds for each layer."""
     model, policy = build("llama"), SETS[name]()
     del model.get_submodule("model.layers")[1:]  # type: ignore[operator]
     model.config.num_hidden_layers = 1
@@ -123,13 +123,13 @@ CPU = torch.device("cpu")
 
 
 def tokens(n: int, seed: int = 3) -> Tensor:
-    """Ids on the CPU, whatever the default device is."""
+    """Return ids on the CPU for every default device."""
     with CPU:
         return prompt(n, seed)
 
 
 def life(model: PreTrainedModel, name: str) -> Tensor:
-    """Logits of a prompt, of steps, and of a text that is only read."""
+    """Return the logits of a prompt, of steps, and of a text inside `reading()`."""
     with method(name)(model) as run, torch.no_grad():
         first = model(input_ids=tokens(N)).logits
         assert run.cache is not None
@@ -139,7 +139,7 @@ def life(model: PreTrainedModel, name: str) -> Tensor:
 
 
 def rows(model: PreTrainedModel, path: Path) -> Tensor:
-    """Logits behind a padded batch whose cache was cropped, chosen from, and saved."""
+    """Return the logits after a padded batch. Its cache is cropped, reduced to selected rows, and saved."""
     ids, mask = torch.cat([tokens(N), tokens(N, seed=4)]), torch.ones(2, N, dtype=torch.int64, device="cpu")
     mask[0, :5] = 0
     with method("crystalcache")(model) as run, torch.no_grad():
@@ -157,7 +157,11 @@ def rows(model: PreTrainedModel, path: Path) -> Tensor:
 @pytest.mark.parametrize("name", ["crystalcache", "adakv", "kvzip", "h2o"])
 @pytest.mark.parametrize("where", ["memory", "disk"])
 def test_an_offloaded_model_is_the_model(where: str, name: str, tmp_path: Path) -> None:
-    """Its parameters are on the device meta between forwards; its hooks know where it computes."""
+    """Check that an offloaded model gives the same logits.
+
+    Between forward passes, the parameters are on the device meta. The hooks of the model move them to the execution
+    device.
+    """
     model, expected = build("llama"), life(build("llama"), name)
     if where == "memory":
         cpu_offload(model, execution_device=CPU)
@@ -172,7 +176,7 @@ def test_an_offloaded_model_is_the_model(where: str, name: str, tmp_path: Path) 
 @pytest.mark.parametrize("how", ["offloaded", "integers", "another class of tensor"])
 def test_a_projection_that_cannot_be_read_is_refused(how: str) -> None:
     class Packed(Tensor):
-        """As torchao's: it can be multiplied, and nothing else."""
+        """Tensor like those of torchao: multiplication is the only supported operation."""
 
         def to(self, *_: object, **__: object) -> Tensor:
             raise NotImplementedError
@@ -190,7 +194,10 @@ def test_a_projection_that_cannot_be_read_is_refused(how: str) -> None:
 
 @pytest.mark.parametrize("name", ["crystalcache", "adakv", "kvzip", "h2o", "chunkkv", "nestedkv"])
 def test_the_default_device_is_not_used(name: str, tmp_path: Path) -> None:
-    """`torch.set_default_device("cuda")` is for the caller's own tensors; meta holds none at all."""
+    """Check that no tensor is created on the default device.
+
+    `torch.set_default_device("cuda")` is for the caller's tensors. Tensors on the device meta have no values.
+    """
     model = build("llama")
     expected = life(model, name)
     with torch.device("meta"):
@@ -205,7 +212,7 @@ def test_nor_for_rows_and_saved_caches(tmp_path: Path) -> None:
 
 
 class Adapted(nn.Module):
-    """As peft's PeftModel: no PreTrainedModel, with one inside."""
+    """Wrapper like peft's PeftModel: not a PreTrainedModel, but contains one."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -219,7 +226,7 @@ class Adapted(nn.Module):
     (Adapted, "critical-adakv"), (lambda model: torch.compile(Adapted(model), backend="eager"), "crystalcache"),
 ], ids=["adapters", "compiled adapters"])
 def test_what_wraps_a_model_is_served_as_the_model(wrap: Callable[[Any], Any], name: str) -> None:
-    """Its hooks, its generate and what a policy must know of it are those of the model inside."""
+    """Check that a wrapper has the hooks, the `generate` and the constants of the model inside."""
     model = build("llama")
     wrapped, found = wrap(model), []
     for given in (wrapped, model):
@@ -233,7 +240,7 @@ def test_what_wraps_a_model_is_served_as_the_model(wrap: Callable[[Any], Any], n
 
 
 @pytest.mark.law("refused-before-anything-changes")
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # the name of the switch is about to change
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers is about to rename this option.
 @pytest.mark.parametrize("when", ["before the context", "inside it"])
 def test_gradient_checkpointing_leaves_the_cache_out(when: str) -> None:
     model, words = build("llama"), "gradient checkpointing disables the cache"
@@ -248,7 +255,7 @@ def test_gradient_checkpointing_leaves_the_cache_out(when: str) -> None:
         model.train(True)
         with pytest.raises(SpecError, match=words):
             model(input_ids=prompt(40))
-        model.train(False)  # then nothing is checkpointed
+        model.train(False)  # Outside training, no layer is checkpointed.
         model(input_ids=prompt(40))
         assert run.cache is not None
 

@@ -1,4 +1,4 @@
-"""Segments: turns on a compacted cache, prompts in pieces, and texts that are only read and evict nothing."""
+"""Segments: turns on a compacted cache, prompts in pieces, and text inside `reading()`, which evicts no token."""
 
 import copy
 from collections.abc import Callable
@@ -67,7 +67,7 @@ def test_a_batch_has_one_retention_for_each_prompt() -> None:
 
 
 def test_beams_of_a_batch_stay_with_their_prompt() -> None:
-    """Three beams of each of two prompts: two retentions, and each prompt's beams as it has them alone."""
+    """Check three beams of each of two prompts: two retentions, and the same beams as for each prompt alone."""
     model, rows = build("llama"), prompts()[:2]
     ids, mask = batch(rows)
     options = {"num_beams": 3, "num_return_sequences": 3}
@@ -94,7 +94,7 @@ def test_rows_that_agree_are_stored_as_one() -> None:
 @pytest.mark.spec("CC-OBSERVED-LAYER")
 @pytest.mark.parametrize(("budget", "which"), [(0.5, 0), (30, 0), (0.5, 1), (30, -1), (0.5, -2)])
 def test_the_kept_sets_are_those_of_the_reference(budget: float | int, which: int) -> None:
-    """Prompt, steps, turn, steps, turn."""
+    """Compare kept sets after a prompt, steps, a turn, steps, and a turn."""
     policy = CrystalCache(budget, ENDS, replace(TINY, observed_layer=which), backend="numpy")
     check_states(policy, [[text] for text in (prompt(N), turn(1, 1), turn(2, 1), turn(3), turn(4, 1), turn(5, 7))])
 
@@ -117,14 +117,14 @@ def test_a_block_of_one_token_is_a_step() -> None:
 
 
 def hiding(columns: slice) -> dict[str, Tensor]:
-    """A turn of two rows, and a mask that hides these columns of the second."""
+    """Return a turn of two rows, and a mask that hides these columns of the second row."""
     mask = torch.ones(2, N + TURN, dtype=torch.int64)
     mask[1, columns] = 0
     return {"input_ids": torch.cat([turn(1), turn(2)]), "attention_mask": mask}
 
 
 SEEN = torch.arange(N + TURN)[None]
-# Family, rows of the cache, what is given of a turn, words of the error.
+# Family, rows of the cache, arguments of a turn, words of the error.
 WRONG: list[tuple[str, int, dict[str, Tensor], str]] = [
     ("llama", 1, {"attention_mask": (SEEN != N + TURN - 1).long()}, "right padding is not supported"),
     ("llama", 1, {"attention_mask": (SEEN > 3).long()}, "must have the padding of the earlier prompt"),
@@ -240,7 +240,7 @@ def test_the_cache_may_be_left_to_the_session() -> None:
 @pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize("block", [Session.prompt, Session.reading])
 def test_a_block_belongs_inside_its_context(block: Callable[[Session], AbstractContextManager[None]]) -> None:
-    """An empty block of a prompt is none, and generate in such a block is another prompt."""
+    """Check that an empty prompt block is no prompt, and that generate in such a block is a separate prompt."""
     model = build("llama")
     run = METHODS["crystalcache"]()(model)
     with pytest.raises(SpecError, match="must be inside `with policy"), block(run):
@@ -311,7 +311,10 @@ def test_pieces_of_other_padding_or_rows_are_refused() -> None:
 
 @pytest.mark.spec("PO-READ")
 def test_read_tokens_are_no_steps() -> None:
-    """D does not decay and no breath comes nearer; the breath comes with its step, and finds them in the tail."""
+    """D does not decay in `reading()`, and the next decode-time eviction does not come earlier.
+
+    The eviction comes at its step, and finds the tokens in the tail.
+    """
     model, cache = build("llama"), RetainedCache(build("llama").config)
     with breathing()(model) as run:
         at_once(model, prompt(PROMPT), cache)
@@ -339,7 +342,7 @@ def test_read_tokens_are_no_steps() -> None:
 @pytest.mark.law("parts-equal-the-whole")
 @pytest.mark.parametrize("policy", [h2o, tova, lambda: rkv(W=4, every=3)], ids=["h2o", "tova", "rkv"])
 def test_sums_take_up_what_was_read(policy: Callable[[], Any]) -> None:
-    """A turn behind a text that was read keeps what a turn over both would: nothing was evicted between them."""
+    """Check that a turn after a read text keeps what a turn over both keeps. No token was evicted between the two."""
     model, found = build("llama"), []
     for reads in (True, False):
         with CustomPolicy(policy(), 0.3)(model) as run:
@@ -356,7 +359,7 @@ def test_sums_take_up_what_was_read(policy: Callable[[], Any]) -> None:
     assert found[0] == found[1]
 
 
-# Blocks, what happens inside them, words of the error.
+# Blocks, action inside them, words of the error.
 NO_READING: list[tuple[tuple[str, ...], Callable[[Any, RetainedCache], object], str]] = [
     (("reading",), lambda model, cache: greedy(model, prompt(5), 2), "must contain a prompt inside reading"),
     (("reading",), lambda model, cache: model(input_ids=prompt(4)), "must contain a prompt inside reading"),

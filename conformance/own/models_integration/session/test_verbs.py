@@ -1,4 +1,4 @@
-"""Observe once, decide and compact often: bit for bit what a context does with each policy and budget alone."""
+"""One observation and many decisions give bit for bit the result of a separate context for each policy and budget."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
@@ -65,7 +65,7 @@ def made(name: str, model: PreTrainedModel, budget: float) -> RetentionPolicy:
 
 
 def same(found: object, expected: object) -> bool:
-    """Equal to the bit, records field by field."""
+    """Return whether two values are equal to the bit. Records are compared field by field."""
     if type(found) is not type(expected):
         return False
     if is_dataclass(found):
@@ -80,7 +80,7 @@ def same(found: object, expected: object) -> bool:
 
 
 def goes_on(model: PreTrainedModel, policy: RetentionPolicy, cache: RetainedCache, turn: bool) -> list[Tensor]:
-    """Logits of steps, of a turn, and of a step behind it, in a context of its own."""
+    """Return the logits of steps, of a turn, and of a step after the turn, in a separate context."""
     rows = cache.full_layers[0].batch
     pieces = [1, 1, 1, *([7, 1] if turn else [])]
     with policy(model):
@@ -91,7 +91,7 @@ def check(
     model: PreTrainedModel, policy: RetentionPolicy, observed: ObservedSegment, *, steps: bool = True,
     turn: bool = True, **mask: Tensor,
 ) -> Decision:
-    """The retentions, stored tensors and logits are those of a context that reads the same prompts."""
+    """Check that retentions, stored tensors and logits equal those of a context that reads the same prompts."""
     with policy(model) as run, torch.no_grad():
         model(input_ids=observed.input_ids, **mask)
     assert run.cache is not None
@@ -109,7 +109,7 @@ def check(
 
 @pytest.fixture(scope="module")
 def llama(one_thread: None) -> Iterator[tuple[PreTrainedModel, ObservedSegment]]:
-    """A model, and the one observation that serves all policies, which leave its full cache as it was."""
+    """Yield a model and one observation for all policies. Then check that the full cache is unchanged."""
     model = build("llama")
     observed = observe(model, prompt(N), needs=replace(EVERYTHING, rehearsal=REHEARSAL))
     before = [tensor.clone() for tensor in tensors(observed.cache)]
@@ -122,8 +122,9 @@ def llama(one_thread: None) -> Iterator[tuple[PreTrainedModel, ObservedSegment]]
 def test_one_observation_serves_every_policy_at_every_budget(
     name: str, llama: tuple[PreTrainedModel, ObservedSegment],
 ) -> None:
-    """A diverse form at the smaller one, from which sessions go on. Published policies keep the budget, at their own
-    granularity.
+    """Check each policy at each budget. A diverse policy is checked at the smaller budget only.
+
+    Sessions continue from the smaller budget. Published policies keep the budget, at their granularity.
     """
     model, observed = llama
     for budget in BUDGETS[name.startswith(DIVERSE) :]:
@@ -168,7 +169,7 @@ def test_the_last_logits_are_those_that_generate_asks_for() -> None:
 
 
 def test_a_small_observation_serves_those_whom_it_is_enough_for() -> None:
-    """And refuses the others by name, as a whole one never does."""
+    """Check that other policies raise an error. An observation of all tensors never does."""
     model = build("llama")
     small = observe(model, prompt(N), needs=Needs("observed", None, token_ids=True))
     check(model, made("crystalcache", model, 0.3), small)
@@ -204,7 +205,10 @@ def test_what_cannot_be_observed_or_compacted_is_named() -> None:
 
 @pytest.mark.law("the-model-stays-as-it-was")
 def test_a_new_cache_that_fails_leaves_the_full_one_alone() -> None:
-    """Both hold the same tensors of the sliding layers, which a reset of some releases would set to zero."""
+    """Check tensors that both caches share: those of sliding layers.
+
+    The reset of some releases would set them to zero.
+    """
     model = build("gemma3")
     observed = observe(model, prompt(N))
     before = [tensor.clone() for tensor in tensors(observed.cache)]

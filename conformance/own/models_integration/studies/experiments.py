@@ -1,4 +1,4 @@
-"""What tests of studies share: a sample in its own context, a small sweep and its processes, made-up rows."""
+"""Helpers for tests of studies: a sample in a separate context, a small sweep and its processes, invented rows."""
 
 import os
 import re
@@ -20,17 +20,18 @@ from transformers import PreTrainedModel
 from conformance.paths import ROOT
 from models_integration.cli.study_runs import Running, run
 from models_integration.policies.methods import RetentionPolicy
-from models_integration.studies import results
+from models_integration.studies import leases
 from models_integration.studies.evidence import measure as measures
 from models_integration.studies.evidence import run as of_study
 from models_integration.studies.evidence.rules import load_rules
-from models_integration.studies.results import Row, holder_of, load_rows
+from models_integration.studies.leases import holder_of
+from models_integration.studies.results import Row, load_rows
 from models_integration.studies.subject import Loading
 from models_integration.tasks import Placement
 
 
 class Answer(NamedTuple):
-    """What a policy let the model say, and slots of a layer and head that were stored meanwhile."""
+    """Answer of the model under a policy, and the number of stored slots of a layer and head during the answer."""
 
     token_ids: list[int]
     mean_cache: float
@@ -42,7 +43,7 @@ def answer(
     model: PreTrainedModel, policy: RetentionPolicy, placement: Placement, max_new_tokens: int,
     stop_ids: frozenset[int],
 ) -> tuple[Answer, list[list[int]]]:
-    """What is said, and the kept set of each group of the prompt; a policy with steps reads token by token."""
+    """Return the answer, and the kept set of each group of the prompt. A policy with steps reads token by token."""
     method = policy.on(model)
     steps = method.decode
     if steps and placement.dropped_slots:
@@ -75,7 +76,7 @@ def answer(
 
 
 def commit_all(folder: Path) -> str:
-    """Commit all files of a folder, in its own repository; the commit."""
+    """Commit all files of a folder in a new repository, and return the commit."""
     author = ["-c", "user.name=kvspec", "-c", "user.email=tests@kvspec.invalid"]
     for arguments in (["init", "-q"], ["add", "--all"], [*author, "commit", "-q", "--allow-empty", "-m", "files"]):
         subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True)
@@ -104,11 +105,11 @@ from pathlib import Path
 
 import numpy as np
 
-from models_integration.studies import results
+from models_integration.studies import leases
 from reference.policies import policy_from_score
 from spec.policy import Needs
 
-results._BEAT, results._PATIENCE, results._PAUSE = 0.1, 1.5, 0.05
+leases._BEAT, leases._PATIENCE, leases._PAUSE = 0.1, 1.5, 0.05
 
 def newest(observation):
     while Path("wait").exists():
@@ -118,29 +119,31 @@ def newest(observation):
 
 POLICY = policy_from_score(newest, needs=Needs())
 """
-"""A module whose policy takes its time, for commands: their workers wait for no minute either."""
+"""Source of a module with a slow policy, for commands. Their workers use short waiting times too."""
 
 
 def patient(hours: int) -> None:
-    """From here on this process is on a machine whose clock is so many hours ahead, and waits for no minute."""
+    """Put the clock of this process forward by `hours`, and shorten its waiting times."""
     here, touch = time.time, os.utime
 
     def touched(lease: Path) -> None:
         touch(lease, (time.time(),) * 2)
 
-    results._BEAT, results._PATIENCE, results._PAUSE = PATIENCE / 15, PATIENCE, PATIENCE / 30
+    leases._BEAT, leases._PATIENCE, leases._PAUSE = PATIENCE / 15, PATIENCE, PATIENCE / 30
     time.time = lambda: here() + 3600 * hours
     os.utime = touched  # type: ignore[assignment]
 
 
 def sweep(rules: Path, out: Path, hours: int) -> None:
-    """`kvspec sweep RULES`, on a machine whose clock is so many hours ahead; all begin as many as the file `most` says.
+    """Run `kvspec sweep RULES` with a clock that is `hours` ahead.
+
+    The file `most` contains the number of samples that all processes together begin.
     """
     torch.set_num_threads(1)
     patient(hours)
 
     def begun() -> bool:
-        """Whether this process is the first that makes one of so many folders."""
+        """Return whether this process created one of the allowed folders `begun-N`."""
         for at in range(int(rules.with_name("most").read_text(encoding="ascii"))):
             with suppress(FileExistsError):
                 rules.with_name(f"begun-{at}").mkdir()
@@ -152,12 +155,12 @@ def sweep(rules: Path, out: Path, hours: int) -> None:
             time.sleep(0.02)
         return {**measures.measure(*arguments), "pid": os.getpid()}
 
-    setattr(of_study, "measure", slowly)  # noqa: B010  # for mypy it is not that module's to give
+    setattr(of_study, "measure", slowly)  # noqa: B010  # For mypy, this name does not belong to the module.
     run(load_rules(rules), Loading(), Running(out))
 
 
 def command(folder: Path, *words: str) -> None:
-    """`kvspec WORDS`, started in a folder."""
+    """Run `kvspec WORDS` in a folder."""
     os.chdir(folder)
     os.environ["PYTHONPATH"] = str(ROOT)
     sys.path.insert(0, str(folder))
@@ -166,7 +169,7 @@ def command(folder: Path, *words: str) -> None:
 
 
 def measured(out: Path) -> dict[str, Row]:
-    """What was measured of each sample, without how long it took and who did it; none of them twice."""
+    """Return the row of each sample without its duration and process. No sample is measured twice."""
     rows = load_rows(out / "study.jsonl")
     found = {row["sample"]: {k: v for k, v in row.items() if k not in ("seconds", "pid")} for row in rows}
     assert len(found) == len(rows)
@@ -174,7 +177,7 @@ def measured(out: Path) -> dict[str, Row]:
 
 
 def holders(out: Path) -> set[int]:
-    """Processes that hold a sample."""
+    """Return the ids of processes that hold a sample."""
     found = [holder_of(lease).get("pid") for lease in out.glob(".study.jsonl-*.lease")]
     return {pid for pid in found if pid is not None}
 
@@ -200,14 +203,14 @@ class Table:
 
 @dataclass
 class Panel:
-    """A picture: what its marks are called and where they stand, and its words with their places."""
+    """Picture: names and positions of its marks, and its words with their positions."""
 
     marks: list[tuple[str, float, float]] = field(default_factory=list)
     words: list[tuple[float, float, str]] = field(default_factory=list)
 
 
 class Page(HTMLParser):
-    """Fails on tags that do not close."""
+    """Parser of a page. Tags that do not close raise an error."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -270,7 +273,7 @@ class Page(HTMLParser):
 
 
 def study_rows(contexts: int = 12, part: str = "confirm") -> list[Row]:
-    """Two questions on each context, two tasks, placements and lengths; every number is drawn."""
+    """Return rows with random numbers: two questions for each context, and two tasks, placements and lengths."""
     draw, rows = Random(7), list[Row]()
     for context in range(contexts):
         for task in TASKS:
@@ -288,7 +291,10 @@ def study_rows(contexts: int = 12, part: str = "confirm") -> list[Row]:
 
 
 def cells(draw: Random) -> list[Row]:
-    """Of one sample: the full cache is right nine times of ten, and no other likelihood is above its own."""
+    """Return the cells of one sample.
+
+    The full cache is right with probability 0.9, and no other likelihood is above the likelihood of the full cache.
+    """
     found = [cell("fullcache", "1.0", -draw.random(), draw.random() < 0.9, 1.0, 1000.0)]
     found.append(cell("blind", "0", -8 - draw.random(), False, 0.0, 20.0))
     for budget in BUDGETS:

@@ -1,4 +1,4 @@
-"""The options of compare and sweep as rules: which cells they stand for, rows that are taken up, tables and files."""
+"""Options of compare and sweep as rules: their cells, resumed runs, tables and files."""
 
 import math
 import re
@@ -54,7 +54,7 @@ def rules(
     tasks: str = "needle,delayed_association", lengths: str = "1024", samples: int = 20, placements: str = "after",
     *, seeds: str = "42", controls: bool = True,
 ) -> Rules:
-    """As `kvspec compare` makes them."""
+    """Return rules as `kvspec compare` creates them."""
     return rules_of(**study_of(
         "t", names_of("policies", policies), budgets, tasks, lengths, samples, seeds, placements, "pocket",
         controls=controls, bare=False,
@@ -70,14 +70,14 @@ def subject() -> Subject:
 
 
 def ran(made: Rules, out: Path) -> list[dict[str, Any]]:
-    """The rows after a run, whatever its exit code."""
+    """Return the rows after a run with any exit code."""
     with suppress(Exit):
         run(made, LOADING, Running(out))
     return load_rows(out / "study.jsonl")
 
 
 def cells_of(made: Rules, subject: Subject) -> dict[str, list[list[tuple[str, str]]]]:
-    """The cells of the first context's samples, by task."""
+    """Return the cells of the first context's samples, by task."""
     found: dict[str, list[list[tuple[str, str]]]] = {}
     for item in items(replace(made, contexts=1), subject, PARTS):
         found.setdefault(item.task, []).append(list(item.cells(made)))
@@ -102,7 +102,7 @@ def test_options_are_the_product_of_their_parts_with_one_full_cache_and_the_cont
 
 @pytest.mark.law("as-it-is-described")
 def test_every_task_placement_and_policy_is_taken_together_or_refused_with_its_reason(subject: Subject) -> None:
-    """By the rules alone; each policy is on the model, in the way in which the runner puts it there."""
+    """Check the rules alone. Each policy is applied to the model as the runner does."""
     names = [name for name in NAMES if name != FULL]
     for task, placement in product(TABLE, PLACEMENTS):
         if task.endswith("_turns") and placement != "after":
@@ -126,7 +126,7 @@ def test_every_task_placement_and_policy_is_taken_together_or_refused_with_its_r
 
 @pytest.mark.law("saved-is-what-was")
 def test_a_second_run_adds_what_is_not_stored(subject: Subject, tmp_path: Path) -> None:
-    """Samples, policies and budgets are added to those that are there; nothing is measured twice."""
+    """Check that samples, policies and budgets are added to the stored rows, and that no cell is measured twice."""
     first = ran(SMALL, tmp_path)
     assert ran(SMALL, tmp_path) == first
     assert len(first) == 2 * 3
@@ -147,7 +147,7 @@ def test_a_second_run_adds_what_is_not_stored(subject: Subject, tmp_path: Path) 
 
 @pytest.mark.law("an-identity-tells-apart")
 def test_a_chat_template_is_the_default_and_another_sample(subject: Subject) -> None:
-    """Bare text is what a tokenizer without a template reads, or who asks for it."""
+    """A tokenizer without a template reads bare text. An option also chooses bare text."""
     def drawn(bare: bool) -> list[Item]:
         made = replace(rules(tasks="needle,needle_in_prose,delayed_association"), bare=bare)
         return [item for item in items(replace(made, contexts=1), subject, PARTS) if not item.control]
@@ -207,7 +207,10 @@ def test_controls_hold_on_the_pocket_model(tmp_path: Path) -> None:
 
 
 def test_a_prompt_is_read_once_for_all_its_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The window's controls have samples of their own; what decides in its steps reads its question there."""
+    """Check that controls of the window are separate samples.
+
+    Policies with steps read their question in steps.
+    """
     read: list[int] = []
 
     def counted(model: PreTrainedModel, ids: Tensor, **rest: Any) -> ObservedSegment:
@@ -232,7 +235,7 @@ MANY_TASKS = ("needle", "delayed_association", "variable_tracking", "many_keys",
 
 
 def many_rows() -> list[dict[str, Any]]:
-    """8 policies x 4 budgets x 6 tasks as they are stored, with a full cache and controls."""
+    """Return stored rows of 8 policies, 4 budgets and 6 tasks, with a full cache and controls."""
     rows = []
     limited = [(name, budget, False) for name in POLICIES for budget in ("0.1", "0.2", "0.3", "0.5")]
     others = [("fullcache", "1.0", False), ("without needle", "1.0", True), ("only needle", "1.0", True)]
@@ -251,7 +254,7 @@ def many_rows() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("width", "tables"), [(200, 1), (80, 6), (40, 6), (28, 6)])
 def test_scores_are_readable_in_every_terminal(width: int, tables: int) -> None:
-    """No figure is cut: "0.…" says nothing."""
+    """Check that no number is truncated: "0.…" is not readable."""
     rows = [row for row in many_rows() if not row["control"]]
     found = summary_tables(rows, width)
     assert len(found) == tables

@@ -1,4 +1,4 @@
-"""One observed prompt serves every cell: held against a context per cell, generation, and masks on a dense forward."""
+"""One observed prompt for every cell, compared with a context per cell, generation, and masks on a full cache."""
 
 import itertools
 from dataclasses import replace
@@ -66,7 +66,7 @@ def subject(one_thread: None) -> Subject:
 
 @pytest.fixture(scope="module")
 def samples(subject: Subject) -> list[Sample]:
-    """The fact is at two depths, among another's."""
+    """Return samples with the fact at two depths, among a distractor."""
     ground = ground_of(subject.tokenizer, read_prose(subject.tokenizer))
     return [sample for index in (1, 2) for sample in resolve_task("keys_in_prose_2")(ground, LENGTH, index, 7)]
 
@@ -80,7 +80,7 @@ def on_prompt(subject: Subject, placement: Placement) -> Prompt:
 def measured(
     request: pytest.FixtureRequest, subject: Subject, samples: list[Sample],
 ) -> list[tuple[Sample, Placement, Prompt, dict[tuple[str, str], Row]]]:
-    """Each sample, how it is presented, its prompt, and the rows of its cells."""
+    """Return each sample, its placement, its prompt, and the rows of its cells."""
     found = []
     for sample in samples:
         prompt = on_prompt(subject, place(sample, request.param))
@@ -90,7 +90,7 @@ def measured(
 
 
 def held(cache: RetainedCache) -> list[torch.Tensor]:
-    """Positions, keys and values that each layer and head stores, without slots to spare."""
+    """Return positions, keys and values that each layer and head stores, without spare slots."""
     found = []
     for layer in cache.full_layers:
         found += [layer.head_positions(0, head) for head in range(layer.heads)]
@@ -101,7 +101,7 @@ def held(cache: RetainedCache) -> list[torch.Tensor]:
 
 @pytest.mark.law("eviction-equals-masking")
 def test_measures_equal_masks_on_a_dense_forward(subject: Subject, measured: Any) -> None:
-    """Every cell, the controls among them, by masks; kept tokens of the evidence counted one by one."""
+    """Compare every cell and control with masks. Kept tokens of the evidence are counted one by one."""
     sample, placement, prompt, cells = measured[0]
     context = placement.prompt_ids[: len(placement.prompt_ids) - placement.dropped_slots]
     kept = {name: [prompt.set_of(name, at, sample) for at in BUDGETS] for name in (*NAMES, *DRAWN)}
@@ -129,7 +129,7 @@ def test_measures_equal_masks_on_a_dense_forward(subject: Subject, measured: Any
 def dense_answer(
     subject: Subject, context: tuple[int, ...], placement: Placement, sample: Sample, kept: Retention,
 ) -> torch.Tensor:
-    """Log-probabilities (a, vocabulary) of the answer's columns, from the full cache under a mask for each head."""
+    """Return log-probabilities (a, vocabulary) of the answer, from the full cache under a mask for each head."""
     sets = head_sets(kept, describe(subject.model).full_layers, subject.model.config.num_key_value_heads)
     oracle = Masked(subject.model, torch.tensor([context]), sets)
     logits = oracle.read(torch.tensor([[*placement.fed_ids, *sample.answer_ids[:-1]]]))
@@ -170,7 +170,7 @@ def test_side_by_side_is_one_by_one(subject: Subject, measured: Any) -> None:
 
 @pytest.mark.law("parts-equal-the-whole")
 def test_cells_that_keep_the_same_are_read_once(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without evidence, its control is the random set."""
+    """Without evidence, the control of the evidence is the random set."""
     reading = []
 
     def noted(model: Any, cache: Any, ids: torch.Tensor, *arguments: Any, **options: Any) -> Any:
@@ -201,7 +201,8 @@ def test_what_a_row_says_is_what_double_precision_says() -> None:
     assert one.divergence(one) == 0.0
     assert not one.exact
     assert Said(logits, logits.argmax(dim=-1)).exact
-    tied = torch.tensor([[1.0, 3.0, 3.0]])  # one of them is what greedy decoding takes, and no other
+    # Greedy decoding takes one of the tied tokens, and only this token counts as exact.
+    tied = torch.tensor([[1.0, 3.0, 3.0]])
     assert [Said(tied, torch.tensor([at])).exact for at in range(3)] == [at == tied.argmax() for at in range(3)]
 
 
@@ -210,7 +211,10 @@ def test_what_a_row_says_is_what_double_precision_says() -> None:
 def test_other_metrics_are_judged_by_what_is_generated(
     subject: Subject, samples: list[Sample], metric: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Only the question without the text is answered alone: the full cache shares the steps of the policies."""
+    """Check that only the question without the text is answered separately.
+
+    The full cache shares the steps of the policies.
+    """
     judged, rows = list[list[int]](), list[int]()
 
     def counted(forward: Any, logits: torch.Tensor, *arguments: Any) -> list[list[int]]:
@@ -274,7 +278,7 @@ def test_several_budgets_are_each_budget_alone(subject: Subject, samples: list[S
 @pytest.mark.law("parts-equal-the-whole")
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
 def test_rows_that_keep_different_tokens_read_as_each_alone(family: str) -> None:
-    """Beside sliding layers too."""
+    """Check models with sliding layers too."""
     model, following = build(family), prompt(9, seed=5)
     full = observe(model, prompt(64)).cache
     kept = [Retention.shared(np.array([0, *range(10 + step, 64, step)]), 64) for step in (2, 3, 5)]
@@ -300,7 +304,10 @@ def test_other_rows_are_refused(subject: Subject, samples: list[Sample]) -> None
 
 
 def test_random_trunks_are_whole_and_know_nothing_of_scores(subject: Subject, samples: list[Sample]) -> None:
-    """All but one of CrystalCache's own trunks are kept whole or not at all, and two prompts agree by chance alone."""
+    """Check random trunks: all CrystalCache trunks except one are kept whole or not at all.
+
+    Two prompts agree only by chance.
+    """
     crystal = subject.policy("crystalcache", "0.5").on(subject.model)
     control = replace(crystal, policy=random_trunks(crystal.policy))
     for sample in samples:

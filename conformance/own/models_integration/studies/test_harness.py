@@ -1,4 +1,4 @@
-"""lm-evaluation-harness under a policy, beside `hf` and a masked full cache: `nox -s lab -- extra lm-eval`."""
+"""lm-evaluation-harness under a policy, compared with `hf` and a masked full cache (`nox -s lab -- extra lm-eval`)."""
 
 import json
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ KINDS = {
 
 @pytest.fixture
 def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> TaskManager:
-    """Facts that the pocket model knows how to find, as tasks of lm-eval."""
+    """Return tasks of lm-eval with facts that the pocket model can find."""
     for name in ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
@@ -103,7 +103,7 @@ def test_a_full_budget_gives_lm_eval_s_own_results(policy: str, mark: str, tasks
 
 @pytest.mark.usefixtures("tasks")
 def test_continuations_are_scored_as_behind_a_mask(tmp_path: Path) -> None:
-    """4 sinks and the newest tokens of the context are left; the question is read after that."""
+    """Check scores after eviction: 4 sinks and the newest tokens of the context are kept, then the question is read."""
     own = model(policy="streamingllm", budget=150, question_from=MARK)
     doc = json.loads((tmp_path / "data.jsonl").read_text(encoding="utf-8").splitlines()[0])
     request = SimpleNamespace(args=(doc["context"] + doc["question"], f" {doc['answer']}"), task_name="t")
@@ -127,7 +127,10 @@ def test_continuations_are_scored_as_behind_a_mask(tmp_path: Path) -> None:
 
 
 def test_what_is_said_follows_from_what_is_kept(tasks: TaskManager) -> None:
-    """A window loses facts; what decides while tokens are decoded does so, and with room for all it loses nothing."""
+    """Check that a window loses facts.
+
+    A policy that evicts during decoding does so here. With a budget for all tokens it loses no fact.
+    """
     plain = evaluated(HFLM(str(ASSETS), device="cpu"), tasks, "said")
     window = evaluated(model(policy="streamingllm", budget=140, question_from=MARK), tasks, "said")
     assert plain["results"]["said"]["exact_match,number"] == 1

@@ -1,4 +1,4 @@
-"""What tells rows apart: own policies and tasks with their version, statistics, and all that a row is of."""
+"""Keys of rows: user-defined policies and tasks with their version, calibrations, and all inputs of a row."""
 
 import json
 import sys
@@ -47,7 +47,7 @@ def NOWHERE(ground, length, index, seed):
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The guide's own policy as mine.py of the current folder, and a task beside it."""
+    """Write the policy of the guide as mine.py in the current folder, together with a task."""
     (example,) = (one.text for one in fences(GUIDE) if one.language == "python" and "def value_norm" in one.text)
     file = tmp_path / "mine.py"
     file.write_text(example + TASK, encoding="utf-8")
@@ -57,7 +57,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def changed(file: Path) -> None:
-    """As another process finds the file later."""
+    """Change the file, and import it again as a later process would."""
     file.write_text(file.read_text(encoding="utf-8") + "\n# changed\n", encoding="utf-8")
     del sys.modules["mine"]
 
@@ -113,7 +113,7 @@ def test_a_task_that_is_right_in_part_or_has_no_evidence_has_no_bounded_control(
 
 
 def test_equal_rows_of_two_task_files_are_rows_of_their_own(tmp_path: Path, one_thread: None) -> None:
-    """Two names of one text, and one file under two metrics."""
+    """Check two names of one text, and one file with two metrics."""
     line = json.dumps({"input": "Tom went to the river.\nQuestion: Who?", "outputs": ["Tom", "He"]})
     paths = [tmp_path / name / "validation.jsonl" for name in ("qa_1", "qa_2")]
     for path in paths:
@@ -151,7 +151,7 @@ def test_whatever_an_item_is_of_makes_another_unit(tmp_path: Path) -> None:
 
 
 def test_whatever_a_study_is_of_makes_another_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rules, model, statistics, backend, specification."""
+    """Check rules, model, calibration, backend and specification."""
     subject, rules = Loading("pocket", "numpy").subject(), load_rules(rules_file(tmp_path))
     statistics = Calibration(Identity("m", np.ones(1)), (0,), np.ones((1, 1, 2)), np.ones((1, 1, 1)))
     others = [replace(statistics, samples=("a",)), replace(statistics, magnitude=2 * statistics.magnitude)]
@@ -167,7 +167,11 @@ def test_whatever_a_study_is_of_makes_another_unit(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.law("figures-are-counted-right")
 def test_a_calibration_says_over_which_contexts_it_was_taken(tmp_path: Path, one_thread: None) -> None:
-    """Made of the rules it lists a dev context; a list with a confirming one is refused; without a list, it is said."""
+    """Check the list of contexts in a calibration.
+
+    A calibration that is created from the rules lists a dev context. A list with a confirming context is refused.
+    Without a list, the output states that the list is missing.
+    """
     text = RULES[RULES.index("[study]") :].replace('["streamingllm"]', '["triattention@prompt"]')
     rules, file = rules_file(tmp_path, text.replace("contexts = 4", "contexts = 12")), tmp_path / "mine.npz"
     made = CliRunner().invoke(app, ["calibrate", str(rules), "--out", str(file), "--tokens", "256"])

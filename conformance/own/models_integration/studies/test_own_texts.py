@@ -1,4 +1,4 @@
-"""Policies compared on own texts and own questions: read once, answered as in a session, graded as asked for."""
+"""Policies compared on the user's texts and questions: read once, answered as in a session, graded as requested."""
 
 import json
 import re
@@ -47,7 +47,7 @@ def pocket() -> Pocket:
 
 
 def put(folder: Path, *rows: dict[str, Any], name: str = "q.csv", text: str = TEXT) -> list[str]:
-    """A text file and a file of questions, and the options that name them."""
+    """Write a text file and a file of questions, and return the options that name them."""
     (folder / "t.txt").write_text(text, encoding="utf-8")
     if name.endswith(".csv"):
         pd.DataFrame(list(rows)).to_csv(folder / name, index=False)
@@ -65,7 +65,7 @@ def ran(*arguments: str, code: int = 0) -> str:
 def test_a_text_and_questions_give_every_answer_a_table_and_a_figure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pocket: Pocket,
 ) -> None:
-    """All questions, no length, no evidence needed; the command and the call in Python give one table."""
+    """Check all questions, without a length or evidence. The command and the Python call give the same table."""
     monkeypatch.chdir(tmp_path)
     given = put(tmp_path, CODE, {**MONTH, "evidence": ""})
     outputs = ["--answers", "a.csv", "--table", "t.csv", "--figure", "f.svg", "--budgets", "0.3,200"]
@@ -86,7 +86,7 @@ def test_a_text_and_questions_give_every_answer_a_table_and_a_figure(
     assert "<!-- streamingllm -->" in Path("f.svg").read_text(encoding="utf-8")
     rows = load_rows(Path("results/study.jsonl"))
     ran(*given, *outputs)
-    assert load_rows(Path("results/study.jsonl")) == rows  # nothing is measured twice
+    assert load_rows(Path("results/study.jsonl")) == rows  # No cell is measured twice.
     called = kvspec.compare(
         *pocket, "q.csv", Path("t.txt"), policies=["streamingllm", "snapkv"], budgets=[0.3, 200], backend="numpy"
     )
@@ -116,7 +116,7 @@ def test_an_answer_is_that_of_a_session_that_reads_the_question_after_the_evicti
 def test_a_text_is_read_once_for_all_its_questions_and_policies(
     monkeypatch: pytest.MonkeyPatch, pocket: Pocket,
 ) -> None:
-    """Of two texts, neither is cut or padded; the questions of each stand together, in whatever order they are."""
+    """Check two texts. Neither is truncated or padded. Questions are grouped by text, in any order of the rows."""
     read = list[int]()
 
     def counted(model: PreTrainedModel, ids: Any, **rest: Any) -> Any:
@@ -141,9 +141,9 @@ def test_recovery_and_kept_evidence_are_shares_of_the_full_cache(pocket: Pocket)
     by_policy = found[found["question"] == CODE["question"]].set_index("policy")
     assert by_policy.loc[["fullcache", "blind"], "recovery"].tolist() == [1.0, 0.0]
     assert by_policy.loc[["fullcache", "blind", "streamingllm"], "evidence_kept"].tolist() == [1.0, 0.0, 0.0]
-    assert by_policy.loc["streamingllm", "recovery"] < 0.5  # the code is evicted
+    assert by_policy.loc["streamingllm", "recovery"] < 0.5  # The code is evicted.
     many = found[(found["question"] == MONTH["question"]) & (found["policy"] == "streamingllm")]
-    assert 0 < many["evidence_kept"].item() < 1  # every occurrence counts: some are among the newest tokens
+    assert 0 < many["evidence_kept"].item() < 1  # Every occurrence counts: some are among the newest tokens.
 
 
 @pytest.mark.law("figures-are-counted-right")
@@ -153,7 +153,7 @@ def test_recovery_and_kept_evidence_are_shares_of_the_full_cache(pocket: Pocket)
      ("f1", "code 7492", 4 / 9), ("regex", r"is \d{3}2\b", 1), ("regex", r"^7492", 0)],
 )
 def test_the_grade_is_the_one_asked_for(grade: str, answer: str, score: float, pocket: Pocket) -> None:
-    """The pocket model says "The secret code for Project Aurora is 7492."""
+    """The answer of the pocket model is "The secret code for Project Aurora is 7492.", for all grades."""
     rows = [{**CODE, "answer": answer}]
     found = kvspec.compare(*pocket, rows, TEXT, policies=[], budgets=[0.9], grade=grade)
     full = found[found["policy"] == "fullcache"]
@@ -166,7 +166,7 @@ Refusal = Callable[[list[str]], str]
 
 @pytest.fixture
 def refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refusal:
-    """Run a comparison that must end with exit code 2 before any work, and return the one line that it says."""
+    """Run a comparison that must end with exit code 2 before any work, and return its one line of output."""
     monkeypatch.chdir(tmp_path)
 
     def run(arguments: list[str]) -> str:
@@ -289,7 +289,7 @@ def test_rows_that_are_none_are_refused_in_python(rows: Any, words: str, pocket:
 
 @pytest.mark.parametrize("missing", [None, float("nan"), pd.NA])
 def test_a_missing_text_is_not_read_as_a_word(missing: object, pocket: Pocket) -> None:
-    """None was read as the text "None"."""
+    """None was once read as the text "None"."""
     rows = [{**CODE, "text": TEXT}, {**MONTH, "text": missing, "evidence": ""}]
     with pytest.raises(SpecError, match="row 2': has an empty text"):
         kvspec.compare(*pocket, rows)
@@ -297,7 +297,10 @@ def test_a_missing_text_is_not_read_as_a_word(missing: object, pocket: Pocket) -
 
 @pytest.mark.parametrize("answers", [("7492", "x"), np.array(["7492", "x"]), pd.Series(["7492", "x"]).to_numpy()])
 def test_several_right_answers_come_in_any_sequence(answers: object, pocket: Pocket) -> None:
-    """A data frame that was read from Parquet has arrays. An array was one answer, the text of the array."""
+    """A data frame that was read from Parquet contains arrays.
+
+    An array once counted as one answer, the array's text.
+    """
     rows = pd.DataFrame([{**CODE, "answer": answers}, {**MONTH, "answer": "1111", "evidence": None}]).convert_dtypes()
     budgets: Any = np.array([200])
     found = kvspec.compare(*pocket, rows, TEXT, policies=[], budgets=budgets)
@@ -307,14 +310,14 @@ def test_several_right_answers_come_in_any_sequence(answers: object, pocket: Poc
 
 @pytest.mark.parametrize(("given", "words"), [
     ({"policies": "snapkv"}, "policies = 'snapkv': must be a list: type policies=['snapkv']"),
-    ({"policies": [policy_from_name("snapkv", 0.3)]}, "policies = 'Published': must be a list such as policies=['sn"),
+    ({"policies": [policy_from_name("snapkv", 0.3)]}, "policies = 'NamedPolicy': must be a list such as policies=['sn"),
     ({"budgets": 0.3}, "budgets = 0.3: must be a list: type budgets=[0.3]"),
     ({"budgets": "30%"}, "type budgets=['30%']"), ({"text": "t.txt"}, "type pathlib.Path('t.txt')"),
 ])
 def test_slips_of_a_call_are_refused_with_what_to_type(
     given: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pocket: Pocket,
 ) -> None:
-    """A path as text was compared as a text of two words."""
+    """A path as text was once compared as a text of two words."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.txt").write_text(TEXT, encoding="utf-8")
     with pytest.raises(SpecError, match=re.escape(words)):
@@ -322,7 +325,7 @@ def test_slips_of_a_call_are_refused_with_what_to_type(
 
 
 def test_a_budget_below_what_a_policy_keeps_is_warned_of(pocket: Pocket) -> None:
-    """The command warned, and the call did not."""
+    """The command warned, but the Python call did not."""
     with pytest.warns(UserWarning, match="budget 20 is 20 of .* tokens, but snapkv always keeps the last 32 tokens"):
         found = kvspec.compare(*pocket, [CODE], TEXT, policies=["snapkv"], budgets=[20], backend="numpy")
     assert found.set_index("policy").loc["snapkv", "tokens_kept"] == 32

@@ -1,4 +1,4 @@
-"""The page of a folder of results. KVSPEC_CHROMIUM may name a Chromium, in which the page is tested too."""
+"""The page of a folder of results. If KVSPEC_CHROMIUM names a Chromium, the page is also tested in it."""
 
 import json
 import math
@@ -83,7 +83,10 @@ def value(row: Row, policy: str, budget: str, name: str) -> float:
 
 
 def interval(above: Sequence[float], below: Sequence[float], contexts: Sequence[str]) -> tuple[float, ...]:
-    """A ratio of sums, the 51st from either end of 2000 resamples of whole contexts, and two-sided p: plain loops."""
+    """Return a ratio of sums, its interval and its two-sided p, with plain loops.
+
+    The bounds are the 51st values from either end of 2000 resamples of whole contexts.
+    """
     own = sorted(set(contexts), key=lambda one: max(at for at, context in enumerate(contexts) if context == one))
     sums = [[sum(v for v, c in zip(each, contexts, strict=True) if c == one) for each in (above, below)] for one in own]
     drawn = np.random.default_rng(0).integers(len(own), size=(2000, len(own)), dtype=np.int64).tolist()
@@ -127,7 +130,7 @@ def test_points_of_the_pictures_are_those_by_hand(shown: Page, rows: list[Row]) 
 
 
 def test_every_point_stands_where_its_table_says(shown: Page) -> None:
-    """The axes' words say what a height is; nothing is drawn that is in no table, and nothing left out."""
+    """Check heights by the words of the axes. The points are exactly those of the tables."""
     assert shown.panels
     tables = {table.caption: table for table in shown.tables}
     for title, panel in shown.panels.items():
@@ -143,7 +146,7 @@ def test_every_point_stands_where_its_table_says(shown: Page) -> None:
 
 
 def sorted_as_drawn(lines: list[list[str]]) -> list[list[str]]:
-    """Curves as in the table, each from left to right."""
+    """Return the curves in the order of the table, each from left to right."""
     names = dict.fromkeys(line[0] for line in lines)
     return [line for name in names for line in sorted((one for one in lines if one[0] == name), key=lambda one: one[2])]
 
@@ -187,7 +190,7 @@ def test_claims_are_decided_as_by_hand(shown: Page, rows: list[Row]) -> None:
         assert line[5].removeprefix("≤ ") == f"{corrected[each]:.4f}"
         smaller = float(line[2].split()[0]) < 0.2
         assert line[3] == ("open" if corrected[each] > 0.05 else "smaller than claimed" if smaller else "holds")
-        assert line[4] == "exploratory"  # no row names the commit of its rules
+        assert line[4] == "exploratory"  # No row names the commit of its rules.
     assert third[3].startswith("not comparedprompt tokens kept: 306.0 and 300.0")
     assert any(" of 3 claims hold" in note for note in shown.notes)
 
@@ -227,7 +230,7 @@ def test_the_page_is_whole_and_needs_nothing_else(shown: Page) -> None:
 
 @pytest.mark.law("an-identity-tells-apart")
 def test_forty_curves_are_told_apart() -> None:
-    """By colour, dash and mark together, on a page and in a figure; controls are references."""
+    """Check colour, dash and mark together, on a page and in a figure. Controls are references."""
     names = [*map(str, range(33)), *EVERY_CONTROL[1:8]]
     kinds = r'class="curve k(\d+) (\w+)".*?dasharray="(.*?)".*?class="mark" d="(.*?)"'
     keys = re.findall(kinds, legend(names, EVERY_CONTROL))
@@ -249,7 +252,7 @@ def test_what_failed_is_named_and_counted_nowhere(rows: list[Row], tmp_path: Pat
 
 @pytest.mark.law("as-it-is-described")
 def test_what_cannot_be_shown_is_said(rows: list[Row], tmp_path: Path) -> None:
-    """One sample, no controls, dev alone, no rules, a few contexts."""
+    """Check one sample, results without controls, dev rows only, no rules, and few contexts."""
     (tmp_path / "one").mkdir()
     alone = page_of(tmp_path / "one", rules=(), study=rows[:1])
     assert any("One context gives no interval" in note for note in alone.notes)
@@ -269,7 +272,7 @@ def test_what_cannot_be_shown_is_said(rows: list[Row], tmp_path: Path) -> None:
 
 
 def compared(**right: str) -> list[Row]:
-    """Rows of options: cells by policy and budget without a gold answer's tokens; right by a pattern of digits."""
+    """Return rows of cells without gold answer tokens. The digits of a pattern are 1 for right answers."""
     rows = []
     for index in range(len(next(iter(right.values())))):
         cells = [
@@ -299,7 +302,7 @@ def test_a_comparison_is_counted_by_hand(tmp_path: Path) -> None:
         row["cells"].append({**row["cells"][-1], "policy": "without needle", "right": False})
     page = page_of(tmp_path, rules=(), study=rows)
     differences = page.table("Needle, n = 10. Compared with fullcache 1.0: 1.00")
-    # 6, 2 and 1 samples lost: 2 / 2 ** lost, the smallest three times, and so on.
+    # If 6, 2 and 1 samples are lost, p is 2 / 2 ** lost. The smallest p is multiplied by three, and so on.
     wanted = {("a", "0.30"): (-0.6, 6, 3 * 2 / 64), ("b", "0.30"): (-0.2, 2, 1.0), ("a", "0.60"): (-0.1, 1, 1.0)}
     for (name, budget), (difference, lost, p) in wanted.items():
         (line,) = (line for line in differences.lines[1:] if (line[0], line[3]) == (name, budget))
@@ -322,7 +325,7 @@ def test_a_comparison_is_counted_by_hand(tmp_path: Path) -> None:
 def test_the_best_keeps_as_many_prompt_tokens_however_long_its_answers(
     right: tuple[int, ...], best: str, tmp_path: Path,
 ) -> None:
-    """Three policies keep 15 tokens; a wrong answer runs on and stores more slots."""
+    """Check three policies that keep 15 tokens. A wrong answer is longer and stores more slots."""
     patterns = {
         f"{name}_15": "1" * count + "0" * (20 - count)
         for name, count in zip(("early", "keydiff", "late"), right, strict=True)
@@ -333,7 +336,7 @@ def test_the_best_keeps_as_many_prompt_tokens_however_long_its_answers(
 
 
 def test_samples_that_lack_a_policy_are_left_out_of_its_figures_alone(tmp_path: Path) -> None:
-    """A second run has added one, and was stopped; its rows are of the same samples."""
+    """Check rows of the same samples after a second run, which added a policy and was interrupted."""
     rows = compared(**PATTERNS)
     later = [{**row, "cells": compared(c_30="1" * 10)[0]["cells"]} for row in rows[:4]]
     page = page_of(tmp_path, rules=(), study=[*rows, *later])
@@ -345,7 +348,7 @@ def test_samples_that_lack_a_policy_are_left_out_of_its_figures_alone(tmp_path: 
 
 @pytest.mark.parametrize("form", ["svg", "pdf", "png"])
 def test_a_figure_has_a_curve_for_each_policy(form: str, rows: list[Row], tmp_path: Path) -> None:
-    """Under one legend, for a paper."""
+    """Check a figure for a paper, with one legend."""
     pytest.importorskip("matplotlib", reason="figures are drawn by matplotlib: pip install 'kvspec[plots]'")
     (tmp_path / "two").mkdir()
     page_of(tmp_path / "two", study=[*rows, *({**row, "model": "m@0"} for row in compared(**PATTERNS))])

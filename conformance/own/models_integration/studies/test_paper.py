@@ -1,4 +1,4 @@
-"""`kvspec paper`: which tables its files fill, figures counted from the rows, runs that are taken up, refusals."""
+"""`kvspec paper`: tables that its files can fill, numbers counted from the rows, resumed runs, and errors."""
 
 import hashlib
 import json
@@ -163,7 +163,7 @@ def test_a_table_has_the_figures_of_its_rows_and_the_published_ones(ran: tuple[P
 
 
 def test_stages_have_seconds_and_caches_have_bytes(ran: tuple[Path, str]) -> None:
-    """Weights are counted once; at the peak there is more than while tokens are decoded; S1 takes time."""
+    """Check that weights are counted once, that the peak exceeds the memory during decoding, and that S1 takes time."""
     tables = pd.read_csv(ran[0] / "out" / "tables.csv").groupby("table")
     seconds, memory = (tables.get_group(name).set_index("column").value for name in ("latency", "memory"))
     assert [name[:2] for name in seconds.index if name[0] == "S"] == ["S1", "S2", "S3", "S4", "S5", "S6"]
@@ -194,7 +194,7 @@ def test_what_was_not_run_says_so(ran: tuple[Path, str]) -> None:
 
 @pytest.mark.law("as-it-is-described")
 def test_long_names_and_intervals_leave_room_for_a_table() -> None:
-    """The name of a policy can break at its parts, and an interval breaks only on paper."""
+    """Check that the name of a policy can break at its parts, and that an interval breaks only on paper."""
     made = elements.table("t", ["policy", "mean"], [['a_b(c="d")', "0.40 [0.17, 0.69]"]])
     assert '<th scope="row">a_<wbr>b(<wbr>c=<wbr>&quot;d&quot;)</th>' in made
     assert '<td class="figure">0.40 <span class="unbroken">[0.17, 0.69]</span></td>' in made
@@ -223,7 +223,7 @@ def test_a_run_that_was_cut_gives_the_same_rows(ran: tuple[Path, str], tmp_path:
 def test_a_dry_run_says_what_there_is_to_do_and_stores_nothing(tmp_path: Path) -> None:
     code, said = called(tmp_path, "--quick", "--dry-run")
     assert code == 0
-    # Two samples, each with the full cache and three policies at two budgets; answers of at most 50 tokens.
+    # There are two samples, each with the full cache and three policies at two budgets. Answers have at most 50 tokens.
     (line,) = (line.split() for line in said.splitlines() if line.strip().startswith("needle"))
     assert line[1:3] == ["2", "14"]
     assert line[4] == "700"
@@ -260,7 +260,7 @@ lengths = [200000]
 
 @pytest.mark.law("as-it-is-described")
 def test_a_part_reads_all_rows_of_a_file_or_has_tasks_without_it(tmp_path: Path) -> None:
-    """By the MD5 of its id, one of the four problems is for development."""
+    """Check four problems. By the MD5 of its id, one of them is for development."""
     rows = [{"problem": "What is 1 + 1?", "answer": "2", "unique_id": f"test/algebra/{at}.json"} for at in range(4)]
     (file := tmp_path / "math500.jsonl").write_text("\n".join(map(json.dumps, rows)))
     dev = [row for row in rows if int(hashlib.md5(row["unique_id"].encode()).hexdigest(), 16) % 5 < 2]
@@ -322,7 +322,7 @@ def test_an_unknown_paper_is_refused_with_the_names() -> None:
 
 
 def counted(right: Mapping[tuple[str, str, str], Sequence[int]]) -> tuple[Any, ...]:
-    """Tables of the paper on diversity from answers that are right or wrong, by model, budget and policy."""
+    """Return tables of the paper on diversity from right and wrong answers, by model, budget and policy."""
     paper = load_paper("diversity")
     measured = dict[str, list[Measured]]({"table-2": [], "table-3": [], "extraction": []})
     for table in (one for one in paper.tables if one.name in measured):
@@ -344,7 +344,10 @@ def counted(right: Mapping[tuple[str, str, str], Sequence[int]]) -> tuple[Any, .
 
 
 def test_the_registered_rules_decide_about_what_was_counted() -> None:
-    """Two models: 40 answers at each budget, of which lambda 0.5 and 1.5 gain ten: the smaller is chosen."""
+    """Check two models with 40 answers at each budget.
+
+    Lambda 0.5 and 1.5 gain ten answers, so the smaller is chosen.
+    """
     better, equal = [1] * 20 + [0] * 20, [1] * 10 + [0] * 30
     chosen = {0.5: better, 1.0: equal, 1.5: better}
     right = {

@@ -1,4 +1,4 @@
-"""`kvspec paper injection`: figures counted from the rows, what sessions hold, patched residuals, LoCoMo."""
+"""`kvspec paper injection`: numbers counted from the rows, contents of sessions, patched residuals, LoCoMo."""
 
 import json
 import re
@@ -33,7 +33,7 @@ def test_the_study_of_injection_counts_its_rows_and_continues(tmp_path: Path, mo
         assert done.exit_code == 0, done.output
     rows = [json.loads(line) for line in (tmp_path / "injection.jsonl").read_text("utf-8").splitlines()]
     assert len({(row["question"], row["session"]) for row in rows}) == len(rows) == 2 * (4 + 4 + 4 + 8)
-    assert f"{2} answers stored" in done.output  # the short wrapper of table 7a
+    assert f"{2} answers stored" in done.output  # This is the short wrapper of table 7a.
     right = [row["right"] for row in rows if row["session"] == '{"wrapper": "short"}']
     line = pd.read_csv(tmp_path / "tables.csv").set_index("arm").loc["pc_bf16"]
     assert (line["n"], line["r@1 or F1 [95 %]"][:5]) == (2, f"{fmean(right):.3f}")
@@ -65,7 +65,10 @@ def test_injection_is_compared_question_by_question() -> None:
 
 
 def test_half_of_the_layers_and_codecs_change_what_they_say(one_thread: None) -> None:
-    """Upper and lower half together are the wrapped chunk; layer 0 of the upper half has the raw tokens' values."""
+    """Upper and lower half together are the wrapped chunk.
+
+    Layer 0 of the upper half has the values of the raw tokens.
+    """
     scene = Scene(Loading("chat", "numpy").subject(), draw_talk(0))
     ids = (5, 6, 7)
     full, upper, lower, coarse = (
@@ -84,7 +87,7 @@ def test_half_of_the_layers_and_codecs_change_what_they_say(one_thread: None) ->
 
 
 def test_patched_markers_have_their_residuals_in_the_band_and_nothing_elsewhere(one_thread: None) -> None:
-    """Keys and values of a marker follow from its residual alone: those of the wrapped chunk, or zero without bias."""
+    """Keys and values of a marker follow only from its residual: those of the wrapped chunk, or zero without bias."""
     scene = Scene(Loading("chat", "numpy").subject(), draw_talk(0))
     ids = (5, 6, 7)
     whole = scene.chunk_of(ids, Session("short"))
@@ -105,9 +108,10 @@ def test_patched_markers_have_their_residuals_in_the_band_and_nothing_elsewhere(
 
 
 def test_probes_are_those_of_one_forward_over_the_text(one_thread: None) -> None:
-    """Attention of a session read as text, by eager attention without a cache; keys moved to where the text has them.
+    """Compare the attention of a session with eager attention over the whole text without a cache.
 
-    Two rotations to the same place leave the cosine of the keys without any.
+    Keys are moved to their positions in the text. If both keys are rotated to the same position, their cosine is
+    independent of the rotation.
     """
     scene = Scene(Loading("chat", "numpy").subject(), draw_talk(0))
     model, session = scene.subject.model, Session("short", text=True, probe=True)
@@ -125,7 +129,7 @@ def test_probes_are_those_of_one_forward_over_the_text(one_thread: None) -> None
         assert found["sinks"][layer] == pytest.approx(float(rows[..., :4].sum(-1).mean()), rel=1e-4)
         same, still, at = list[Tensor](), list[Tensor](), start
         for chunk in chunks:
-            own = slice(chunk.markers[0] + 2, chunk.markers[-1])  # after the marker and the line end
+            own = slice(chunk.markers[0] + 2, chunk.markers[-1])  # The slice begins after the marker and the line end.
             there = forward.past_key_values.layers[layer].keys[0][:, at : at + len(chunk.ids)][:, own].double()
             moved = plain_layers(prefilled(model, chunk.ids, at))[layer].keys[0][:, own].double()
             same.append(torch.cosine_similarity(chunk.layers[layer][0][:, own].double(), there, -1))

@@ -1,4 +1,4 @@
-"""Claims are confirmatory by the history alone: rules before dev rows, dev rows before confirming ones."""
+"""Confirmatory claims follow from the history: rules before dev rows, and dev rows before confirming rows."""
 
 import pytest
 
@@ -89,7 +89,7 @@ def write_rows(path: Path, *rows: Row) -> None:
 
 
 def test_the_audit_reads_the_history(tmp_path: Path) -> None:
-    """One study for each finding."""
+    """Check one study for each finding."""
     texts = {name: f"{RULES}# {name}\n" for name in ("named", "old", "same", "forged", "other")}
     digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
     row = {name: {"part": "confirm", "rules": digest} for name, digest in digests.items()}
@@ -137,11 +137,11 @@ def test_a_commit_must_be_an_ancestor_with_the_rules(tmp_path: Path) -> None:
     assert commits_with_rules(rules, [{"rules": digest, "commit": before}]) == {before}
     assert commits_with_rules(replace(rules, source=""), named) == frozenset()
     subprocess.run(["git", "reset", "-q", "--hard", before], cwd=tmp_path, check=True)
-    assert commits_with_rules(load_rules(path), named) == frozenset()  # `after` is no ancestor any more
+    assert commits_with_rules(load_rules(path), named) == frozenset()  # The commit `after` is no ancestor any more.
 
 
 def planted(folder: Path, rows: list[Row]) -> tuple[str, ...]:
-    """Defects of a study whose rules were committed before its rows."""
+    """Return the defects of a study whose rules were committed before its rows."""
     path = rules_file(folder, RULES.replace("[study]", CLAIM, 1))
     commit, digest = commit_all(folder), load_rules(path).digest
     write_rows(path.with_suffix(".jsonl.xz"), *({**row, "rules": digest, "commit": commit} for row in rows))
@@ -165,7 +165,7 @@ difference = 0.1
 
 
 def kept_rows(first: list[tuple[float, int]], groups: tuple[str, str] = ("a", "b")) -> list[Row]:
-    """A dev row, and for each depth ten confirming rows of which `evidence` keeps so many of four tokens."""
+    """Return a dev row, and ten confirming rows for each depth. `evidence` keeps the given number of four tokens."""
     rows = [(0.5, 2, "dev", groups[0]), *((depth, kept, "confirm", groups[1]) for depth, kept in first * 10)]
     return [
         {
@@ -199,7 +199,7 @@ def test_a_folder_outside_git_has_no_audit(tmp_path: Path) -> None:
 
 
 def gated(**right: int) -> Samples:
-    """Ten dev samples of which so many are answered."""
+    """Return ten dev samples, of which each policy answers the given number."""
     budgets = {"fullcache": "1.0", "blind": "0", "evidence": "0.3"}
     return Samples([
         {
@@ -212,7 +212,7 @@ def gated(**right: int) -> Samples:
 
 
 def test_the_gate_holds_per_template() -> None:
-    """A template that the full cache cannot answer neither counts nor hides in the accuracy of its task."""
+    """A template that the full cache cannot answer is excluded, and does not lower the accuracy of its task."""
     rows = [
         {**row, "metadata": {"template": name}, "cells": [{**row["cells"][0], "right": float(name == "easy")}]}
         for name in ("easy", "easy", "easy", "hard") for row in gated(fullcache=10).rows
@@ -233,7 +233,8 @@ def test_a_task_that_fails_its_controls_on_dev_carries_no_claim(right: dict[str,
 
 @pytest.mark.parametrize("value", ["number", "word"])
 def test_facts_are_in_three_texts_each_split_before_any_run(value: str) -> None:
-    """No window is read twice; the fact is where it is said to be; dev and confirm have different stretches."""
+    """No window is read twice, and the fact is at its stated position. Dev and confirm have different parts of a text.
+    """
     pocket_tokenizer = load_pocket_tokenizer(ASSETS)
     ground = ground_of(pocket_tokenizer, read_prose(pocket_tokenizer))
     task, contexts, kinds = resolve_task(f'fact(value="{value}")'), set(), dict[str, set[str]]()
@@ -254,7 +255,7 @@ def test_facts_are_in_three_texts_each_split_before_any_run(value: str) -> None:
 
 IN_STEPS = [one.name for one in list_policies() if one.decode_time]
 SERVED = [name for name in NAMES if not name.startswith(tuple(DIVERSE + name for name in IN_STEPS))]
-"""Those that select one by one in each decode step take minutes."""
+"""Policies that the tests run. Policies that select one by one in each decode step would take minutes."""
 LENGTH, BUDGETS, MOST = 220, (150, 180), 6
 BREATH = "crystalcache(decode=true)"
 Kept = Sequence[list[int]]
@@ -269,7 +270,7 @@ def subject(one_thread: None) -> Subject:
 
 
 def told(subject: Subject, sample: Sample, placement: Placement, names: Sequence[str]) -> dict[Cell, tuple[Row, Kept]]:
-    """What each cell answers and keeps, from one prompt; one forward pass serves five caches."""
+    """Return the row and the kept sets of each cell, from one prompt. One forward pass reads five caches."""
     wanted = [(name, str(B)) for name, B in product(names, BUDGETS) if B in BUDGETS[:1] or not name.startswith(DIVERSE)]
     methods = {name: subject.policy(name, Budget(count=BUDGETS[0])).on(subject.model) for name in names}
     prompt = read_prompt(subject, methods, [str(B) for B in BUDGETS], placement)
@@ -289,7 +290,7 @@ def told(subject: Subject, sample: Sample, placement: Placement, names: Sequence
 def test_a_cell_keeps_and_says_what_a_context_of_its_own_does(
     subject: Subject, placement: str, task: str, diverse: Sequence[str],
 ) -> None:
-    """Bit for bit; slots are counted alike. Cells differ, else the comparison would say nothing."""
+    """Compare bit for bit, including the number of slots. Cells differ, so that the comparison is meaningful."""
     sample = replace(draw_sample(task, subject.tokenizer, LENGTH, 1, 9), max_new_tokens=MOST)
     presented = place(sample, placement)
     names = [*(name for name in SERVED if name in diverse or not name.startswith(DIVERSE)), BREATH]
@@ -310,7 +311,7 @@ def test_a_cell_keeps_and_says_what_a_context_of_its_own_does(
 @pytest.mark.law("parts-equal-the-whole")
 @pytest.mark.parametrize("name", ["h2o", "tova", BREATH])
 def test_a_policy_that_decides_at_each_token_reads_the_gold_answer_so(subject: Subject, name: str) -> None:
-    """Its likelihood is that of the gold answer read token by token in a context of its own."""
+    """Compare the likelihood with a gold answer that is read token by token in a separate context."""
     sample = replace(
         draw_sample("needle", subject.tokenizer, LENGTH, 1, 9), answer_ids=encode(subject.tokenizer, " 7492.")
     )

@@ -1,4 +1,4 @@
-"""The results file and leases: shared by processes, usable after a kill at any moment, whatever the clocks say."""
+"""The results file and leases are shared by processes, and usable after a kill at any moment and with any clocks."""
 
 import numpy as np
 import pytest
@@ -22,11 +22,12 @@ from types import SimpleNamespace
 
 from conformance.measure import evidence_pages, evidence_rows
 from conformance.own.processes import started
-from models_integration.studies import results
+from models_integration.studies import leases
 from models_integration.studies.evidence.rules import load_rules
 from models_integration.studies.evidence.run import merged, study_unit
+from models_integration.studies.leases import Leases
 from models_integration.studies.report import summary
-from models_integration.studies.results import Leases, Row, append_row, load_rows
+from models_integration.studies.results import Row, append_row, load_rows
 from spec.errors import SpecError
 from spec.tables import result_table
 
@@ -34,14 +35,14 @@ pytestmark = pytest.mark.law("promised-is-there-forgotten-is-not")
 
 
 def write_rows(path: Path, writer: int, rows: int, together: Barrier) -> None:
-    """Add this writer's rows, once all others are ready."""
+    """Add the rows of this writer, after all writers are ready."""
     together.wait()
     for at in range(rows):
         append_row(path, {"writer": writer, "at": at, "text": "x" * (997 * at % 9000)})
 
 
 def die_in_a_row(path: Path, room: int) -> None:
-    """Add a row that is longer than the room which the kernel leaves in the file: it kills the process there."""
+    """Add a row that is longer than the kernel's limit for the file. The kernel then kills the process."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     size = path.stat().st_size + room
@@ -57,7 +58,7 @@ def test_rows_are_stored_whole_and_found_again(tmp_path: Path) -> None:
     append_row(path, {"policy": "a", "n": 1})
     before = path.stat().st_ino
     append_row(path, {"policy": "b\u2028\n", "n": 2})
-    assert path.stat().st_ino == before  # the first is not written again
+    assert path.stat().st_ino == before  # The first row is not written again.
     assert path.read_bytes() == '{"policy": "a", "n": 1}\n{"policy": "b\u2028\\n", "n": 2}\n'.encode()
     assert [row["policy"] for row in load_rows(path)] == ["a", "b\u2028\n"]
 
@@ -75,7 +76,10 @@ def test_a_line_that_is_no_row_is_named(line: str, tmp_path: Path) -> None:
 
 
 def test_a_cut_last_line_is_set_aside_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing stops: readers leave it out, the next row follows the last whole one. Long rows too."""
+    """Check that readers skip the truncated line, and that the next row follows the last whole row.
+
+    Rows may be long.
+    """
     path = tmp_path / "results.jsonl"
     cut = '{"policy": "ö' + "x" * 200_000
     path.write_bytes(b'{"policy": "a"}\n' + cut.encode()[:-1])
@@ -103,7 +107,7 @@ def test_four_processes_lose_no_row_and_double_none(tmp_path: Path) -> None:
     path, together = tmp_path / "results.jsonl", get_context("forkserver").Barrier(4)
     writers = [started(write_rows, path, writer, 50, together) for writer in range(4)]
     while any(writer.is_alive() for writer in writers):
-        load_rows(path)  # a reader between them finds whole rows only
+        load_rows(path)  # A reader finds only whole rows between the writes.
     assert [writer.exitcode for writer in writers] == [0] * 4
     found = sorted((row["writer"], row["at"]) for row in load_rows(path))
     assert found == [(writer, at) for writer in range(4) for at in range(50)]
@@ -133,8 +137,8 @@ def units_stored(path: Path) -> Counter[str]:
 
 
 def test_who_lost_a_unit_stores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that slept for too long finds its unit taken over."""
-    monkeypatch.setattr(results, "_PATIENCE", 0.1)
+    """Check a worker that slept too long: a different worker has its unit."""
+    monkeypatch.setattr(leases, "_PATIENCE", 0.1)
     path = tmp_path / "rows.jsonl"
     with Leases(path, unit_of) as slow, Leases(path, unit_of) as other:
         assert slow.take("a")
@@ -148,14 +152,14 @@ def test_who_lost_a_unit_stores_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_lease_that_is_touched_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A touch in each 40 seconds of the other's clock, which this test sets."""
-    monkeypatch.setattr(results, "_BEAT", 0.01)
+    """Check a lease that is touched every 40 seconds of the second worker's clock, which the test sets."""
+    monkeypatch.setattr(leases, "_BEAT", 0.01)
     path = tmp_path / "rows.jsonl"
     with Leases(path, unit_of) as alive, Leases(path, unit_of) as other:
         assert alive.take("a")
         (lease,) = tmp_path.glob(".*.lease")
         clock = count(step=40)
-        monkeypatch.setattr(results, "time", SimpleNamespace(monotonic=lambda: next(clock), strftime=time.strftime))
+        monkeypatch.setattr(leases, "time", SimpleNamespace(monotonic=lambda: next(clock), strftime=time.strftime))
         for _ in range(10):
             assert not other.take("a")
             touched = lease.stat().st_mtime_ns
@@ -164,8 +168,8 @@ def test_a_lease_that_is_touched_is_left_alone(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_lease_that_another_worker_removes_stays_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that finds all units stored removes all leases, between a look of the holder's and what follows."""
-    monkeypatch.setattr(results, "_BEAT", 0.01)
+    """Check a worker that removes all leases between two steps of the holder, because all units are stored."""
+    monkeypatch.setattr(leases, "_BEAT", 0.01)
     path, holds, removals = tmp_path / "rows.jsonl", Leases._holds, [True, False]
     lease = tmp_path / ".rows.jsonl-a.lease"
 
@@ -178,7 +182,7 @@ def test_a_lease_that_another_worker_removes_stays_removed(tmp_path: Path, monke
     with Leases(path, unit_of) as touching:
         assert touching.take("a")
         monkeypatch.setattr(Leases, "_holds", removed)
-        while removals:  # in the second look, the touch after the first one is over
+        while removals:  # In the second check, the touch after the first check is over.
             time.sleep(0.01)
         assert not lease.exists()
     storing = Leases(path, unit_of)
@@ -191,7 +195,7 @@ def test_a_lease_that_another_worker_removes_stays_removed(tmp_path: Path, monke
 def test_a_row_of_a_holder_that_died_before_it_let_go_is_not_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(results, "_PATIENCE", 0.05)
+    monkeypatch.setattr(leases, "_PATIENCE", 0.05)
     path = tmp_path / "rows.jsonl"
     died, other = Leases(path, unit_of), Leases(path, unit_of)
     assert died.take("a")
@@ -211,7 +215,7 @@ def rows_of(study: str) -> list[Row]:
 
 
 def right(study: str, placement: str, policy: str, budget: str) -> int:
-    """Right answers about facts, counted in the file."""
+    """Return the number of right answers about facts, counted in the file."""
     return sum(
         bool(cell["right"]) for row in rows_of(study)
         if (row["part"], row["placement"]) == ("confirm", placement)
@@ -221,7 +225,7 @@ def right(study: str, placement: str, policy: str, budget: str) -> int:
 
 
 def tokens(study: str, policy: str, budget: str) -> float:
-    """Mean number of kept tokens of the confirming samples, counted in the file."""
+    """Return the mean number of kept tokens of the confirming samples, counted in the file."""
     kept = [
         float(np.mean(cell["kept"])) for row in rows_of(study) if row["part"] == "confirm" for cell in row["cells"]
         if (cell["policy"], cell["budget"]) == (policy, budget)
@@ -252,7 +256,7 @@ def test_right_answers_of_the_readme_are_those_of_the_file() -> None:
 @pytest.mark.law("figures-are-counted-right")
 @pytest.mark.parametrize("study", ["rules", "facts", "paper-tasks"])
 def test_difference_and_counts_of_a_claim_are_of_the_same_samples(study: str) -> None:
-    """A row once had a difference over 84 samples beside counts over 243."""
+    """A row once had a difference over 84 samples and counts over 243 samples."""
     head, *lines = evidence_pages.decided(study)
     said = [dict(zip(head, line, strict=True)) for line in lines]
     by_answers = [one for one in said if one["claim"].endswith("by answers")]
@@ -265,7 +269,7 @@ def test_difference_and_counts_of_a_claim_are_of_the_same_samples(study: str) ->
 @pytest.mark.law("figures-are-counted-right")
 @pytest.mark.parametrize("study", ["blocks", "h2o", "heads"])
 def test_committed_rows_are_rows_of_the_engine(study: str) -> None:
-    """Each is a sample of its own, with the cells of its rules, and counts as any other does."""
+    """Check that each row is a separate sample, has the cells of its rules, and is counted."""
     rules = load_rules(evidence_rows.HOME / f"{study}.toml")
     rows = rows_of(study)
     assert {row["rules"] for row in rows} == {rules.digest}
@@ -304,7 +308,7 @@ def test_figures_in_sentences_are_those_of_the_rows() -> None:
 
 
 def at_place(policy: str, low: float, high: float) -> tuple[int, int]:
-    """Right answers about facts at these depths of the study in three texts, and the number of samples."""
+    """Return right answers about facts at these depths of the study in three texts, and the number of samples."""
     rows = [
         row for row in rows_of("facts") if row["part"] == "confirm" and low <= row["metadata"]["depth"] < high
     ]
@@ -312,7 +316,7 @@ def at_place(policy: str, low: float, high: float) -> tuple[int, int]:
 
 
 def of_text(policy: str, text: str) -> tuple[int, int]:
-    """As `at_place`, for one kind of text."""
+    """Return the same numbers as `at_place` for one kind of text."""
     rows = [row for row in rows_of("facts") if row["part"] == "confirm" and row["metadata"]["text"] == text]
     return sum(_is_right(row, policy) for row in rows), len(rows)
 

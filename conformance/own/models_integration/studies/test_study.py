@@ -1,4 +1,4 @@
-"""A study around its measures: rules, parts, rows that survive, estimates and claims against counting by hand."""
+"""A study: rules, parts, stored rows, and estimates and claims compared with counting by hand."""
 
 import json
 import math
@@ -58,7 +58,7 @@ budgets = ["0.3"]
 
 
 def rules_file(folder: Path, text: str = RULES) -> Path:
-    """The rules, as the only commit of a repository."""
+    """Write the rules file, and commit it as the only commit of a repository."""
     path = folder / "rules.toml"
     path.write_text(text, encoding="utf-8")
     commit_all(folder)
@@ -106,7 +106,10 @@ def test_a_study_runs_stops_and_goes_on(tmp_path: Path, one_thread: None, monkey
 
 
 def check_other_code(folder: Path, rows: list[Row]) -> None:
-    """Brute force and masks repeat the rows, and tell a row whose likelihood or count of kept tokens is wrong."""
+    """Check that brute force and masks reproduce the rows.
+
+    They must find a wrong likelihood and a wrong count of kept tokens.
+    """
     changes: list[tuple[dict[str, Any], int]] = [({}, 0), ({"likelihood": -9.0}, 1), ({"evidence_kept": -1}, 1)]
     for change, code in changes:
         asked = [row for row in rows if row["evidence_tokens"]]
@@ -198,7 +201,10 @@ def test_what_cannot_be_run_is_refused_before_any_row(tmp_path: Path, old: str, 
 
 
 def rows_of(values: list[tuple[str, float, float, float, bool, bool]], part: str = "confirm") -> list[Row]:
-    """Rows by hand: context; log-likelihood of a and b and without context, full cache 0; whether a and b are right."""
+    """Return rows from context, log-likelihoods of a, of b and without context, and whether a and b are right.
+
+    The log-likelihood of the full cache is 0.
+    """
     found = []
     for at, (context, a, b, blind, a_right, b_right) in enumerate(values):
         cells = {
@@ -274,11 +280,11 @@ def test_claims_by_hand() -> None:
     assert accuracy.p == mcnemar(0, 3)
     assert accuracy.difference.value == pytest.approx(3 / 6)
     assert accuracy.power == pytest.approx(mcnemar_power(6, 0.5, 0.3, 0.025))
-    assert accuracy.kind == "exploratory"  # no row names the commit of its rules
+    assert accuracy.kind == "exploratory"  # No row names the commit of its rules.
     registered = Samples([{**row, "commit": "c"} for row in confirm.rows])
     assert {one.kind for one in verdicts([claim("accuracy"), claim("recovery")], dev, registered, "c")} == {"screening"}
     assert recovery.difference.value == pytest.approx(sum(a - b for _, a, b, *_ in VALUES) / 52)
-    # Each of the five contexts gains, so only the opposite signs of all give as large a sum.
+    # Each of the five contexts gains, so only all signs reversed give a sum of equal size.
     assert recovery.p == 2 / 2**5
     assert accuracy.p is not None
     small, large = sorted([accuracy.p, recovery.p])
@@ -287,19 +293,22 @@ def test_claims_by_hand() -> None:
     assert recovery.power == pytest.approx(power_by_hand(0.3))
     (easy,) = verdicts([claim("recovery", difference=1.0)], dev, confirm)
     easy = replace(easy, registered=True)
-    assert (easy.power > 0.8, easy.kind) == (True, "screening")  # five dev contexts are too few
+    assert (easy.power > 0.8, easy.kind) == (True, "screening")  # Five dev contexts are too few.
     assert replace(easy, dev_contexts=30).kind == "confirmatory"
     assert verdicts([claim("recovery")], Samples([]), registered, "c")[0].kind == "screening"
 
 
 def power_by_hand(difference: float) -> float:
-    """As many contexts confirm as scatter: the error of a ratio of sums over contexts, by the delta method."""
+    """Return the power of a claim, from the error of a ratio of sums over contexts by the delta method.
+
+    The number of confirming contexts equals the number of contexts of the error.
+    """
     ratio = sum(a - b for _, a, b, *_ in VALUES) / 52
     rest: dict[str, float] = {}
     for context, a, b, blind, *_ in VALUES:
         rest[context] = rest.get(context, 0.0) + (a - b) + ratio * blind
     error = math.sqrt(sum(each**2 for each in rest.values())) / 52
-    return NormalDist().cdf(difference / error - 2.241403)  # of two claims: 0.05 / 2
+    return NormalDist().cdf(difference / error - 2.241403)  # There are two claims, so the level is 0.05 / 2.
 
 
 @pytest.mark.parametrize(("size", "outcome"), [(0.1, "holds"), (0.3, "smaller than claimed"), (-0.1, "holds")])
@@ -321,7 +330,7 @@ def test_not_worse_than_the_full_cache_is_a_claim(margin: float, outcome: str) -
 
 
 def test_samples_of_one_window_are_one_context_drawn_depth_by_depth() -> None:
-    """Two questions read each window; a policy that answers at one depth alone has no interval from depths."""
+    """Check windows with two questions each. A policy that answers only at one depth has no interval from depths."""
     values = [(f"{at}", 0.0 if at % 2 else -10.0, -10.0, -10.0, True, True) for at in range(24)]
     rows = rows_of(values)
     for at, row in enumerate(rows):
@@ -329,7 +338,7 @@ def test_samples_of_one_window_are_one_context_drawn_depth_by_depth() -> None:
     samples = Samples(rows)
     assert samples.contexts == 12
     assert samples.recovery(A)[:3] == (0.5, 0.5, 0.5)
-    few = Samples(rows[:16])  # four windows a depth: all depths are resampled together
+    few = Samples(rows[:16])  # With four windows for each depth, all depths are resampled together.
     assert few.recovery(A).low < 0.4
     for row in rows:
         row["metadata"] = {}

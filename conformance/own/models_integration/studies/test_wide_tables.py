@@ -42,7 +42,7 @@ def row(index: int, full: float, own: float) -> dict[str, object]:
 
 
 def test_a_report_states_the_answers_that_it_compares() -> None:
-    """Below the smallest accuracy of the full cache too: one of four, and none of four."""
+    """Check answers below the smallest accuracy of the full cache: one of four, and none of four."""
     rows = [row(at, float(at == 0), 0.0) for at in range(4)]
     shown = right_answers(Samples(rows))
     assert "Compared with fullcache 1.0: 0.25 [" in shown

@@ -1,6 +1,6 @@
 """Workers that share a sweep write the same rows as one process, even if a worker is killed. Errors are rows too.
 
-`nox -s lab -- extra ray` runs those with actors of Ray.
+`nox -s lab -- extra ray` runs the tests with actors of Ray.
 """
 
 import os
@@ -29,12 +29,13 @@ from conformance.paths import ROOT
 from models_integration.cache.atomic_file import publish_readable
 from models_integration.cli.app import app
 from models_integration.policies.methods import method_of
-from models_integration.studies import answers, results
+from models_integration.studies import answers, leases
 from models_integration.studies.evidence import run as of_study
 from models_integration.studies.evidence.measure import measure
 from models_integration.studies.evidence.rules import load_rules
+from models_integration.studies.leases import Leases
 from models_integration.studies.report import progress_bar
-from models_integration.studies.results import ERROR, START, Leases, Row, append_row, load_rows, rows_behind
+from models_integration.studies.results import ERROR, START, Row, append_row, load_rows, rows_behind
 from models_integration.studies.subject import Loading
 from models_integration.studies.workers import run_actors, status
 from reference.policies import policy_from_score
@@ -47,14 +48,14 @@ pytestmark = pytest.mark.law("promised-is-there-forgotten-is-not")
 
 @pytest.fixture
 def rules(tmp_path: Path, one_thread: None) -> Path:
-    """The file of a small sweep."""
+    """Return the rules file of a small sweep."""
     path = tmp_path / "sweep.toml"
     path.write_text(RULES, encoding="utf-8")
     return path
 
 
 def of_file(path: Path) -> list[Row]:
-    """All that stands in a file of results, errors too."""
+    """Return all rows of a file of results, including errors."""
     return rows_behind(path, START)[0]
 
 
@@ -63,7 +64,7 @@ def swept(rules: Path, out: Path, *options: str) -> Any:
 
 
 def test_killed_workers_make_the_rows_of_one_that_is_alone(rules: Path, tmp_path: Path) -> None:
-    """Four workers on two machines whose clocks are an hour apart; twice, one of each machine is killed at work."""
+    """Run four workers on two machines whose clocks differ by an hour. Twice, kill a busy worker of each machine."""
     alone, together = tmp_path / "alone", tmp_path / "together"
     assert swept(rules, alone).exit_code == 0
     most = tmp_path / "most"
@@ -87,7 +88,7 @@ def test_killed_workers_make_the_rows_of_one_that_is_alone(rules: Path, tmp_path
 
 
 def test_workers_are_processes_of_the_same_command(rules: Path, tmp_path: Path) -> None:
-    """`--workers 2` starts another one; when that is killed, this one makes what it held."""
+    """`--workers 2` starts a second process. If the second process is killed, the first does its work."""
     (tmp_path / "slow.py").write_text(SLOW, encoding="utf-8")
     text = rules.read_text(encoding="utf-8").replace('"snapkv", "streamingllm"', '"slow:POLICY"')
     rules.write_text(text, encoding="utf-8")
@@ -107,7 +108,7 @@ def test_workers_are_processes_of_the_same_command(rules: Path, tmp_path: Path) 
 
 
 def started_by_hand(rules: Path, out: Path, *options: str) -> subprocess.Popen[str]:
-    """`kvspec sweep RULES`, whose processes import modules beside the rules."""
+    """Run `kvspec sweep RULES`. Its processes import modules from the folder of the rules."""
     command = [sys.executable, "-m", "models_integration.cli", "sweep", str(rules), "--out", str(out), *options]
     path = os.pathsep.join([str(ROOT), str(rules.parent)])
     environment = {**os.environ, "PYTHONPATH": path, "RAY_worker_niceness": "0"}
@@ -115,7 +116,7 @@ def started_by_hand(rules: Path, out: Path, *options: str) -> subprocess.Popen[s
 
 
 def test_killed_actors_of_ray_make_the_rows_of_one_process(rules: Path, tmp_path: Path) -> None:
-    """Half of the actors are killed, twice."""
+    """Kill half of the actors, twice."""
     pytest.importorskip("ray", reason="actors of Ray: nox -s lab -- extra ray runs this")
     (tmp_path / "slow.py").write_text(SLOW, encoding="utf-8")
     rules.write_text(rules.read_text(encoding="utf-8").replace('"streamingllm"', '"slow:POLICY"'), encoding="utf-8")
@@ -142,7 +143,10 @@ def test_killed_actors_of_ray_make_the_rows_of_one_process(rules: Path, tmp_path
 def test_what_cannot_be_measured_is_a_row_with_its_error(
     rules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One sample runs out of memory, one is refused: the others are measured, and these where somebody asks again."""
+    """One sample runs out of memory, and one raises an error. All other samples are measured.
+
+    With `--again`, the two failed samples are measured too.
+    """
     rules.write_text(rules.read_text(encoding="utf-8").replace("contexts = 8", "contexts = 3"), encoding="utf-8")
     errors = [MemoryError("no room"), None, SpecError("budget", 3, "must be more")]
 
@@ -178,13 +182,13 @@ def test_what_cannot_be_measured_is_a_row_with_its_error(
 def test_a_policy_that_keeps_more_than_it_promises_is_caught(
     rules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its samples are errors that name it."""
+    """Check that samples of this policy are errors that name the policy."""
 
     def newest(observation: Any) -> Any:
         return np.tile(np.arange(observation.seen, dtype=np.float64), (observation.groups, 1))
 
     def greedy(scores: Any, budgets: Any, protected: Any) -> Selection:
-        """Five more in each kept set."""
+        """Keep five tokens more than the budget in each kept set."""
         n = scores.offsets[-1]
         each = [np.arange(n - budget - 5, n) for budget in budgets.tolist()]
         return Selection(np.concatenate(each), np.cumsum([0, *map(len, each)]))
@@ -205,8 +209,8 @@ def test_a_policy_that_keeps_more_than_it_promises_is_caught(
 
 
 def test_a_unit_that_kills_its_workers_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel kills who takes too much: the fourth worker does not try."""
-    monkeypatch.setattr(results, "_PATIENCE", 0.05)
+    """The kernel kills processes that use too much memory. The fourth worker does not try the unit."""
+    monkeypatch.setattr(leases, "_PATIENCE", 0.05)
     path, tried = tmp_path / "rows.jsonl", list[int]()
 
     def made() -> Row:
@@ -241,8 +245,8 @@ def test_only_what_failed_and_nobody_holds_is_made_again(tmp_path: Path) -> None
 
 
 def test_the_status_names_who_is_at_work_and_who_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lease that is not touched while the status looks is silent, whatever the clocks say."""
-    monkeypatch.setattr(results, "_BEAT", 0.01)
+    """A lease that is not touched during `status` is silent, for any clocks."""
+    monkeypatch.setattr(leases, "_BEAT", 0.01)
     path = tmp_path / "study.jsonl"
     names = ("rules", "model", "sample", "placement")
     rows = [{**dict.fromkeys(names, "x"), "sample": at, "seconds": {"prefill": 60, "reading": 40}} for at in range(4)]
@@ -258,12 +262,12 @@ def test_the_status_names_who_is_at_work_and_who_is_silent(tmp_path: Path, monke
         (touched,) = tmp_path.glob(f"*{units[1]}.lease")
 
         def look(seconds: float) -> None:
-            """Until the next touch, however busy the machine is."""
+            """Wait for the next touch, however busy the machine is."""
             before = touched.stat().st_mtime_ns
             while touched.stat().st_mtime_ns == before:
                 Event().wait(seconds)
 
-        monkeypatch.setattr(results, "time", SimpleNamespace(sleep=look))
+        monkeypatch.setattr(leases, "time", SimpleNamespace(sleep=look))
         told = list(status(tmp_path))
     assert told[0] == f"{path}: 1 of 4 samples done, 0 failed"
     assert sorted("SILENT" in line for line in told[1:3]) == [False, True]
@@ -274,7 +278,7 @@ def test_the_status_names_who_is_at_work_and_who_is_silent(tmp_path: Path, monke
 def test_actors_that_still_load_their_models_are_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Ray is made up: at the first look no worker has left word, at the second one all have ended."""
+    """Replace Ray: at the first check no worker has ended, and at the second check all have ended."""
     path, looks = tmp_path / "study.jsonl", [False, True]
 
     def wait(logs: list[str], timeout: float) -> tuple[list[str], list[str]]:
@@ -304,7 +308,7 @@ def test_a_sweep_s_file_and_the_options_of_a_grid_exclude_each_other(rules: Path
 
 @pytest.mark.law("as-it-is-described")
 def test_the_guide_s_sweep_is_one_file_of_fifteen_lines(tmp_path: Path) -> None:
-    """Eight policies, four budgets and three tasks, which a model with rotary positions is served."""
+    """Check eight policies, four budgets and three tasks. A model with rotary positions supports all of them."""
     text, claims = (fence.text for fence in fences("docs/guide/compare.md") if fence.language == "toml")
     assert len(text.splitlines()) <= 15
     path = tmp_path / "sweep.toml"

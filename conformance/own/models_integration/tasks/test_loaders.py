@@ -1,4 +1,4 @@
-"""Tasks of published files, on small files of the published form; evidence against the text that it was made of."""
+"""Tasks from published files, with small files of the published format, and evidence compared with its source text."""
 
 import hashlib
 import json
@@ -105,7 +105,7 @@ def pieces(ground: Ground, sample: Sample) -> list[str]:
 
 
 def test_ruler_s_dialects_judge_the_same_prediction_otherwise(ground: Ground, tmp_path: Path) -> None:
-    """Two of three references: right for NVIDIA and kvpress, 2/3 in lm-eval's own function."""
+    """An answer with two of three references is right for NVIDIA and kvpress. It scores 2/3 in lm-eval's function."""
     path = put(tmp_path / "qa_1" / "validation.jsonl", {"input": "Text.\nQuestion: Where?", "outputs": list(THREE)})
     ids = ground.tokenizer.encode(TWO_OF_THREE, add_special_tokens=False)
     for kind, wanted in (("ruler-file", 1.0), ("ruler-lm-eval-file", 2 / 3)):
@@ -120,7 +120,7 @@ def test_a_row_of_ruler_is_split_before_its_question(ground: Ground, tmp_path: P
     assert prompt(ground, sample).strip() == f"{NIAH['input']}{NIAH['answer_prefix']}"
     assert said(ground, sample.question_ids).strip().startswith("What are all")
     assert (sample.references, sample.dialect, sample.max_new_tokens) == (tuple(NIAH["outputs"]), "ruler-v1", 128)
-    assert len(sample.evidence) == 2  # and not in 12345678
+    assert len(sample.evidence) == 2  # The digits 1234567 in 12345678 do not count.
     assert [value in piece for value, piece in zip(NIAH["outputs"], pieces(ground, sample), strict=True)] == [True] * 2
     half = ground.tokenizer.encode("It is 7654321", add_special_tokens=False)
     assert score(ground.tokenizer, half, sample) == 0.5
@@ -161,7 +161,7 @@ def test_ruler_without_an_answer_prefix_and_with_a_template(tmp_path: Path) -> N
 EXTRACT = "Extract the value corresponding to the specified key in the JSON object below.\n\n"
 CONCISE = "Read the book and answer the question. Be very concise in your answer.\n\n"
 OFFICIAL: dict[tuple[str, bool], tuple[Any, list[str]]] = {
-    # scdq: every question right behind the context. Turns: the gold answer, an empty line, the next question.
+    # scdq: each question follows the context. Turns: the gold answer, an empty line, the next question.
     ("kv", False): (KV, [f'{EXTRACT}{KV["context"]}Key: "a"', f'{EXTRACT}{KV["context"]}Key: "b" is: ']),
     ("kv", True): (KV, [
         f'{EXTRACT}{KV["context"]}\n\nKey: "a"', f'{EXTRACT}{KV["context"]}\n\nKey: "a" v-one\n\nKey: "b" is: ',
@@ -221,7 +221,8 @@ def test_a_row_of_longbench_stands_in_its_prompt(dataset: str, tmp_path: Path) -
     assert said(ground, sample.question_ids).strip() == "Q: Who?\nA:" + "[/][assistant]" * chatted
     assert (sample.chat_template != "none") is chatted
     assert (sample.evidence, sample.max_new_tokens, sample.dialect) == ((), 64, "longbench-v1")
-    right = {"passage_retrieval_en": 0.0, "passage_count": 0.0}.get(dataset, 1.0)  # their answers are numbers
+    # The answers of these two are numbers.
+    right = {"passage_retrieval_en": 0.0, "passage_count": 0.0}.get(dataset, 1.0)
     given = score(ground.tokenizer, ground.tokenizer.encode("Tom", add_special_tokens=False), sample)
     assert given == pytest.approx(right, abs=2e-8)
 
@@ -253,7 +254,7 @@ def test_rows_of_infinitebench_ask_for_an_answer_or_a_letter(ground: Ground, tmp
 
 
 def test_a_problem_of_math_is_its_context_and_each_part_has_its_own(tmp_path: Path) -> None:
-    """MD5 of `unique_id` modulo 5: 0 and 1 are dev, as `md5sum` and Python's integers say."""
+    """The part is MD5 of `unique_id` modulo 5. 0 and 1 are dev, computed with `md5sum` and Python's integers."""
     ground = ground_of(chatting_tokenizer())
     rows = [{**PROBLEM, "unique_id": f"test/algebra/{n}.json"} for n in range(20)]
     (sample,) = made(ground, problems(tmp_path, *rows))
@@ -273,7 +274,10 @@ LETTERS = "one two three four five six seven eight nine ten eleven twelve thirte
 @pytest.mark.parametrize("limit", [62, 63, 80, 99])
 @pytest.mark.parametrize("kind", ["longbench", "scdq", "turns"])
 def test_what_is_longer_is_cut_in_the_middle(kind: str, limit: int, tmp_path: Path) -> None:
-    """By bytes: the first and the last half of all that counts, which the question ends, or of the context alone."""
+    """Check bytes: the first and the last half of all counted text are kept, or of the context alone.
+
+    The counted text ends with the question.
+    """
     ground = ground_of(byte_tokenizer())
     turns = [{"input": f"Q: Who?\nA{number}:", "answer": LETTERS.split()[number]} for number in range(16)]
     name, whole, question = {

@@ -1,4 +1,4 @@
-"""Every task of the registry: what it says is read off its decoded text, by means that share nothing with its maker."""
+"""Every task of the registry: its claims are checked on its decoded text, with code that is independent of the task."""
 
 import hashlib
 import json
@@ -28,14 +28,14 @@ pytestmark = pytest.mark.law("as-it-is-described")
 SINKS, RECENT = 4, 128
 NAMES = ("pocket", "merged")
 BUILT_IN = sorted(name for name, entry in TABLE.items() if entry.gold and name != "placed_fact")
-"""`placed_fact` needs more text than the start of the shipped one: test_placed_fact.py."""
+"""Tasks that need no more text than the start of the shipped text. `placed_fact` needs more: test_placed_fact.py."""
 
 DRAWS = [(3001, 0, 0), (3001, 1, 0), (3001, 1, 1), (9002, 7, 5)]
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The start of the shipped text: as much as a tokenizer of short pieces reads quickly."""
+    """Return the start of the shipped text, short enough for a tokenizer of short pieces."""
     path = tmp_path_factory.mktemp("prose") / "some.txt"
     path.write_text("\n".join(read_text("path", NARRATIVE).splitlines()[:900]), encoding="utf-8")
     return path
@@ -52,7 +52,7 @@ def pieces(ground: Ground, sample: Sample) -> list[str]:
 
 
 def facts_hold(ground: Ground, sample: Sample) -> None:
-    """Needle tasks of RULER: the sentences of the context, read by their form."""
+    """Check needle tasks of RULER: parse the sentences of the context by their form."""
     asked = said(ground, sample.question_ids[sample.history :])
     stated = defaultdict(list)
     form = r"One of the special magic \w+ for (\S+) is: ([^.\s]+)\."
@@ -67,7 +67,7 @@ def facts_hold(ground: Ground, sample: Sample) -> None:
 
 
 def chains_hold(ground: Ground, sample: Sample) -> None:
-    """Variable tracking: the assignments are carried out."""
+    """Check variable tracking: execute the assignments."""
     held: dict[str, str] = {}
     for name, value in re.findall(r"VAR ([A-Z]{5}) = (?:VAR )?(\w+)", said(ground, sample.context_ids)):
         assert name not in held
@@ -100,7 +100,7 @@ def frequent_words_hold(ground: Ground, sample: Sample) -> None:
 
 
 def occurrences_hold(ground: Ground, sample: Sample, listing: list[str]) -> None:
-    """All occurrences, but for those that the recent window holds."""
+    """Check that the evidence has all occurrences except those in the recent window."""
     found = pieces(ground, sample)
     all_of_them = [word for word in listing if word in sample.references]
     assert all_of_them[: len(found)] == found
@@ -127,7 +127,7 @@ def pairs_hold(ground: Ground, sample: Sample) -> None:
 
 
 def sentence_holds(ground: Ground, sample: Sample) -> None:
-    """The fact, and others of its form, stand once; in running text only facts (and "Lab 7") have digits."""
+    """Check that the fact and the distractors occur once. In running text, only facts (and "Lab 7") have digits."""
     asked, context = said(ground, sample.question_ids).partition(" Answer: ")[2], said(ground, sample.context_ids)
     (piece,) = pieces(ground, sample)
     facts = {piece, *(said(ground, sample.context_ids[slice(*span)]).strip() for span in sample.distractors)}
@@ -169,7 +169,7 @@ def checked(name: str, ground: Ground, length: int, index: int, seed: int) -> tu
 
 @pytest.mark.parametrize("name", sorted(TABLE))
 def test_a_line_of_the_table_is_what_its_samples_are(named: tuple[str, Ground], name: str) -> None:
-    """Metric, gold answer, and the constants: each changes the sample, and others are refused."""
+    """Check metric, gold answer, and constants. Each constant changes the sample, and other constants are refused."""
     task, entry = resolve_task(name), TABLE[name]
     samples = task(named[1], 3500, 0, 1)
     assert {sample.metric for sample in samples} == {entry.metric}
@@ -185,7 +185,7 @@ def test_a_line_of_the_table_is_what_its_samples_are(named: tuple[str, Ground], 
 
 @pytest.mark.parametrize("part", ["dev", "confirm"])
 def test_a_problem_of_arithmetic_has_the_result_of_its_steps(named: tuple[str, Ground], part: str) -> None:
-    """The words as a program; every worked example has its result too, and problems are of their part of the split."""
+    """Run the words as a program, and check the results of the worked examples. Problems belong to their part."""
     signs = {"Start with ": "0+", "Add ": "+", "Subtract ": "-", "Multiply by ": "*"}
     names = set[object]()
     for index in range(4):
@@ -219,7 +219,7 @@ def test_a_task_is_what_its_text_says(name: str, named: tuple[str, Ground]) -> N
 def test_a_task_of_any_length_index_and_seed_is_what_its_text_says(
     named: tuple[str, Ground], name: str, length: int, index: int, seed: int
 ) -> None:
-    # From 4096 tokens on each common word stands 30 times: tokenizers of short pieces need more room for that.
+    # From 4096 tokens on, each common word occurs 30 times. Tokenizers of short pieces need more tokens for this text.
     checked(name, named[1], length + 3000 if "cwe" in name and length >= 4096 else length, index, seed)
 
 
@@ -256,7 +256,7 @@ def test_a_single_fact_takes_turns_over_the_depths(name: str, named: tuple[str, 
 
 
 def slots(ground: Ground, name: str, index: int) -> list[bool]:
-    """Which words of the list are answers."""
+    """Return for each word of the list whether it is an answer."""
     (sample,) = resolve_task(name)(ground, 3000, index, 1)
     said_all = said(ground, sample.context_ids)
     listing = re.findall(r"[a-z]+", said_all.rpartition("most often.\n")[2]) if "cwe" in name else (
@@ -329,7 +329,7 @@ NUMBER = 3
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The documented example as a file of the current folder, which is not among the folders of modules."""
+    """Write the documented example to a file of the current folder, which is not in sys.path."""
     example = dedent((registry.__doc__ or "").partition("\n\n")[2])
     (tmp_path / "kvspec_own_task.py").write_text(example + OWN)
     monkeypatch.chdir(tmp_path)
@@ -346,7 +346,7 @@ def test_the_users_own_task_is_one_file_of_the_current_folder(own: None, named: 
     assert (sample.task, sample.length) == ("colour", 1500)
     assert pieces(named[1], sample) == [f"The door is {sample.expected}."]
     (short,) = resolve_task("kvspec_own_task:SHORT")(named[1], 1500, 0, 0)
-    assert short.length == 1499  # at most the length, never more
+    assert short.length == 1499  # The length is at most the requested length.
 
 
 @pytest.mark.law("refused-before-anything-changes")
@@ -373,7 +373,7 @@ def test_bad_input_is_a_named_error(
     length: int, index: int, seed: int, argument: str, named: tuple[str, Ground]
 ) -> None:
     for name in BUILT_IN:
-        if (name, length) != ("prose_continuation", 140):  # any length goes on
+        if (name, length) != ("prose_continuation", 140):  # This task accepts any length.
             with pytest.raises(SpecError) as caught:
                 resolve_task(name)(named[1], length, index, seed)
             assert caught.value.argument == argument

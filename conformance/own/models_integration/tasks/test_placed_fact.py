@@ -1,4 +1,4 @@
-"""The task `placed_fact`: place and mentions vary alone, no eight tokens repeat, and no text is in both parts."""
+"""The task `placed_fact`: only place and mentions vary, no eight tokens repeat, and the parts share no text."""
 
 import re
 from itertools import product
@@ -61,7 +61,7 @@ def test_no_context_repeats_eight_tokens(samples: dict[tuple[int, float, str], S
 def test_dev_and_confirming_samples_share_no_filler(
     ground: Ground, samples: dict[tuple[int, float, str], Sample],
 ) -> None:
-    """Sentences of the topics and the framing sentence are common; filler never is."""
+    """Sentences of the topics and the framing sentence occur in both parts, but filler never does."""
     sentences = [topic.fact.fact for topic in PLACED_TOPICS]
     sentences += [sentence for topic in PLACED_TOPICS for sentence in (*topic.high_density, *topic.low_density)]
     own = {ground.tokenizer.encode(word, add_special_tokens=False)[0] for line in sentences for word in line.split()}

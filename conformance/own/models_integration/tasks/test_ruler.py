@@ -1,9 +1,9 @@
-"""RULER v1's prompts, letter for letter: each is read apart by the official template and put together by its rules.
+"""Prompts of RULER v1, letter for letter: each is parsed by the official template and checked against its rules.
 
-The templates are those of NVIDIA/RULER `scripts/data/synthetic/constants.py` (Apache-2.0); the rules, written out here
-once more, those of the generators beside it.
+The templates are those of NVIDIA/RULER `scripts/data/synthetic/constants.py` (Apache-2.0). The rules are a second
+implementation of the rules in the generators of the same folder.
 
-Then tasks in running text: exact lengths, evidence where it is said to be, windows that do not repeat, chat templates.
+Tasks in running text: exact lengths, evidence at the stated place, windows that do not repeat, chat templates.
 """
 
 import random
@@ -79,7 +79,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
 
 
 def apart(template: str, text: str) -> Mapping[str, str]:
-    """What stands in the fields of a template at the end of a text."""
+    """Return the fields of a template at the end of a text."""
     seen = set[str]()
 
     def field(match: re.Match[str]) -> str:
@@ -153,7 +153,7 @@ def cwe_holds(ground: Ground, name: str, sample: Sample) -> None:
 
 
 def check_list(listing: str, common: list[str], often: int, seldom: int, pinned: bool) -> None:
-    """The official list: common words, then the others, each so often, shuffled by `random.Random(42)`."""
+    """Check the official list of common and remaining words with their counts, shuffled by `random.Random(42)`."""
     found = re.findall(r"\d+\. (\w+)", listing)
     assert listing == " ".join(f"{at}. {word}" for at, word in enumerate(found, 1))
     slots = list(range(len(found)))
@@ -191,7 +191,7 @@ def test_a_prompt_is_the_official_one(name: str, length: int, ground: Ground) ->
 
 
 def test_pinned_facts_stand_in_the_official_order_and_answers_in_that_of_the_draw(ground: Ground) -> None:
-    """Four facts, shuffled by `random.Random(42)`: each draw stands in the same place of all samples."""
+    """Check four facts, shuffled by `random.Random(42)`: each draw has the same place in all samples."""
     slots = list(range(4))
     random.Random(42).shuffle(slots)
     for index in range(3):
@@ -227,7 +227,7 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The start of the shipped text: as much as the tokenizers of single letters read quickly."""
+    """Return the start of the shipped text, short enough for tokenizers of single letters."""
     path = tmp_path_factory.mktemp("prose") / "some.txt"
     path.write_text("\n".join(read_text("path", NARRATIVE).splitlines()[:400]), encoding="utf-8")
     return path
@@ -252,7 +252,7 @@ def decoded(tokenizer: PreTrainedTokenizerFast, ids: tuple[int, ...]) -> str:
 def test_the_text_runs_on_around_the_facts_and_no_window_repeats(
     tokenizer: PreTrainedTokenizerFast, prose: Prose, text: Path
 ) -> None:
-    """Against the file: without the facts a context is one stretch of it, and facts stand behind whole lines."""
+    """Compare with the file: without the facts, a context is one passage of it. Facts follow whole lines."""
     whole = " ".join(text.read_text(encoding="utf-8").split())
     lines = set(text.read_text(encoding="utf-8").splitlines())
     count, seen = min(prose.windows(1024), 12), list[int]()

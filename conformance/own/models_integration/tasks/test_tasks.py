@@ -1,4 +1,4 @@
-"""The retrieval tasks: exact lengths and spans, equal samples for equal seeds; metrics against figures by hand."""
+"""Retrieval tasks: exact lengths and spans, equal samples for equal seeds, and metrics compared with values by hand."""
 
 import string
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def _fast(tokenizer: Tokenizer, **special: str) -> PreTrainedTokenizerFast:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, nothing before the text."""
+    """Return a tokenizer with one token for each byte and no token before the text."""
     alphabet = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -52,7 +52,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def merged_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE with merges across the texts, and an opening token."""
+    """Return a byte-level BPE tokenizer with merges across the texts and an opening token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -66,7 +66,7 @@ def merged_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def metaspace_tokenizer() -> PreTrainedTokenizerFast:
-    """Single letters with a space of its own before every text, as SentencePiece models have."""
+    """Return a tokenizer of single letters that adds a space before every text, as SentencePiece models do."""
     letters = ["▁", *sorted(set(string.printable) | {"’"})]
     tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), *((letter, -5.0) for letter in letters)], unk_id=0))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -96,7 +96,7 @@ def chatting_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def ground_of(tokenizer: Any, prose: Prose | None = None) -> Ground:
-    """In the frame of the tokenizer's chat template, if it has one."""
+    """Return a ground with the frame of the tokenizer's chat template, if there is one."""
     return Ground(tokenizer, prose or Prose("none", (), ()), frame_of(tokenizer))
 
 
@@ -121,7 +121,7 @@ def _template_of(sample: Sample) -> str:
 def test_the_needle_span_decodes_to_the_fact_and_the_fact_stands_once(
     tokenizer: PreTrainedTokenizerFast, task: str, length: int
 ) -> None:
-    """In a context of exactly so many tokens, with and without distractors."""
+    """Check contexts of exact lengths, with and without distractors."""
     templates = {t.name: t for t in (*NEEDLE_TEMPLATES, *(topic.fact for topic in TOPIC_TEMPLATES))}
     for index, distractors in product(range(5), (0, 3)):
         sample = draw_sample(task, tokenizer, length, index, seed=5, distractors=distractors)
@@ -206,7 +206,7 @@ def test_placements_partition_the_tokens(name: str, task: str) -> None:
     kept = placed.prompt_ids[: len(placed.prompt_ids) - placed.dropped_slots]
     assert kept + placed.fed_ids == sample.context_ids + sample.question_ids
     assert placed.name == name
-    hidden = placed == place(sample)  # the question, from the compaction
+    hidden = placed == place(sample)  # True if the question is hidden from the compaction.
     assert placed.prompt_ids == sample.context_ids + (() if hidden else sample.question_ids)
     assert hidden is (name == "after")
 
@@ -240,21 +240,22 @@ def test_bad_input_is_a_named_error(case: str) -> None:
 FRANCE = ("France", "in France", "the French kingdom")
 
 CASES: list[tuple[str, str, tuple[str, ...], tuple[str, ...], float]] = [
-    # RULER: of the references of one sample, the two that occur in the answer, in any case.
+    # RULER: the fraction of one sample's references that occur in the answer, in lower or upper case.
     ("string_match_all", "It was in FRANCE.", FRANCE, (), 2 / 3),
-    ("string_match_part", "It was in FRANCE.", FRANCE, (), 1),  # one is enough; 0.667 in lm-eval, 1.0 at NVIDIA
+    # One reference is enough. lm-eval gives 0.667, NVIDIA 1.0.
+    ("string_match_part", "It was in FRANCE.", FRANCE, (), 1),
     ("string_match_part", "Italy", FRANCE, (), 0),
     ("string_match_all", "1234567\x00 and 7654321", ("1234567", "7654321"), (), 1),
-    ("string_match_all", "new\x0bline", ("new\nline",), (), 1),  # control characters become line ends
+    ("string_match_all", "new\x0bline", ("new\nline",), (), 1),  # Control characters become line ends.
     ("string_match_all", "newline", ("new\nline",), (), 0),
     # SCBench
     ("contains", 'the value is "4711".', ("4711",), (), 1),
     ("contains", "Abc", ("abc",), (), 0),
     ("names found", "AAAAA CCCCC", ("AAAAA", "BBBBB", "CCCCC"), (), 0.67),
-    ("names found", "aaaaa", ("AAAAA",), (), 1),  # SCBench compares in lower case
+    ("names found", "aaaaa", ("AAAAA",), (), 1),  # SCBench compares in lower case.
     ("contains in any case", "\nit was TOM.", ("Tom", "Jim"), (), 1),
     ("contains in any case", "it was Ann", ("Tom", "Jim"), (), 0),
-    # A substring test took a longer number, and any list of guesses that holds the value.
+    # A substring test would accept a longer number, and any list of guesses that contains the value.
     *(("first number", answer, ("7492",), (), 1) for answer in (
         "7492", " 7492.", "It is 7492 degrees.", "7492\n\nQuestion: 1", "The code is **7492**, not 3058.", "_7492_",
     )),
@@ -262,24 +263,25 @@ CASES: list[tuple[str, str, tuple[str, ...], tuple[str, ...], float]] = [
         "", "It is 749 2.", "It is 17492.", "74921", "7492.5", "17,492", "-7492", "A7492", "3058, 1111, 7492",
         "It is not 3058 but 7492.", "7,492",
     )),
-    ("boxed number", r"7 + 5 = 12. \boxed{ 1,012 } and \boxed{3}", ("1012",), (), 1),  # the first box
+    ("boxed number", r"7 + 5 = 12. \boxed{ 1,012 } and \boxed{3}", ("1012",), (), 1),  # The first box counts.
     ("boxed number", "The result is 1012.", ("1012",), (), 0),
     ("boxed, by math-verify", r"It is \boxed{\frac{1}{2}}.", ("0.5",), (), 1),
     ("boxed, by math-verify", r"\boxed{3\sqrt{13}}", (r"\sqrt{117}",), (), 1),
     ("boxed, by math-verify", r"\boxed{12} or \boxed{13}", ("13",), (), 0),
     ("boxed, by math-verify", "It is 13.", ("13",), (), 0),
-    # InfiniteBench's options
+    # Options of InfiniteBench.
     ("option letter", "The option B: parse, not C.", ("B",), (), 1),
     ("option letter", "Both C and B", ("B",), (), 0),
     ("option letter", "Because", ("B",), (), 0),
     # LongBench qa_f1: {cat, sat, on, mat} and {cat, on, mat}: precision 3/4, recall 1, F1 = 6/7.
     ("qa_f1", "The cat sat on a mat!", ("cat on the mat",), (), 6 / 7),
-    # Repeated tokens count as often as both have them: 2 common of 3 and 2: F1 = 4/5.
+    # Repeated tokens count as often as both texts have them: 2 common tokens of 3 and 2, F1 = 4/5.
     ("qa_f1", "dog dog dog", ("dog dog",), (), 4 / 5),
     ("qa_f1", "paris", ("london", "in paris"), (), 2 / 3),
     ("qa_f1", "", ("london",), (), 0),
     ("qa_f1 of a line", "\nparis\nlondon", ("paris",), (), 1),
-    # Own questions: words as in SQuAD, in lower case without articles and punctuation; the first line for "exact".
+    # Questions of users: words as in SQuAD, in lower case without articles and punctuation. "exact" reads the first
+    # line.
     *(("exact words of a line", said, ("the Old Mill", "mill"), (), right) for said, right in (
         ("An old mill.\nBut", 1), ("MILL", 1), ("old mills", 0), ("It is the old mill", 0), ("", 0),
     )),
@@ -291,30 +293,30 @@ CASES: list[tuple[str, str, tuple[str, ...], tuple[str, ...], float]] = [
     ("contains the words", "a ? b", ("?",), (), 1),
     ("regular expression", "It is 17,492 m.", (r"\d+,\d{3}\b",), (), 1),
     ("regular expression", "It is 174 m.", (r"\d+,\d{3}\b", "^175"), (), 0),
-    # One sentence, words a b c d against a x b d: subsequence a b d, precision and recall 3/4.
+    # Words a b c d and a x b d of one sentence have the subsequence a b d: precision and recall are 3/4.
     ("rouge_l", "a b c d", ("a x b d",), (), 3 / 4),
-    # As sets: reference {a, b}, answer {a}; precision 1, recall 1/2.
+    # As sets, the reference is {a, b} and the answer {a}: precision 1, recall 1/2.
     ("rouge_l", "a a a", ("a b",), (), 2 / 3),
-    # Two sentences of the answer, the union of both subsequences {a, b, d, e} of the reference's five words:
-    # recall 4/5, precision 4/6.
+    # The answer has two sentences. The union of both subsequences is {a, b, d, e} of the reference's five words: recall
+    # 4/5, precision 4/6.
     ("rouge_l", "a b x. d e y", ("a b c d e",), (), 8 / 11),
     ("rouge_l", "", ("a b",), (), 0),
     ("rouge_l", ".", ("a b",), (), 0),
     ("rouge_l of a line", "a b\nc d", ("a b",), (), 1),
-    # Two labels are named, one of them true.
+    # The answer names two labels, one of which is true.
     ("classification", "Location or Person", ("Person",), ("Location", "Person", "Date"), 1 / 2),
     # A label that is a part of the true one does not count.
     ("classification", "Human being", ("Human being",), ("Human", "Human being"), 1),
-    ("classification", "Person\nLocation", ("Person",), ("Location", "Person"), 1),  # the first line alone
+    ("classification", "Person\nLocation", ("Person",), ("Location", "Person"), 1),  # Only the first line counts.
     ("classification", "Person", ("Date",), ("Date", "Person"), 0),
-    # One of two numbers is the paragraph's.
+    # One of two numbers is the paragraph's number.
     ("retrieval", "Paragraph 12, perhaps 13", ("Paragraph 12",), (), 1 / 2),
     ("retrieval", "none", ("Paragraph 12",), (), 0),
     ("count", "3 or 4 or 3", ("3",), (), 2 / 3),
     ("count", "three", ("3",), (), 0),
     # difflib: "abcd" and "bcde" share a block of 3 of 8 letters: 2 * 3 / 8 = 0.75.
     ("code_similarity", "\n```\n# note\nabcd\nzzz", ("bcde",), (), 3 / 4),
-    # difflib's own documented example, ratio 0.75 in its text; here 2 * 2 / 6 = 0.666..., whole percents: 0.67.
+    # For the documented example of difflib, the ratio is 0.75. Here it is 2 * 2 / 6 = 0.666..., in whole percents 0.67.
     ("code_similarity", "abx", ("aby",), (), 0.67),
     ("code_similarity", "# only a note", ("x = 1",), (), 0),
 ]
@@ -325,7 +327,8 @@ CASES: list[tuple[str, str, tuple[str, ...], tuple[str, ...], float]] = [
 def test_a_metric_is_what_hand_and_definition_give(
     metric: str, answer: str, references: tuple[str, ...], choices: tuple[str, ...], wanted: float
 ) -> None:
-    assert judge(metric, answer, references, choices) == pytest.approx(wanted, abs=2e-8)  # rouge adds 1e-8 below
+    # rouge adds 1e-8 in a denominator.
+    assert judge(metric, answer, references, choices) == pytest.approx(wanted, abs=2e-8)
 
 
 @pytest.mark.law("figures-are-counted-right")
@@ -340,7 +343,7 @@ def test_every_metric_has_a_case_and_a_perfect_answer_scores_one() -> None:
 
 @pytest.mark.law("figures-are-counted-right")
 def test_rouge_l_of_one_sentence_is_the_longest_common_subsequence_by_trying_all() -> None:
-    """Against all subsequences, for sentences whose words differ (then sets of words are the words)."""
+    """Compare with all subsequences, for sentences of distinct words. Then the words are a set."""
     from itertools import combinations, permutations
 
     reference = "abcde"

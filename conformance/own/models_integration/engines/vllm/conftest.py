@@ -1,4 +1,4 @@
-"""Each test of this folder has its own time limit, because an error in a worker can leave the engine waiting."""
+"""Each test of this folder has a time limit, because an error in a worker can leave the engine waiting."""
 
 import signal
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""vLLM's engine in this process, requests, and the masked model that judges the answers."""
+"""vLLM's engine in this process, requests, and the masked model for the comparison of answers."""
 
 import json
 import os
@@ -19,18 +19,18 @@ from models_integration.pocket import ASSETS, load_pocket
 
 NEEDS_VLLM = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: nox -s vllm runs this"),
-    pytest.mark.filterwarnings("default"),  # vLLM warns about its own dependencies
+    pytest.mark.filterwarnings("default"),  # vLLM warns about its dependencies.
 ]
 TOLERANCE = 1e-4
 BLOCK = 32
 SHAPE = (3, 2)
-"""Layers and KV heads of the pocket model."""
+"""Number of layers and of KV heads of the pocket model."""
 BYTES = 3 * 2 * 2 * BLOCK * 32 * 4
 """Bytes of one block of the pocket model: 3 layers, 2 KV heads, keys and values of 32 numbers in float32."""
 
 
 ALIVE: list["Engine"] = []
-"""All engines. If one is collected, vLLM destroys the process groups that the others use (vLLM 0.32)."""
+"""All engines. If one is collected, vLLM destroys the process groups that the remaining engines use (vLLM 0.32)."""
 
 
 @cache
@@ -66,7 +66,8 @@ class Engine:
             "kv_cache_memory_bytes": (blocks + 1) * BYTES, "max_num_seqs": 16, "disable_log_stats": True,
             "enable_prefix_caching": True, "additional_config": {"kvspec": settings or {}}, **options,
         })
-        # vLLM replaces Triton's kernels in all modules at each start; a second time fails at a function of llvmlite.
+        # vLLM replaces Triton's kernels in all modules at each start. The second replacement fails at a function of
+        # llvmlite.
         dispatcher: Any = import_module("vllm.triton_utils.dispatcher")
         dispatcher.register_kernels = lambda overrides: None
         core = self.llm.llm_engine.engine_core.engine_core

@@ -30,13 +30,13 @@ EQUAL = ("snapkv", "keydiff", "knorm", "lagkv", "curdkv", "kvcrush", "chunkkv", 
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    """An engine whose steps process 64 tokens, so that prompts are read in chunks, with prefix caching."""
+    """Return an engine whose steps process 64 tokens, so that prompts are read in chunks, with prefix caching."""
     return Engine({"on_unserved": "full"}, max_num_batched_tokens=64)
 
 
 @pytest.fixture(scope="module")
 def small() -> Engine:
-    """An engine whose pool is too small for its requests."""
+    """Return an engine whose pool is too small for its requests."""
     return Engine({"on_unserved": "full"}, blocks=44, max_model_len=704, max_num_batched_tokens=256)
 
 
@@ -81,7 +81,7 @@ def test_kept_sets_are_those_of_a_session(engine: Engine, name: str) -> None:
                 group = layer * each[0] + head * each[1]
                 there = alone.group(group).tolist()
                 assert len(own) == len(there)
-                # Both programs round differently, so tokens may be exchanged whose scores are equal up to rounding.
+                # Both programs round differently, so tokens with equal scores up to rounding may be exchanged.
                 if exchanged := sorted({*own} ^ {*there}):
                     assert np.ptp(scores[group][exchanged]) < 1e-5 * np.nanmax(np.abs(scores[group])), exchanged
 

@@ -1,4 +1,4 @@
-"""Parts of the door to vLLM that need no vLLM: arguments, plans, pages, statements and decisions."""
+"""Parts of the vLLM integration that need no vLLM: arguments, plans, pages, statements and decisions."""
 
 import json
 from typing import Any
@@ -75,7 +75,7 @@ def test_unequal_counts_are_refused_or_served_in_full(name: str, reason: str) ->
 
 
 def test_settings_accept_names_as_people_write_them() -> None:
-    """A server with `--allow-policies SnapKV` refused every request for snapkv."""
+    """A server with `--allow-policies SnapKV` once refused every request for snapkv."""
     settings = Settings({"policy": "SnapKV", "budget": 0.3, "W": 16}, None, ("Snap-KV", "Knorm"))
     assert settings.allow_policies == ("snapkv", "knorm")
     for asked in ({"budget": 0.5}, {"policy": "snapkv", "budget": 0.5}):
@@ -97,7 +97,7 @@ def test_steps_end_at_each_decision() -> None:
 
 @given(n=st.integers(2, 90), budget=st.integers(20, 60), every=st.integers(1, 40), new=st.integers(1, 150))
 def test_replayed_decisions_are_those_of_the_first_pass(n: int, budget: int, every: int, new: int) -> None:
-    """A plan that was preempted after all tokens ends its steps at the same decisions, however many it may process."""
+    """A plan that was preempted after all tokens makes the same decisions, for any number of tokens per step."""
     one = plan(n, policy="rkv", W=8, budget=budget, every=every)
 
     def read(step: int) -> list[tuple[int, int]]:

@@ -19,12 +19,12 @@ POLICIES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 MOST_STEPS = 3000
-"""Steps after which requests count as stuck. 30 requests need some 600."""
+"""Number of steps after which requests count as stuck. 30 requests need about 600 steps."""
 
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    """An engine with 39 blocks, in which requests preempt each other."""
+    """Return an engine with 39 blocks, in which requests preempt each other."""
     return Engine(blocks=39, max_model_len=512, max_num_batched_tokens=128, max_num_seqs=8)
 
 
@@ -138,7 +138,10 @@ ERRORS: dict[str, Callable[[Engine, pytest.MonkeyPatch], None]] = {
 UNNOTICED = (
     "the shift survives a preemption", "the window is skipped by a shared prefix", "queries of the wrong tokens",
 )
-"""Errors that the test does not notice yet. The second and third change the kept set, which the statement repeats."""
+"""Errors that the test does not notice yet.
+
+The second and third error change the kept set, and the statement repeats the changed set.
+"""
 
 
 @pytest.mark.law("the-proof-has-teeth")

@@ -1,4 +1,4 @@
-"""`kvspec serve` as users start it: what clients receive, and what `kvspec verify --server` says about the server."""
+"""`kvspec serve` as users start it: responses to clients, and the result of `kvspec verify --server`."""
 
 import json
 import os
@@ -30,7 +30,7 @@ START = 150
 
 @contextmanager
 def serving(tmp_path: Path, *command: str) -> Iterator[str]:
-    """The address of a server in a process of its own, which must end within 10 s after SIGTERM."""
+    """Yield the address of a server in a separate process, which must end within 10 s after SIGTERM."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -110,7 +110,7 @@ def test_a_stream_has_digests_and_statements(snapkv: str, several: bool) -> None
     asked: dict[str, Any] = {"prompt": [cut(200), cut(150, 9)]} if several else {"prompt": cut(200)}
     with ask(snapkv, stream=True, **asked) as reply:
         found = events(reply)
-    assert all(one["choices"] for one in found)  # clients read choices[0]
+    assert all(one["choices"] for one in found)  # Clients read choices[0].
     stated = [one for each in found if "kvspec" in each for one in (each["kvspec"] if several else [each["kvspec"]])]
     digests = {one.get("index"): one["digests"] for one in stated if "digests" in one}
     whole = [one for one in stated if "evictions" in one]
@@ -143,7 +143,7 @@ def test_metrics_count_tokens_blocks_and_reasons(snapkv: str) -> None:
     grown = {name: after[name] - before.get(name, 0) for name in after}
     assert grown["kvspec_seen_tokens_total"] == 212 + 13 + 212
     assert grown["kvspec_kept_tokens_total"] == 72 + 13 + 212
-    assert grown["kvspec_freed_blocks_total"] == 5  # of 7 blocks, 60 tokens fill 2
+    assert grown["kvspec_freed_blocks_total"] == 5  # There are 7 blocks, and 60 tokens fill 2 of them.
     assert grown['kvspec_full_cache_requests_total{reason="the prompt has one token"}'] == 1
     assert grown['kvspec_full_cache_requests_total{reason="no policy was asked for"}'] == 1
 
