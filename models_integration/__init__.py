@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from models_integration.session.observed import ObservedSegment
     from models_integration.session.session import Session
     from models_integration.session.verbs import compact, observe
-    from models_integration.studies.own_texts import compare
+    from experiments.studies.own_texts import compare
 
 __all__ = [
     "CrystalCache", "CustomPolicy", "Decision", "FullCache", "NamedPolicy", "ObservedSegment", "Prefilled",

@@ -2,7 +2,7 @@
 
 Small inputs show rules, ties, thresholds and orders, and shrink to a readable case. Oracles in plain Python are
 quadratic or worse, and a property runs up to 20 000 times. Larger inputs belong to the scale tests.
-`conformance/assurance/mutants/sizes.toml` lists the sizes that the scale tests exceed.
+`lab/mutants/sizes.toml` lists the sizes that the scale tests exceed.
 """
 
 import math

@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache
 
 from models_integration.pocket import load_pocket
-from models_integration.tasks import draw_sample
+from experiments.tasks import draw_sample
 from reference.policies.scored import LinearScores, write_scores
 
 

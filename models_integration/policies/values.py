@@ -24,7 +24,7 @@ from models_integration.model.rotation import (
     rotary_module,
     scaling_of,
 )
-from models_integration.tasks.assembly import chat, encode
+from experiments.tasks.assembly import chat, encode
 from spec.errors import SpecError
 from spec.policy import DeviceArray
 

@@ -2,7 +2,7 @@
 // It offers the family crystal, S1 to S6, and three published methods, in float64.
 
 import { createInterface } from "node:readline";
-import * as stages from "../../../models_integration/cli/explain/stages.mjs";
+import * as stages from "../../../kvspec/cli/explain/stages.mjs";
 import * as essay from "./essay.mjs";
 import { METHODS, selection } from "./methods.mjs";
 import * as s1 from "./observe.mjs";

@@ -1,6 +1,6 @@
 // What spec/crystalcache_essay.md adds to S2, S3 and S6: the essay's forms and the paper's future work.
 
-import { allocateStep, dissolvedD, sizesOf } from "../../../models_integration/cli/explain/stages.mjs";
+import { allocateStep, dissolvedD, sizesOf } from "../../../kvspec/cli/explain/stages.mjs";
 import { interfaceOf, interfaceWeights } from "./observe.mjs";
 
 const range = (n) => Array.from({ length: n }, (_, at) => at);

@@ -1,1 +1,0 @@
-"""Tests of models_integration/studies."""

@@ -1,0 +1,115 @@
+"""Order of work for confirmatory claims: first the rules are committed, then dev rows, then confirming rows."""
+
+import hashlib
+import platform
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from experiments.studies.evidence.kept import RANDOMS, control_of
+from experiments.studies.evidence.rules import Rules
+from experiments.studies.results import Row
+from experiments.tasks.needle import CONFIRM, DEV
+from spec.errors import SpecError
+from spec.policy import Policy
+
+__all__ = [
+    "check_controls", "check_order", "commits_with_rules", "git_output", "is_before", "processor", "registered",
+    "text_at",
+]
+
+
+def registered(rules: Rules, path: Path) -> str:
+    """Return the commit that contains the present rules and calibration.
+
+    Raises:
+        SpecError: if a file is not in git, or has changed since the last commit.
+    """
+    for file in (path, *([path.parent / rules.calibration] if rules.calibration else [])):
+        tracked = git_output(file.parent, "ls-files", "--error-unmatch", "--", file.name)
+        if tracked is None or git_output(file.parent, "status", "--porcelain", "--", file.name) != "":
+            reason = "has uncommitted changes: commit rules file and calibration before you run confirming samples"
+            raise SpecError("rules", str(file), reason)
+    return git_output(path.parent, "rev-parse", "HEAD") or ""
+
+
+def commits_with_rules(rules: Rules, rows: Iterable[Row]) -> frozenset[str]:
+    """Return the commits of rows that are ancestors of the present commit and contain the rules of these rows."""
+    named = {(str(row["commit"]), str(row["rules"])) for row in rows if row.get("commit")}
+    if not rules.source:
+        return frozenset()
+    return frozenset(commit for commit, digest in named if _has_rules(Path(rules.source), rules.digest, commit, digest))
+
+
+def _has_rules(path: Path, present: str, commit: str, digest: str) -> bool:
+    """Return True if a commit is an ancestor of the present one, and its rules file is the one of a row's digest.
+
+    Args:
+        path: rules file.
+        present: digest of the present rules, with the user's modules.
+        commit: commit that a row names.
+        digest: digest of the row's rules.
+    """
+    if not is_before(path, commit, "HEAD"):
+        return False
+    text = text_at(path, commit)
+    return hashlib.sha256(text).hexdigest() == digest or (present == digest and text == path.read_bytes())
+
+
+def check_order(rules: Rules, rows: Iterable[Row], parts: Sequence[str]) -> None:
+    """Check that the dev samples of claims are measured before the confirming samples.
+
+    Raises:
+        SpecError: if a run has both parts, or if dev samples follow confirming samples.
+    """
+    if not rules.claims or DEV not in parts:
+        return
+    if CONFIRM in parts:
+        raise SpecError("part", "all", "must be dev, and confirm in a second run, because the rules file has claims")
+    if any(row["part"] == CONFIRM and row["rules"] == rules.digest for row in rows):
+        raise SpecError(
+            "part", DEV, "must not follow the confirming samples: change the rules file to draw new samples"
+        )
+
+
+def check_controls(rules: Rules, policies: dict[str, Policy]) -> None:
+    """Check that a claim about a random control names the control with the policy's granularity.
+
+    Raises:
+        SpecError: if the granularities differ.
+    """
+    for claim in rules.claims:
+        if claim.second in RANDOMS and claim.first in policies:
+            wanted = control_of(claim.first, policies[claim.first].granularity.value)
+            if claim.second != wanted:
+                raise SpecError(f"claim {claim.name!r}: second", claim.second, f"must be {wanted} for {claim.first}")
+
+
+def processor() -> str:
+    """Return the name of this machine's processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def text_at(path: Path, commit: str) -> bytes:
+    """Return a version of a file, or nothing if the commit has no such file."""
+    command = ["git", "show", f"{commit}:./{path.name}"]
+    return subprocess.run(command, cwd=path.parent, capture_output=True, check=False).stdout
+
+
+def is_before(path: Path, first: str, second: str) -> bool:
+    """Return True if the first commit equals the second commit or is an ancestor of it."""
+    return git_output(path.parent, "merge-base", "--is-ancestor", first, second) is not None
+
+
+def git_output(folder: Path, *arguments: str) -> str | None:
+    """Return the output of git, or None if git fails or is not installed."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,75 @@
+"""Splits of a study's samples by the place of the fact and by text, and claims whose sign differs between splits."""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from experiments.studies.evidence.samples import Samples
+from experiments.studies.report import Estimate
+from experiments.studies.results import Row
+from experiments.tasks.needle import DELAYED_ASSOCIATION
+from spec.arrays import Float64, Vector
+
+__all__ = [
+    "FEWEST", "ORDER", "PLACE", "SPLITS", "TEXT", "differences", "opposite", "place_of", "split_text", "text_of",
+]
+
+PLACE, TEXT = "place", "text"
+_START, _END = 0.1, 0.8
+FEWEST = 10
+"""Smallest number of samples of a split whose sign counts."""
+ORDER = ("start", "middle", "end", "prose", "records", "code")
+
+
+def place_of(row: Row) -> str | None:
+    """Return the part of the context in which the fact is: start, middle or end. None: the row does not say."""
+    depth = row["metadata"].get("depth")
+    if depth is None:
+        return "start" if row["task"].partition("(")[0].startswith(DELAYED_ASSOCIATION) else None
+    return "start" if depth < _START else "end" if depth >= _END else "middle"
+
+
+def text_of(row: Row) -> str | None:
+    """Return the kind of text, or None if the task has one kind."""
+    text: str | None = row["metadata"].get("text")
+    return text
+
+
+SPLITS: Mapping[str, Callable[[Row], str | None]] = {PLACE: place_of, TEXT: text_of}
+
+
+def differences(
+    some: Samples, above: Float64[Vector, " n"], below: Float64[Vector, " n"],
+) -> dict[str, dict[str, Estimate]]:
+    """Return the difference of a claim for each place and each text with at least 10 samples.
+
+    Args:
+        some: samples of the claim.
+        above: differences of the two policies.
+        below: denominators of the differences, as in `Samples.ratio`.
+    """
+    found = dict[str, dict[str, Estimate]]()
+    for kind, value in SPLITS.items():
+        names = np.array([value(row) or "" for row in some.rows])
+        for name in sorted(set(names) - {""}, key=lambda name: (ORDER.index(name) if name in ORDER else -1, name)):
+            own = np.flatnonzero(names == name)
+            if len(own) >= FEWEST:
+                part = some.only([some.rows[int(at)] for at in own])
+                found.setdefault(kind, {})[name] = part.ratio(above[own], below[own])
+    return found
+
+
+def opposite(parts: Mapping[str, Mapping[str, Estimate]]) -> str:
+    """Return the kind of split of which one clearly favours the first policy and one clearly the second, or "".
+
+    A split is clear if the 95 % interval of its difference does not contain 0.
+    """
+    for kind, own in parts.items():
+        if any(one.low > 0 for one in own.values()) and any(one.high < 0 for one in own.values()):
+            return split_text(kind, own)
+    return ""
+
+
+def split_text(kind: str, parts: Mapping[str, Estimate]) -> str:
+    """Return the differences of one kind of split as text."""
+    return f"by {kind} ({', '.join(f'{name} {one.value:+.2f}' for name, one in parts.items())})"

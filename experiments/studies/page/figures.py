@@ -1,0 +1,97 @@
+"""Figures for papers, made with matplotlib: recovery (or accuracy, if recovery is unknown) over kept prompt tokens."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from experiments.studies.evidence.kept import EVERY_CONTROL
+from experiments.studies.evidence.samples import Samples
+from experiments.studies.evidence.tables import budgets_of, by_task, policies_of
+from experiments.studies.results import Row
+from spec.errors import SpecError
+
+__all__ = ["curve_style", "write_figure"]
+
+_MARKS = "osD^vP*X<>"
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+"""Of Okabe and Ito, which readers with colour blindness tell apart, without yellow, which is pale on paper."""
+_DASHES = ("-", "--", ":", "-.")
+_COLUMN, _PAGE, _HEIGHT = 3.3, 6.75, 2.1
+"""Inches: the width of one panel alone and of several, as a paper's column and page, and the height of a panel."""
+_STYLE: Any = {"svg.hashsalt": "kvspec", "pdf.fonttype": 42, "font.size": 8, "xtick.labelsize": 7, "ytick.labelsize": 7}
+"""Settings for reproducible files, and for PDF fonts that journals accept."""
+_METADATA = {
+    ".svg": {"Creator": "kvspec", "Date": None}, ".pdf": {"Creator": "kvspec"}, ".png": {"Software": "kvspec"},
+}
+"""Metadata by suffix. With the name in the metadata, `spec.files.check_output` recognises a figure of kvspec."""
+
+
+def write_figure(rows: Sequence[Row], path: Path) -> None:
+    """Write a figure with a panel for each model, placement and task. Each policy has a curve with intervals.
+
+    Raises:
+        SpecError: if no row has a policy with a budget.
+    """
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    panels = {
+        f"{task}, {placement.replace('_', ' ')}" + (f", {model}" if len(models) > 1 else ""): own
+        for model in models
+        for placement in dict.fromkeys(row["placement"] for row in rows)
+        for task, own in by_task(_some(rows, model, placement)).items()
+    }
+    names = list(dict.fromkeys(name for own in panels.values() for name in policies_of(own)))
+    if not names:
+        raise SpecError("figure", str(path), "would be empty, because no result has a policy with a budget")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with mpl.rc_context(_STYLE):
+        _drawn(panels, names).savefig(path, metadata=_METADATA[path.suffix])
+
+
+def _drawn(panels: Mapping[str, Samples], names: Sequence[str]) -> Figure:
+    columns = min(3, len(panels))
+    lines = -(-len(panels) // columns)
+    across = _PAGE if columns > 1 else _COLUMN
+    beside = max(1, int(across / (0.6 + 0.053 * max(map(len, names)))))
+    below = 0.16 * -(-len(names) // beside)
+    figure = Figure(figsize=(across, lines * _HEIGHT + below), layout="constrained")
+    axes = [figure.add_subplot(lines, columns, at + 1) for at in range(len(panels))]
+    for each, (title, own) in zip(axes, panels.items(), strict=True):
+        _panel(each, title, own, names)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=beside, frameon=False, fontsize=7)
+    return figure
+
+
+def curve_style(at: int, name: str) -> dict[str, Any]:
+    """Colour, dash and mark of a curve by its number; a control is grey, and never solid."""
+    mark = _MARKS[at % len(_MARKS)]
+    if name in EVERY_CONTROL:
+        return {"color": "0.4", "linestyle": _DASHES[1 + at % 3], "marker": mark}
+    turn, colour = divmod(at, len(_COLOURS))
+    return {"color": _COLOURS[colour], "linestyle": _DASHES[turn % 2], "marker": mark}
+
+
+def _some(rows: Sequence[Row], model: str, placement: str) -> Samples:
+    return Samples([
+        row for row in rows if (row["model"], row["placement"]) == (model, placement) and not row.get("control")
+    ])
+
+
+def _panel(axes: Axes, title: str, samples: Samples, names: Sequence[str]) -> None:
+    recovery = samples.worth().low > 0
+    measure = samples.recovery if recovery else samples.accuracy
+    for at, name in enumerate(names):
+        points = sorted(
+            (samples.prompt_kept((name, budget)), one) for budget in budgets_of(samples)
+            if (name, budget) in samples.cells and (one := measure((name, budget))).known
+        )
+        x, y = [kept for kept, _ in points], [one.value for _, one in points]
+        ends = [[one.value - one.low for _, one in points], [one.high - one.value for _, one in points]]
+        axes.errorbar(x, y, yerr=ends, label=name, markersize=3, linewidth=1, elinewidth=0.5, **curve_style(at, name))
+    axes.set_title(f"{title}\nn = {len(samples.rows)}", fontsize=8)
+    axes.set_xlabel("prompt tokens kept")
+    axes.set_ylabel("recovery (full cache = 1)" if recovery else "accuracy (share of answers)")

@@ -1,0 +1,65 @@
+"""The command `kvspec`."""
+
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from models_integration.archive.errors import ArchiveError
+from models_integration.model.errors import UnknownModel
+from spec.errors import BackendUnavailable, SpecError
+
+__all__ = ["main"]
+
+_STOPPED = 130
+"""Exit code of a command that Ctrl-C has stopped."""
+# Packages that commands import, each with the extra of kvspec that installs the package.
+BROUGHT_BY = {
+    "cryptography": "archive", "bm25s": "archive", "wordllama": "wordllama", "ray": "ray", "lm_eval": "lm-eval",
+    "gguf": "weights", "matplotlib": "plots", "accelerate": "weights", "llama_cpp": "llamacpp",
+    "math_verify": "math",
+} | dict.fromkeys(
+    ("typer", "pytest", "hypothesis"), "conformance"
+) | dict.fromkeys(
+    ("torch", "transformers", "safetensors", "tokenizers", "regex", "rich", "tqdm", "pandas", "pandera"), "models"
+)
+
+
+def main() -> None:
+    """Run the command. For an invalid input or a missing package, print one line on stderr and exit with code 2."""
+    try:
+        from kvspec.cli.app import app
+
+        sys.exit(_ran(app))
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in BROUGHT_BY:
+            raise
+        _refuse(f"{missing} is missing; pip install 'kvspec[{BROUGHT_BY[missing]}]'")
+    except (SpecError, BackendUnavailable, ArchiveError, UnknownModel, OSError) as error:
+        _refuse(str(error))
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's error class; torch is not imported here
+            raise
+        _refuse(f"the device has no memory left; use a smaller --batch-size or --length: {error}")
+
+
+def _ran(app: Callable[..., Any]) -> Any:
+    """Run a command and return the exit code. For a wrong option or argument, print one line and exit."""
+    import typer
+
+    usage: type[Any] = typer.BadParameter.__mro__[1]  # click's UsageError; newer versions of typer contain click
+    try:
+        return app(prog_name="kvspec", standalone_mode=False)
+    except usage as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()
+            sys.exit(error.exit_code)
+        path = error.ctx.command_path if error.ctx else "kvspec"
+        _refuse(f"{error.format_message().rstrip('.')}; {path} --help lists the options")
+    except typer.Abort:
+        sys.exit(_STOPPED)
+
+
+def _refuse(reason: str) -> NoReturn:
+    print("kvspec:", " ".join(reason.split()), file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,343 @@
+"""Commands of `kvspec` that measure samples. A command imports the module with the work when it runs."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvspec.cli.options import (
+    Address,
+    Again,
+    Answers,
+    Attention,
+    Backend,
+    Bare,
+    BatchSize,
+    Budget,
+    Device,
+    Dtype,
+    Engine,
+    Figure,
+    Force,
+    Grade,
+    Lengths,
+    Model,
+    Models,
+    Placements,
+    Questions,
+    Results,
+    Seeds,
+    StudyResults,
+    TableFile,
+    Tasks,
+    Text,
+    Workers,
+    names_of,
+)
+
+__all__ = ["calibrate", "compare", "demo", "paper", "report", "study", "sweep"]
+
+_YOURS = "For your own policy write 'module:ATTRIBUTE' or the name of an entry point."
+
+_OF_GRIDS = ("grid", "budget", "tasks", "length", "samples", "seed", "model")
+"""Options of a sweep over parameters, which cannot be combined with a rules file."""
+_OF_TASKS = ("tasks", "length", "samples", "seed")
+"""Options of `compare` about made samples, which cannot be combined with your own questions."""
+_OF_QUESTIONS = ("text", "grade", "answers")
+"""Options of `compare` that need your own questions."""
+
+
+def paper(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Paper to evaluate: crystalcache, diversity, injection or nestedkv, or"
+                            " a .toml file that describes a different evaluation.")
+    ],
+    part: Annotated[
+        str, typer.Option(help="Name of one table to fill in, such as table-5. Default: all tables.")
+    ] = "",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Use short contexts and few samples. A quick run takes minutes on a CPU.")
+    ] = False,
+    file: Annotated[
+        list[Path] | None,
+        typer.Option(help="Benchmark file that a table needs, such as LongBench's hotpotqa.jsonl. Repeatable. Tables"
+                     " whose benchmark file is missing are skipped."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print how many samples, tokens, bytes and hours the run would need.")
+    ] = False,
+    model: Models = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
+    attn: Attention = "auto", batch_size: BatchSize = 12, workers: Workers = 1, engine: Engine = "processes",
+    address: Address = "", again: Again = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the results: study.jsonl, paper.html, tables.csv, a LaTeX file per"
+                                  " table. Default: results/NAME. If a run was stopped, the next run continues from"
+                                  " study.jsonl.")
+    ] = None,
+    force: Force = False,
+) -> None:
+    """Run the evaluation of a paper on your model, and fill in the tables of the paper.
+
+    Each table shows your results with 95 % intervals, and the published results. Each table also shows how much your
+    results differ from the best baseline and from the full cache. Below each table is a list of missing results.
+    Results that are stored in --out are not computed again.
+    """
+    from kvspec.cli.paper_runs import INJECTION, Asked, run
+    from experiments.studies.subject import Loading
+    from experiments.studies.workers import Launch
+
+    if name == INJECTION:
+        from kvspec.cli.paper_injection import run
+    folder = out or Path("results") / Path(name).stem
+    files = tuple(file or ())
+    asked = Asked(name, names_of("model", model), part, quick, files, folder, batch_size, again, dry_run, force)
+    run(asked, Loading("", backend, device, dtype, attn), Launch(workers, engine, address))
+
+
+def compare(
+    context: typer.Context,
+    questions: Questions = None, text: Text = None, grade: Grade = "contains",
+    policies: Annotated[
+        str,
+        typer.Option(help="Comma-separated policies (`kvspec policies` lists the names). Write snapkv(W=16) to set a"
+                     " constant. Write diverse-NAME to add set-conditioned selection. If h2o must evict only after"
+                     f" the prompt, write h2o@prompt. {_YOURS}"),
+    ] = "crystalcache,streamingllm,fullcache",
+    budgets: Annotated[
+        str, typer.Option(help="Comma-separated budgets: fractions of the prompt (0.3, 30%) or token counts (512).")
+    ] = "0.3,0.5",
+    tasks: Tasks = "needle,delayed_association", length: Lengths = "1024",
+    samples: Annotated[int, typer.Option(help="Number of samples per combination of task, length and seed.")] = 20,
+    seed: Seeds = "42", placement: Placements = "after",
+    controls: Annotated[
+        bool, typer.Option(help="Also run controls: fixed sets of kept tokens, for which the right result is known.")
+    ] = True,
+    calibration: Annotated[
+        Path | None, typer.Option(help="Calibration file of the model, written by kvspec calibrate.")
+    ] = None,
+    write_rules: Annotated[
+        Path | None, typer.Option(help="Rules file to write from the other options. The command then runs nothing.")
+    ] = None,
+    model: Models = "pocket", bare: Bare = False, backend: Backend = "auto", device: Device = "cpu",
+    dtype: Dtype = "auto", attn: Attention = "auto", batch_size: BatchSize = 12, workers: Workers = 1,
+    engine: Engine = "processes", address: Address = "", again: Again = False, answers: Answers = None,
+    table: TableFile = None, figure: Figure = None, out: Results = Path("results"), force: Force = False,
+) -> None:
+    """Compare policies on your own questions or on tasks, print tables, and write an HTML report.
+
+    Example: kvspec compare --text report.txt --questions questions.csv --policies snapkv,kvzip --budgets 0.3
+
+    The model reads each text once, and no text is cut. For each policy and budget, the model answers every question
+    from the tokens that the policy keeps. No token is evicted while the model reads a question. Without --questions,
+    the samples come from --tasks.
+
+    Each policy scores the tokens of a prompt once, and uses the same scores at every budget. All policies are compared
+    at the same budgets. The exit code is 1 if a control fails. A failed control means that the task is not a valid test
+    of the tokens that a policy keeps.
+
+    A second run skips the results that are stored in --out. With --write-rules the command only writes a rules file for
+    kvspec sweep or kvspec study.
+    """
+    from kvspec.cli.checks import check_defaults
+    from kvspec.cli.study_runs import Running, run, save_rules, study_of
+    from experiments.studies.evidence.rules import rules_of
+    from experiments.studies.own_texts import question_study
+    from experiments.studies.subject import Loading
+    from experiments.studies.workers import Launch
+
+    names, calibrated = names_of("policies", policies), str(calibration.resolve()) if calibration else ""
+    if questions is None:
+        check_defaults(context, _OF_QUESTIONS, "needs your own questions: add --questions FILE.csv")
+        study = study_of(
+            "Comparison", names, budgets, tasks, length, samples, seed, placement, model, controls=controls, bare=bare,
+            calibration=calibrated,
+        )
+    else:
+        check_defaults(context, _OF_TASKS, "cannot be used with --questions: leave out one of the two")
+        study = question_study(
+            questions, text, grade, title="Comparison", policies=names, budgets=names_of("budgets", budgets),
+            placements=names_of("placements", placement), models=names_of("model", model), bare=bare,
+            controls=controls, calibration=calibrated,
+        )
+    if write_rules is not None:
+        save_rules(study, write_rules, force)
+        return
+    running = Running(
+        out, batch_size=batch_size, again=again, table=table, figure=figure, force=force, answers=answers
+    )
+    run(rules_of(**study), Loading("", backend, device, dtype, attn), running, Launch(workers, engine, address))
+
+
+def demo(
+    model: Model = "pocket",
+    samples: Annotated[int, typer.Option(help="Number of samples per task. Few samples give uncertain results.")] = 20,
+    backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
+    batch_size: BatchSize = 12, out: Results = Path("results"), force: Force = False,
+) -> None:
+    """Compare CrystalCache, StreamingLLM and the full cache on the pocket model, and check the tasks with controls.
+
+    `kvspec compare` without options runs the same comparison. The demo takes a minute on two CPU cores and downloads
+    nothing. If --model is neither 'pocket' nor 'chat', the tasks ask for facts that are hidden in English prose.
+    """
+    shipped = "the small model that comes with kvspec" if model == "pocket" else f"the model {model}"
+    print(
+        f"kvspec demo: compares three policies on {shipped}, and checks the tasks with controls.\n"
+        f"{'The demo takes about a minute on two CPU cores. ' if model == 'pocket' else ''}Nothing is downloaded."
+        f" Results are written to {out}. A second run skips finished samples.", flush=True,
+    )
+    from kvspec.cli.study_runs import Running, run, study_of
+    from experiments.studies.evidence.rules import rules_of
+    from experiments.studies.subject import SHIPPED, Loading
+
+    asked = "needle,delayed_association" if model in SHIPPED else "needle_in_prose,keys_in_prose_2"
+    policies = ("crystalcache", "streamingllm", "fullcache")
+    study = study_of(
+        "Demo", policies, "0.3,0.5", asked, "1024", samples, "42", "after", model, controls=True, bare=False
+    )
+    running = Running(out, batch_size=batch_size, force=force)
+    run(rules_of(**study), Loading("", backend, device, dtype, attn), running)
+
+
+def sweep(
+    context: typer.Context,
+    rules: Annotated[
+        Path | None,
+        typer.Argument(metavar="SWEEP.toml", help="Rules file with models, policies, budgets and tasks."),
+    ] = None,
+    grid: Annotated[
+        str, typer.Option(help="Parameters to vary: appendix-a (T_max, s, alpha) or extensions (essay, ...).")
+    ] = "appendix-a",
+    budget: Budget = "0.3",
+    tasks: Tasks = "needle,delayed_association", length: Lengths = "1024",
+    samples: Annotated[int, typer.Option(help="Number of samples for each task and each variant.")] = 10,
+    seed: Seeds = "42", model: Models = "pocket", bare: Bare = False, backend: Backend = "auto",
+    device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto", batch_size: BatchSize = 12,
+    workers: Workers = 1, engine: Engine = "processes", address: Address = "", again: Again = False,
+    table: TableFile = None, figure: Figure = None,
+    status: Annotated[
+        Path | None, typer.Option(help="Folder (--out) of a run. The command only prints the progress of the run.")
+    ] = None,
+    out: Results = Path("results"), force: Force = False,
+) -> None:
+    """Measure all samples of a rules file. Without a rules file, vary one parameter of CrystalCache at a time.
+
+    The default sweep takes a minute on two CPU cores. Results that are stored in --out are not computed again.
+    """
+    if status is not None:
+        from experiments.studies.workers import status as lines
+
+        for line in lines(status):
+            print(line)
+        return
+    from kvspec.cli.checks import check_defaults
+    from kvspec.cli.study_runs import Running, grid_rules, rules_in, run
+    from experiments.studies.subject import Loading
+    from experiments.studies.workers import Launch
+
+    if rules is None:
+        made = grid_rules(grid, budget, tasks, length, samples, seed, model, bare)
+    else:
+        reason = f"cannot be used with a rules file: leave out the option, and edit {rules} instead"
+        check_defaults(context, _OF_GRIDS, reason)
+        made = rules_in(rules, bare)
+    running = Running(
+        out, batch_size=batch_size, again=again, file=rules, table=table, figure=figure, force=force
+    )
+    run(made, Loading("", backend, device, dtype, attn), running, Launch(workers, engine, address))
+
+
+def study(
+    rules: Annotated[Path | None, typer.Option(help="Rules file that describes the study.")] = None,
+    out: StudyResults = None,
+    part: Annotated[
+        str, typer.Option(help="Samples to run: dev (a fifth of the samples), confirm (all other samples), or all.")
+    ] = "dev",
+    audit: Annotated[
+        Path | None, typer.Option(help="Folder of studies. The command checks their git history, texts and claims.")
+    ] = None,
+    bare: Bare = False, batch_size: BatchSize = 12, device: Device = "cpu", dtype: Dtype = "auto",
+    attn: Attention = "auto", workers: Workers = 1, engine: Engine = "processes", address: Address = "",
+    again: Again = False, table: TableFile = None, figure: Figure = None, force: Force = False,
+) -> None:
+    """Run the study that a rules file describes, and decide whether the claims of the study hold.
+
+    For each policy a study measures how much evidence is kept, and how much attention evicted keys receive. A study
+    also measures the likelihood of the gold answer, and the quality of the answers. Each policy scores the tokens of a
+    prompt once, and uses the same scores at every budget. In a rules file a task is a name, 'module:ATTRIBUTE', or
+    'KIND:PATH' for a benchmark file. KIND is ruler-file, ruler-lm-eval-file, scbench-file, scbench-turns-file,
+    longbench-file, loogle-file, infinitebench-file or math-file.
+
+    If the rules file has claims, first commit the rules file and the calibration file to git. Then run kvspec study
+    with --part dev. Finally run kvspec study with --part confirm.
+
+    With --audit the command checks that git has the rules before the results, and that each result names a commit with
+    the rules. Dev and confirming samples must share no text. No claim may pool places or texts with opposite signs. If
+    a check fails, the exit code is 1. The file known-limits.toml in the folder lists defects that are stated.
+    """
+    from kvspec.cli.study_runs import Running, print_audit, rules_in, run
+    from experiments.studies.subject import Loading
+    from experiments.studies.workers import Launch
+
+    if audit is not None:
+        raise typer.Exit(int(print_audit(audit)))
+    if rules is None or out is None:
+        missing = "'--rules'" if rules is None else "'--out'"
+        raise typer.BadParameter("is needed: give --rules and --out, or --audit", param_hint=missing)
+    running = Running(out, part, batch_size, again, rules, table, figure, force)
+    loading = Loading("", device=device, dtype=dtype, attn=attn)
+    run(rules_in(rules, bare), loading, running, Launch(workers, engine, address))
+
+
+def report(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Folder with results of kvspec compare, sweep or study.")
+    ],
+    rules: Annotated[
+        list[Path] | None, typer.Option(help="Rules file whose claims the report shows. Repeatable.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="HTML file to write. Default: report.html in FOLDER.")] = None,
+    table: TableFile = None, figure: Figure = None, force: Force = False,
+) -> None:
+    """Write an HTML report about the results in a folder. The report needs no network.
+
+    The report first shows the claims, and the best policy for each task and budget. The report then shows figures,
+    tables, controls, costs and warnings. The commands compare, sweep and study write the same report.
+    """
+    from kvspec.cli.study_files import write_report
+
+    write_report(folder, rules or [], out, table, figure, force)
+
+
+def calibrate(
+    text: Annotated[Path, typer.Argument(metavar="TEXT", help="Text file, rules file (.toml), TriAttention statistics"
+                                                              " (.pt) or DuoAttention head pattern (.tsv).")],
+    out: Annotated[Path, typer.Option(help="Calibration file to write.")] = Path("calibration.npz"),
+    tokens: Annotated[int, typer.Option(help="Maximum number of tokens of the text to use.")] = 4096,
+    threshold: Annotated[
+        float | None,
+        typer.Option(help="Threshold for a .tsv file. Values below the threshold become 0, and other values become 1."),
+    ] = None,
+    model: Model = "pocket", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
+    force: Force = False,
+) -> None:
+    """Write the calibration file that the policies triattention and kvzip-heads need for a model.
+
+    For triattention the file has statistics of the queries. For kvzip-heads the file has a KVzip score for each head.
+
+    Calibration takes three forward passes over the text. In one of the three passes the model repeats the text.
+
+    To calibrate for a study, run `kvspec calibrate rules.toml`. Then write calibration = "calibration.npz" in the rules
+    file. For a rules file, only the first context of the dev part is used, and the calibration file stores a hash of
+    this context. `kvspec study` raises an error if a calibration file was made from a confirming context.
+
+    The command also converts TriAttention's statistics (.pt) and DuoAttention's head patterns (.tsv). A .pt or .tsv
+    file does not name a model, so kvspec cannot check whether the file belongs to your model. If --out ends in .pt, the
+    calibration file has the format of TriAttention. If --out has a different suffix, the calibration file also stores a
+    hash of the model and of the rotary embedding.
+
+    To use the calibration file, run kvspec compare --policies triattention --calibration calibration.npz
+    """
+    from kvspec.cli.prompts import run_calibrate
+    from experiments.studies.subject import Loading
+
+    run_calibrate(text, out, tokens, Loading(model, device=device, dtype=dtype, attn=attn), threshold, force)

@@ -1,0 +1,350 @@
+"""Implementation of `kvspec study`, `sweep`, `compare` and `demo`."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from models_integration.cache.atomic_file import publish_readable
+from kvspec.cli.checks import calibration_of, check_counts, check_folder
+from kvspec.cli.options import names_of
+from kvspec.cli.study_files import PAGE, check_outputs, write_outputs, write_page
+from models_integration.session.method import Method
+from models_integration.session.stages import describe_stages
+from experiments.studies.evidence.audit import audit
+from experiments.studies.evidence.kept import CONTROL_BOUNDS, FULL
+from experiments.studies.evidence.protocol import check_controls, check_order, registered
+from experiments.studies.evidence.rules import ALL, AT_PROMPT, PARTS, Rules, load_rules, rules_of, rules_text
+from experiments.studies.evidence.run import (
+    Cell,
+    Item,
+    check_budgets,
+    items,
+    leases,
+    left_of,
+    methods,
+    rows_of,
+    run_items,
+)
+from experiments.studies.own_texts import answer_table, own_rows, question_results
+from experiments.studies.report import (
+    control_table,
+    failed_controls,
+    progress_bar,
+    say,
+    summary,
+    summary_tables,
+    table_of,
+)
+from experiments.studies.results import STUDY, Row, load_rows
+from experiments.studies.subject import Loading, Subject
+from experiments.studies.workers import Launch, first_failure
+from experiments.tasks.needle import CONFIRM
+from experiments.tasks.registry import files_of, resolve_task
+from reference.calibration import Calibration
+from spec.errors import SpecError
+from spec.files import check_output
+from spec.parameters import ESSAY, PAPER
+from spec.validate import check_choices
+
+__all__ = [
+    "GRIDS", "STOPPED", "Running", "Work", "finish", "grid_rules", "print_audit", "rules_in", "run", "save_rules",
+    "study_of",
+]
+
+def _constants(**changed: object) -> str:
+    return ", ".join(f'{name}="{one}"' if isinstance(one, str) else f"{name}={one}" for name, one in changed.items())
+
+
+GRIDS: dict[str, tuple[str, ...]] = {
+    name: ("crystalcache", *(f"crystalcache({constants})" for constants in each)) for name, each in {
+        # Values that the paper varies, according to Appendix A.
+        "appendix-a": (
+            *(_constants(T_max=value) for value in (16, 24, 48)), *(_constants(s=value) for value in (2.0, 10.0)),
+            *(_constants(alpha=value) for value in (0.25, 0.5, 2.0, 8.0)),
+        ),
+        "extensions": (
+            _constants(**{name: one for name, one in vars(ESSAY).items() if one != getattr(PAPER, name)}),
+            _constants(allocation="tiers"), *(_constants(coverage=value) for value in (0.1, 0.25, 0.5)),
+            _constants(merge="median"), _constants(rarity="reciprocal"), _constants(rarity="exponential"),
+        ),
+    }.items()
+}
+"""Policies of each grid: CrystalCache with the parameters of the paper, then CrystalCache with changed parameters."""
+
+
+_EVERY = 10_000
+"""Number of questions that no context has, for files and your own tasks, of which no question may be left out."""
+
+
+def study_of(
+    title: str, policies: Sequence[str], budgets: str, tasks: str, lengths: str, samples: int, seeds: str,
+    placements: str, models: str, *, controls: bool, bare: bool, calibration: str = "",
+) -> dict[str, Any]:
+    """Return the entries of the table [study] of a rules file that has the same meaning as the options.
+
+    Raises:
+        SpecError: if a list is empty, if there is no sample, or if a seed or length is not a whole number.
+    """
+    check_counts(samples=samples)
+    built_in = all(resolve_task(name).built_in for name in names_of("tasks", tasks))
+    checked = tuple(CONTROL_BOUNDS) if controls else ()
+    return {
+        "title": title, "models": names_of("model", models), "contexts": samples,
+        "questions": 1 if built_in else _EVERY, "seeds": _numbers("seeds", seeds),
+        "lengths": _numbers("lengths", lengths),
+        "placements": names_of("placements", placements), "tasks": names_of("tasks", tasks),
+        "policies": [name for name in policies if name != FULL], "budgets": names_of("budgets", budgets),
+        "controls": [*((FULL,) if FULL in policies else ()), *checked], "bare": bare,
+        **({"calibration": calibration} if calibration else {}),
+    }
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    try:
+        return [int(one) for one in names_of(option, text)]
+    except ValueError as error:
+        raise SpecError(option, text, "must be whole numbers, separated by commas") from error
+
+
+def save_rules(study: Mapping[str, Any], path: Path, force: bool = False) -> None:
+    """Write a study as a rules file, and print the command that runs the rules file.
+
+    Raises:
+        SpecError: if `Rules` does not accept an entry, or if the file cannot be written.
+    """
+    rules = rules_of(**study)
+    check_output("write_rules", path, _files_of(rules, None), force)
+    publish_readable(path, rules_text(**study).encode())
+    say(f"{path}; run it with: kvspec sweep {path}")
+
+
+def grid_rules(
+    grid: str, budget: str, tasks: str, lengths: str, samples: int, seeds: str, models: str, bare: bool,
+) -> Rules:
+    """Return the rules of a sweep over the parameters of a grid.
+
+    Raises:
+        SpecError: if the grid is unknown, or as in `study_of` and `rules_of`.
+    """
+    check_choices("grid", (grid,), GRIDS)
+    title = f"Grid {grid}"
+    return rules_of(**study_of(
+        title, GRIDS[grid], budget, tasks, lengths, samples, seeds, "after", models, controls=False, bare=bare
+    ))
+
+
+def rules_in(path: Path, bare: bool) -> Rules:
+    """Return the rules in a file. If `bare` is True, no chat template is used.
+
+    Raises:
+        SpecError: as in `load_rules`.
+    """
+    rules = load_rules(path)
+    return replace(rules, bare=rules.bare or bare)
+
+
+STOPPED = 130
+"""Exit code of a command that Ctrl-C has stopped."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """Settings for a run of a rules file.
+
+    Attributes:
+        out: folder for the results and the report.
+        part: samples to run: a name in PARTS, or ALL.
+        batch_size: number of compacted caches of one sample that share a forward pass.
+        again: if True, run failed samples again.
+        file: rules file whose claims the report shows. None if the rules come from the options of a command. The path
+            of the calibration file is relative to the folder of the rules file.
+        table: file for the table of results. None: no table.
+        figure: file for the figure. None: no figure.
+        force: if True, the written files may replace files that kvspec did not make.
+        answers: file for the answers to your own questions. None: no file.
+    """
+
+    out: Path
+    part: str = ALL
+    batch_size: int = 12
+    again: bool = False
+    file: Path | None = None
+    table: Path | None = None
+    figure: Path | None = None
+    force: bool = False
+    answers: Path | None = None
+
+
+def run(rules: Rules, loading: Loading, running: Running, launch: Launch | None = None) -> None:
+    """Measure the samples of each model without a stored result, then print the tables and write the report.
+
+    Raises:
+        SpecError: if the rules, an option or a model is invalid. The error is raised before a sample is measured.
+        Exit: with exit code 130 if the run is interrupted, or with exit code 1 if a sample or a control failed. Stored
+            results are kept.
+    """
+    with (launch or Launch()).started(running.out, loading.device):
+        console, results = Console(), running.out / STUDY
+        rules, calibration = _checked(rules, running)
+
+        def work_on(model: str) -> Work:
+            return Work(rules, replace(replace(loading, model=model).subject(), calibration=calibration), running)
+
+        for model in rules.models[1:]:  # the next line checks the first model
+            work_on(model)
+        rows, failed, stopped = measured(map(work_on, rules.models), console)
+        if stopped:
+            say(f"stopped: {len(rows)} samples of this run are in {results}; run the same command again for the rest")
+        if rows:
+            failed |= _show(rows, rules, console, running)
+        finish(results, failed, stopped)
+
+
+def _checked(rules: Rules, running: Running) -> tuple[Rules, Calibration | None]:
+    """Check the options of a run. Return the rules, with the commit if the run confirms claims, and the calibration."""
+    check_choices("part", (running.part,), (*PARTS, ALL))
+    check_counts(batch_size=running.batch_size)
+    if not rules.calibration:
+        calibration_of((policy.removesuffix(AT_PROMPT) for policy in rules.policies), None)
+    calibration = rules.calibrated(running.file.parent if running.file else Path())
+    check_folder("out", running.out, STUDY, (PAGE,), running.force)
+    parts = _parts(running)
+    check_order(rules, load_rows(running.out / STUDY), parts)
+    if rules.claims and CONFIRM in parts and running.file is not None:
+        rules = replace(rules, commit=registered(rules, running.file))
+    outputs = {"table": running.table, "figure": running.figure, "answers": running.answers}
+    check_outputs(outputs, _files_of(rules, running.file), running.force)
+    return rules, calibration
+
+
+def measured(works: Iterable["Work"], console: Console) -> tuple[list[Row], bool, bool]:
+    """Measure each work until Ctrl-C. Return the rows, whether a sample failed, and whether the run was stopped."""
+    rows, failed = list[Row](), False
+    for work in works:
+        stopped = work.measure(console)
+        rows += work.rows()
+        failed |= work.failed
+        if stopped:
+            return rows, failed, True
+    return rows, failed, False
+
+
+def finish(results: Path, failed: bool, stopped: bool) -> None:
+    """Print the first failure, if a sample failed. If the run failed or was stopped, exit with code 1 or 130."""
+    if failed and (said := first_failure(results)):
+        say(said)
+    if stopped or failed:
+        raise typer.Exit(STOPPED if stopped else 1)
+
+
+def print_audit(folder: Path) -> bool:
+    """Print for each study of a folder whether the git history has the rules before the results, and defects.
+
+    Returns:
+        True if a study has a defect that the file of known limits does not list.
+
+    Raises:
+        SpecError: as in `audit`.
+    """
+    found = audit(folder)
+    lines = [[one.study, one.rules[:8], one.rows[:8], one.finding] for one in found]
+    Console().print(table_of("Rules before rows", ["study", "rules", "rows", "finding"], lines, texts=4))
+    for one in found:
+        for kind, defects in (("FAILED", one.failures), ("known", one.known)):
+            for defect in defects:
+                print(f"{kind}: {one.study}: {defect}")
+    return any(one.failures for one in found)
+
+
+def _files_of(rules: Rules, file: Path | None) -> list[Path]:
+    """Return the paths that a run reads: the rules file, the calibration file and the files of tasks."""
+    folder = file.parent if file else Path()
+    tasks = [path for task in rules.tasks for path in files_of(task)]
+    return [*([file] if file else []), *([folder / rules.calibration] if rules.calibration else []), *tasks]
+
+
+def _parts(running: Running) -> Sequence[str]:
+    return PARTS if running.part == ALL else (running.part,)
+
+
+def _show(rows: Sequence[Row], rules: Rules, console: Console, running: Running) -> bool:
+    """Print the tables and write the report, table and figure. Return True if a control fails."""
+    counted = summary(rows)
+    measured, controls = ([row for row in counted if row["control"] is kind] for kind in (False, True))
+    for table in [*summary_tables(measured, console.width), *([control_table(controls)] if controls else [])]:
+        console.print(table)
+    for found in question_results(own_rows(rows)):
+        console.print(found, highlight=False, soft_wrap=isinstance(found, str))
+    write_page(running.out, [rules] if running.file else [])
+    write_outputs(rows, running.table, running.figure)
+    if running.answers is not None:
+        publish_readable(running.answers, answer_table(own_rows(rows)).to_csv(index=False).encode())
+        say(str(running.answers))
+    failed = failed_controls(controls)
+    if failed:
+        console.print(f"controls FAIL: {', '.join(failed)}. With this model, length and budget, the comparison is"
+                      " not a valid test of the kept tokens.")
+    return bool(failed)
+
+
+class Work:
+    """Samples of a rules file on one model. The constructor checks the policies, the controls and the samples.
+
+    Raises:
+        SpecError: if a policy, a control or a sample cannot be measured.
+    """
+
+    def __init__(self, rules: Rules, subject: Subject, running: Running) -> None:
+        self.rules, self.subject, self.running = rules, subject, running
+        self.policies: dict[str, Method] = methods(rules, self.subject)
+        check_controls(rules, {name: method.policy for name, method in self.policies.items()})
+        self.items: list[Item] = list(items(rules, self.subject, _parts(running)))
+        lengths = dict.fromkeys(item.context_length for item in self.items)
+        self.warnings = list(dict.fromkeys(check_budgets(rules, self.policies, lengths)))
+        self.failed = False
+
+    def measure(self, console: Console) -> bool:
+        """Measure the samples without a stored result. Return True if Ctrl-C stopped the run."""
+        rules, subject, results = self.rules, self.subject, self.running.out / STUDY
+        every: dict[str, tuple[Item, tuple[Cell, ...]]] = {
+            item.unit(rules, subject): (item, item.cells(rules)) for item in self.items
+        }
+        for warning in self.warnings:
+            say(f"warning: {warning}", console)
+        try:
+            with leases(results) as own:
+                left = left_of(results, rules, subject, self.items)
+                own.plan(left.keys() | (every.keys() & own.stored()))
+                if self.running.again:
+                    own.again(left)
+                checks = sum(bool(item.control) for item, _ in every.values())
+                samples = f"{len(every)} samples" + (f" ({checks} samples only for controls)" if checks else "")
+                part = "" if self.running.part == ALL else f" {self.running.part} samples,"
+                say(
+                    f"{rules.title}:{part} model {subject.name}, backend {self.backends}, rules {rules.digest[:8]};"
+                    f" {samples}, {len(every) - len(left)} of them stored in {results} by earlier runs", console
+                )
+                with progress_bar(console, len(left)) as progress:
+                    run_items(subject, rules, self.policies, left, own, self.running.batch_size, progress)
+                self.failed = bool(own.failed.keys() & left.keys())
+        except KeyboardInterrupt:
+            return True
+        return False
+
+    @property
+    def backends(self) -> str:
+        """Backends of the stages of all policies, such as "numba for h2o; torch for snapkv"."""
+        found: dict[str, list[str]] = {}
+        for name, method in self.policies.items():
+            found.setdefault(describe_stages(method, on_device=False), []).append(name)
+        if len(found) > 1:
+            return "; ".join(f"{stages} for {', '.join(names)}" for stages, names in found.items())
+        return next(iter(found), self.subject.backend)
+
+    def rows(self) -> list[Row]:
+        """Return the stored rows of the samples."""
+        return rows_of(self.running.out / STUDY, self.rules, self.subject, self.items)

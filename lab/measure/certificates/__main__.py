@@ -1,0 +1,157 @@
+"""Make certificates of other implementations: `python -m lab.measure.certificates [NAME ...]`.
+
+The command makes those that this environment can make. `page` writes the table of docs/results/certificates from the
+files there. `nox -s lab -- certificates` runs the command in both environments.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from conformance.paths import DOCS, ROOT
+
+HERE, OUT, LOGS = Path(__file__).resolve().parent, DOCS / "results" / "certificates", ROOT / "results" / "certificates"
+ENGINE = Path("build", "engine")
+COMPILERS: dict[str, tuple[str, ...]] = {
+    "c": ("cc", "-O2", "-std=c99", "engine.c", "-lm"), "cpp": ("g++", "-O2", "-std=c++17", "engine.cpp"),
+}
+"""Commands that compile the example engines, each in its folder of docs/examples."""
+PROGRAMS = {"engine-c": ("c", ENGINE), "engine-cpp": ("cpp", ENGINE.with_name("engine-cpp"))}
+"""Engines that must be compiled: the language, and the path of the program."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Implementation to test: the option of `kvspec verify`, and a note that explains the verdict."""
+
+    kind: str
+    named: str
+    note: str = ""
+    options: tuple[str, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        """Folder in which the command runs. Modules are found and their file is hashed there."""
+        return ROOT if self.kind == "command" else HERE
+
+    @property
+    def command(self) -> list[str]:
+        return [f"--{self.kind}", self.named, *self.options]
+
+
+PRESSES = (
+    "streaming_llm", "snapkv", "pyramidkv", "chunkkv", "tova", "keydiff", "knorm", "adakv", "expected_attention",
+    "observed_attention",
+)
+SUBJECTS: dict[str, Subject] = {
+    "engine-c": Subject("command", str(ENGINE), "docs/examples/c, compiled by `cc -O2 -std=c99`"),
+    "engine-cpp": Subject(
+        "command", str(PROGRAMS["engine-cpp"][1]), "docs/examples/cpp, compiled by `g++ -O2 -std=c++17`; five methods",
+        ("--as", "snapkv,pyramidkv,keydiff,knorm,streamingllm"),
+    ),
+    "engine-javascript": Subject(
+        "command", "node docs/examples/javascript/engine.mjs", "few examples of each property: minutes, not hours",
+        ("--timeout", "300", "--profile", "few"),
+    ),
+    "transformers-dynamic": Subject("cache", "transformers_caches:dynamic", "with explicit positions"),
+    "transformers-dynamic-default-positions": Subject(
+        "cache", "transformers_caches:dynamic_default_positions",
+        "a misuse that is easy to make: without `position_ids` the model counts what is stored",
+    ),
+    "transformers-static": Subject("cache", "transformers_caches:static", "with explicit positions"),
+    "transformers-fp8": Subject("cache", "transformers_caches:fp8", "8 bits are not exact, and are not meant to be"),
+    "kvpress-gathered": Subject(
+        "cache", "kvpress_caches:gathered", "on Gemma 3 a question of several tokens is read without causality",
+    ),
+    "kvpress-masked": Subject(
+        "cache", "kvpress_caches:masked", "nothing is freed; all failures are of 70 tokens read at once",
+    ),
+    **{
+        f"kvpress-{name.replace('_', '-')}": Subject("policy", f"kvpress_policies:{name}", "", ("--profile", "dev"))
+        for name in PRESSES
+    },
+}
+
+
+def _mine(name: str) -> bool:
+    """Return True if this environment can test the subject. kvpress has an environment with an older transformers."""
+    return name.startswith("kvpress") == (find_spec("kvpress") is not None)
+
+
+def compile_engine(language: str, program: Path) -> None:
+    """Compile an example engine."""
+    made = ROOT / program
+    made.parent.mkdir(exist_ok=True)
+    subprocess.run([*COMPILERS[language], "-o", str(made)], cwd=DOCS / "examples" / language, check=True)
+
+
+def make(name: str) -> None:
+    """Test one subject, and copy its certificate to the folder of the page.
+
+    Raises:
+        RuntimeError: if nothing was tested.
+    """
+    subject, out = SUBJECTS[name], LOGS / name
+    if name in PROGRAMS:
+        compile_engine(*PROGRAMS[name])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "conformance.verify", *subject.command, "--out", str(out)]
+    done = subprocess.run(command, cwd=subject.folder, env=environment, check=False)
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"{name}: nothing was judged")
+    shutil.copyfile(out / "certificate.toml", OUT / f"{name}.toml")
+
+
+def _counts(made: dict[str, Any]) -> str:
+    """Return the number of rows by verdict. For an engine, only the families that it offers count."""
+    verdicts = Counter(row["verdict"] for row in made["items"].values() if row["verdict"] != "not offered")
+    order = ("pass", "fail", "not served", "not promised", "N/A", "not run")
+    return ", ".join(f"{verdicts[one]} {one}" for one in order if verdicts[one])
+
+
+def _row(name: str) -> str:
+    made = tomllib.loads((OUT / f"{name}.toml").read_text(encoding="utf-8"))
+    with_ = made["device"].get("transformers")
+    who = made["subject"]["name"] + (f", transformers {with_}" if with_ else "")
+    note = SUBJECTS[name].note or (f"fails: {', '.join(made['failing'])}" if made["failing"] else "")
+    return f"| [{name}]({name}.toml) | {made['verdict']} | {who} | {_counts(made)} | {note} |"
+
+
+def page() -> str:
+    """Return the text of README.md of the certificates."""
+    rows = [_row(name) for name in SUBJECTS if (OUT / f"{name}.toml").exists()]
+    return "\n".join([
+        "# Certificates of others", "",
+        "`nox -s lab -- certificates` makes all certificates, and `nox -s lab -- certificates NAME` makes one again, in"
+        " the environment that it needs. [The specification](../../../spec/certificate.md) defines the verdicts. The"
+        " wrappers are in `lab/measure/certificates`. Run `python -m conformance.verify --check"
+        " CERTIFICATE.toml` in that folder (engines: in the root), with the root in PYTHONPATH.", "",
+        "The presses of kvpress are not changed. They get random queries, keys and values in float64, and their"
+        " promises are read from their docstrings. A press accepts a budget of B of n tokens only as the ratio"
+        " 1 - B / n. If floating-point numbers round down, a press keeps one token too few, and the missing token"
+        " can be a sink. [Defects to report upstream](../../upstream.md) lists all defects.", "",
+        "| Certificate | Verdict | Judged | Rows | Note |", "|---|---|---|---|---|", *rows, "",
+    ])
+
+
+def main(names: list[str]) -> int:
+    """Make all certificates or the named ones, or write the page."""
+    if unknown := sorted(set(names) - {*SUBJECTS, "page"}):
+        print(f"no certificate {', '.join(unknown)}: there are {', '.join(SUBJECTS)}", file=sys.stderr)
+        return 2
+    for name in filter(_mine, [one for one in names or SUBJECTS if one != "page"]):
+        make(name)
+    if names == ["page"]:
+        (OUT / "README.md").write_text(page(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,175 @@
+"""Kept sets of kvpress. Its presses are run unchanged, on a stand-in for an attention module."""
+
+import logging
+from collections.abc import Callable
+from importlib.metadata import version
+from types import SimpleNamespace
+from typing import Any, TypeAlias
+from unittest.mock import patch
+
+import kvpress  # type: ignore[import-not-found]
+import numpy as np
+import torch
+
+from lab.measure.peers.inputs import Constants, Inputs, Rehearsed, positions_of, threshold
+from reference.policies.attention import observed_attention
+
+VERSION = version("kvpress")
+logging.getLogger("kvpress").setLevel(logging.ERROR)  # KVzip's press warns whenever it is created
+Array: TypeAlias = np.ndarray[Any, Any]
+Make: TypeAlias = Callable[[float, Constants], Any]
+"""Function that returns a press for a ratio of evicted tokens."""
+
+
+def module_of(inputs: Inputs) -> Any:
+    """Return the attributes of an attention layer that a press reads: sizes, query projection and rotary tables."""
+    H, H_kv = len(inputs.raw_q), len(inputs.k)
+    frequencies = torch.tensor(np.concatenate([inputs.inv_freq, inputs.inv_freq]))
+
+    def rotary(x: Any, position_ids: Any) -> tuple[Any, Any]:
+        angle = position_ids[..., None] * frequencies
+        return angle.cos(), angle.sin()
+
+    config = SimpleNamespace(
+        num_attention_heads=H, num_key_value_heads=H_kv, num_hidden_layers=inputs.constants.layers,
+        _attn_implementation="sdpa", head_dim=inputs.k.shape[2], hidden_size=inputs.W_o.shape[2],
+    )
+    return SimpleNamespace(
+        config=config, head_dim=inputs.k.shape[2], layer_idx=inputs.layer, rotary_emb=rotary,
+        q_proj=lambda hidden: hidden, num_key_value_groups=H // H_kv,
+        o_proj=SimpleNamespace(weight=torch.tensor(inputs.W_o.reshape(-1, inputs.W_o.shape[2]).T)),
+    )
+
+
+def given_to(inputs: Inputs, eager: bool) -> tuple[Any, ...]:
+    """Return the arguments of a press, with the module first."""
+    module = module_of(inputs)
+    hidden = torch.tensor(inputs.raw_q.transpose(1, 0, 2).reshape(1, inputs.n, -1))
+    keys, values = torch.tensor(inputs.k)[None], torch.tensor(inputs.v)[None]
+    tables = module.rotary_emb(hidden, torch.arange(inputs.n)[None])
+    A = torch.tensor(observed_attention(inputs.view, inputs.n))[None] if eager else None
+    module.masked_key_indices = None
+    return module, hidden, keys, values, A, {"position_embeddings": tables}
+
+
+def kept_by_press(make: Make, inputs: Inputs, eager: bool) -> list[list[int]]:
+    """Return the kept positions of each KV head, ascending.
+
+    If the press decides over all layers, return the positions of all layers.
+    """
+    press: Any = make(float(inputs.ratio), inputs.constants)
+    if isinstance(press, kvpress.KVzipPress):
+        return [head for module in rehearsed_by(press, inputs) for head in unmasked(module, inputs)]
+    module, hidden, keys, *others = given_to(inputs, eager)
+    if isinstance(press, kvpress.DMSPress):
+        stored = SimpleNamespace(layers={inputs.layer: SimpleNamespace(keys=keys, values=others[0])})
+        shown = {"hidden_states": hidden, "past_key_values": stored, "cache_position": torch.arange(inputs.n)}
+        press.forward_hook(module, [], shown, [])
+        return unmasked(module, inputs)
+    found, places = gathered_by(press, module, hidden, keys, *others)
+    if module.masked_key_indices is not None:
+        return unmasked(module, inputs)
+    if found is keys:
+        return [[*range(inputs.n)] for _ in inputs.k]
+    if places is None:
+        places = positions_of(found[0].numpy(), inputs.k)
+    return [sorted(head.tolist()) for head in places]
+
+
+def gathered_by(press: Any, module: Any, hidden: Any, keys: Any, *others: Any) -> tuple[Any, Any]:
+    """Return the keys that a press keeps, and their positions (H_kv, kept), or None if the press gathers no keys."""
+    gather, taken = torch.Tensor.gather, list[Any]()
+
+    def recorded(x: Any, dim: int, index: Any) -> Any:
+        taken.extend([index] if x is keys else [])
+        return gather(x, dim, index)
+
+    with patch.object(torch.Tensor, "gather", recorded):
+        found, _ = press.compress(module, hidden, keys, *others)
+    return found, taken[-1][0, :, :, 0].numpy() if taken else None
+
+
+def unmasked(module: Any, inputs: Inputs) -> list[list[int]]:
+    """Return the positions that are not masked by a press that only masks."""
+    marks = module.masked_key_indices or ((), (), ())
+    gone = {(int(h), int(i)) for h, i in zip(*marks[1:], strict=True)}
+    return [[i for i in range(inputs.n) if (h, i) not in gone] for h in range(len(inputs.k))]
+
+
+class Reader(SimpleNamespace):
+    """Model whose layers store the given tokens. The hooks of a press on the layers do the rest."""
+
+    def __call__(self, input_ids: Any, past_key_values: Any) -> None:
+        for at, (layer, stored) in enumerate(zip(self.layers, past_key_values.layers, strict=True)):
+            hidden, own = map(torch.tensor, self.prompt.read(at, input_ids[0].numpy()))
+            positions = stored.keys.shape[2] + torch.arange(len(hidden))
+            stored.keys, stored.values = (torch.cat([x, own[None]], dim=2) for x in (stored.keys, stored.values))
+            tables = layer.self_attn.rotary_emb(hidden, positions[None])
+            layer.self_attn(hidden_states=hidden[None], past_key_values=past_key_values, position_embeddings=tables)
+
+
+def rehearsed_by(press: Any, inputs: Inputs) -> list[Any]:
+    """Return the masked modules of the layers after KVzip's press has made the model repeat the prompt."""
+    prompt, L, modules = Rehearsed(inputs), inputs.constants.layers, list[Any]()
+    for layer in range(L):
+        modules.append(torch.nn.Module())
+        vars(modules[-1]).update({**vars(module_of(inputs)), "layer_idx": layer, "forward": lambda **_: (None, None)})
+    pairs = [[torch.tensor(x)[None] for x in prompt.cached(layer)] for layer in range(L)]
+    first, later, answer = prompt.template
+    press._context_ids, press._suffix_ids = torch.arange(inputs.n)[None], torch.tensor([answer])
+    press._cache = SimpleNamespace(layers=[SimpleNamespace(keys=k, values=v) for k, v in pairs])
+    press.prefix_length = prompt.prefix
+    tokenizer = SimpleNamespace(encode=lambda text, **_: torch.tensor([later if "starting with" in text else first]))
+    reader = Reader(prompt=prompt, layers=[SimpleNamespace(self_attn=module) for module in modules])
+    sizes = SimpleNamespace(num_hidden_layers=L, num_key_value_heads=len(inputs.k))
+    model = SimpleNamespace(model=reader, config=sizes, dtype=torch.float64, device="cpu")
+    torch.set_default_dtype(torch.float64)  # otherwise the mask of the press overflows
+    press._perform_kvzip_compression(model, tokenizer)
+    torch.set_default_dtype(torch.float32)
+    return modules
+
+
+def scores_by_press(make: Make, inputs: Inputs, eager: bool) -> Array:
+    """Return the scores (H_kv, n) of a press, or of the press inside it."""
+    press: Any = make(float(inputs.ratio), inputs.constants)
+    inner: Any = getattr(press, "press", press)
+    scores: Array = inner.score(*given_to(inputs, eager))[0].numpy()
+    return scores
+
+
+def snapkv(ratio: float, given: Constants) -> Any:
+    return kvpress.SnapKVPress(ratio, window_size=given.window, kernel_size=given.kernel)
+
+
+def pyramidkv(ratio: float, given: Constants) -> Any:
+    return kvpress.PyramidKVPress(ratio, window_size=given.window, kernel_size=given.kernel)
+
+
+def expected_attention(ratio: float, given: Constants) -> Any:
+    return kvpress.ExpectedAttentionPress(ratio, n_future_positions=given.future, n_sink=given.sinks)
+
+
+def kvzip(ratio: float, given: Constants, **options: bool) -> Any:
+    return kvpress.KVzipPress(ratio, n_sink=given.sinks, chunk_size=given.rehearsed, **options)
+
+
+# Presses with the constants of the comparison, and whether they get the attention weights.
+PRESSES: dict[str, tuple[Make, bool]] = {
+    "StreamingLLM": (lambda r, given: kvpress.StreamingLLMPress(r, n_sink=given.sinks), False),
+    "SnapKV": (snapkv, False),
+    "PyramidKV": (pyramidkv, False),
+    "ChunkKV": (lambda r, given: kvpress.ChunkKVPress(snapkv(r, given), chunk_length=given.chunk), False),
+    "TOVA": (lambda r, _: kvpress.TOVAPress(r), False),
+    "KeyDiff": (lambda r, _: kvpress.KeyDiffPress(r), False),
+    "Knorm": (lambda r, _: kvpress.KnormPress(r), False),
+    "AdaKV": (lambda r, given: kvpress.AdaKVPress(snapkv(r, given), alpha_safeguard=0.2), False),
+    "ExpectedAttention": (expected_attention, False),
+    "CriticalKV": (lambda r, given: kvpress.CriticalKVPress(snapkv(r, given)), False),
+    "CriticalAdaKV": (lambda r, given: kvpress.CriticalAdaKVPress(snapkv(r, given), alpha_safeguard=0.2), False),
+    "LagKV": (lambda r, given: kvpress.LagKVPress(r, n_sink=given.sinks, lag_size=given.lag), False),
+    "ObservedAttention": (lambda r, _: kvpress.ObservedAttentionPress(r), True),
+    "KVzip": (kvzip, False),
+    "KVzip by layer": (lambda r, given: kvzip(r, given, layerwise=True), False),
+    "KVzip+": (lambda r, given: kvzip(r, given, kvzip_plus_normalization=True), False),
+    "DMS of Knorm": (lambda r, given: kvpress.DMSPress(kvpress.KnormPress(), threshold(r), given.window), False),
+}

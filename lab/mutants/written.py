@@ -1,0 +1,246 @@
+"""Written mutants: rows of `rows/*.toml`, one for each reading that the specification rejects.
+
+The module also selects the tests of each mutant, finds the mutants that have changed since the last accepted run, and
+writes the paragraph of docs/results.
+"""
+
+import ast
+import hashlib
+import os
+import textwrap
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from datetime import date
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from platform import python_version
+from typing import Any
+
+import pytest
+
+from lab.mutants.edits import Edit, function_of, replace_code
+from lab.mutants.results import PROFILES, Result, Trial
+from lab.mutants.worker import file_of, judges_any_backend
+from lab.trace import LOCK, read_lock
+from conformance.exceptions import items_marked
+from conformance.paths import ROOT
+from spec import SPEC_VERSION
+from spec.errors import SpecError
+
+HERE = Path(__file__).resolve().parent
+ROWS, TABLE, KILLED = HERE / "rows", HERE / "sizes.toml", HERE / "killed.lock"
+EDITS = ("find", "start", "body")
+
+
+@dataclass(frozen=True)
+class WrittenMutant:
+    """Mutant of the reference with an error in one item.
+
+    Attributes:
+        name: The item and the row's name, in capitals.
+        item: The item whose tests must fail.
+        why: The rejected reading, one sentence.
+        edit: The error, as an edit of one function.
+        beyond: The size up to which the mutant equals the reference. "" if there is no such size.
+    """
+
+    name: str
+    item: str
+    why: str
+    edit: Edit
+    beyond: str = ""
+
+    def digest(self, lock: Mapping[str, str]) -> str:
+        """Return a hash of the edited function without docstring, and of the accepted text of the item.
+
+        A verdict is valid for one digest.
+        """
+        text = textwrap.dedent(self.edit.function())
+        (function,) = ast.parse(text).body
+        assert isinstance(function, ast.FunctionDef)
+        words = ast.get_docstring(function, clean=False)
+        subject = f"{self.edit.of} {text.replace(words, '', 1) if words else text} {lock.get(self.item)}"
+        return hashlib.sha256(subject.encode()).hexdigest()[:12]
+
+
+def read_rows(path: Path) -> list[WrittenMutant]:
+    """Read the mutants of one file.
+
+    Raises:
+        SpecError: if a row has unknown fields, or does not have exactly one of `find`, `start` and `body`.
+    """
+    known = {"name", "item", "why", "beyond", *(field.name for field in fields(Edit))}
+    found = []
+    for row in tomllib.loads(path.read_text(encoding="utf-8"))["mutant"]:
+        if unknown := sorted(set(row) - known):
+            raise SpecError(f"{path.name}: {row['name']}", unknown, f"must be some of {', '.join(sorted(known))}")
+        if sum(name in row for name in EDITS) != 1:
+            raise SpecError(f"{path.name}: {row['name']}", sorted(row), f"must have one of {', '.join(EDITS)}")
+        edit = Edit(**{field.name: row[field.name] for field in fields(Edit) if field.name in row})
+        name = f"{row['item']}-{row['name']}".replace("-", "_").upper()
+        found.append(WrittenMutant(name, row["item"], row["why"], edit, row.get("beyond", "")))
+    return found
+
+
+# Errors in an argument `a` above size N along an axis: the description, and the statements that make the error.
+KINDS = {
+    "first": ("only the first {N} entries of {a} along axis {axis} are read", "{a} = {a}[{before}:{N}]"),
+    "zero": (
+        "entries of {a} beyond {N} along axis {axis} count as 0",
+        "import numpy\nrest = numpy.zeros_like({a}[{before}{N}:])\n"
+        "{a} = numpy.concatenate([{a}[{before}:{N}], rest], axis={axis})",
+    ),
+    "float32": (
+        "{a} is rounded to float32 where axis {axis} has more than {N} entries",
+        "import numpy\n{a} = {a}.astype(numpy.float32).astype({a}.dtype) if {a}.shape[{axis}] > {N} else {a}",
+    ),
+    "reversed": (
+        "of ties along axis {axis} of {a} the last wins where there are more than {N}",
+        "import numpy\nif {a}.shape[{axis}] > {N}:\n    {a} = {a} + 1e-9 * numpy.expand_dims(numpy.arange("
+        "{a}.shape[{axis}]), tuple(range(1, {a}.ndim - {axis})))",
+    ),
+    "cap": ("{a} is at most {N}", "{a} = min({a}, {N})"),
+    "bits": ("{a} is held in {N} bits", "{a} = {a} % 2**{N}"),
+    "parameter": (
+        "{a} is at most {N}",
+        "import dataclasses\nparameters = dataclasses.replace(parameters, {a}=min(parameters.{a}, {N}))",
+    ),
+}
+# Errors in a result: the description, and the body of the function.
+RESULTS = {
+    "skipped": (
+        "results beyond {N} along axis {axis} are {a}",
+        "found = original({call})\nfound[{before}{N}:] = {a}\nreturn found",
+    ),
+    "untouched": (
+        "entries beyond {N} along axis {axis} are those of {a}",
+        "found = original({call})\nfound[{before}{N}:] = {a}[{before}{N}:]\nreturn found",
+    ),
+    "blocks": (
+        "blocks of {N} along axis {axis} of {a} do not meet",
+        "import numpy\nif {a}.shape[{axis}] <= {N}:\n    return original({call})\n"
+        "blocks = range(0, {a}.shape[{axis}], {N})\n"
+        "return numpy.concatenate([original({cut}) for at in blocks], axis={axis})",
+    ),
+}
+
+
+def sized_mutants() -> Iterator[WrittenMutant]:
+    """Yield each mutant of the table: [kind, argument or value, axis, N, ...] of each function."""
+    for function in tomllib.loads(TABLE.read_text(encoding="utf-8"))["function"]:
+        for kind, argument, axis, *sizes in function["mutants"]:
+            for N in sizes:
+                yield _mutant(function["item"], function["of"], kind, argument, axis, N)
+
+
+def _mutant(item: str, of: str, kind: str, argument: str, axis: int, N: int) -> WrittenMutant:
+    why, text = (KINDS | RESULTS)[kind]
+    names = function_of(of).__code__.co_varnames[: function_of(of).__code__.co_argcount]
+    cut = argument.split("+")  # arrays that are cut into blocks together
+    before = ":, " * axis
+    words: dict[str, Any] = {
+        "a": cut[0], "axis": axis, "N": N, "before": before, "call": ", ".join(names),
+        "cut": ", ".join(f"{name}[{before}at : at + {N}]" if name in cut else name for name in names),
+    }
+    form = "body" if kind in RESULTS else "start"
+    label = "_".join([item, of.rpartition(":")[2], kind, *cut, str(axis), str(N)]).replace("-", "_").replace(".", "_")
+    sentence = why.format(**words)
+    edit = Edit(of, **{form: text.format(**words)})
+    return WrittenMutant(label.upper(), item, f"{sentence[0].upper()}{sentence[1:]}.", edit, str(N))
+
+
+_WRITTEN = [mutant for path in sorted(ROWS.glob("*.toml")) for mutant in read_rows(path)]
+MUTANTS: dict[str, WrittenMutant] = {mutant.name: mutant for mutant in [*_WRITTEN, *sized_mutants()]}
+
+# Folders whose tests do not test the reference, or that test this package.
+OTHERS = (
+    "lab/measure", "tests/conformance", "tests/accelerated/triton",
+    "conformance/cache_suite", "conformance/policy_suite",
+)
+MODELS = "tests/models_integration/session"
+
+
+def judging_files() -> list[str]:
+    """Return the test modules that may detect a mutant of the reference."""
+    paths = (path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "conformance").rglob("test_*.py")))
+    return [path for path in paths if not path.startswith(OTHERS)]
+
+
+def digests() -> dict[str, str]:
+    """Return the digests of all mutants, computed with the accepted texts of the items."""
+    lock = read_lock((ROOT / LOCK).read_text(encoding="ascii"))
+    return {name: mutant.digest(lock) for name, mutant in MUTANTS.items()}
+
+
+def changed() -> list[WrittenMutant]:
+    """Return the mutants whose edited function or item has changed since the last accepted run."""
+    accepted = _accepted()
+    return [MUTANTS[name] for name, digest in digests().items() if accepted.get(name, ("",))[0] != digest]
+
+
+def _accepted() -> dict[str, tuple[str, str]]:
+    lines = (line.split(maxsplit=2) for line in KILLED.read_text(encoding="utf-8").splitlines())
+    return {name: (digest, test) for name, digest, test in lines}
+
+
+def accept(verdicts: Mapping[str, Result]) -> None:
+    """Write the test that killed each mutant to killed.lock. Entries of mutants without a verdict stay unchanged."""
+    found = {name: line for name, line in _accepted().items() if name in MUTANTS}
+    found |= {name: (one.digest, one.test) for name, one in verdicts.items() if one.outcome == "assertion"}
+    lines = (f"{name} {digest} {test}\n" for name, (digest, test) in sorted(found.items()))
+    KILLED.write_text("".join(lines), encoding="utf-8")
+
+
+def trials(mutants: Iterable[WrittenMutant]) -> list[Trial]:
+    """Return a trial for each mutant: all tests of its item, beginning with the tests that run for any backend."""
+    digest = digests()
+    return [
+        Trial(
+            mutant.name, digest[mutant.name], "numpy", partial(_accepts, mutant.item), partial(_put, mutant.edit),
+            partial(_rank, bool(mutant.beyond)), PROFILES[-1:] if mutant.beyond else PROFILES, by_assertion=True,
+        )
+        for mutant in mutants
+    ]
+
+
+def _accepts(name: str, item: pytest.Item) -> bool:
+    return name in items_marked(item)
+
+
+def _put(edit: Edit) -> None:
+    replace_code(function_of(edit.of), edit.code())
+
+
+def _rank(by_size: bool, item: pytest.Item) -> tuple[bool, bool, bool, bool]:
+    """Return the sort key of a test: tests of models last.
+
+    For a mutant that differs above a size, the tests of large sizes come first, and of these the long prompts last.
+    """
+    file = file_of(item)
+    return (
+        file.startswith(MODELS), ("/test_scale_" in file) != by_size, file.endswith("test_scale_prefill.py"),
+        not judges_any_backend(item),
+    )
+
+
+def verdict_line(result: Result) -> str:
+    """Return a line for a mutant that no assertion of its item kills."""
+    mutant = MUTANTS[result.key]
+    return f"{result.key}: {result.outcome} {result.raised}\n    {mutant.edit.of}: {mutant.why}"
+
+
+def page(verdicts: Sequence[Result], seconds: float) -> str:
+    """Return the figures of a complete run, as a paragraph of docs/results."""
+    versions = ", ".join(f"{name} {version(name)}" for name in ("numpy", "hypothesis", "pytest"))
+    killed = [one for one in verdicts if one.outcome == "assertion"]
+    by_any = sum(one.any_backend for one in killed)
+    sized = sum(bool(MUTANTS[one.key].beyond) for one in verdicts)
+    late = ", ".join(f"{number} by profile {name}" for name, number in Counter(one.profile for one in killed).items())
+    return (
+        f"{date.today()}, spec {SPEC_VERSION}, Python {python_version()}, {versions}, {os.cpu_count()} CPU cores.\n"
+        f"{len(killed)} of {len(verdicts)} killed by an assertion of their item ({late}), {by_any} of them by a test"
+        f" that judges any backend; {sized} are right up to a size. {seconds:.0f} s."
+    )

@@ -1,0 +1,411 @@
+"""Comparison of the model's operations on random inputs: the extracted model and all other sides must agree exactly.
+
+An operation is a stage of a backend, or an item with inputs and parameters as in spec/vectors. For an item, the third
+answer comes from brute force, because accelerated backends have only stages. The inputs include edge cases. Tenths do
+not add up exactly, so the order of summation matters. There are few different values, so that they tie.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import astuple, dataclass, is_dataclass, replace
+from fractions import Fraction
+from itertools import accumulate
+from operator import methodcaller
+from pathlib import Path
+from random import Random
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from lab import item_vectors
+from lab.vector_writer.brute_force import encoded
+from lab.vector_writer.expected import OPERATIONS
+from conformance.checks.vector_checks import same
+from conformance.engine.process import Engine, backend_of
+from conformance.methods import policies
+from conformance.oracles.diversity import cosine
+from conformance.strategies.trunks import random_evictions, record
+from conformance.vectors.codec import plain
+from reference.diversity import cosines
+from reference.policies.selectors import best_blocks, top_units
+from spec.backend import Backend, resolve
+from spec.errors import SpecError
+from spec.parameters import TINY, CrystalCacheParameters
+from spec.policy import Scores
+
+Json: TypeAlias = Any
+Answer: TypeAlias = Callable[[Json, CrystalCacheParameters], Any]
+
+
+@dataclass(frozen=True)
+class Side:
+    """Source of answers: a backend for the stages, and a function for the items, in which None stands for an error."""
+
+    backend: Backend
+    item: Callable[[str, Json, Mapping[str, Json]], Any]
+
+
+Question: TypeAlias = Callable[[Side], Any]
+
+
+def extracted(program: Path, seconds: float = 60) -> tuple[Engine, Side]:
+    """Return the extracted model as a process, which must be stopped with `stop`, and as a side."""
+    engine = Engine(f"{sys.executable} -m lab.proofs.coq.engine {program}", seconds)
+
+    def item(operation: str, inputs: Json, parameters: Mapping[str, Json]) -> Any:
+        if "budget" in inputs:
+            inputs = {**inputs, "budget": str(inputs["budget"])}  # the model parses text
+        shown = {**vars(TINY), **parameters}
+        known = {name: value for name, value in shown.items() if isinstance(value, int | float)}
+        return engine.ask(operation, encoded({**inputs, "parameters": known}), _read)
+
+    return engine, Side(backend_of(engine), item)
+
+
+def _read(said: Json) -> Json:
+    """Convert floats and large integers from text, at any depth."""
+    if isinstance(said, Mapping):
+        return {name: _read(inner) for name, inner in said.items()}
+    if isinstance(said, list):
+        return [_read(inner) for inner in said]
+    if not isinstance(said, str):
+        return said
+    return int(said) if said.lstrip("-").isdigit() else float.fromhex(said)
+
+
+def in_reference() -> Side:
+    """Return the side of the reference, including any edits of it that are in force."""
+    return Side(resolve("numpy"), _side({**item_vectors.ITEMS, **_OF_REFERENCE}))
+
+
+def independent() -> Side:
+    """Return the side of Numba's stages and of brute force for items."""
+    return Side(resolve("numba"), _side({**{name: one.results for name, one in OPERATIONS.items()}, **_BY_FORCE}))
+
+
+def _side(answers: Mapping[str, Answer]) -> Callable[[str, Json, Mapping[str, Json]], Any]:
+    def item(operation: str, inputs: Json, parameters: Mapping[str, Json]) -> Any:
+        try:
+            return answers[operation](inputs, replace(TINY, **parameters))
+        except SpecError:
+            return None
+
+    return item
+
+
+def _asked(name: str, tokens: int | None) -> Any:
+    return None if tokens is None else {name: tokens}
+
+
+def _effective(i: Json, p: CrystalCacheParameters) -> Any:
+    tokens = policies.asked(str(i["budget"]), i["n"])
+    return _asked("B", None if tokens is None else max(p.N_sink + p.W_recent, tokens))
+
+
+def _units_of_reference(i: Json, p: CrystalCacheParameters) -> Any:
+    """Return the best units, which are protected through their first tokens."""
+    bounds, protected = np.array(i["offsets"]), np.zeros(i["offsets"][-1], dtype=np.bool_)
+    protected[bounds[:-1][np.array(i["pinned"])]] = True
+    found = top_units(Scores(np.array(i["values"]), bounds), np.full(len(i["values"]), i["B"]), protected)
+    return {"kept": np.split(found.positions, found.offsets[1:-1])}
+
+
+def _blocks_of_reference(i: Json, p: CrystalCacheParameters) -> Any:
+    values, shares, pinned = (np.array(i[name]) for name in ("values", "shares", "pinned"))
+    found = best_blocks(values, shares, pinned, i["b"])
+    return {"positions": found.positions, "offsets": found.offsets}
+
+
+def _blocks_by_force(i: Json, p: CrystalCacheParameters) -> Any:
+    rows = zip(i["values"], i["pinned"], strict=True)
+    scores = [[None if flag else x for x, flag in zip(*row, strict=True)] for row in rows]
+    kept = [policies.best_blocks(row, i["b"], share) for row, share in zip(scores, i["shares"], strict=True)]
+    return {"positions": [at for row in kept for at in row], "offsets": np.cumsum([0, *map(len, kept)])}
+
+
+_OF_REFERENCE: Mapping[str, Answer] = {
+    "PO-TOP-UNITS": _units_of_reference, "PO-BEST-BLOCKS": _blocks_of_reference,
+    "DV-COSINE": lambda i, p: {"cosines": cosines(np.array(i["V"]))},
+}
+_BY_FORCE: Mapping[str, Answer] = {
+    "CC-BUDGET-FORMS": lambda i, p: _asked("tokens", policies.asked(str(i["budget"]), i["seen"])),
+    "CC-BUDGET": _effective,
+    "PO-TOP-UNITS": lambda i, p: {
+        "kept": [policies.best_units(row, i["offsets"], i["pinned"], i["B"]) for row in i["values"]]
+    },
+    "PO-BEST-BLOCKS": _blocks_by_force,
+    "PO-PYRAMID-BUDGET": lambda i, p: {
+        "shares": policies.pyramid_shares(Fraction(i["B"]), min(i["W"], i["n"]), i["L"], i["n"], i["beta"])
+    },
+    "DV-COSINE": lambda i, p: {"cosines": [[cosine(a, b) for b in i["V"]] for a in i["V"]]},
+}
+
+
+def differences(answering: Mapping[str, Side], asked: Iterable[tuple[str, Question]]) -> Iterator[str]:
+    """Yield each question for which the answers differ, with the sides whose answer equals no other."""
+    for name, question in asked:
+        answers = {who: question(one) for who, one in answering.items()}
+        alone = [who for who in answers if not any(_same(answers[who], answers[o]) for o in answers if o != who)]
+        if alone:
+            yield f"{name}: {', '.join(alone)} stands alone"
+
+
+def _same(a: Any, b: Any) -> bool:
+    if is_dataclass(a) and not isinstance(a, type):
+        return all(_same(x, y) for x, y in zip(astuple(a), astuple(b), strict=True))
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(same(plain(a[name]), plain(b[name])) for name in a)
+    if a is None or b is None:
+        return a is b
+    return np.array_equal(a, b, equal_nan=np.asarray(a).dtype.kind == "f")
+
+
+FAR = 2**62
+"""First position of a range with positions that neither a float nor an OCaml machine word can represent."""
+LARGEST = 2**63 - 1
+FEW = (0.0, 0.1, 0.2, 0.3, 0.6, 0.7)
+TEXTS = (
+    "15", " 15 ", "0.5364229131356656", "1", "1.", "1.0", "1.%", "100%", "100.%", "101%", "100.000001%", ".5", "5.%",
+    ".%", ".", "%", "", "0", "0.0", "0%", "00512", "0.28", "1.0000000001", "3 4", "5 %", "%5", "1e-3", "+5", "-1",
+    "0x10", "1_0", "2/", "2:", "\u0663", "5\t", "\n5", "0..5", "0.5%%", str(LARGEST), str(LARGEST + 1), "9" * 64,
+    "0." + "3" * 61, "0." + "3" * 62, "0." + "3" * 63, " " * 61 + "0.5", " " * 62 + "0.5", "0" * 63 + "7",
+    "0" * 64 + "7",
+)
+"""Edge cases of the grammar of CC-BUDGET-FORMS, of its 64 characters, and of its counts."""
+
+
+def _flags(draw: Random, n: int, often: float) -> list[bool]:
+    return [draw.random() < often for _ in range(n)]
+
+
+def _few(draw: Random, n: int, *others: float) -> list[float]:
+    return [draw.choice([*FEW, *others]) for _ in range(n)]
+
+
+def _bounds(draw: Random, start: int, groups: int, most: int) -> list[int]:
+    return [start, *accumulate((draw.randint(1, most) for _ in range(groups)), initial=start)][1:]
+
+
+def _size(draw: Random, least: int = 1) -> int:
+    """Return a small size, or a size too large for a float or a machine word."""
+    return draw.choice([draw.randint(least, 40), draw.randint(least, 3000), 10**18 + draw.randint(0, 99)])
+
+
+def _eviction(draw: Random) -> Question:
+    """Return a question about an eviction, in a segment that begins at position 0 or later."""
+    (problem,) = random_evictions(draw.randrange(2**32), 1)
+    problem = replace(problem, trunks=replace(problem.trunks, offsets=problem.trunks.offsets + draw.choice([0, 7])))
+    if draw.random() < 0.1:
+        problem = replace(problem, budget=LARGEST)
+    return lambda side: problem.run(side.backend.require_crystal())
+
+
+def _trunks(draw: Random) -> Question:
+    """Return a question about a text with sentences of a few tokens, and with weights near the threshold."""
+    n, start = draw.randint(1, 40), draw.choice([0, 7, 2**40])
+    tau, low, high, unit = draw.choice([(0.25, 1, 8, 1 / 16), (0.3, 2, 4, 0.1), (0.0, 1, 5, 0.1)])
+    p = replace(TINY, C=8, T_max=draw.randint(1, 9), tau_merge=tau, k_intra=6, k_cross=2)
+
+    def row(allowed: list[int], k: int) -> list[tuple[int, float]]:
+        chosen = draw.sample(allowed, min(k, len(allowed), draw.randint(0, k)))
+        rated = [(start + j, draw.randint(low, high) * unit) for j in chosen]
+        return sorted(rated, key=lambda edge: (-edge[1], edge[0]))
+
+    intra = [row([j for j in range(i // 8 * 8, min(n, i // 8 * 8 + 8)) if j != i], 6) for i in range(n)]
+    cross = [row(list(range(max(0, i // 8 * 8 - 6), i // 8 * 8)), 2) for i in range(n)]
+    found = record([1.0] * n, intra, cross, 6, 2, start)
+    impact = np.array([draw.randint(1, 9) * unit for _ in range(n)])
+    ends = np.array(_flags(draw, n, draw.choice([0.05, 0.4])))
+    return lambda side: side.backend.require_crystal().trunks(found, impact, ends, p)
+
+
+def _score(draw: Random) -> Question:
+    """Return a question about scores on the grid of 2^-30, because libraries' logarithms differ in their last bits.
+
+    An effect of epsilon is visible on this grid.
+    """
+    m = draw.randint(1, 8)
+    D, impact = np.array(_few(draw, m, 1.0)), np.array(_few(draw, m, 5.0, 1e4))
+    protected = np.array(_flags(draw, m, draw.choice([0.0, 0.3, 1.0])))
+    p = replace(TINY, alpha=draw.choice([0.3, 0.7, 1.0, 2.0]))
+    return lambda side: np.rint(side.backend.require_crystal().score(D, impact, protected, p) * 2.0**30)
+
+
+def _selection(draw: Random) -> Question:
+    groups, n = draw.randint(1, 3), draw.randint(1, 12)
+    values = np.array([_few(draw, n, np.nan) for _ in range(groups)])
+    pinned = np.array([_flags(draw, n, 0.2) for _ in range(groups)])
+    shares = np.array([draw.randint(0, n) for _ in range(groups)])
+    return lambda side: side.backend.require_policies().best_tokens(values, shares, pinned)
+
+
+def _diverse(draw: Random) -> Question:
+    """Return a question about a choice of diverse tokens.
+
+    Several signatures are equal, and some tokens are already kept. Rarely, more than 64 tokens in many directions are
+    kept.
+    """
+    if draw.random() < 0.05:
+        n, often = draw.randint(90, 110), 0.8
+        V = np.array([np.eye(32)[draw.randrange(32)] * draw.choice([-1.0, 1.0]) for _ in range(n)])
+    else:
+        n, d, often = draw.randint(1, 9), draw.randint(1, 4), draw.choice([0.0, 0.3])
+        V = np.array([_few(draw, d, -0.3, -0.7, 0.8) for _ in range(n)])
+    s, retained = np.array(_few(draw, n, 0.9, 1.0, np.nan)), np.array(_flags(draw, n, often))
+    k, lam = draw.randint(int(retained.sum()), n), draw.choice([0.0, 0.3, 0.5, 1.0, 2.0])
+    return lambda side: side.backend.require_diversity().diverse(s, V, retained, k, lam)
+
+
+STAGES: Mapping[str, Callable[[Random], Question]] = {
+    "trunks": _trunks, "dissolve": _eviction, "score": _score, "PO-TOP-UNITS of one": _selection, "DV-GREEDY": _diverse,
+}
+"""Stages by their operation in spec/vectors, or by a description."""
+
+# ---- items: inputs, and the parameters that matter ----
+
+
+def _form(draw: Random) -> str | int | float:
+    """Return an int, a float or a text: an edge case, a fraction or a count, sometimes with a wrong character."""
+    if draw.random() < 0.2:
+        return draw.choice([draw.randint(0, 3), LARGEST, draw.randint(1, 10**6), draw.randint(1, 1100) / 1000])
+    digits = "".join(draw.choice("0123456789") for _ in range(draw.randint(1, 12)))
+    kinds = [f"0.{digits}", f"{digits[:2]}.{digits}%", f"{digits[:2]}%", digits, f".{digits}"]
+    text = draw.choice([draw.choice(TEXTS), *kinds])
+    at = draw.randint(0, len(text))
+    return draw.choice([text, text, text, text[:at] + draw.choice(" .%0e-/:") + text[at + draw.randint(0, 1) :]])
+
+
+def _forms(draw: Random) -> tuple[Json, Json]:
+    return {"budget": _form(draw), "seen": _size(draw, 0)}, {}
+
+
+def _budget(draw: Random) -> tuple[Json, Json]:
+    return {"budget": _form(draw), "n": _size(draw)}, {"N_sink": draw.randint(0, 9), "W_recent": draw.randint(0, 9)}
+
+
+def _protected(draw: Random) -> tuple[Json, Json]:
+    bounds = _bounds(draw, draw.choice([0, FAR]), draw.randint(1, 6), 5)
+    parameters = {"N_sink": draw.randint(0, 6), "W_recent": draw.randint(0, 6)}
+    return {"offsets": bounds, "n": bounds[-1] + draw.randint(0, 3)}, parameters
+
+
+def _cut(draw: Random) -> tuple[Json, Json]:
+    sizes = [draw.randint(1, 9) for _ in range(draw.randint(1, 6))]
+    B = draw.choice([draw.randint(1, sum(sizes) + 3), LARGEST])
+    return {"sizes": sizes, "protected": _flags(draw, len(sizes), 0.4), "B": B}, {}
+
+
+def _allocate(draw: Random) -> tuple[Json, Json]:
+    sizes = [draw.choice([draw.randint(1, 9), 2**40]) for _ in range(draw.randint(1, 6))]
+    c = draw.choice([draw.randint(0, sum(sizes)), min(sum(sizes), draw.randint(0, 30))])
+    return {"sizes": sizes, "c_0": c}, {"N_min": draw.randint(0, 5)}
+
+
+def _keep_count(draw: Random) -> tuple[Json, Json]:
+    """Return inputs with shares of whole tokens, as from CC-ALLOCATE, or with exact halves."""
+    size = draw.randint(2, 64)
+    r = draw.choice([draw.randint(1, size - 1) / size, draw.randint(1, 7) / 8])
+    return {"r": r, "size": size}, {"N_min": draw.randint(0, 5)}
+
+
+def _dissolved(draw: Random) -> tuple[Json, Json]:
+    m = draw.randint(1, 6)
+    return {"D": _few(draw, m, 1.0), "r": [draw.randint(0, 7) / 7 for _ in range(m)]}, {}
+
+
+def _ends(draw: Random) -> tuple[Json, Json]:
+    return {"ends": _flags(draw, draw.randint(1, 20), draw.choice([0.0, 0.2, 0.7, 1.0]))}, {}
+
+
+def _sides(draw: Random) -> Json:
+    a, b, c = _bounds(draw, draw.choice([0, FAR]), 2, 9)
+    return {"current": [a, b], "sentence": [b, c]}
+
+
+def _interface_edges(draw: Random) -> tuple[Json, Json]:
+    given = _sides(draw)
+    (a, _), (_, c) = given["current"], given["sentence"]
+    pairs = {(draw.randrange(a, c), draw.randrange(a, c)) for _ in range(draw.randint(0, 40))}
+    return {**given, "edges": [[i, j, draw.choice(FEW[1:])] for i, j in sorted(pairs)]}, {}
+
+
+def _merge(draw: Random) -> tuple[Json, Json]:
+    parameters = {"tau_merge": draw.choice([0.0, 0.1, 0.2, 0.3, 1.0]), "T_max": draw.randint(1, 12)}
+    sizes = {"size": draw.randint(1, 6), "next_size": draw.randint(1, 6)}
+    return {"weights": _few(draw, draw.randint(0, 6)), **sizes}, parameters
+
+
+def _split(draw: Random) -> tuple[Json, Json]:
+    return {"size": draw.randint(1, 99), "T_max": draw.randint(1, 40)}, {}
+
+
+def _path(draw: Random) -> tuple[Json, Json]:
+    m = draw.randint(1, 6)
+    return {"D": _few(draw, m, 1.0), "M_tilde": _few(draw, m, np.nan)}, {"alpha": draw.choice([0.3, 0.7, 1.0, 2.0])}
+
+
+def _units(draw: Random) -> tuple[Json, Json]:
+    m = draw.randint(1, 7)
+    bounds = _bounds(draw, 0, m, 4)
+    values = [_few(draw, m, np.nan) for _ in range(draw.randint(1, 2))]
+    return {"values": values, "offsets": bounds, "pinned": _flags(draw, m, 0.2), "B": draw.randint(0, bounds[-1])}, {}
+
+
+def _blocks(draw: Random) -> tuple[Json, Json]:
+    groups, n = draw.randint(1, 3), draw.randint(1, 20)
+    return {
+        "values": [_few(draw, n, np.nan) for _ in range(groups)],
+        "pinned": [_flags(draw, n, 0.1) for _ in range(groups)],
+        "shares": [draw.randint(0, n) for _ in range(groups)], "b": draw.randint(1, 4),
+    }, {}
+
+
+def _targets(draw: Random) -> tuple[Json, Json]:
+    """Return exact targets with an integer sum.
+
+    Small denominators cause ties. Numbers with large denominators exceed 63 bits.
+    """
+    denominator = draw.choice([1, 2, 4, 1000, 10**12 + 39])
+    parts = [Fraction(draw.randint(0, 9 * denominator), draw.choice([1, denominator])) % draw.choice([9, 2**50])
+             for _ in range(draw.randint(0, 8))]
+    parts.append(-sum(parts, Fraction()) % 1 + draw.randint(0, 3))
+    draw.shuffle(parts)
+    return {"targets": [str(part) for part in parts]}, {}
+
+
+def _pyramid(draw: Random) -> tuple[Json, Json]:
+    """Return inputs with budgets from only the window to more than all tokens. They may be too large for a float."""
+    n, W = draw.choice([draw.randint(1, 60), draw.randint(1, 3000), 10**15 + draw.randint(0, 99)]), draw.randint(0, 9)
+    least = min(W, n)
+    B = draw.choice([least, n - 1, n, n + 1, 2 * n, draw.randint(least, n), draw.randint(least, min(n, least + 40))])
+    return {"B": max(B, least), "W": W, "L": draw.randint(1, 40), "n": n, "beta": draw.choice([1, 2, 3, 14, 20])}, {}
+
+
+def _cosines(draw: Random) -> tuple[Json, Json]:
+    n, d = draw.randint(1, 4), draw.randint(1, 6)
+    return {"V": [_few(draw, d, -0.3, -0.7, 0.8) for _ in range(n)]}, {}
+
+
+ITEMS: Mapping[str, Callable[[Random], tuple[Json, Json]]] = {
+    "CC-BUDGET-FORMS": _forms, "CC-BUDGET": _budget, "CC-PROTECTED": _protected, "CC-CUT": _cut,
+    "CC-ALLOCATE": _allocate, "CC-KEEP-COUNT": _keep_count, "CC-DISSOLVE-D": _dissolved, "CC-SENTENCES": _ends,
+    "CC-INTERFACE": lambda draw: (_sides(draw), {}), "CC-INTERFACE-EDGES": _interface_edges, "CC-MERGE": _merge,
+    "CC-SPLIT": _split, "CC-SCORE": _path, "PO-TOP-UNITS": _units, "PO-BEST-BLOCKS": _blocks,
+    "PO-WHOLE-SHARES": _targets, "PO-PYRAMID-BUDGET": _pyramid, "DV-COSINE": _cosines,
+}
+
+
+def questions(seed: int, number: int) -> Iterator[tuple[str, Question]]:
+    """Yield the edge cases of the grammar, then `number` questions for each operation.
+
+    Each name contains the seed that makes the question again.
+    """
+    for text in TEXTS:
+        inputs = {"budget": text, "seen": 10**18 + 9}
+        yield f"CC-BUDGET-FORMS {text!r}", methodcaller("item", "CC-BUDGET-FORMS", inputs, {})
+    for at in range(seed, seed + number):
+        for operation, stage in STAGES.items():
+            yield f"{operation} {at}", stage(Random(f"{operation} {at}"))
+        for operation, item in ITEMS.items():
+            inputs, parameters = item(Random(f"{operation} {at}"))
+            yield f"{operation} {at}", methodcaller("item", operation, inputs, parameters)

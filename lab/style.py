@@ -1,0 +1,268 @@
+"""Check the sentences that users read against rules of plain English: `python -m lab.style`.
+
+The rules are proselint checks for sentences that a reader of technical English must read twice. They apply to pages,
+help texts, docstrings and error messages. The exit code is 1 if a sentence breaks a rule.
+"""
+
+import argparse
+import ast
+import inspect
+import re
+import sys
+from argparse import ArgumentParser
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from griffe import Alias, Docstring, DocstringSectionKind, GriffeLoader, Object
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from proselint.registry import CheckRegistry
+from proselint.registry.checks import Check, CheckResult
+from proselint.registry.checks.engine import Fancy
+from proselint.registry.checks.types import ExistenceSimple
+from proselint.tools import LintFile
+from typer.main import get_command
+
+from conformance.paths import ROOT
+from conformance.verify.request import parser as verify
+from kvspec.cli.app import app
+
+LONGEST = 25
+"""Maximum number of words in a sentence."""
+MARK = "X"
+"""Word that replaces code in a sentence. A sentence may begin with it."""
+
+_ENDS = re.compile(r"(?<!e\.g\.)(?<!i\.e\.)(?<!cf\.)(?<=[.!?])[\"')]*\s+(?=[A-Z0-9\"'(])")
+_WORD = re.compile(r"[^\s–—]*\w[^\s–—]*")
+_PAUSE = re.compile(r"[:;](?=\s)")
+_HEADLESS = re.compile(r"(What|Who|Whoever|Whatever|Which|That which)\b")
+# After these nouns, "where" refers to a place and is correct.
+_PLACE = r"(?<!place )(?<!places )(?<!position )(?<!positions )(?<!folder )(?<!line )"
+
+
+class Passage(NamedTuple):
+    """Text without markup, and its first line in a file: a paragraph, a cell, a heading, or the help of an option."""
+
+    source: str
+    line: int
+    text: str
+
+
+class Offence(NamedTuple):
+    """Rule that a passage breaks."""
+
+    source: str
+    line: int
+    rule: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.line}: {self.rule}: {self.message}"
+
+
+def offences(passages: Iterable[Passage]) -> Iterator[Offence]:
+    """Yield each broken rule with its line. Words in quotation marks are ignored."""
+    for passage in filter(lambda one: one.text.strip(), passages):
+        for found in LintFile(passage.source, passage.text).lint({"max_errors": 1000, "checks": {"kvspec": True}}):
+            path, message = found.check_result.check_path, found.check_result.message
+            line = passage.line + found.pos[0] - 1  # proselint inserts a line before the text
+            yield Offence(passage.source, line, path.partition(".")[2], message)
+
+
+def _sentences(text: str) -> Iterator[tuple[int, str]]:
+    start = 0
+    for end in [*(match.end() for match in _ENDS.finditer(text)), len(text)]:
+        if sentence := text[start:end].strip():
+            yield text.index(sentence, start), sentence
+        start = end
+
+
+def _too_long(sentence: str) -> str:
+    words = len(_WORD.findall(sentence))
+    return f"{words} words" if words > LONGEST else ""
+
+
+def _too_many_parts(sentence: str) -> str:
+    return "more than one colon or semicolon" if len(_PAUSE.findall(sentence)) > 1 else ""
+
+
+def _headless(sentence: str) -> str:
+    begins = _HEADLESS.match(sentence)
+    return "begins without a noun" if begins and not sentence.endswith("?") else ""
+
+
+def _of_sentences(name: str, wrong: Callable[[str], str]) -> Check:
+    def check(text: str, check: Check) -> Iterator[CheckResult]:
+        for start, sentence in _sentences(text):
+            if found := wrong(sentence):
+                shown = f"{found}: {' '.join(sentence.split())[:70]}"
+                yield CheckResult(check.path, shown, (start, start + len(sentence)), None)
+
+    return Check(check, path=f"kvspec.{name}")
+
+
+def _of_words(name: str, message: str, *patterns: str) -> Check:
+    pattern = rf"\b(?:{'|'.join(patterns)})\b"
+    return Check(ExistenceSimple(pattern), Fancy(), f"kvspec.{name}", message)
+
+
+_CHECKS: tuple[Any, ...] = (
+    _of_sentences("length", _too_long),
+    _of_sentences("parts", _too_many_parts),
+    _of_sentences("headless", _headless),
+    _of_words("where", "write 'if' for a condition, 'when' for a time", _PLACE + "where"),
+    _of_words(
+        "verbs", "{}: a thing is, has, uses or returns", "stands?", "stood", "lies", "lay", "lives?", "lived",
+        "goes on", "went on", "says", "said", "knows", "knew", "sees", "saw", "dies", "died",
+        r"(?<!you )(?<!to )(?<!cannot )(?:lie(?! in [(\[])|die|say|know)",
+    ),
+    _of_words(
+        "private", "{}: use the word of the field", "saboteurs?", "doors?", "rooms?", "houses?", "witnesses",
+        "habits?", "refused by name", "side by side",
+    ),
+    _of_words("names", "{}: write kvspec.NAME", r"models_integration\.\w+", r"reference\.policies\.\w+"),
+    _of_words(
+        "policy", "{}: write policy", "(?:eviction|retention|your own|each|every|other|all|which) methods?",
+    ),
+)
+CheckRegistry().register_many(_CHECKS)
+
+
+_MARKDOWN = MarkdownIt("commonmark").enable("table")
+_LISTS = (DocstringSectionKind.parameters, DocstringSectionKind.raises, DocstringSectionKind.returns,
+          DocstringSectionKind.attributes, DocstringSectionKind.yields)
+
+
+def of_page(path: Path) -> Iterator[Passage]:
+    """Yield the passages of a Markdown file, without its code."""
+    return of_markdown(path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix(), 1)
+
+
+def of_markdown(text: str, source: str, first: int) -> Iterator[Passage]:
+    """Yield the paragraphs, headings, cells and list items of a text that begins on line `first` of a file."""
+    for token in _MARKDOWN.parse(text):
+        if token.type == "inline" and token.map is not None:
+            yield Passage(source, first + token.map[0], "".join(map(_words, token.children or ())))
+
+
+def _words(token: Token) -> str:
+    if token.type in ("text", "text_special"):
+        return token.content
+    return {"softbreak": "\n", "hardbreak": "\n", "code_inline": MARK}.get(token.type, "")
+
+
+def of_docstrings(package: str) -> Iterator[Passage]:
+    """Yield the docstrings of a package's exported names and their public members, each with its first line."""
+    loader = GriffeLoader(search_paths=[ROOT])
+    for behind in ("spec", "reference", "models_integration", "conformance"):
+        loader.load(behind)
+    module = loader.load(package)
+    loader.resolve_aliases(implicit=True, external=False)
+    for name in module.exports or ():
+        found = module.members[str(name)]
+        yield from _of_object(found.final_target if isinstance(found, Alias) else found)
+
+
+def _of_object(one: Object | Alias) -> Iterator[Passage]:
+    if one.docstring is not None:
+        yield from _of_docstring(one.docstring, str(one.relative_filepath))
+    for member in one.members.values() if one.is_class else ():
+        if member.is_public and not member.is_alias:
+            yield from _of_object(member)
+
+
+def _of_docstring(docstring: Docstring, source: str) -> Iterator[Passage]:
+    line = docstring.lineno or 1
+    for section in docstring.parse("google"):
+        if section.kind in _LISTS:
+            parts = [part.description for part in section.value]
+        else:
+            parts = [section.value] if section.kind is DocstringSectionKind.text else []
+        for part in parts:
+            yield from of_markdown(part, source, line)
+
+
+def of_help(command: Any) -> Iterator[Passage]:
+    """Yield the `--help` texts of a typer command and its subcommands, with the line of the command's function."""
+    function = inspect.unwrap(command.callback) if command.callback else None
+    source, line = ("kvspec/cli", 1) if function is None else _place(function)
+    for text in (command.help, *(getattr(one, "help", None) for one in command.params)):
+        yield from of_markdown(inspect.cleandoc(text or ""), source, line)
+    for one in getattr(command, "commands", {}).values():
+        yield from of_help(one)
+
+
+def of_options(parser: ArgumentParser, function: Any) -> Iterator[Passage]:
+    """Yield the help texts of an argparse parser, with the line of the function that makes the parser."""
+    source, line = _place(function)
+    for text in (parser.description, *(action.help for action in parser._actions)):
+        yield from of_markdown(text or "", source, line)
+
+
+def _place(function: Any) -> tuple[str, int]:
+    code = function.__code__
+    return Path(code.co_filename).resolve().relative_to(ROOT).as_posix(), code.co_firstlineno
+
+
+def of_errors(path: Path) -> Iterator[Passage]:
+    """Yield the third argument of each SpecError of a module, with values replaced.
+
+    If the argument is a name, yield the texts that are assigned to this name.
+    """
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    bounds = [node.args[2] for node in nodes if isinstance(node, ast.Call) and len(node.args) == 3
+              and getattr(node.func, "id", "") == "SpecError"]
+    names = {bound.id for bound in bounds if isinstance(bound, ast.Name)}
+    bounds += [node.value for node in nodes if isinstance(node, ast.Assign)
+               and names & {getattr(target, "id", "") for target in node.targets}]
+    for bound in bounds:
+        yield from of_markdown(_literal(bound), path.relative_to(ROOT).as_posix(), bound.lineno)
+
+
+def _literal(node: ast.expr) -> str:
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    return "".join(map(_literal, node.values)) if isinstance(node, ast.JoinedStr) else MARK
+
+
+def _pages(*patterns: str) -> Iterator[Passage]:
+    return chain.from_iterable(of_page(path) for pattern in patterns for path in sorted(ROOT.glob(pattern)))
+
+
+def _errors() -> Iterator[Passage]:
+    packages = ("spec", "reference", "accelerated", "models_integration", "conformance")
+    return chain.from_iterable(of_errors(path) for name in packages for path in sorted(ROOT.glob(f"{name}/**/*.py")))
+
+
+GROUPS = {
+    "pages": lambda: _pages("README.md", "CONTRIBUTING.md", "docs/**/*.md"),
+    "kvspec --help": lambda: chain(of_help(get_command(app)), of_options(verify(), verify)),
+    "docstrings of kvspec": lambda: of_docstrings("kvspec"),
+    "SpecError": _errors,
+}
+
+
+def found_in(group: str) -> list[Offence]:
+    """Return the offences of a group, without duplicates."""
+    return list(dict.fromkeys(offences(GROUPS[group]())))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the offences and their number for each group. Return 1 if there is an offence."""
+    argparse.ArgumentParser(prog="lab.style", description=__doc__).parse_args(arguments)
+    failed = False
+    for group in GROUPS:
+        found = found_in(group)
+        failed |= bool(found)
+        for one in found:
+            print(one)
+        rules = Counter(one.rule for one in found)
+        print(f"{group}: {len(found)} ({', '.join(f'{rule} {number}' for rule, number in sorted(rules.items()))})")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

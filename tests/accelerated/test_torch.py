@@ -1,0 +1,232 @@
+"""Scores in torch: what each policy keeps by brute force, and how far a score of float32 is from the oracle's."""
+
+import math
+import tomllib
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from importlib import import_module
+from inspect import signature
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from accelerated.torch_device import attention, scores
+from accelerated.torch_device import coattention as s1
+from accelerated.torch_device.backend import BACKEND
+from accelerated.torch_device.selection import adaptive_shares, kept_tokens
+from conformance import tolerances
+from lab.mutants.edits import Edit, replaced
+from lab.policy_cases import CASES
+from conformance.checks import stage_checks
+from tests.models_integration.session import test_device as sessions
+from conformance.strategies.numbers import keys
+from conformance.strategies.policy_inputs import Inputs, decided, drawn, observation, with_sinks
+from conformance.strategies.prompts import AttentionInputs
+from conformance.tolerances import scores_agree
+from models_integration.cache.device_compaction import read_retentions
+from models_integration.session.device_choice import choose, policy_on_device
+from reference import policies
+from reference.backend import BACKEND as REFERENCE
+from reference.policies.keydiff import keydiff_score
+from reference.policies.layers import is_layerwise, policy_of_layer
+from reference.policies.names import with_twins
+from spec.budget import Budget
+from spec.errors import SpecError
+from spec.parameters import TINY
+from spec.policy import LayerView, Policy
+
+pytestmark = pytest.mark.usefixtures('reference_items')
+
+
+TWINS = [
+    pytest.param(name, marks=pytest.mark.spec(case.item)) for name, case in CASES.items()
+    if with_twins(made := case.policy(drawn(1)), BACKEND) is not made
+]
+
+
+@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize("seed", range(30))
+def test_kept_sets_are_those_of_brute_force(name: str, seed: int) -> None:
+    case, inputs = CASES[name], with_sinks(drawn(seed), seed)
+    if inputs.n < case.least:
+        inputs = with_sinks(drawn(seed, n=case.least), seed)
+    B = max(case.floor, (inputs.n + 1) // 2)
+    assert decided(with_twins(case.policy(inputs), BACKEND), inputs, B) == case.expected(inputs, B)
+
+
+ON_DEVICE = [
+    pytest.param(name, marks=pytest.mark.spec(case.item)) for name, case in CASES.items()
+    if is_layerwise(made := case.policy(drawn(1))) and policy_on_device(made, BACKEND) is not None
+]
+
+
+@pytest.mark.parametrize("name", ON_DEVICE)
+@pytest.mark.parametrize("seed", range(20))
+def test_kept_sets_that_are_chosen_on_the_device_are_those_of_brute_force(name: str, seed: int) -> None:
+    """Each layer by itself, as a session decides; the host reads positions alone."""
+    case, inputs = CASES[name], with_sinks(drawn(seed), seed)
+    if inputs.n < case.least:
+        inputs = with_sinks(drawn(seed, n=case.least), seed)
+    policy, B = case.policy(inputs), max(case.floor, (inputs.n + 1) // 2)
+    whole, L = observation(policy, of_type(inputs, torch.from_numpy)), len(inputs.layers)
+    parts = {at: replace(whole, layers={at: view}, first=at * whole.groups // L) for at, view in whole.layers.items()}
+    found = [choose(policy_of_layer(policy, at, L), BACKEND, Budget(count=B), part) for at, part in parts.items()]
+    layers = read_retentions([[one] for one in found if one is not None], policy.granularity)
+    assert [kept.group(g).tolist() for ((kept, _),) in layers for g in range(kept.groups)] == case.expected(inputs, B)
+
+
+def of_type(inputs: Inputs, make: Callable[[Any], Any]) -> Inputs:
+    """The same with q, k, v and sinks of another type."""
+    layers = [
+        replace(
+            view, q=make(view.q), k=make(view.k), v=make(view.v),
+            sinks=None if view.sinks is None else make(view.sinks),
+        ) for view in inputs.layers
+    ]
+    return replace(inputs, layers=layers)
+
+
+def values(policy: Policy, inputs: Inputs) -> Any:
+    """The scores of both stages."""
+    found = policy.scorer(replace(observation(policy, inputs), B=9), policy.protection(inputs.n))
+    return np.concatenate([found.values, *([] if found.second is None else [found.second])])
+
+
+def close(found: Any, want: Any) -> bool:
+    """Within 2^-15 of the row's largest score: a sum of half precision is at 2^-12 or more."""
+    finite = np.isfinite(want)
+    gap = np.abs(found[finite] - want[finite]).max(initial=0.0)
+    same = np.array_equal(found[~finite], want[~finite], equal_nan=True)
+    return same and bool(gap <= 2.0**-15 * np.abs(want[finite]).max(initial=0.0))
+
+
+@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize("seed", range(20))
+def test_tensors_are_scored_in_float32_where_they_are(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half precision is read exactly; no part of a score is computed in it."""
+    inputs = of_type(drawn(seed, n=21), lambda x: torch.from_numpy(x).bfloat16())
+    wide = of_type(inputs, lambda x: x.double().numpy())
+    policy = CASES[name].policy(wide)
+    want = values(policy, wide)
+    found = values(with_twins(policy, BACKEND), inputs)
+    assert all(close(got, row) for got, row in zip(found, want, strict=True))
+    for module in (attention, scores):
+        monkeypatch.setattr(module, "block_rows", lambda x, columns: 2)
+    again = values(with_twins(policy, BACKEND), inputs)
+    assert all(close(got, row) for got, row in zip(again, found, strict=True))
+
+
+@pytest.mark.spec("CC-COATTENTION", "CC-KEY-NORM")
+@pytest.mark.parametrize("seed", range(4))
+def test_s1_of_tensors_lies_in_the_certified_box(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later segment, scored in blocks of two queries."""
+    rng, at = np.random.default_rng(seed), np.arange(5, 29)
+    q, k = (torch.from_numpy(rng.standard_normal(shape)).bfloat16() for shape in ((4, 21, 4), (2, 24, 4)))
+    inputs = AttentionInputs(q.double().numpy(), k.double().numpy(), at, TINY, 0.5, None)
+    monkeypatch.setattr(s1, "block_rows", lambda x, columns: 2)
+    found = BACKEND.require_crystal().coattention(q, k, at, TINY, 0.5, None)
+    assert not list(stage_checks.coattention(found, inputs, "float32"))
+    norms = REFERENCE.require_breath().inverse_key_norms(inputs.k)
+    found_norms = BACKEND.require_breath().inverse_key_norms(k)
+    assert (np.abs(found_norms - norms) <= tolerances.key_norm_error(2, 4) * norms).all()
+
+
+@pytest.mark.spec("CC-COATTENTION")
+def test_tensors_of_s1_are_checked_by_name() -> None:
+    q, k = torch.ones(4, 6, 4), torch.ones(2, 6, 4)
+    run = BACKEND.require_crystal().coattention
+    wrong: list[tuple[str, Any, Any, Any]] = [
+        ("q", q.int(), k, None), ("k", q, k[0], None), ("k", q, k.numpy(), None), ("q", q[:3], k, None),
+        ("k", q, k[..., :3], None), ("q", q, k[:, :5], None), ("lse", q, k, torch.ones(4, 5)),
+        ("k", q, k.clone().index_fill_(1, torch.tensor(3), torch.nan), None),
+    ]
+    for name, own, given, lse in wrong:
+        with pytest.raises(SpecError, match=f"^{name} "):
+            run(own, given, np.arange(6), TINY, 0.5, None, lse)
+
+
+def test_a_twin_has_the_name_and_the_arguments_of_a_function_of_the_reference() -> None:
+    modules = [import_module(f"{policies.__name__}.{module.name}") for module in iter_modules(policies.__path__)]
+    for name, twin in BACKEND.scores.items():
+        (own,) = {getattr(module, name) for module in modules if hasattr(module, name)}
+        assert list(signature(own).parameters) == list(signature(twin).parameters)
+
+
+def test_a_zero_key_has_no_direction() -> None:
+    view = LayerView(np.ones((1, 1, 4)), np.zeros((1, 3, 4)), None, 1.0, None)
+    with pytest.raises(SpecError, match="a zero key has no direction: KV head 0, token 0"):
+        BACKEND.scores["keydiff_score"](view)
+
+
+@pytest.mark.spec("PO-KEYDIFF")
+@pytest.mark.parametrize(("kind", "exponent"), [("float32", -90), ("float32", 90), ("float64", -700), ("float64", 700)])
+def test_lengths_of_keys_say_nothing(kind: str, exponent: int) -> None:
+    """The twin's score of long and short keys is the reference's of the keys as they were drawn."""
+    k = keys(3, 2, 20)
+    longer = k.astype(kind)
+    longer[:, ::2] *= longer.dtype.type(2.0**exponent)
+    view, scaled = (LayerView(np.ones((2, 1, 4), some.dtype), some, None, 1.0, None) for some in (k, longer))
+    for score, precision in ((BACKEND.scores["keydiff_score"], kind), (keydiff_score, "float64")):
+        pairs = zip(score(scaled), keydiff_score(view).tolist(), strict=True)
+        assert all(scores_agree(got, row, precision) for got, row in pairs)
+
+
+@pytest.mark.spec("PO-TOP-UNITS")
+def test_of_ties_the_lower_index_is_kept() -> None:
+    """Scores of few values, protected tokens and tokens without a score among them; shares of none to all."""
+    rng = np.random.default_rng(1)
+    values = rng.integers(-1, 2, (40, 9)) / np.where(rng.random((40, 9)) < 0.2, np.nan, 1.0)
+    shares, pinned = rng.integers(0, 10, 40), rng.random((40, 9)) < 0.2
+    marks = kept_tokens(*(torch.from_numpy(part) for part in (values, shares, pinned)))
+    for row, share, held, found in zip(values.tolist(), shares, pinned, marks.tolist(), strict=True):
+        rank = [(not held[at], math.isnan(row[at]), -np.nan_to_num(row[at]), at) for at in range(9)]
+        assert [at for at in range(9) if found[at]] == sorted(at for *_, at in sorted(rank)[: max(share, sum(held))])
+
+
+@pytest.mark.spec("PO-ADAPTIVE-BUDGET", "PO-WHOLE-SHARES")
+def test_equal_remainders_go_to_the_lower_heads() -> None:
+    """Three heads, all wins in the last one; a fifth of the tokens beyond one protected token each is even."""
+    values = torch.tensor([[math.nan, 0.0, 0.0, 0.0, 0.0, 0.0]] * 2 + [[math.nan, 1.0, 1.0, 1.0, 1.0, 1.0]])
+    for free, shares in ((1, [1, 1, 2]), (3, [1, 1, 4]), (5, [1 + 1, 1, 1 + 4])):
+        assert adaptive_shares(values, free, 1, Fraction(1, 5)).tolist() == shares
+    assert adaptive_shares(values, 5, 1, 1).tolist() == [1 + 2, 1 + 2, 1 + 1]
+
+
+MUTANTS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("mutants.toml").read_text(encoding="utf-8"))
+
+
+def check(kind: str, name: str) -> None:
+    """One of this file's tests, or a session's, over its seeds."""
+    if kind == "ties":
+        test_of_ties_the_lower_index_is_kept()
+    elif kind == "s1":
+        for seed in range(4):
+            with pytest.MonkeyPatch.context() as patch:
+                test_s1_of_tensors_lies_in_the_certified_box(seed, patch)
+    elif kind == "shares":
+        test_equal_remainders_go_to_the_lower_heads()
+    elif kind == "padded":
+        sessions.test_padded_rows_that_are_chosen_on_the_device_are_those_of_the_host(name, 0.3)
+    else:
+        for seed in range(20):
+            if kind == "float32":
+                with pytest.MonkeyPatch.context() as patch:
+                    test_tensors_are_scored_in_float32_where_they_are(name, seed, patch)
+            elif kind == "kept":
+                test_kept_sets_are_those_of_brute_force(name, seed)
+            else:
+                test_kept_sets_that_are_chosen_on_the_device_are_those_of_brute_force(name, seed)
+
+
+@pytest.mark.law("the-proof-has-teeth")
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_planted_error_is_found(name: str) -> None:
+    kind, _, policy = MUTANTS[name]["check"].partition(" ")
+    edit = {key: text for key, text in MUTANTS[name].items() if key not in ("why", "check")}
+    with replaced(Edit(**edit)), pytest.raises((AssertionError, SpecError)):
+        check(kind, policy)

@@ -1,0 +1,191 @@
+"""The kernels compiled for sm_90 without a GPU: `python -m tests.accelerated.triton.aot [widths]`.
+
+It must run where TRITON_INTERPRET is not set: an interpreted kernel cannot be compiled. `--json` is for the
+test.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from accelerated.triton_gpu import activation, kernels, launch, nestedkv
+from accelerated.triton_gpu.launch import AttentionTiles, Shape
+from spec.parameters import NESTEDKV
+
+FLOATS = {"factor", "unit", "share", "tau", "bound", "low", "high", "epsilon"}
+_TYPES = {
+    "*fp32": "LSE TOP LOG PEAK WEIGHT A COLUMN SALIENCE INVERSE BLOCK STABLE ANOMALY",
+    "*fp64": "NUMBERS SCORE NORM RANGES SURPRISE",
+    "*i64": "INDEX",
+    "*i32": "ACTIVE",
+}
+POINTERS = {name: kind for kind, names in _TYPES.items() for name in names.split()}
+ALIGNED = {*POINTERS, "Q", "K", "q_head", "q_row", "k_head", "k_row"}
+HEADS, GROUP, K_CROSS, K_INTRA = 32, 4, 4, 8
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kernel with the constants of one launch."""
+
+    module: Any
+    kernel: str
+    element: str
+    shape: Shape
+    constants: dict[str, Any]
+    options: dict[str, bool]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler says of a kernel; `local` and `spilled` are bytes a thread."""
+
+    kernel: str
+    element: str
+    d: int
+    rows: int
+    columns: int
+    warps: int
+    registers: int
+    stack: int
+    local: int
+    shared: int
+    wgmma: int
+    fused: int
+    """Fused multiply-adds in float64."""
+
+
+def jobs(d: int, element: str) -> Iterator[Job]:
+    """S1 of a layer like Llama-3.1-8B's, with heads of d channels."""
+    D = max(16, triton.next_power_of_2(d))
+    tiles: AttentionTiles = launch.attention_tiles(D, 4 if element == "fp32" else 2, False)
+    widths = {"d": d, "D": D, "CAPPED": False, "GROUP": GROUP}
+
+    def sized(shape: Shape) -> dict[str, int]:
+        return {"ROWS": shape.rows, "KEYS": shape.columns}
+
+    def job(kernel: str, shape: Shape, constants: dict[str, Any]) -> Job:
+        return Job(kernels, kernel, element, shape, constants, launch.FLOAT32)
+
+    packed = {**widths, **sized(tiles.softmax), "PACK": GROUP, "ROWS": tiles.softmax.rows // GROUP}
+    yield job("row_softmax", tiles.softmax, {**packed, "KNOWN": False})
+    yield job("row_softmax", tiles.softmax, {**packed, "KNOWN": True})
+    plain = Shape(tiles.cross.rows, tiles.cross.columns)
+    yield job("active_tiles", plain, {"H": HEADS, **sized(tiles.cross)})
+    best = {"PLACES": triton.next_power_of_2(K_CROSS), "TAKE": K_CROSS}
+    yield job("cross_neighbours", tiles.cross, {**widths, **sized(tiles.cross), **best, "H": HEADS})
+    yield job("own_chunk", tiles.own, {**widths, **sized(tiles.own), "H": HEADS})
+    tokens = {"H": HEADS, "HEADS": HEADS, "ROWS": tiles.own.rows, "TOKENS": tiles.tokens, "TAKE": 3}
+    yield job("salience", Shape(tiles.tokens, HEADS), tokens)
+    yield job("row_normalise", tiles.normalise, sized(tiles.normalise))
+    best = {"PLACES": triton.next_power_of_2(K_INTRA), "TAKE": K_INTRA}
+    chosen = {"ROWS": tiles.intra.rows, "COLUMNS": tiles.intra.columns, "DEPTH": tiles.depth}
+    yield job("intra_neighbours", tiles.intra, {**chosen, **best})
+    rows = launch.nested_rows(D, NESTEDKV.W)
+    for kernel in ("measured", "anomalies"):
+        yield Job(nestedkv, kernel, element, Shape(rows, D, 8), {"d": d, "ROWS": rows, "D": D}, launch.FLOAT32)
+
+
+def later_jobs() -> Iterator[Job]:
+    """Key norms, and NestedKV after its cosines."""
+    row = launch.searched_row(False)
+    for module, kernel, shape, constants in (
+        (activation, "mean_inverse_norms", Shape(launch.NORMS, 1), {"NORMS": launch.NORMS, "WIDTH": 128}),
+        (nestedkv, "stable_direction", Shape(128, 1), {"D": 128}),
+        (nestedkv, "extremes", row, {"SCAN": row.columns}), (nestedkv, "surprises", row, {"SCAN": row.columns}),
+        (nestedkv, "routed", Shape(launch.LANES, 1), {"LANES": launch.LANES}),
+    ):
+        yield Job(module, kernel, "fp64", shape, constants, launch.FLOAT64)
+
+
+def _type_of(argument: str, job: Job) -> str:
+    if argument in job.constants:
+        return "constexpr"
+    if argument in FLOATS:
+        return "fp32"
+    return f"*{job.element}" if argument in ("Q", "K") else POINTERS.get(argument, "i32")
+
+
+def _compiled(job: Job, ones: set[str]) -> Any:
+    """The kernel with these arguments equal to 1, which Triton makes constants of."""
+    kernel = getattr(job.module, job.kernel)
+    names = kernel.arg_names
+    values = {**job.constants, **{name: 1 for name in names if name in ones}}
+    constants = {(names.index(name),): value for name, value in values.items()}
+    signature = {name: "constexpr" if name in values else _type_of(name, job) for name in names}
+    aligned = [(i,) for i, name in enumerate(names) if name in ALIGNED and (i,) not in constants]
+    attributes = {place: [["tt.divisibility", 16]] for place in aligned}
+    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": job.shape.warps, "num_stages": job.shape.stages, **job.options}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def compile_for_ones(job: Job) -> None:
+    """Compile with every integer that may be a constant equal to 1: one head, one token. The interpreter has none."""
+    parameters = getattr(job.module, job.kernel).params
+    _compiled(job, {one.name for one in parameters if not one.do_not_specialize and _type_of(one.name, job) == "i32"})
+
+
+def compile_job(job: Job) -> Compiled:
+    """Compile, and read the resources of the cubin."""
+    found = _compiled(job, {"q_dim", "k_dim"})
+    registers, stack, local = _resources(found.asm["cubin"])
+    ptx = found.asm["ptx"]
+    return Compiled(
+        job.kernel, job.element, job.constants.get("d", 0), job.shape.rows, job.shape.columns,
+        job.shape.warps, registers, stack, local, found.metadata.shared,
+        len(re.findall(r"wgmma\.mma_async", ptx)),
+        len(re.findall(r"\bfma\.rn\.f64", ptx)),
+    )
+
+
+def _resources(cubin: bytes) -> tuple[int, int, int]:
+    """Registers, stack and local bytes of a thread."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    match = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", text.stdout + text.stderr)
+    if match is None:
+        raise RuntimeError(f"cuobjdump said: {text.stdout}{text.stderr}")
+    return int(match[1]), int(match[2]), int(match[3])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print one line per kernel."""
+    parser = argparse.ArgumentParser(prog="tests.accelerated.triton.aot", description=__doc__)
+    parser.add_argument("dims", nargs="*", type=int, default=[64, 96, 128, 256])
+    parser.add_argument("--elements", default="bf16", help="bf16, fp16, fp32, separated by commas")
+    parser.add_argument("--json", action="store_true")
+    chosen = parser.parse_args(arguments)
+    wanted = [job for element in chosen.elements.split(",") for d in chosen.dims for job in jobs(d, element)]
+    for job in [*wanted, *later_jobs()]:
+        found = compile_job(job)
+        print(json.dumps(asdict(found)) if chosen.json else _line(found), flush=True)
+    for job in [*jobs(chosen.dims[0], "bf16"), *later_jobs()]:
+        compile_for_ones(job)
+    return 0
+
+
+def _line(found: Compiled) -> str:
+    return (
+        f"{found.kernel:17} {found.element} d={found.d:<3} {found.rows}x{found.columns} w{found.warps}:"
+        f" {found.registers} registers, stack {found.stack}, local {found.local}, shared {found.shared},"
+        f" wgmma {found.wgmma}, float64 fma {found.fused}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""Without a GPU: the kernels compile for sm_90, use tensor cores and spill nothing; in float64 they fuse nothing."""
+
+# ruff: noqa: E402 - the imports below need what is asked for first
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.accelerated.triton import require_packages
+from conformance.paths import ROOT
+
+require_packages()
+
+from accelerated.triton_gpu.launch import SHARED
+
+pytestmark = pytest.mark.judges("triton")
+
+DOT_KERNELS = ("row_softmax", "cross_neighbours", "own_chunk")
+WITH_FUNCTIONS = ("routed",)  # the polynomial of its exponential is fused inside; everything around it is not
+REGISTERS = 65536
+SPILLED = 64  # bytes a thread
+ON_SM_90 = 227 * 1024  # bytes of shared memory that one program may take there
+
+Row = dict[str, Any]
+
+
+def in_a_compiling_process(*arguments: str) -> str:
+    """The standard output of a Python process in which kernels are compiled, not interpreted."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    found = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr[-3000:]
+    return found.stdout
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[Row]:
+    """Every kernel, S1's for four widths of heads in bfloat16."""
+    said = in_a_compiling_process("-m", "tests.accelerated.triton.aot", "--json", "64", "96", "128", "256")
+    return [json.loads(line) for line in said.splitlines()]
+
+
+@pytest.mark.spec("CC-COATTENTION")
+def test_every_kernel_compiles_and_spills_next_to_nothing(compiled: list[Row]) -> None:
+    """Of the tiles that were the fastest on an H100, one compiler spills a few registers and another none."""
+    assert {row["d"] for row in compiled if row["kernel"] == "row_softmax"} == {64, 96, 128, 256}
+    for row in compiled:
+        assert row["stack"] <= SPILLED, row
+        assert row["local"] == 0, row
+        assert row["registers"] * row["warps"] * 32 <= REGISTERS, row
+    # What a device is asked for before the first launch is what the hungriest kernel takes.
+    assert max(row["shared"] for row in compiled) == SHARED <= ON_SM_90
+
+
+@pytest.mark.spec("CC-ATTENTION")
+def test_attention_runs_on_tensor_cores(compiled: list[Row]) -> None:
+    for row in compiled:
+        assert (row["wgmma"] > 0) == (row["kernel"] in DOT_KERNELS), row
+
+
+@pytest.mark.spec("CC-KEY-NORM", "NK-STABLE", "NK-SURPRISE")
+def test_kernels_in_float64_have_no_fused_multiply_add(compiled: list[Row]) -> None:
+    """One rounding after each operation: contraction would be another number."""
+    for row in compiled:
+        assert row["fused"] == 0 or row["kernel"] in WITH_FUNCTIONS, row
+
+
+ASK_FOR_IT = """
+from spec.backend import resolve
+from spec.errors import BackendUnavailable
+try:
+    resolve("triton")
+except BackendUnavailable as error:
+    print(error)
+"""
+
+
+@pytest.mark.spec("CC-PREFILL")
+def test_a_machine_without_a_device_is_told_what_would_make_it_run() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device here")
+    said = in_a_compiling_process("-c", ASK_FOR_IT)
+    assert "needs a CUDA device" in said
+    assert "TRITON_INTERPRET=1" in said
+    assert "numba" in said

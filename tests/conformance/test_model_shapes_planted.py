@@ -1,0 +1,118 @@
+"""Backends that are wrong only at shapes of real models. A test of the suite finds each, mostly in a quick run."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.planted import Over
+from conformance.suite import test_model_shapes as quick
+from conformance.suite import test_scale_policies as scale
+from conformance.suite.test_scale_policies import SOFT
+from reference.backend import BACKEND
+
+pytestmark = pytest.mark.law("the-proof-has-teeth")
+
+
+class ShortPrompts(Over):
+    """NestedKV with int16 positions of the keys."""
+
+    def anomaly_score(self, k: Any, p: Any, /) -> Any:
+        found = self._right.anomaly_score(k, p)
+        return np.where(np.arange(k.shape[1]) < 2**15, found, 0.0)
+
+
+class HalfSums(Over):
+    """Backend that sums 64 and more queries in float16."""
+
+    def received_attention(self, q: Any, k: Any, scaling: float, softcap: Any, sinks: Any = None, /) -> Any:
+        if q.shape[1] < 64:
+            return self._right.received_attention(q, k, scaling, softcap, sinks)
+        rows = [self._right.largest_attention(q[:, : at + 1][:, -1:], k[:, : k.shape[1] - q.shape[1] + at + 1],
+                                              np.ones(1), scaling, softcap, sinks) for at in range(q.shape[1])]
+        found = np.zeros((len(q), k.shape[1]), np.float16)
+        for row in rows:
+            found[:, : row.shape[1]] += row.astype(np.float16)
+        return found.reshape(len(k), -1, k.shape[1]).sum(axis=1).astype(np.float64)
+
+
+class GroupsOfPowersOfTwo(Over):
+    """Backend with groups of query heads that are rounded up to a power of two."""
+
+    def received_attention(self, q: Any, k: Any, *given: Any) -> Any:
+        group = 1 << (len(q) // len(k) - 1).bit_length()
+        shared = np.minimum(np.arange(len(q)) // group, len(k) - 1)
+        each = self._right.received_attention(q, k[shared], *given)
+        return np.stack([each[shared == head].sum(axis=0) for head in range(len(k))])
+
+
+class FourKVHeads(Over):
+    """Backend in which KV heads after the fourth have the scores of the fourth."""
+
+    def anomaly_score(self, k: Any, p: Any, /) -> Any:
+        return self._right.anomaly_score(k, p)[np.minimum(np.arange(len(k)), 3)]
+
+
+class WholeBlocks(Over):
+    """Backend in which the last key of a whole block has the score of the previous key."""
+
+    def anomaly_score(self, k: Any, p: Any, /) -> Any:
+        found = self._right.anomaly_score(k, p)
+        if k.shape[1] % 128 == 0:
+            found[:, -1] = found[:, -2]
+        return found
+
+
+class Narrow(Over):
+    """Backend that ignores channels after the 64th."""
+
+    def expected_attention(self, q: Any, k: Any, v: Any, *given: Any) -> Any:
+        return self._right.expected_attention(q, k, v[:, :, :64], *given)
+
+
+class Drifting(Over):
+    """Backend that increases the last score slightly after 2 000 calls."""
+
+    calls = itertools.count(1)
+
+    def anomaly_score(self, k: Any, p: Any, /) -> Any:
+        found = self._right.anomaly_score(k, p)
+        found[:, -1] += 1e-12 if next(self.calls) > 2_000 else 0.0
+        return found
+
+
+ATTENTION: Callable[..., None] = partial(quick.test_attention_that_keys_receive, softcap=None, precision="float32")
+NESTEDKV: Callable[..., None] = partial(quick.test_nestedkv, precision="float32")
+FOUND: dict[str, tuple[Callable[..., None], Any]] = {
+    "NestedKV beyond 32 767 tokens": (
+        partial(scale.test_scores_of_thousands_of_keys, precision="float32", shape=(2, 33_100, 16), p=SOFT),
+        ShortPrompts(BACKEND.nestedkv),
+    ),
+    "sums in float16": (partial(ATTENTION, H=32, H_kv=8, d=64, n=300), HalfSums(BACKEND.policies)),
+    "groups of three": (partial(ATTENTION, H=9, H_kv=3, d=64, n=300), GroupsOfPowersOfTwo(BACKEND.policies)),
+    "four KV heads": (partial(NESTEDKV, H_kv=8, d=64, n=300), FourKVHeads(BACKEND.nestedkv)),
+    "whole blocks": (partial(NESTEDKV, H_kv=1, d=128, n=512), WholeBlocks(BACKEND.nestedkv)),
+    "narrow values": (
+        partial(quick.test_attention_that_is_expected, precision="float32", H=8, H_kv=1, d=128, n=256),
+        Narrow(BACKEND.policies),
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", FOUND)
+def test_a_mistake_at_a_shape_of_models_is_found(mistake: str) -> None:
+    """Check that the reference passes the test and that the wrong backend fails it."""
+    test, wrong = FOUND[mistake]
+    test(wrong._right)
+    with pytest.raises(AssertionError):
+        test(wrong)
+
+
+def test_a_result_that_drifts_is_found() -> None:
+    drifting = replace(BACKEND, name="drifting", nestedkv=Drifting(BACKEND.nestedkv))
+    with pytest.raises(AssertionError, match="call 2001 differs from the first"):
+        quick.test_a_result_is_the_same_after_thousands_of_calls(drifting, "nestedkv.anomaly_score")

@@ -1,0 +1,414 @@
+"""Promises of policies: true ones hold, and each false one fails in its column on a small input.
+
+Further tests run `kvspec verify --policy`.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvspec
+from conformance.checks.promises import FAR, PROPERTIES, promised
+from tests.conformance.test_plugin import run
+from tests.spec.test_policy_table import PAGE
+from conformance.paths import ROOT, SPEC
+from conformance.policy_suite import test_promises
+from conformance.strategies.policy_inputs import drawn, named
+from conformance.verify import __main__ as verify_main
+from conformance.verify.page import markdown, page
+from reference.policies import knorm, policy_from_score, with_adaptive_budgets
+from reference.policies.budgets import even
+from reference.policies.names import POLICIES
+from reference.policies.protections import SinkAndRecent
+from reference.policies.selectors import top_units
+from spec.errors import SpecError
+from spec.policy import NOTHING_PROMISED, Needs, Observation, Policy, Promises
+from spec.retention import Granularity
+
+pytestmark = pytest.mark.law("the-proof-has-teeth")
+
+
+Array = np.ndarray[Any, Any]
+ALL = Promises(*["yes"] * len(PROPERTIES))  # type: ignore[arg-type]
+
+
+def value_norm(seen: Observation) -> Array:
+    return np.concatenate([np.linalg.norm(np.asarray(view.v), axis=2) for view in seen.layers.values()])
+
+
+def rarest(seen: Observation) -> Array:
+    """Return one row of scores from the layer before the last one and the ids."""
+    (view,) = seen.layers.values()
+    assert seen.token_ids is not None
+    norms: Array = np.linalg.norm(view.k, axis=2).sum(axis=0, keepdims=True)
+    return norms / np.bincount(seen.token_ids)[seen.token_ids]
+
+
+OWN = policy_from_score(value_norm, needs=Needs("all", values=True), protection=SinkAndRecent(1, 2))
+TRUE = {
+    "head": OWN, "pure positions": policy_from_score(
+        lambda seen: -np.arange(float(seen.seen))[None], needs=Needs(), granularity=Granularity.MODEL
+    ),
+    "one layer": policy_from_score(
+        rarest, needs=Needs("observed", observed=-2, token_ids=True), granularity=Granularity.MODEL
+    ),
+}
+
+
+def judge(column: str, policy: Policy) -> None:
+    test_promises.test_a_promise_holds(column, lambda inputs: policy)
+
+
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.spec("PO-RETAIN")
+@pytest.mark.usefixtures("sparing")
+@pytest.mark.parametrize("name", TRUE)
+@pytest.mark.parametrize("column", PROPERTIES)
+def test_a_true_promise_holds(name: str, column: str) -> None:
+    judge(column, replace(TRUE[name], promises=ALL))
+
+
+def scored(change: Any) -> Policy:
+    return policy_from_score(lambda seen: change(seen, value_norm(seen)))
+
+
+def false_promises() -> Iterator[tuple[str, Policy]]:
+    """Yield a policy that breaks each column."""
+    # The second call reads a different sequence, the third repeats the first, and a last call reports the kept set.
+    turns = cycle((1, 1, -1, 1))
+
+    def blind(scores: Any, budgets: Any, protected: Any, /) -> Any:
+        return top_units(replace(scores, values=np.nan_to_num(scores.values)), budgets, protected & False)
+
+    def worst(scores: Any, budgets: Any, protected: Any, /) -> Any:
+        return top_units(replace(scores, values=-scores.values), budgets, protected)
+
+    def fewer(total: int, scores: Any, /) -> Any:
+        return even(total, scores) - 1
+
+    def by_head(seen: Observation, found: Array) -> Array:
+        return found * np.where(np.arange(len(found)) % 2, 1, -1)[:, None]
+
+    def by_group(seen: Observation, found: Array) -> Array:
+        view = seen.layers[0]
+        return found if len(view.q) == len(view.k) else -found
+
+    def moved(total: int, scores: Any, /) -> Any:
+        shares = even(total, scores)
+        if len(shares) > 1 and np.nanmin(scores.values) > FAR and 0 < shares[0] < scores.values.shape[1]:
+            shares[:2] += [1, -1]
+        return shares
+
+    def far(seen: Observation, found: Array) -> Array:
+        view = seen.layers[0]
+        return found + 2 * FAR * (len(view.q) > len(view.k))
+
+    yield "budget exact", replace(OWN, budgets=fewer, protection=SinkAndRecent(0, 0))
+    yield "protection holds", replace(OWN, selector=blind)
+    yield "no-op at full budget", replace(OWN, budgets=fewer, protection=SinkAndRecent(0, 0))
+    yield "higher score never loses", replace(OWN, selector=worst)
+    yield "row independence", scored(lambda seen, found: next(turns) * found)
+    yield "head permutation", scored(by_head)
+    yield "GQA", scored(by_group)
+    yield "GQA", replace(scored(far), budgets=moved)
+
+
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.spec("PO-RETAIN")
+@pytest.mark.parametrize(("column", "policy"), list(false_promises()))
+def test_a_false_promise_dies_by_its_column_with_a_small_input(column: str, policy: Policy) -> None:
+    with pytest.raises(AssertionError, match=rf"^{column}: not so with \d tokens, B = \d, layers x KV") as died:
+        judge(column, replace(policy, promises=ALL))
+    layers, heads = re.findall(r"= (\d) x (\d)", str(died.value))[0]
+    assert int(layers) * int(heads) <= 3
+
+
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.spec("PO-RETAIN")
+def test_a_promise_that_only_a_models_sizes_break_dies() -> None:
+    """Drawn inputs of this policy have fewer tokens, fewer KV heads and narrower heads."""
+    def fewer(total: int, scores: Any, /) -> Any:
+        return even(total, scores) - (scores.values.shape[1] >= 256)
+
+    with pytest.raises(AssertionError, match=r"budget exact: not so with 300 tokens, B = 121, .* keeps 120, 120, "):
+        judge("budget exact", replace(OWN, budgets=fewer, promises=ALL))
+
+
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.spec("PO-RETAIN")
+@pytest.mark.parametrize("largest", [1.0, 2.0**20, 2.0**-30])
+@pytest.mark.parametrize(("units", "holds"), [(64, True), (65, False)])
+def test_repeated_query_heads_exchange_tokens_of_one_score_up_to_rounding(
+    largest: float, units: int, holds: bool,
+) -> None:
+    """Check two scores that differ by `units` in the last place, and exchange places when heads are repeated."""
+    def near(seen: Observation) -> Array:
+        (view,) = seen.layers.values()
+        apart = units * np.finfo(np.float64).eps * largest
+        found = np.full((1, seen.seen), largest - 2 * apart)
+        found[0, :2] = (largest, largest - apart)[:: 1 if len(view.q) == len(view.k) else -1]
+        return found
+
+    case = test_promises.Own(lambda inputs: policy_from_score(near))
+    assert PROPERTIES["GQA"].holds(case, drawn(1, 5, 1, (1, 1)), 1, 0) == holds
+
+
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.spec("PO-RETAIN")
+@pytest.mark.parametrize("column", PROPERTIES)
+def test_what_is_not_promised_is_said(column: str) -> None:
+    """Hypothesis adds the example to the matched text."""
+    with pytest.raises(pytest.skip.Exception, match=rf"^{column}: not promised(\n|$)"):
+        judge(column, knorm())
+    with pytest.raises(pytest.skip.Exception, match=rf"^{column}: N/A(\n|$)"):
+        judge(column, replace(knorm(), promises=Promises(*["N/A"] * len(PROPERTIES))))  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.spec("PO-RETAIN")
+def test_to_protect_nothing_is_no_protection_that_holds() -> None:
+    with pytest.raises(pytest.skip.Exception, match=r"^protection holds: N/A, for no token is protected(\n|$)"):
+        judge("protection holds", replace(knorm(), promises=ALL))
+
+
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.spec("PO-RETAIN")
+def test_a_policy_that_fails_otherwise_does_not_pass() -> None:
+    with pytest.raises(SpecError, match="is used by the scorer, but not declared"):
+        judge("GQA", replace(policy_from_score(value_norm, needs=Needs("all")), promises=ALL))
+
+
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.spec("PO-RETAIN")
+def test_a_promise_is_of_one_composition() -> None:
+    assert OWN.promises.higher_score_never_loses == "yes"
+    assert with_adaptive_budgets(OWN).promises == NOTHING_PROMISED
+    with pytest.raises(SpecError, match="gqa = 'perhaps': must be one of yes, no, N/A"):
+        Promises(gqa="perhaps")  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.spec("PO-RETAIN")
+def test_the_suite_runs_from_outside_the_tree(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MINE.partition("RIGHT = replace")[0], "utf-8")
+    suite = ["--pyargs", "conformance.policy_suite"]
+    result = run(tmp_path, *suite, "--kvspec-policy", "mine:RIGHT")
+    assert "4 passed, 3 skipped" in result.stdout, result.stdout
+    assert "GQA: not promised" in result.stdout
+    assert "no tests ran" in run(tmp_path, *suite).stdout
+    result = run(tmp_path, *suite, "--kvspec-policy", "mine:RIGHT", "--kvspec-as", "knorm", "--kvspec-profile", "few")
+    assert result.returncode == 1
+    assert "FAILED" in result.stdout
+    assert "::test_the_kept_sets_are_those_of_the_method[knorm]" in result.stdout
+
+
+MINE = """
+from dataclasses import replace
+import numpy as np
+from reference.policies import policy_from_score
+from reference.policies.protections import SinkAndRecent
+from reference.policies.selectors import top_units
+from spec.policy import Needs
+
+def value_norm(observation):
+    return np.concatenate([np.linalg.norm(view.v, axis=2) for view in observation.layers.values()])
+
+def worst(scores, budgets, protected, /):
+    return top_units(replace(scores, values=-scores.values), budgets, protected)
+
+RIGHT = policy_from_score(value_norm, needs=Needs("all", values=True), protection=SinkAndRecent(1, 2))
+RIGHT = replace(RIGHT, name="snapkv", promises=replace(RIGHT.promises, gqa="N/A"))
+WRONG = replace(RIGHT, name="worst", selector=worst)
+KNORM = policy_from_score(
+    lambda seen: -np.concatenate([np.linalg.norm(view.k, axis=2) for view in seen.layers.values()]), needs=Needs("all")
+)
+"""
+SAID = {
+    "budget exact": "pass", "protection holds": "pass", "no-op at full budget": "pass",
+    "higher score never loses": "pass", "row independence": "not promised", "head permutation": "not promised",
+    "GQA": "N/A",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_seeds: None) -> Path:
+    (tmp_path / "promisers.py").write_text(MINE, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("KVSPEC_PROFILE", "few")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "promisers", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr("sys.argv", ["verify", *words, "--out", "found"])
+    return verify_main.main()
+
+
+def certificate() -> dict[str, Any]:
+    """Return the certificate that was written, checked by its schema."""
+    made = tomllib.loads(Path("found/certificate.toml").read_text(encoding="utf-8"))
+    schema = json.loads((SPEC / "certificate.schema.json").read_text(encoding="utf-8"))
+    validator = pytest.importorskip("jsonschema").Draft202012Validator(schema)
+    assert [error.message for error in validator.iter_errors(json.loads(json.dumps(made, default=str)))] == []
+    return made
+
+
+def verdicts(made: dict[str, Any]) -> dict[str, str]:
+    return {row: said["verdict"] for row, said in made["items"].items()}
+
+
+def test_a_right_policy_is_certified_for_what_it_promises_and_the_check_notices_a_change(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert asked(monkeypatch, "--policy", "promisers:KNORM", "--as", "knorm") == 0
+    assert "promisers:KNORM conforms to knorm and keeps its 3 promises" in capsys.readouterr().out
+    made = certificate()
+    assert (made["verdict"], made["judged"], made["run"]["methods"], made["items"]["PO-KNORM"]["verdict"]) == (
+        "certified", "the equations of methods, and its promises", ["knorm"], "pass",
+    )
+    assert "conforms to knorm" in (folder / "found/badge.svg").read_text(encoding="utf-8")
+    assert asked(monkeypatch, "--check", "found/certificate.toml", "--yes") == 0
+    assert "the certificate is true" in capsys.readouterr().out
+    assert asked(monkeypatch, "--policy", "promisers:RIGHT") == 0
+    said, shown = "promisers:RIGHT keeps its 4 promises; not compared with any method", capsys.readouterr().out
+    assert said in shown
+    assert "properties that the policy promises and keeps: budget exact, " in shown
+    assert "properties that the policy does not promise, or that do not apply: row independence, " in shown
+    assert "a promise does not test the score" in shown
+    made = certificate()
+    assert (made["verdict"], made["judged"]) == (
+        "keeps its promises", "its promises; not compared with any method",
+    )
+    assert verdicts(made) == SAID
+    assert (made["families"], made["counts"]["examples"]) == (["promises"], 4 * 12)
+    for file in ("badge.svg", "certificate.html", "summary.md"):
+        assert said.partition(" ")[2] in (folder / "found" / file).read_text(encoding="utf-8")
+    assert made["subject"].keys() == {"kind", "name", "named", "files", "digest"}
+
+    text = (folder / "found/certificate.toml").read_text(encoding="utf-8")
+    (folder / "other.toml").write_text(text.replace('verdict = "not promised"', 'verdict = "pass"', 1), "utf-8")
+    assert asked(monkeypatch, "--check", "other.toml", "--yes") == 1
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line == "items.row independence.verdict: pass in the certificate, not promised now"
+    (folder / "promisers.py").write_text(f"{MINE}\n", encoding="utf-8")
+    assert asked(monkeypatch, "--check", "found/certificate.toml", "--yes") == 1
+    assert "nothing was run" in capsys.readouterr().out
+
+
+def test_a_broken_promise_fails_by_its_row_with_a_small_input(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert asked(monkeypatch, "--policy", "promisers:WRONG") == 1
+    said, made = capsys.readouterr().out, certificate()
+    assert verdicts(made) == {**SAID, "higher score never loses": "fail"}
+    row = made["items"]["higher score never loses"]
+    assert row["repeat"] == (
+        f"kvspec verify --policy promisers:WRONG --profile few --seed {made['run']['seed']}"
+        " -- 'test_promises.py::test_a_promise_holds[higher score never loses]'"
+    )
+    assert "Draw(" in row["input"]
+    assert row["found"].startswith("higher score never loses: not so with ")
+    assert row["found"][:100] in said
+    assert "higher score never loses" in (folder / "found/certificate.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("policy", "method", "code", "summary"),
+    [("WRONG", "", 1, "does not keep its promises"), ("KNORM", "snap", 2, "")],
+)
+def test_the_steps_of_the_action_show_the_verdict(
+    folder: Path, policy: str, method: str, code: int, summary: str,
+) -> None:
+    """Run the steps without the installation. An executable starts this tree instead."""
+    action = pytest.importorskip("yaml").safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
+    given = {"policy": f"promisers:{policy}", "as": method, "quick": "true"}
+    inputs = {name: given.get(name, one.get("default", "")) for name, one in action["inputs"].items()}
+    (step,) = (one for one in action["runs"]["steps"] if one["name"] == "Verify")
+    environment = {name: inputs[value.strip("${ }").removeprefix("inputs.")] for name, value in step["env"].items()}
+    (folder / "kvspec").write_text(f'#!/bin/sh\nexec {sys.executable} -m kvspec.cli "$@"\n', "utf-8")
+    (folder / "kvspec").chmod(0o755)
+    (folder / "summary").touch()
+    paths = {"PATH": f"{folder}:{os.environ['PATH']}", "GITHUB_STEP_SUMMARY": str(folder / "summary")}
+    done = subprocess.run(
+        ["bash", "-e", "-o", "pipefail", "-c", step["run"]], cwd=folder, env={**os.environ, **environment, **paths},
+        capture_output=True, text=True, check=False,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    said = (folder / "summary").read_text(encoding="utf-8")
+    assert summary in said
+    assert bool(said) == (code < 2)
+
+
+@pytest.mark.law("as-it-is-described")
+def test_our_own_policies_promise_what_the_page_says() -> None:
+    """H2O and VATP promise less, because the suite cannot see the protection of their newest half."""
+    lines = [line.strip("| ").split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines()]
+    table = {cells[0]: [cell.partition(":")[0] for cell in cells[1:]] for cells in lines if len(cells) == 8}
+    assert table.pop("policy") == list(PROPERTIES)
+    there = {name: [promised(named(name, drawn(0)), column) for column in PROPERTIES] for name in POLICIES}
+    different = {name for name in there if there[name] != table.get(name)}
+    assert different == {"h2o", "vatp", "crystalcache", "fullcache"}
+    assert there["vatp"] == ["yes", "yes", "yes", "no", "yes", "yes", "yes"]
+    assert there["h2o"] == ["yes", "N/A", "yes", "no", "yes", "yes", "yes"]
+
+
+def test_the_function_returns_what_the_command_says(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Check a subject that this process finds, but that is not in the current folder."""
+    (folder / "elsewhere").mkdir()
+    monkeypatch.chdir(folder / "elsewhere")
+    right = kvspec.verify(policy="promisers:RIGHT", quick=True, out="found")
+    assert right.passed
+    assert right.failing == ()
+    assert right.headline.startswith("promisers:RIGHT keeps its 4 promises")
+    assert [path.name for path in right.files] == ["quick.toml", "summary.md", "junit.xml", "log.txt"]
+    assert tomllib.loads(right.files[0].read_text("utf-8")) == right.certificate
+    seeded: dict[str, Any] = {"quick": True, "seed": 7, "out": "found"}
+    other = kvspec.verify(policy="promisers:RIGHT", method="streamingllm", fail_fast=True, **seeded)
+    assert other.failing == ("PO-STREAMINGLLM",)
+    assert other.headline == "promisers:RIGHT does not conform to streamingllm(N_sink=4): PO-STREAMINGLLM"
+    assert other.certificate["run"]["methods"] == ["streamingllm(N_sink=4)"]
+    assert "repeat  kvspec verify --policy promisers:RIGHT --profile few --seed 7 --as streamingllm" in str(other)
+    wrong = kvspec.verify(policy="promisers:WRONG", **seeded)
+    assert not wrong.passed
+    assert wrong.failing == ("higher score never loses",)
+    assert wrong.certificate["run"]["seed"] == 7
+    assert capsys.readouterr().out == ""
+    assert "repeat  kvspec verify --policy promisers:WRONG --profile few --seed 7" in str(wrong)
+    assert str(wrong).endswith(wrong.headline)
+
+
+NASTY = "<img src=x> a|b **c** [d](e) `f`\n# g"
+
+
+def test_names_that_a_subject_chose_are_text_in_the_summary_and_on_the_page() -> None:
+    row = {
+        "verdict": "fail", "families": [NASTY], "failed": 1, "passed": 0, "tests": 1, "examples": 1, "test": "t.py::t",
+        "input": "", "found": NASTY, "repeat": "```", "excepted": 0,
+    }
+    made = {
+        "verdict": "rejected", "judged": "x", "date": "", "kvspec": "", "spec": "0", "families": [NASTY],
+        "subject": {"kind": "command", "name": NASTY, "named": NASTY}, "run": {}, "device": {}, "items": {NASTY: row},
+        "counts": {"failed": 1}, "failing": [NASTY], "undecided": [], "vectors": {}, "exception": [],
+        "unneeded_exceptions": [],
+    }
+    text, html = "\n".join(markdown(made)), page(made)
+    assert "<img" not in text.replace("```text\n<img src=x> a|b **c** [d](e) `f`\n# g", "")
+    assert text.startswith(r"**kvspec: &lt;img src=x\> a\|b \*\*c\*\* \[d\](e) \`f\` \# g does not conform")
+    assert text.count("```") == 2
+    assert "<img" not in html
+    assert html.count("&lt;img src=x&gt;") >= 5

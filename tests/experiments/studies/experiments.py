@@ -1,0 +1,315 @@
+"""Helpers for tests of studies: a sample in a separate context, a small sweep and its processes, invented rows."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+import time
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from html.parser import HTMLParser
+from math import ceil
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from conformance.paths import ROOT
+from kvspec.cli.study_runs import Running, run
+from models_integration.policies.methods import RetentionPolicy
+from experiments.studies import leases
+from experiments.studies.evidence import measure as measures
+from experiments.studies.evidence import run as of_study
+from experiments.studies.evidence.rules import load_rules
+from experiments.studies.leases import holder_of
+from experiments.studies.results import Row, load_rows
+from experiments.studies.subject import Loading
+from experiments.tasks import Placement
+
+
+class Answer(NamedTuple):
+    """Answer of the model under a policy, and the number of stored slots of a layer and head during the answer."""
+
+    token_ids: list[int]
+    mean_cache: float
+    peak_cache: int
+
+
+@torch.no_grad()
+def answer(
+    model: PreTrainedModel, policy: RetentionPolicy, placement: Placement, max_new_tokens: int,
+    stop_ids: frozenset[int],
+) -> tuple[Answer, list[list[int]]]:
+    """Return the answer, and the kept set of each group of the prompt. A policy with steps reads token by token."""
+    method = policy.on(model)
+    steps = method.decode
+    if steps and placement.dropped_slots:
+        placement = replace(placement, prompt_ids=placement.prompt_ids[:-1], dropped_slots=0)
+    stored: list[float] = []
+    with policy(model) as run:
+        logits = model(input_ids=torch.tensor([placement.prompt_ids])).logits
+        cache, (retention,) = run.cache, run.retentions
+        assert cache is not None
+        kept = ceil(cache.mean_length)
+        if placement.dropped_slots:
+            cache.crop(-placement.dropped_slots)
+
+        def read(tokens: list[int]) -> Any:
+            with nullcontext() if steps else run.reading():
+                return model(input_ids=torch.tensor([tokens]), past_key_values=cache).logits
+
+        fed, said = list(placement.fed_ids), list[int]()
+        for piece in [[token] for token in fed] if steps else [fed] if fed else []:
+            logits = read(piece)
+            stored.append(cache.mean_length)
+        while not said or (said[-1] not in stop_ids and len(said) < max_new_tokens):
+            if said:
+                logits = read(said[-1:])
+                stored.append(cache.mean_length)
+            said.append(int(logits[0, -1].argmax()))
+    mean = sum(stored) / len(stored) if stored else float(kept)
+    peak = max([len(placement.prompt_ids), *map(ceil, stored)])
+    return Answer(said, mean, peak), [retention.group(at).tolist() for at in range(retention.groups)]
+
+
+def commit_all(folder: Path) -> str:
+    """Commit all files of a folder in a new repository, and return the commit."""
+    author = ["-c", "user.name=kvspec", "-c", "user.email=tests@kvspec.invalid"]
+    for arguments in (["init", "-q"], ["add", "--all"], [*author, "commit", "-q", "--allow-empty", "-m", "files"]):
+        subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True)
+    said = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, check=True, capture_output=True, text=True)
+    return said.stdout.strip()
+
+
+RULES = """
+[study]
+title = "Small"
+model = "pocket"
+contexts = 8
+questions = 1
+seed = 3
+lengths = [1024]
+placements = ["after"]
+tasks = ["needle_in_prose"]
+policies = ["snapkv", "streamingllm"]
+budgets = ["0.5", "0.8"]
+"""
+ROWS = 8
+PATIENCE = 1.5
+SLOW = """
+import time
+from pathlib import Path
+
+import numpy as np
+
+from experiments.studies import leases
+from reference.policies import policy_from_score
+from spec.policy import Needs
+
+leases._BEAT, leases._PATIENCE, leases._PAUSE = 0.1, 1.5, 0.05
+
+def newest(observation):
+    while Path("wait").exists():
+        time.sleep(0.02)
+    time.sleep(0.2)
+    return np.tile(np.arange(observation.seen, dtype=np.float64), (observation.groups, 1))
+
+POLICY = policy_from_score(newest, needs=Needs())
+"""
+"""Source of a module with a slow policy, for commands. Their workers use short waiting times too."""
+
+
+def patient(hours: int) -> None:
+    """Put the clock of this process forward by `hours`, and shorten its waiting times."""
+    here, touch = time.time, os.utime
+
+    def touched(lease: Path) -> None:
+        touch(lease, (time.time(),) * 2)
+
+    leases._BEAT, leases._PATIENCE, leases._PAUSE = PATIENCE / 15, PATIENCE, PATIENCE / 30
+    time.time = lambda: here() + 3600 * hours
+    os.utime = touched  # type: ignore[assignment]
+
+
+def sweep(rules: Path, out: Path, hours: int) -> None:
+    """Run `kvspec sweep RULES` with a clock that is `hours` ahead.
+
+    The file `most` contains the number of samples that all processes together begin.
+    """
+    torch.set_num_threads(1)
+    patient(hours)
+
+    def begun() -> bool:
+        """Return whether this process created one of the allowed folders `begun-N`."""
+        for at in range(int(rules.with_name("most").read_text(encoding="ascii"))):
+            with suppress(FileExistsError):
+                rules.with_name(f"begun-{at}").mkdir()
+                return True
+        return False
+
+    def slowly(*arguments: Any) -> Any:
+        while not begun():
+            time.sleep(0.02)
+        return {**measures.measure(*arguments), "pid": os.getpid()}
+
+    setattr(of_study, "measure", slowly)  # noqa: B010  # For mypy, this name does not belong to the module.
+    run(load_rules(rules), Loading(), Running(out))
+
+
+def command(folder: Path, *words: str) -> None:
+    """Run `kvspec WORDS` in a folder."""
+    os.chdir(folder)
+    os.environ["PYTHONPATH"] = str(ROOT)
+    sys.path.insert(0, str(folder))
+    sys.argv = ["kvspec", *words]
+    runpy.run_module("kvspec.cli", run_name="__main__")
+
+
+def measured(out: Path) -> dict[str, Row]:
+    """Return the row of each sample without its duration and process. No sample is measured twice."""
+    rows = load_rows(out / "study.jsonl")
+    found = {row["sample"]: {k: v for k, v in row.items() if k not in ("seconds", "pid")} for row in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+def holders(out: Path) -> set[int]:
+    """Return the ids of processes that hold a sample."""
+    found = [holder_of(lease).get("pid") for lease in out.glob(".study.jsonl-*.lease")]
+    return {pid for pid in found if pid is not None}
+
+
+VOID = {"meta", "input", "br", "wbr"}
+SAID = {"th", "td", "caption", "summary", "figcaption", "text", "title", "p", "h2", "h3"}
+POLICIES = ("snapkv", "knorm", 'crystalcache(graph="zero")')
+BUDGETS = ("0.5", "0.3")
+PLACEMENTS = ("after", "in_prompt")
+TASKS = ("needle_in_prose", "keys_in_prose_2")
+DIGEST = "a" * 64
+
+
+@dataclass
+class Table:
+    caption: str = ""
+    lines: list[list[str]] = field(default_factory=list)
+
+    def line(self, *first: str) -> list[str]:
+        (found,) = (line for line in self.lines if line[: len(first)] == list(first))
+        return found
+
+
+@dataclass
+class Panel:
+    """Picture: names and positions of its marks, and its words with their positions."""
+
+    marks: list[tuple[str, float, float]] = field(default_factory=list)
+    words: list[tuple[float, float, str]] = field(default_factory=list)
+
+
+class Page(HTMLParser):
+    """Parser of a page. Tags that do not close raise an error."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text, self.open, self.tables, self.notes = text, list[str](), list[Table](), list[str]()
+        self.panels, self.attributes, self.titles = dict[str, Panel](), list[tuple[str, str, str]](), list[str]()
+        self._said, self._place, self._caption, self._panel = "", (0.0, 0.0), "", Panel()
+        self.feed(text)
+        self.close()
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        self.attributes += [(tag, name, value) for name, value in given.items()]
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "table":
+            self.tables.append(Table())
+        elif tag == "tr":
+            self.tables[-1].lines.append([])
+        elif tag in SAID and not (tag == "p" and {"th", "td"} & set(self.open)):
+            self._said = ""
+        if tag == "svg" and given.get("class") == "panel":
+            self._panel = self.panels[given["aria-label"].partition(";")[0]] = Panel()
+        if tag == "text" and "x" in given:
+            self._place = float(given["x"]), float(given["y"])
+        if tag == "path" and given.get("class") == "mark":
+            x, y = re.findall(r"[-\d.]+", given["transform"])
+            self._place = float(x), float(y)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        self._said += data
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, (tag, self.getpos())
+        if tag in ("th", "td"):
+            self.tables[-1].lines[-1].append(self._said)
+        elif tag == "caption":
+            self.tables[-1].caption = self._said
+        elif tag in ("summary", "figcaption"):
+            self._caption = self._said
+        elif tag == "table" and not self.tables[-1].caption:
+            self.tables[-1].caption = self._caption
+        elif tag == "p":
+            self.notes.append(self._said)
+        elif tag in ("h2", "h3"):
+            self.titles.append(self._said)
+        elif tag == "title" and "svg" in self.open:
+            self._panel.marks.append((self._said, *self._place))
+        elif tag == "text" and self.panels and "figure" in self.open and "table" not in self.open:
+            self._panel.words.append((*self._place, self._said))
+
+    def table(self, caption: str) -> Table:
+        (found,) = (table for table in self.tables if table.caption.startswith(caption))
+        return found
+
+
+def study_rows(contexts: int = 12, part: str = "confirm") -> list[Row]:
+    """Return rows with random numbers: two questions for each context, and two tasks, placements and lengths."""
+    draw, rows = Random(7), list[Row]()
+    for context in range(contexts):
+        for task in TASKS:
+            for placement in PLACEMENTS:
+                for question in range(2):
+                    row = {
+                        "rules": DIGEST, "model": "m@0", "backend": "numpy", "spec_version": "0.3.0", "seed": 0,
+                        "part": part, "task": task, "sample": f"{part}{context}{task}{question}",
+                        "length": (1024, 2048)[context % 2], "placement": placement, "context": f"{task}{context}",
+                        "question": question, "evidence_tokens": 4, "metadata": {"depth": draw.random()},
+                        "seconds": {name: draw.uniform(0.1, 2) for name in ("prefill", *POLICIES, "random", "reading")},
+                    }
+                    rows.append({**row, "cells": list(cells(draw))})
+    return rows
+
+
+def cells(draw: Random) -> list[Row]:
+    """Return the cells of one sample.
+
+    The full cache is right with probability 0.9, and no other likelihood is above the likelihood of the full cache.
+    """
+    found = [cell("fullcache", "1.0", -draw.random(), draw.random() < 0.9, 1.0, 1000.0)]
+    found.append(cell("blind", "0", -8 - draw.random(), False, 0.0, 20.0))
+    for budget in BUDGETS:
+        for at, policy in enumerate((*POLICIES, "random", "evidence")):
+            likelihood = -draw.uniform(0, 9 - 2 * at)
+            kept = [draw.randrange(5) for _ in range(3)]
+            size = 1000 * float(budget) * (1.02 if policy == "knorm" and budget == "0.3" else 1)
+            found.append(cell(policy, budget, likelihood, likelihood > -3, kept, size))
+    return found
+
+
+def cell(policy: str, budget: str, likelihood: float, right: bool, kept: Any, size: float) -> Row:
+    return {
+        "policy": policy, "budget": budget, "likelihood": likelihood, "right": right, "exact": right,
+        "evidence_kept": 4 * kept if isinstance(kept, float) else kept, "kept": size, "mean_cache": size + 20 * right,
+        "peak_cache": 1000,
+        "mean_bytes": size * 1000, "peak_bytes": 10**6, "divergence": 0.25, "lost_attention": 0.5,
+    }

@@ -1,0 +1,332 @@
+"""Confirmatory claims follow from the history: rules before dev rows, and dev rows before confirming rows."""
+
+import pytest
+
+pytest.importorskip("transformers", reason="studies drive transformers models")
+
+import hashlib
+import json
+import lzma
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from typer.testing import CliRunner
+
+from tests.experiments.studies.experiments import answer, commit_all
+from tests.experiments.studies.test_study import RULES, claim, rules_file, study
+from tests.experiments.tasks.test_tasks import ground_of
+from kvspec.cli.app import app
+from models_integration.pocket import ASSETS, load_pocket_tokenizer
+from models_integration.policies.calibration import calibrate
+from models_integration.policies.values import repeat_template
+from experiments.studies.evidence.audit import KNOWN, audit
+from experiments.studies.evidence.claims import gate
+from experiments.studies.evidence.kept import read_prompt
+from experiments.studies.evidence.measure import measure
+from experiments.studies.evidence.protocol import commits_with_rules, registered
+from experiments.studies.evidence.rules import load_rules
+from experiments.studies.evidence.run import Cell
+from experiments.studies.evidence.samples import Samples
+from experiments.studies.results import Row, append_row
+from experiments.studies.subject import Loading, Subject
+from experiments.tasks import Placement, Sample, draw_sample, place, score
+from experiments.tasks.assembly import decode, encode
+from experiments.tasks.context import read_prose
+from experiments.tasks.in_prose import most_contexts
+from experiments.tasks.needle import part_of
+from experiments.tasks.registry import resolve_task
+from reference.policies.describe import list_policies
+from reference.policies.names import DIVERSE, NAMES
+from spec.budget import Budget, parse_budget
+from spec.errors import SpecError
+
+pytestmark = pytest.mark.law("as-it-is-described")
+
+
+def change(path: Path) -> None:
+    path.write_text(f"{path.read_text(encoding='utf-8')}# changed\n", encoding="utf-8")
+
+
+@pytest.mark.parametrize(("before", "part", "said"), [
+    (change, "confirm", "has uncommitted changes"), (lambda path: None, "all", "must be dev, and confirm"),
+    (lambda path: append_row(path.with_name("study.jsonl"), {
+        "part": "confirm", "rules": load_rules(path).digest,
+    }), "dev", "must not follow the confirming samples"),
+])
+def test_what_breaks_the_order_is_refused(before: Any, part: str, said: str, tmp_path: Path) -> None:
+    before(rules_file(tmp_path))
+    refused = study(tmp_path, part)
+    assert refused.exit_code != 0
+    assert said in str(refused.exception)
+
+
+def test_a_claim_about_a_control_of_another_granularity_is_refused(tmp_path: Path, one_thread: None) -> None:
+    text = RULES.replace('first = "evidence"', 'first = "streamingllm"', 1).replace(
+        'second = "streamingllm"', 'second = "random"', 1
+    )
+    rules_file(tmp_path, text)
+    refused = study(tmp_path, "dev")
+    assert "must be random-shared for streamingllm" in str(refused.exception)
+
+
+def test_rows_name_the_commit_of_their_rules(tmp_path: Path) -> None:
+    path = rules_file(tmp_path)
+    commit = commit_all(tmp_path)
+    assert registered(load_rules(path), path) == commit
+    (tmp_path / "elsewhere").mkdir()
+    with pytest.raises(SpecError, match="uncommitted changes"):
+        registered(load_rules(path), tmp_path / "elsewhere" / "rules.toml")
+
+
+def write_rows(path: Path, *rows: Row) -> None:
+    path.write_bytes(lzma.compress("".join(f"{json.dumps(row)}\n" for row in rows).encode()))
+
+
+def test_the_audit_reads_the_history(tmp_path: Path) -> None:
+    """Check one study for each finding."""
+    texts = {name: f"{RULES}# {name}\n" for name in ("named", "old", "same", "forged", "other")}
+    digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+    row = {name: {"part": "confirm", "rules": digest} for name, digest in digests.items()}
+    for name in ("named", "old", "forged", "other"):
+        (tmp_path / f"{name}.toml").write_text(texts[name], encoding="utf-8")
+    first = commit_all(tmp_path)
+    (tmp_path / "same.toml").write_text(texts["same"], encoding="utf-8")
+    row["named"]["commit"] = first
+    row["other"]["rules"] = "0" * 64
+    for name, one in row.items():
+        write_rows(tmp_path / f"{name}.jsonl.xz", one)
+    row["forged"]["commit"] = second = commit_all(tmp_path)
+    (tmp_path / "forged.jsonl.xz").unlink()
+    commit_all(tmp_path)
+    write_rows(tmp_path / "forged.jsonl.xz", {**row["forged"], "commit": "0" * 40})
+    commit_all(tmp_path)
+    found = {one.study.removesuffix(".toml"): one for one in audit(tmp_path)}
+    assert (found["named"].rules, found["named"].rows) == (first, second)
+    assert {name: one.finding for name, one in found.items()} == {
+        "named": "rules before rows, by the commit of every row",
+        "old": "rules before rows; rows of before 0.4 do not name their commit",
+        "same": "exploratory: rules and rows are of one commit",
+        "forged": "exploratory: a row names a commit without these rules",
+        "other": "exploratory: no commit has the rules of these rows",
+    }
+    assert {name for name, one in found.items() if one.failures} == {"forged"}
+    assert found["forged"].failures == ("false commit: a row names a commit without these rules",)
+    printed = CliRunner().invoke(app, ["study", "--audit", str(tmp_path)])
+    assert printed.exit_code == 1
+    assert first[:8] in printed.output
+    (tmp_path / KNOWN).write_text(f"forged = {list(found['forged'].failures)}\n", encoding="utf-8")
+    assert CliRunner().invoke(app, ["study", "--audit", str(tmp_path)]).exit_code == 0
+
+
+def test_a_commit_must_be_an_ancestor_with_the_rules(tmp_path: Path) -> None:
+    """Any text once passed as a commit."""
+    path = rules_file(tmp_path)
+    before = commit_all(tmp_path)
+    path.write_text(f"{RULES}# changed\n", encoding="utf-8")
+    after = commit_all(tmp_path)
+    rules = load_rules(path)
+    digest = hashlib.sha256(RULES.encode()).hexdigest()
+    named = [{"rules": rules.digest, "commit": commit} for commit in (before, after, "0" * 40, "any text", "", None)]
+    assert commits_with_rules(rules, named) == {after}
+    assert commits_with_rules(rules, [{"rules": digest, "commit": before}]) == {before}
+    assert commits_with_rules(replace(rules, source=""), named) == frozenset()
+    subprocess.run(["git", "reset", "-q", "--hard", before], cwd=tmp_path, check=True)
+    assert commits_with_rules(load_rules(path), named) == frozenset()  # The commit `after` is no ancestor any more.
+
+
+def planted(folder: Path, rows: list[Row]) -> tuple[str, ...]:
+    """Return the defects of a study whose rules were committed before its rows."""
+    path = rules_file(folder, RULES.replace("[study]", CLAIM, 1))
+    commit, digest = commit_all(folder), load_rules(path).digest
+    write_rows(path.with_suffix(".jsonl.xz"), *({**row, "rules": digest, "commit": commit} for row in rows))
+    commit_all(folder)
+    (found,) = audit(folder)
+    assert found.finding == "rules before rows, by the commit of every row"
+    return found.failures
+
+
+CLAIM = '''[[claim]]
+name = "one over two"
+first = "evidence"
+second = "streamingllm"
+budget = "0.3"
+placement = "after"
+tasks = ["needle_in_prose"]
+measure = "kept"
+difference = 0.1
+
+[study]'''
+
+
+def kept_rows(first: list[tuple[float, int]], groups: tuple[str, str] = ("a", "b")) -> list[Row]:
+    """Return a dev row, and ten confirming rows for each depth. `evidence` keeps the given number of four tokens."""
+    rows = [(0.5, 2, "dev", groups[0]), *((depth, kept, "confirm", groups[1]) for depth, kept in first * 10)]
+    return [
+        {
+            "part": part, "task": "needle_in_prose", "length": 64, "placement": "after", "index": at, "question": 0,
+            "context": f"{part}{at}", "sample": str(at), "metadata": {"depth": depth, "group": f"{group}{at % 5}"},
+            "evidence_tokens": 4, "cells": [
+                {"policy": "evidence", "budget": "0.3", "right": None, "kept": 20, "evidence_kept": kept},
+                {"policy": "streamingllm", "budget": "0.3", "right": None, "kept": 20, "evidence_kept": 2},
+            ],
+        } for at, (depth, kept, part, group) in enumerate(rows)
+    ]
+
+
+def test_the_audit_fails_for_a_claim_that_pools_opposite_signs(tmp_path: Path) -> None:
+    (failure,) = planted(tmp_path, kept_rows([(0.0, 4), (0.5, 1)]))
+    assert failure == "pooled claim: one over two; opposite signs by place (start +0.50, middle -0.25)"
+
+
+def test_the_audit_fails_for_text_in_both_parts(tmp_path: Path) -> None:
+    (failure,) = planted(tmp_path, kept_rows([(0.0, 4), (0.5, 3)], groups=("a", "a")))
+    assert failure == "shared text: 4 of 20 confirming samples share text with dev samples"
+
+
+def test_the_audit_passes_a_study_without_defects(tmp_path: Path) -> None:
+    assert planted(tmp_path, kept_rows([(0.0, 4), (0.5, 3)])) == ()
+
+
+def test_a_folder_outside_git_has_no_audit(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="git repository"):
+        audit(tmp_path)
+
+
+def gated(**right: int) -> Samples:
+    """Return ten dev samples, of which each policy answers the given number."""
+    budgets = {"fullcache": "1.0", "blind": "0", "evidence": "0.3"}
+    return Samples([
+        {
+            "task": "needle_in_prose", "length": 64, "placement": "after", "context": str(at), "metadata": {},
+            "cells": [
+                {"policy": name, "budget": budgets[name], "right": float(at < count)} for name, count in right.items()
+            ],
+        } for at in range(10)
+    ])
+
+
+def test_the_gate_holds_per_template() -> None:
+    """A template that the full cache cannot answer is excluded, and does not lower the accuracy of its task."""
+    rows = [
+        {**row, "metadata": {"template": name}, "cells": [{**row["cells"][0], "right": float(name == "easy")}]}
+        for name in ("easy", "easy", "easy", "hard") for row in gated(fullcache=10).rows
+    ]
+    counted = Samples(rows).able().rows
+    assert len(counted) == 30
+    assert {row["metadata"]["template"] for row in counted} == {"easy"}
+
+
+@pytest.mark.parametrize(("right", "failed"), [
+    ({"fullcache": 7, "blind": 0, "evidence": 9}, ""), ({"fullcache": 6, "blind": 0, "evidence": 9}, "fullcache"),
+    ({"fullcache": 7, "blind": 1, "evidence": 9}, "blind"), ({"fullcache": 7, "blind": 0, "evidence": 8}, "evidence"),
+])
+def test_a_task_that_fails_its_controls_on_dev_carries_no_claim(right: dict[str, int], failed: str) -> None:
+    said = gate(claim("accuracy"), gated(**right))
+    assert said.startswith(f"needle_in_prose at 64: {failed} answers") if failed else said == ""
+
+
+@pytest.mark.parametrize("value", ["number", "word"])
+def test_facts_are_in_three_texts_each_split_before_any_run(value: str) -> None:
+    """No window is read twice, and the fact is at its stated position. Dev and confirm have different parts of a text.
+    """
+    pocket_tokenizer = load_pocket_tokenizer(ASSETS)
+    ground = ground_of(pocket_tokenizer, read_prose(pocket_tokenizer))
+    task, contexts, kinds = resolve_task(f'fact(value="{value}")'), set(), dict[str, set[str]]()
+    for index in range(60):
+        (sample,) = task(ground, 600, index, 5)
+        if index % 10 == 0:
+            assert task(ground, 600, index, 5) == (sample,)
+        (span,) = sample.evidence
+        assert sample.expected in pocket_tokenizer.decode(list(sample.context_ids[slice(*span)]))
+        assert sample.expected.isdigit() == (value == "number")
+        around = sample.context_ids[: span[0]] + sample.context_ids[span[1] :]
+        contexts.add(around)
+        kinds.setdefault(str(sample.metadata["text"]), set()).add(part_of(sample.context_digest))
+    assert len(contexts) == 60
+    assert kinds == {kind: {"dev", "confirm"} for kind in ("prose", "records", "code")}
+    assert 60 <= most_contexts(ground.prose, 600) <= 5 * ground.prose.windows(600)
+
+
+IN_STEPS = [one.name for one in list_policies() if one.decode_time]
+SERVED = [name for name in NAMES if not name.startswith(tuple(DIVERSE + name for name in IN_STEPS))]
+"""Policies that the tests run. Policies that select one by one in each decode step would take minutes."""
+LENGTH, BUDGETS, MOST = 220, (150, 180), 6
+BREATH = "crystalcache(decode=true)"
+Kept = Sequence[list[int]]
+
+
+@pytest.fixture(scope="module")
+def subject(one_thread: None) -> Subject:
+    plain = Loading(backend="numpy").subject()
+    text = draw_sample("needle", plain.tokenizer, 400, 0, 1).context_ids
+    template = repeat_template(plain.tokenizer)
+    return replace(plain, calibration=calibrate(plain.model, torch.tensor([text]), template=template))
+
+
+def told(subject: Subject, sample: Sample, placement: Placement, names: Sequence[str]) -> dict[Cell, tuple[Row, Kept]]:
+    """Return the row and the kept sets of each cell, from one prompt. One forward pass reads five caches."""
+    wanted = [(name, str(B)) for name, B in product(names, BUDGETS) if B in BUDGETS[:1] or not name.startswith(DIVERSE)]
+    methods = {name: subject.policy(name, Budget(count=BUDGETS[0])).on(subject.model) for name in names}
+    prompt = read_prompt(subject, methods, [str(B) for B in BUDGETS], placement)
+    found = dict[Cell, tuple[Row, Kept]]()
+    for row, cell in zip(measure(subject, sample, prompt, wanted, 5)["cells"], wanted, strict=True):
+        kept = prompt.set_of(*cell, sample)
+        found[cell] = row, [kept.group(at).tolist() for at in range(kept.groups)]
+    return found
+
+
+@pytest.mark.law("parts-equal-the-whole")
+@pytest.mark.parametrize(
+    ("placement", "task", "diverse"),
+    [("after", "needle", (f"{DIVERSE}snapkv", f"{DIVERSE}kvzip")), ("in_prompt", "delayed_association", ()),
+     ("paper", "needle", ()), pytest.param("after", "needle", SERVED, marks=pytest.mark.nightly)],
+)
+def test_a_cell_keeps_and_says_what_a_context_of_its_own_does(
+    subject: Subject, placement: str, task: str, diverse: Sequence[str],
+) -> None:
+    """Compare bit for bit, including the number of slots. Cells differ, so that the comparison is meaningful."""
+    sample = replace(draw_sample(task, subject.tokenizer, LENGTH, 1, 9), max_new_tokens=MOST)
+    presented = place(sample, placement)
+    names = [*(name for name in SERVED if name in diverse or not name.startswith(DIVERSE)), BREATH]
+    before, found = len(presented.prompt_ids) - presented.dropped_slots, told(subject, sample, presented, names)
+    for (name, B), (given, kept) in found.items():
+        expected, sets = answer(subject.model, subject.policy(name, parse_budget(B)), presented, MOST, subject.stop_ids)
+        assert kept == [[at for at in own if at < before] for own in sets], name
+        assert given["answer"] == decode(subject.tokenizer, expected.token_ids), name
+        assert given["right"] == score(subject.tokenizer, expected.token_ids, sample)
+        assert given["peak_cache"] == expected.peak_cache, name
+        assert given["mean_cache"] == pytest.approx(expected.mean_cache), name
+        assert given["answer_slots"] == pytest.approx(expected.mean_cache - np.mean(given["kept"])), name
+    assert {name for name, _ in found} == set(names)
+    assert len({str(kept) for _, kept in found.values()}) > len(names) / 2
+    assert len({given["answer"] for given, _ in found.values()}) > 2
+
+
+@pytest.mark.law("parts-equal-the-whole")
+@pytest.mark.parametrize("name", ["h2o", "tova", BREATH])
+def test_a_policy_that_decides_at_each_token_reads_the_gold_answer_so(subject: Subject, name: str) -> None:
+    """Compare the likelihood with a gold answer that is read token by token in a separate context."""
+    sample = replace(
+        draw_sample("needle", subject.tokenizer, LENGTH, 1, 9), answer_ids=encode(subject.tokenizer, " 7492.")
+    )
+    presented, policy = place(sample), subject.policy(name, 150)
+    prompt = read_prompt(subject, {name: policy.on(subject.model)}, ["150"], presented)
+    (cell,) = measure(subject, sample, prompt, [(name, "150")], 1)["cells"]
+    said, stored = list[torch.Tensor](), list[float]()
+    with policy(subject.model), torch.no_grad():
+        cache = subject.model(input_ids=torch.tensor([presented.prompt_ids])).past_key_values
+        for token in (*presented.fed_ids, *sample.answer_ids[:-1]):
+            said.append(subject.model(input_ids=torch.tensor([[token]]), past_key_values=cache).logits[0, -1])
+            stored.append(cache.mean_length)
+    said = said[-len(sample.answer_ids) :]
+    likelihood = sum(
+        float(one.double().log_softmax(dim=-1)[token]) for one, token in zip(said, sample.answer_ids, strict=True)
+    )
+    assert cell["likelihood"] == pytest.approx(likelihood, abs=1e-4)
+    assert cell["mean_cache"] == pytest.approx(np.mean(stored))

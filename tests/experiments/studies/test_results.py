@@ -1,0 +1,338 @@
+"""The results file and leases are shared by processes, and usable after a kill at any moment and with any clocks."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers", reason="the study drives transformers models")
+
+import json
+import logging
+import lzma
+import re
+import resource
+import signal
+import time
+from collections import Counter
+from functools import cache
+from itertools import count
+from multiprocessing import get_context
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from types import SimpleNamespace
+
+from lab.measure import evidence_pages, evidence_rows
+from tests.processes import started
+from experiments.studies import leases
+from experiments.studies.evidence.rules import load_rules
+from experiments.studies.evidence.run import merged, study_unit
+from experiments.studies.leases import Leases
+from experiments.studies.report import summary
+from experiments.studies.results import Row, append_row, load_rows
+from spec.errors import SpecError
+from spec.tables import result_table
+
+pytestmark = pytest.mark.law("promised-is-there-forgotten-is-not")
+
+
+def write_rows(path: Path, writer: int, rows: int, together: Barrier) -> None:
+    """Add the rows of this writer, after all writers are ready."""
+    together.wait()
+    for at in range(rows):
+        append_row(path, {"writer": writer, "at": at, "text": "x" * (997 * at % 9000)})
+
+
+def die_in_a_row(path: Path, room: int) -> None:
+    """Add a row that is longer than the kernel's limit for the file. The kernel then kills the process."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    size = path.stat().st_size + room
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    append_row(path, {"text": "x" * 2 * room})
+
+
+@pytest.mark.law("promised-is-there-forgotten-is-not")
+@pytest.mark.law("saved-is-what-was")
+def test_rows_are_stored_whole_and_found_again(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "results.jsonl"
+    assert load_rows(path) == []
+    append_row(path, {"policy": "a", "n": 1})
+    before = path.stat().st_ino
+    append_row(path, {"policy": "b\u2028\n", "n": 2})
+    assert path.stat().st_ino == before  # The first row is not written again.
+    assert path.read_bytes() == '{"policy": "a", "n": 1}\n{"policy": "b\u2028\\n", "n": 2}\n'.encode()
+    assert [row["policy"] for row in load_rows(path)] == ["a", "b\u2028\n"]
+
+    assert [file.name for file in path.parent.iterdir()] == ["results.jsonl"]
+
+
+@pytest.mark.law("promised-is-there-forgotten-is-not")
+@pytest.mark.law("an-object-proves-itself")
+@pytest.mark.parametrize("line", ["{", "[1]", ""])
+def test_a_line_that_is_no_row_is_named(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_text(f'{{"policy": "a"}}\n{line}\n{{"policy": "b"}}\n', encoding="utf-8")
+    with pytest.raises(SpecError, match=r"results\.jsonl:2"):
+        load_rows(path)
+
+
+def test_a_cut_last_line_is_set_aside_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Check that readers skip the truncated line, and that the next row follows the last whole row.
+
+    Rows may be long.
+    """
+    path = tmp_path / "results.jsonl"
+    cut = '{"policy": "ö' + "x" * 200_000
+    path.write_bytes(b'{"policy": "a"}\n' + cut.encode()[:-1])
+    assert load_rows(path) == [{"policy": "a"}]
+    with caplog.at_level(logging.WARNING):
+        append_row(path, {"policy": "b"})
+        append_row(path, {"policy": "c"})
+    assert [row["policy"] for row in load_rows(path)] == ["a", "b", "c"]
+    assert (tmp_path / "results.jsonl.cut").read_bytes() == cut.encode()[:-1] + b"\n"
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "results.jsonl: its last line was cut" in said
+    assert "results.jsonl.cut" in said
+
+
+def test_a_whole_row_without_its_end_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_bytes(b'{"n": 1}\n{"n": 2}')
+    assert [row["n"] for row in load_rows(path)] == [1, 2]
+    append_row(path, {"n": 3})
+    assert [row["n"] for row in load_rows(path)] == [1, 2, 3]
+    assert not (tmp_path / "results.jsonl.cut").exists()
+
+
+def test_four_processes_lose_no_row_and_double_none(tmp_path: Path) -> None:
+    path, together = tmp_path / "results.jsonl", get_context("forkserver").Barrier(4)
+    writers = [started(write_rows, path, writer, 50, together) for writer in range(4)]
+    while any(writer.is_alive() for writer in writers):
+        load_rows(path)  # A reader finds only whole rows between the writes.
+    assert [writer.exitcode for writer in writers] == [0] * 4
+    found = sorted((row["writer"], row["at"]) for row in load_rows(path))
+    assert found == [(writer, at) for writer in range(4) for at in range(50)]
+    assert not (tmp_path / "results.jsonl.cut").exists()
+
+
+@pytest.mark.parametrize("room", [1, 9, 5000, 100_000])
+def test_a_row_that_its_writer_died_in_is_set_aside(room: int, tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    append_row(path, {"n": 1})
+    child = started(die_in_a_row, path, room)
+    child.join()
+    assert child.exitcode == -signal.SIGXFSZ
+    assert not path.read_bytes().endswith(b"\n")
+    assert load_rows(path) == [{"n": 1}]
+    append_row(path, {"n": 2})
+    assert load_rows(path) == [{"n": 1}, {"n": 2}]
+    assert (tmp_path / "results.jsonl.cut").stat().st_size == room + 1
+
+
+def unit_of(row: dict[str, object]) -> str:
+    return str(row["unit"])
+
+
+def units_stored(path: Path) -> Counter[str]:
+    return Counter(row["unit"] for row in load_rows(path))
+
+
+def test_who_lost_a_unit_stores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check a worker that slept too long: a different worker has its unit."""
+    monkeypatch.setattr(leases, "_PATIENCE", 0.1)
+    path = tmp_path / "rows.jsonl"
+    with Leases(path, unit_of) as slow, Leases(path, unit_of) as other:
+        assert slow.take("a")
+        assert not other.take("a")
+        time.sleep(0.15)
+        assert other.take("a")
+        assert not slow.add({"unit": "a", "who": "slow"})
+        assert other.add({"unit": "a", "who": "other"})
+        assert not slow.take("a")
+    assert load_rows(path) == [{"unit": "a", "who": "other"}]
+
+
+def test_a_lease_that_is_touched_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check a lease that is touched every 40 seconds of the second worker's clock, which the test sets."""
+    monkeypatch.setattr(leases, "_BEAT", 0.01)
+    path = tmp_path / "rows.jsonl"
+    with Leases(path, unit_of) as alive, Leases(path, unit_of) as other:
+        assert alive.take("a")
+        (lease,) = tmp_path.glob(".*.lease")
+        clock = count(step=40)
+        monkeypatch.setattr(leases, "time", SimpleNamespace(monotonic=lambda: next(clock), strftime=time.strftime))
+        for _ in range(10):
+            assert not other.take("a")
+            touched = lease.stat().st_mtime_ns
+            while lease.stat().st_mtime_ns == touched:
+                time.sleep(0.01)
+
+
+def test_a_lease_that_another_worker_removes_stays_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check a worker that removes all leases between two steps of the holder, because all units are stored."""
+    monkeypatch.setattr(leases, "_BEAT", 0.01)
+    path, holds, removals = tmp_path / "rows.jsonl", Leases._holds, [True, False]
+    lease = tmp_path / ".rows.jsonl-a.lease"
+
+    def removed(worker: Leases) -> bool:
+        found = holds(worker)
+        if removals and removals.pop(0):
+            lease.unlink()
+        return found
+
+    with Leases(path, unit_of) as touching:
+        assert touching.take("a")
+        monkeypatch.setattr(Leases, "_holds", removed)
+        while removals:  # In the second check, the touch after the first check is over.
+            time.sleep(0.01)
+        assert not lease.exists()
+    storing = Leases(path, unit_of)
+    assert storing.take("a")
+    removals += [False, True]
+    assert storing.add({"unit": "a"})
+    assert removals == []
+
+
+def test_a_row_of_a_holder_that_died_before_it_let_go_is_not_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(leases, "_PATIENCE", 0.05)
+    path = tmp_path / "rows.jsonl"
+    died, other = Leases(path, unit_of), Leases(path, unit_of)
+    assert died.take("a")
+    with other:
+        assert not other.take("a")
+        time.sleep(0.1)
+        append_row(path, {"unit": "a"})
+        assert not other.take("a")
+        assert list(other.units(["a"], lambda unit: None)) == []
+    assert units_stored(path) == Counter(["a"])
+
+
+@cache
+def rows_of(study: str) -> list[Row]:
+    with lzma.open(evidence_rows.HOME / f"{study}.jsonl.xz") as file:
+        return [json.loads(line) for line in file]
+
+
+def right(study: str, placement: str, policy: str, budget: str) -> int:
+    """Return the number of right answers about facts, counted in the file."""
+    return sum(
+        bool(cell["right"]) for row in rows_of(study)
+        if (row["part"], row["placement"]) == ("confirm", placement)
+        and row["task"] in (*evidence_rows.FACTS, *evidence_rows.FACT)
+        for cell in row["cells"] if (cell["policy"], cell["budget"]) == (policy, budget)
+    )
+
+
+def tokens(study: str, policy: str, budget: str) -> float:
+    """Return the mean number of kept tokens of the confirming samples, counted in the file."""
+    kept = [
+        float(np.mean(cell["kept"])) for row in rows_of(study) if row["part"] == "confirm" for cell in row["cells"]
+        if (cell["policy"], cell["budget"]) == (policy, budget)
+    ]
+    return float(np.mean(kept))
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_every_table_is_that_of_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(evidence_pages.stale()) == []
+    page = tmp_path / "README.md"
+    readme = evidence_pages.PAGES[0].read_text(encoding="utf-8")
+    page.write_text(readme.replace("| CrystalCache | 308 | 53: ", "| CrystalCache | 308 | 54: "), encoding="utf-8")
+    monkeypatch.setattr(evidence_pages, "ROOT", tmp_path)
+    assert "README.md: table few" in evidence_pages.stale([page])
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_right_answers_of_the_readme_are_those_of_the_file() -> None:
+    readme = evidence_pages.PAGES[0].read_text(encoding="utf-8").splitlines()
+    for policy in ("nestedkv", "kvzip", 'crystalcache(observed_layer=-3, graph="zero")', "crystalcache", "random"):
+        line = next(line for line in readme if line.startswith(f"| {evidence_rows.NAMES[policy]} | "))
+        counted, kept = right("facts", "after", policy, "0.3"), tokens("facts", policy, "0.3")
+        shown = [cell.strip(" |").split(":")[0] for cell in line.split(" | ")[1:]]
+        assert shown == [f"{kept:.0f}", str(counted)], policy
+
+
+@pytest.mark.law("figures-are-counted-right")
+@pytest.mark.parametrize("study", ["rules", "facts", "paper-tasks"])
+def test_difference_and_counts_of_a_claim_are_of_the_same_samples(study: str) -> None:
+    """A row once had a difference over 84 samples and counts over 243 samples."""
+    head, *lines = evidence_pages.decided(study)
+    said = [dict(zip(head, line, strict=True)) for line in lines]
+    by_answers = [one for one in said if one["claim"].endswith("by answers")]
+    assert by_answers
+    for one in by_answers:
+        first, second, n = map(int, re.findall(r"\d+", one["right answers"]))
+        assert float(one["difference"].split()[0]) == pytest.approx((first - second) / n, abs=0.0051), one["claim"]
+
+
+@pytest.mark.law("figures-are-counted-right")
+@pytest.mark.parametrize("study", ["blocks", "h2o", "heads"])
+def test_committed_rows_are_rows_of_the_engine(study: str) -> None:
+    """Check that each row is a separate sample, has the cells of its rules, and is counted."""
+    rules = load_rules(evidence_rows.HOME / f"{study}.toml")
+    rows = rows_of(study)
+    assert {row["rules"] for row in rows} == {rules.digest}
+    assert len({study_unit(row) for row in rows}) == len(merged(rows)) == len(rows)
+    counted = result_table(summary(rows))
+    names = {*rules.policies, "fullcache", "random", "evidence"}
+    assert set(counted["policy"]) == names
+    assert counted[counted["policy"] == "fullcache"]["n"].sum() == len(rows)
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_figures_in_sentences_are_those_of_the_rows() -> None:
+    erratum = evidence_pages.PAGES[2].read_text(encoding="utf-8")
+    paper, drawn = (right("rules", "after", name, "0.3") for name in ("crystalcache", "random"))
+    assert f"CrystalCache answers {paper} and the random set {drawn} " in erratum
+    nested, other = (right("rules", "after", f, "0.2") for f in ("nestedkv", "crystalcache(observed_layer=-1)"))
+    assert f"{nested} and {other} of 243" in erratum
+    heads, nested = (right("advice", "after", name, "0.3") for name in ("kvzip-heads", "nestedkv"))
+    assert f"{heads} and {nested} of 82 answers" in erratum
+    guide = (evidence_rows.ROOT / "docs" / "guide" / "choose.md").read_text(encoding="utf-8")
+    policies = ("kvzip", 'crystalcache(observed_layer=-3, graph="zero")', "nestedkv", "crystalcache", "random-trunks")
+    for study, size, budget in (("facts", "1 024", "0.3"), ("facts", "1 024", "0.15"), ("facts-2048", "2 048", "0.3")):
+        n = sum(row["part"] == "confirm" for row in rows_of(study))
+        most = 1.01 * float(budget) * int(size.replace(" ", ""))
+        over = [tokens(study, one, budget) > most for one in policies]
+        of_policies = [
+            "over budget" if more else right(study, "after", one, budget)
+            for one, more in zip(policies, over, strict=True)
+        ]
+        counts = [n, right(study, "after", "fullcache", "1.0"), *of_policies]
+        assert f"| text of {size} tokens, budget {budget} | {' | '.join(map(str, counts))} |" in guide
+    cells = ("chunkkv", "0.3"), ("snapkv", "0.3"), ("fullcache", "1.0")
+    chunks, snap, full = (right("rules", "in_prompt", *cell) for cell in cells)
+    said = f"{chunks} right answers with ChunkKV, {snap} right answers with SnapKV, and {full} right answers with the"
+    assert f"The model gave {said} full cache." in " ".join(guide.split())
+
+
+def at_place(policy: str, low: float, high: float) -> tuple[int, int]:
+    """Return right answers about facts at these depths of the study in three texts, and the number of samples."""
+    rows = [
+        row for row in rows_of("facts") if row["part"] == "confirm" and low <= row["metadata"]["depth"] < high
+    ]
+    return sum(_is_right(row, policy) for row in rows), len(rows)
+
+
+def of_text(policy: str, text: str) -> tuple[int, int]:
+    """Return the same numbers as `at_place` for one kind of text."""
+    rows = [row for row in rows_of("facts") if row["part"] == "confirm" and row["metadata"]["text"] == text]
+    return sum(_is_right(row, policy) for row in rows), len(rows)
+
+
+def _is_right(row: Row, policy: str) -> bool:
+    return any(cell["right"] for cell in row["cells"] if (cell["policy"], cell["budget"]) == (policy, "0.3"))
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_advice_names_place_and_text_with_the_figures_of_the_rows() -> None:
+    best, nested = 'crystalcache(observed_layer=-3, graph="zero")', "nestedkv"
+    pages = [evidence_pages.PAGES[0], evidence_rows.ROOT / "docs" / "guide" / "choose.md"]
+    for page in (" ".join(path.read_text(encoding="utf-8").split()) for path in pages):
+        for text in ("prose", "records", "code"):
+            (one, n), (two, _) = of_text(best, text), of_text(nested, text)
+            assert f"{one} and {two} of {n}" in page, text
+        for name, low, high in (("first tenth", 0.0, 0.1), ("between 0.1 and 0.8", 0.1, 0.8)):
+            (paper, n), (drawn, _) = at_place("crystalcache", low, high), at_place("random-trunks", low, high)
+            assert f"{paper} and {drawn} of {n} facts" in page, name

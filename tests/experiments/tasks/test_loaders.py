@@ -1,0 +1,359 @@
+"""Tasks from published files, with small files of the published format, and evidence compared with its source text."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.experiments.tasks.test_tasks import (
+    byte_tokenizer,
+    chatting_tokenizer,
+    ground_of,
+    merged_tokenizer,
+    prompt,
+    said,
+)
+from models_integration.pocket import load_pocket_tokenizer
+from experiments.tasks import Sample, score
+from experiments.tasks.context import Ground
+from experiments.tasks.loaders import LONGBENCH
+from experiments.tasks.registry import resolve_task
+from spec.errors import SpecError
+
+pytestmark = pytest.mark.law("as-it-is-described")
+
+TOKENIZERS = {"pocket": load_pocket_tokenizer, "merged": merged_tokenizer, "bytes": byte_tokenizer}
+NIAH: dict[str, Any] = {
+    "index": 0, "length": 60, "outputs": ["1234567", "7654321"], "answer_prefix": " The special magic numbers are",
+    "input": "Memorize.\nOne is: 1234567. Grass 12345678. One is: 7654321.\nWhat are all the numbers in the text?",
+}
+QA = {"input": "Documents. France.\nQuestion: Where?", "outputs": ["France", "in France"], "answer_prefix": " Answer:"}
+VT: dict[str, Any] = {
+    "input": "VAR AAAAA = 1\nQuestion: Which?", "outputs": ["AAAAA", "BBBBB"], "answer_prefix": " they are: ",
+}
+CWE = {"input": "1. fox 2. hen\nQuestion: What?", "outputs": ["fox", "hen"], "answer_prefix": " The list are:"}
+KV = {
+    "id": 0, "context": '{"a": "v-one", "b": "v-two"}',
+    "multi_turns": [{"input": 'Key: "a"', "answer": "v-one"}, {"input": 'Key: "b" is: ', "answer": "v-two"}],
+}
+CHAINS = {"context": "VAR AAAAA = 1", "multi_turns": [
+    {"input": "Which are 1?", "answer": ["AAAAA", "BBBBB"]}, {"input": "Which are 2?", "answer": ["CCCCC"]},
+]}
+BOOK = {"context": "Tom went.", "multi_turns": [{"input": "Who?", "answer": "Tom"}, {"input": "How?", "answer": "He"}]}
+LONG = {"input": "Who?", "context": "A story.", "answers": ["Tom", "Tom Sawyer"], "all_classes": None, "_id": "x"}
+PAIRS = [{"Q": "Who?", "A": "Tom", "type": "x"}, {"Q": "When, {input}?", "A": 1900}]
+LOOGLE: dict[str, Any] = {"input": "A story of {Q}.", "title": "x", "qa_pairs": repr(PAIRS)}
+BUGS: dict[str, Any] = {
+    "id": 1, "context": "def f(): pass", "input": "Which?", "answer": ["run"], "options": ["a.b", "run", "go", "to"],
+}
+PROBLEM: dict[str, Any] = {"problem": "What is 1 + 1?", "answer": "2", "unique_id": "test/a/1.json", "level": 1}
+PROMPTS = dict.fromkeys(LONGBENCH, "Read.\n\n{context}\n\nQ: {input}\nA:")
+ENOUGH = 1000
+
+
+@pytest.fixture(params=sorted(TOKENIZERS))
+def ground(request: pytest.FixtureRequest) -> Ground:
+    return ground_of(TOKENIZERS[request.param]())
+
+
+def put(path: Path, *rows: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+    return path
+
+
+THREE, TWO_OF_THREE = ("France", "in France", "the French kingdom"), "It lies in France."
+
+
+def ruler(folder: Path, task: str, *rows: object) -> str:
+    return f"ruler-file:{put(folder / task / 'validation.jsonl', *rows)}"
+
+
+def scbench(folder: Path, task: str, *rows: object, turns: bool = False) -> str:
+    return f"scbench-{'turns-' * turns}file:{put(folder / f'scbench_{task}.jsonl', *rows)}"
+
+
+def longbench(folder: Path, dataset: str, row: object = LONG, prompts: object = PROMPTS) -> str:
+    put(folder / "config" / "dataset2prompt.json", prompts)
+    put(folder / "config" / "dataset2maxlen.json", dict.fromkeys(LONGBENCH, 64))
+    return f"longbench-file:{put(folder / 'data' / f'{dataset}.jsonl', row)}"
+
+
+def loogle(folder: Path, dataset: str, row: object = LOOGLE, prompt: str = "Read.\n{input}\nQ: {Q}\nA: ") -> str:
+    put(folder / "config" / "task2prompt.json", {"longdep_qa": prompt})
+    put(folder / "config" / "task2maxlen.json", {"longdep_qa": 500})
+    return f"loogle-file:{put(folder / 'LooGLE-testdata' / f'{dataset}.jsonl', row)}"
+
+
+def infinite(folder: Path, dataset: str, *rows: object) -> str:
+    return f"infinitebench-file:{put(folder / f'{dataset}.jsonl', *rows)}"
+
+
+def problems(folder: Path, *rows: object, kind: str = "math-file") -> str:
+    return f"{kind}:{put(folder / 'math500.jsonl', *rows)}"
+
+
+def made(ground: Ground, name: str, index: int = 0, length: int = ENOUGH) -> tuple[Sample, ...]:
+    return resolve_task(name)(ground, length, index, 0)
+
+
+def pieces(ground: Ground, sample: Sample) -> list[str]:
+    return [said(ground, sample.context_ids[slice(*span)]).strip(' "') for span in sample.evidence]
+
+
+def test_ruler_s_dialects_judge_the_same_prediction_otherwise(ground: Ground, tmp_path: Path) -> None:
+    """An answer with two of three references is right for NVIDIA and kvpress. It scores 2/3 in lm-eval's function."""
+    path = put(tmp_path / "qa_1" / "validation.jsonl", {"input": "Text.\nQuestion: Where?", "outputs": list(THREE)})
+    ids = ground.tokenizer.encode(TWO_OF_THREE, add_special_tokens=False)
+    for kind, wanted in (("ruler-file", 1.0), ("ruler-lm-eval-file", 2 / 3)):
+        (sample,) = made(ground, f"{kind}:{path}")
+        assert score(ground.tokenizer, ids, sample) == wanted
+        assert sample.dialect == kind.replace("-file", "").replace("ruler", "ruler-v1" if wanted == 1 else "ruler")
+
+
+def test_a_row_of_ruler_is_split_before_its_question(ground: Ground, tmp_path: Path) -> None:
+    name = ruler(tmp_path, "niah_multivalue", NIAH)
+    (sample,) = made(ground, name)
+    assert prompt(ground, sample).strip() == f"{NIAH['input']}{NIAH['answer_prefix']}"
+    assert said(ground, sample.question_ids).strip().startswith("What are all")
+    assert (sample.references, sample.dialect, sample.max_new_tokens) == (tuple(NIAH["outputs"]), "ruler-v1", 128)
+    assert len(sample.evidence) == 2  # The digits 1234567 in 12345678 do not count.
+    assert [value in piece for value, piece in zip(NIAH["outputs"], pieces(ground, sample), strict=True)] == [True] * 2
+    half = ground.tokenizer.encode("It is 7654321", add_special_tokens=False)
+    assert score(ground.tokenizer, half, sample) == 0.5
+    digest = hashlib.sha256(Path(name.partition(":")[2]).read_bytes()).hexdigest()
+    assert sample.metadata == {"file": digest, "row": 0, "cut": 0}
+
+
+def test_the_questions_of_ruler_qa_have_no_evidence_and_one_reference_is_enough(
+    ground: Ground, tmp_path: Path
+) -> None:
+    (sample,) = made(ground, ruler(tmp_path, "qa_1", QA))
+    assert (sample.evidence, sample.expected, sample.max_new_tokens) == ((), "France", 32)
+    assert score(ground.tokenizer, ground.tokenizer.encode("France", add_special_tokens=False), sample) == 1
+
+
+@pytest.mark.parametrize(("task", "row", "answer"), [
+    ("vt", VT, "AAAAA BBBBB"), ("cwe", CWE, " 1. fox 2. hen"), ("fwe", CWE, " fox hen"),
+    ("niah_1", NIAH, " 1234567, 7654321"),
+])
+def test_a_gold_answer_of_ruler_reads_on_from_its_prefix(task: str, row: Any, answer: str, tmp_path: Path) -> None:
+    ground = ground_of(merged_tokenizer())
+    (sample,) = made(ground, ruler(tmp_path, task, row))
+    assert said(ground, sample.question_ids).endswith(row["answer_prefix"])
+    assert said(ground, sample.answer_ids) == answer
+
+
+def test_ruler_without_an_answer_prefix_and_with_a_template(tmp_path: Path) -> None:
+    ground = ground_of(chatting_tokenizer())
+    name = ruler(tmp_path, "niah_single_1", {**NIAH, "answer_prefix": ""}, NIAH)
+    (bare_row,), (prefixed,) = made(ground, name), made(ground, name, 1)
+    assert said(ground, bare_row.context_ids).startswith("[user]Memorize.")
+    assert said(ground, bare_row.question_ids).endswith("in the text?[/][assistant]")
+    assert said(ground, prefixed.question_ids).endswith("[/][assistant] The special magic numbers are")
+    assert pieces(ground, bare_row) == pieces(ground, prefixed)
+    assert "1234567" in pieces(ground, bare_row)[0]
+
+
+EXTRACT = "Extract the value corresponding to the specified key in the JSON object below.\n\n"
+CONCISE = "Read the book and answer the question. Be very concise in your answer.\n\n"
+OFFICIAL: dict[tuple[str, bool], tuple[Any, list[str]]] = {
+    # scdq: each question follows the context. Turns: the gold answer, an empty line, the next question.
+    ("kv", False): (KV, [f'{EXTRACT}{KV["context"]}Key: "a"', f'{EXTRACT}{KV["context"]}Key: "b" is: ']),
+    ("kv", True): (KV, [
+        f'{EXTRACT}{KV["context"]}\n\nKey: "a"', f'{EXTRACT}{KV["context"]}\n\nKey: "a" v-one\n\nKey: "b" is: ',
+    ]),
+    ("prefix_suffix", False): (KV, [f'{KV["context"]}Key: "a"', f'{KV["context"]}Key: "b" is: ']),
+    ("vt", True): (CHAINS, [
+        "VAR AAAAA = 1\n\nWhich are 1?", "VAR AAAAA = 1\n\nWhich are 1? ['AAAAA', 'BBBBB']\n\nWhich are 2?",
+    ]),
+    ("qa_eng", False): (BOOK, [f"{CONCISE}Tom went.Question: {who}?\nAnswer:" for who in ("Who", "How")]),
+    ("qa_eng", True): (BOOK, [
+        f"{CONCISE}Tom went.\n\nQuestion: Who?\nAnswer:",
+        f"{CONCISE}Tom went.\n\nQuestion: Who?\nAnswer: Tom\n\nQuestion: How?\nAnswer:",
+    ]),
+}
+
+
+@pytest.mark.parametrize(("task", "turns"), OFFICIAL)
+def test_a_prompt_of_scbench_is_the_official_one(task: str, turns: bool, tmp_path: Path) -> None:
+    ground = ground_of(merged_tokenizer())
+    row, wanted = OFFICIAL[task, turns]
+    samples = made(ground, scbench(tmp_path, task, row, turns=turns))
+    assert [prompt(ground, sample) for sample in samples] == wanted
+    assert [sample.history > 0 for sample in samples] == [False, turns]
+    if not turns:
+        continuation = ground_of(chatting_tokenizer())
+        chatted = made(continuation, scbench(tmp_path, task, row))
+        assert [prompt(continuation, sample) for sample in chatted] == [f"[user]{one}[/][assistant]" for one in wanted]
+
+
+def test_turns_behind_a_chat_template_are_messages(tmp_path: Path) -> None:
+    ground = ground_of(chatting_tokenizer())
+    _, second = made(ground, scbench(tmp_path, "kv", KV, turns=True))
+    assert prompt(ground, second) == (
+        f'[user]{EXTRACT}{KV["context"]}\n\nKey: "a"[/][assistant] v-one[/][user]Key: "b" is: [/][assistant]'
+    )
+
+
+def test_the_questions_of_scbench_share_a_context_and_have_evidence_of_their_own(
+    ground: Ground, tmp_path: Path
+) -> None:
+    first, second = made(ground, scbench(tmp_path, "kv", KV, KV), 1)
+    assert first.context_digest == second.context_digest
+    assert ["v-one" in pieces(ground, first)[0], "v-two" in pieces(ground, second)[0]] == [True, True]
+    assert (first.dialect, first.metric, first.max_new_tokens) == ("scbench", "contains", 150)
+    (book, _) = made(ground, scbench(tmp_path, "qa_eng", BOOK))
+    assert book.evidence == ()
+    assert score(ground.tokenizer, ground.tokenizer.encode("it was TOM.", add_special_tokens=False), book) == 1
+
+
+@pytest.mark.parametrize("dataset", sorted(LONGBENCH))
+def test_a_row_of_longbench_stands_in_its_prompt(dataset: str, tmp_path: Path) -> None:
+    ground = ground_of(chatting_tokenizer())
+    classes = ["Tom", "Jim"] if dataset == "trec" else None
+    (sample,) = made(ground, longbench(tmp_path, dataset, {**LONG, "all_classes": classes}))
+    chatted = dataset not in ("trec", "triviaqa", "samsum", "lcc", "repobench-p")
+    assert said(ground, sample.context_ids).strip() == "[user]" * chatted + "Read.\n\nA story."
+    assert said(ground, sample.question_ids).strip() == "Q: Who?\nA:" + "[/][assistant]" * chatted
+    assert (sample.chat_template != "none") is chatted
+    assert (sample.evidence, sample.max_new_tokens, sample.dialect) == ((), 64, "longbench-v1")
+    # The answers of these two are numbers.
+    right = {"passage_retrieval_en": 0.0, "passage_count": 0.0}.get(dataset, 1.0)
+    given = score(ground.tokenizer, ground.tokenizer.encode("Tom", add_special_tokens=False), sample)
+    assert given == pytest.approx(right, abs=2e-8)
+
+
+def test_texts_of_longbench_that_hold_braces_stay_as_they_are(ground: Ground, tmp_path: Path) -> None:
+    row = {**LONG, "input": "{context}?", "context": "int f() { return {input}; }"}
+    (sample,) = made(ground, longbench(tmp_path, "lcc_e", row))
+    assert said(ground, sample.context_ids).endswith("{ return {input}; }")
+    assert "Q: {context}?" in said(ground, sample.question_ids)
+
+
+@pytest.mark.parametrize("pairs", [PAIRS, repr(PAIRS)])
+def test_the_questions_of_loogle_share_a_text(ground: Ground, pairs: object, tmp_path: Path) -> None:
+    first, second = made(ground, loogle(tmp_path, "longdep_qa", {**LOOGLE, "qa_pairs": pairs}))
+    assert said(ground, first.context_ids) == said(ground, second.context_ids) == "Read.\nA story of {Q}."
+    assert [said(ground, one.question_ids) for one in (first, second)] == [
+        "\nQ: Who?\nA: ", "\nQ: When, {input}?\nA: "
+    ]
+    assert (second.references, second.metric, second.max_new_tokens) == (("1900",), "rouge_l", 500)
+
+
+def test_rows_of_infinitebench_ask_for_an_answer_or_a_letter(ground: Ground, tmp_path: Path) -> None:
+    (code,) = made(ground, infinite(tmp_path, "code_debug", BUGS))
+    assert said(ground, code.question_ids).endswith("A. a.b\nB. run\nC. go\nD. to\n\nThe correct option is:")
+    assert (code.references, code.metric, code.max_new_tokens) == (("B",), "option letter", 5)
+    (book,) = made(ground, infinite(tmp_path, "longbook_qa_eng", {**BUGS, "answer": ["Tom", "Sid"], "options": []}))
+    assert said(ground, book.question_ids) == "\n\nQuestion: Which?\nAnswer:"
+    assert (book.references, book.metric, book.max_new_tokens) == (("Tom", "Sid"), "qa_f1", 40)
+
+
+def test_a_problem_of_math_is_its_context_and_each_part_has_its_own(tmp_path: Path) -> None:
+    """The part is MD5 of `unique_id` modulo 5. 0 and 1 are dev, computed with `md5sum` and Python's integers."""
+    ground = ground_of(chatting_tokenizer())
+    rows = [{**PROBLEM, "unique_id": f"test/algebra/{n}.json"} for n in range(20)]
+    (sample,) = made(ground, problems(tmp_path, *rows))
+    assert said(ground, sample.context_ids) == "[user]What is 1 + 1?"
+    assert said(ground, sample.question_ids).endswith("into \\boxed{}.[/][assistant]")
+    assert score(ground.tokenizer, ground.tokenizer.encode(r"\boxed{4/2}", add_special_tokens=False), sample) == 1
+    digests = [int(hashlib.md5(row["unique_id"].encode()).hexdigest(), 16) % 5 < 2 for row in rows]
+    for kind, part in (("math-dev-file", True), ("math-confirm-file", False)):
+        name = problems(tmp_path, *rows, kind=kind)
+        found = [made(ground, name, at)[0].metadata["id"] for at in range(digests.count(part))]
+        assert found == [row["unique_id"] for row, dev in zip(rows, digests, strict=True) if dev is part]
+
+
+LETTERS = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+
+
+@pytest.mark.parametrize("limit", [62, 63, 80, 99])
+@pytest.mark.parametrize("kind", ["longbench", "scdq", "turns"])
+def test_what_is_longer_is_cut_in_the_middle(kind: str, limit: int, tmp_path: Path) -> None:
+    """Check bytes: the first and the last half of all counted text are kept, or of the context alone.
+
+    The counted text ends with the question.
+    """
+    ground = ground_of(byte_tokenizer())
+    turns = [{"input": f"Q: Who?\nA{number}:", "answer": LETTERS.split()[number]} for number in range(16)]
+    name, whole, question = {
+        "longbench": (
+            longbench(tmp_path, "hotpotqa", {**LONG, "context": LETTERS}), f"Read.\n\n{LETTERS}\n\nQ: Who?\nA:",
+            "\n\nQ: Who?\nA:",
+        ),
+        "scdq": (
+            scbench(tmp_path, "prefix_suffix", {"context": LETTERS, "multi_turns": turns}), LETTERS, ""
+        ),
+        "turns": (
+            scbench(tmp_path, "prefix_suffix", {"context": LETTERS, "multi_turns": turns}, turns=True),
+            f"{LETTERS}\n\nQ: Who?\nA0:", "\n\nQ: Who?\nA0:",
+        ),
+    }[kind]
+    opening = list(ground.frame.opening)
+    ids = [*opening, *ground.tokenizer.encode(whole, add_special_tokens=False)]
+    places = [*range(len(ids))]
+    kept = places if len(ids) <= limit else places[: limit // 2] + places[-(limit // 2) :]
+    samples = made(ground, name, length=limit)
+    context = [ids[place] for place in kept[: len(kept) - len(question)]]
+    assert all(list(sample.context_ids) == context for sample in samples)
+    assert all(sample.metadata["cut"] == len(ids) - len(kept) for sample in samples)
+    for sample, word in zip(samples, LETTERS.split(), strict=False):
+        first = len(opening) + f" {LETTERS} ".index(f" {word} ")
+        stands = [*range(first, first + len(word))]
+        left = kind != "longbench" and set(stands) <= set(kept)
+        assert sample.evidence == (((kept.index(stands[0]), kept.index(stands[-1]) + 1),) if left else ())
+
+
+BAD: dict[str, Callable[[Path], str]] = {
+    "task of ruler": lambda p: ruler(p, "squad", NIAH),
+    "tasks of no file": lambda p: f"ruler-file:{p}/vt/validation.jsonl",
+    "path of no question": lambda p: ruler(p, "vt", NIAH),
+    "path of no rows": lambda p: ruler(p, "vt"),
+    "path of other fields": lambda p: ruler(p, "vt", KV),
+    "path of another type": lambda p: ruler(p, "vt", {**VT, "input": 3}),
+    "path of a list": lambda p: ruler(p, "vt", [1]),
+    "index": lambda p: ruler(p, "vt", VT),
+    "length of a ruler": lambda p: ruler(p, "vt", VT, {**VT, "input": "long " * ENOUGH + VT["input"]}),
+    "length of a question": lambda p: longbench(p, "lcc", {**LONG, "input": "long " * ENOUGH}),
+    "answer": lambda p: ruler(p, "vt", VT, {**VT, "outputs": []}),
+    "task of scbench": lambda p: scbench(p, "repoqa", KV),
+    "path of no turns": lambda p: scbench(p, "kv", {**KV, "multi_turns": []}),
+    "path of other turns": lambda p: scbench(p, "kv", {**KV, "multi_turns": [{"input": "a"}]}),
+    "path of turns that are none": lambda p: scbench(p, "kv", {**KV, "multi_turns": [3]}),
+    "dataset": lambda p: longbench(p, "dureader"),
+    "tasks of no settings": lambda p: f"longbench-file:{p}/data/lcc.jsonl",
+    "path of other settings": lambda p: longbench(p, "lcc", prompts={}),
+    "prompt": lambda p: longbench(p, "lcc", prompts={"lcc": "no place"}),
+    "dataset of loogle": lambda p: loogle(p, "shortdep_cloze"),
+    "prompt of loogle": lambda p: loogle(p, "longdep_qa", prompt="{Q} {input}"),
+    "path of no list": lambda p: loogle(p, "longdep_qa", {**LOOGLE, "qa_pairs": "none"}),
+    "path of no code": lambda p: loogle(p, "longdep_qa", {**LOOGLE, "qa_pairs": "exit()"}),
+    "path of no pairs": lambda p: loogle(p, "longdep_qa", {**LOOGLE, "qa_pairs": []}),
+    "path of other pairs": lambda p: loogle(p, "longdep_qa", {**LOOGLE, "qa_pairs": [{"Q": "Who?"}]}),
+    "dataset of infinitebench": lambda p: infinite(p, "passkey", BUGS),
+    "path of three options": lambda p: infinite(p, "code_debug", {**BUGS, "options": ["run", "go", "to"]}),
+    "path of no right option": lambda p: infinite(p, "code_debug", {**BUGS, "answer": "fly"}),
+    "index of math": lambda p: problems(p, PROBLEM),
+    "length of math": lambda p: problems(p, PROBLEM, {**PROBLEM, "problem": "long " * ENOUGH}),
+}
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize("case", sorted(BAD))
+def test_files_that_are_not_as_described_are_refused_by_name(case: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecError) as caught:
+        made(ground_of(byte_tokenizer()), BAD[case](tmp_path), "question" not in case)
+    assert caught.value.argument == case.split()[0]
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_a_broken_line_is_refused_by_its_number(tmp_path: Path) -> None:
+    name = ruler(tmp_path, "qa_1", QA)
+    path = Path(name.partition(":")[2])
+    path.write_text(path.read_text() + "{broken\n")
+    with pytest.raises(SpecError, match="line 2"):
+        resolve_task(name)

@@ -1,0 +1,175 @@
+"""No command overwrites an input file, or replaces a user's file without --force. Texts are read as stored."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="the commands drive transformers models")
+
+from typer.testing import CliRunner
+
+import kvspec
+from models_integration import cli
+from kvspec.cli.app import app
+from kvspec.cli.study_files import check_outputs, write_outputs
+from models_integration.pocket import load_pocket_tokenizer
+from experiments.studies.evidence.rules import rules_text
+from experiments.studies.results import load_rows
+from experiments.studies.subject import SHIPPED
+from experiments.tasks.registry import files_of
+from spec.errors import SpecError
+from spec.files import check_output, check_results, read_text
+
+pytestmark = pytest.mark.law("one-line-with-the-way-out")
+
+OURS = b"somebody's own work, of a week"
+READ, MADE = "is a file that the command reads", "kvspec did not make the file"
+Refusal = Callable[[str], str]
+
+
+@pytest.fixture
+def refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refusal:
+    """Run a command in a folder with files of the user, and return the line of the error. The files must not change."""
+    study = {"title": "t", "models": ["/nowhere"], "contexts": 1, "questions": 1, "tasks": ["needle"],
+             "policies": ["knorm"], "budgets": ["0.5"], "lengths": [200], "seeds": [42], "placements": ["after"]}
+    names = ("own.html", "own.npz", "own.pt", "own.csv", "own.tex", "own.svg", "own.toml", "text.txt", "heads.tsv")
+    folders = ("report.html", "paper.html", "tables.csv", "table-5.tex", "table-13.tex", "summary.md", "log.txt")
+    for name in names:
+        (tmp_path / name).write_bytes(OURS)
+    for name in folders:
+        (tmp_path / "mine" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "mine" / name).write_bytes(OURS)
+    (tmp_path / "done").mkdir()
+    (tmp_path / "done" / "study.jsonl").write_bytes(b"{}\n")
+    (tmp_path / "rules.toml").write_text(rules_text(**study), encoding="utf-8")
+    (tmp_path / "link.html").symlink_to(tmp_path / "text.txt")
+    monkeypatch.chdir(tmp_path)
+
+    def run(line: str) -> str:
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        monkeypatch.setattr(sys, "argv", ["kvspec", *line.split()])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        assert stopped.value.code == 2
+        assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+        return capsys.readouterr().err
+
+    return run
+
+
+@pytest.mark.parametrize(("line", "word"), [
+    ("explain text.txt --out text.txt", READ), ("explain text.txt --out link.html", READ),
+    ("explain text.txt --out own.html", MADE), ("explain text.txt --out text.txt --force", READ),
+    ("explain text.txt --beside triattention --calibration own.npz --out own.npz", READ),
+    ("calibrate text.txt --out text.txt", READ), ("calibrate heads.tsv --out heads.tsv", READ),
+    ("calibrate rules.toml --out rules.toml", READ), ("calibrate own.pt --out own.pt --force", READ),
+    ("calibrate text.txt --out own.npz", MADE), ("calibrate text.txt --out own.pt", MADE),
+    ("compare --model /nowhere --out new --table own.csv", MADE), ("compare --out new --table own.tex", MADE),
+    ("compare --model /nowhere --out new --figure own.svg", MADE), ("compare --write-rules own.toml", MADE),
+    ("compare --model /nowhere --out mine", MADE), ("demo --model /nowhere --out mine", MADE),
+    ("compare --calibration own.toml --write-rules own.toml --force", READ),
+    ("sweep rules.toml --out mine", MADE), ("sweep rules.toml --out new --table own.csv", MADE),
+    ("study --rules rules.toml --out mine", MADE), ("study --rules rules.toml --out new --figure own.svg", MADE),
+    ("report done --out done/study.jsonl --force", READ), ("report done --rules rules.toml --out rules.toml", READ),
+    ("report done --out own.html", MADE), ("report done --table own.csv", MADE), ("report mine", MADE),
+    ("paper crystalcache --model /nowhere --out mine", MADE), ("paper injection --model /nowhere --out mine", MADE),
+])
+def test_no_file_of_the_user_is_replaced(line: str, word: str, refusal: Refusal) -> None:
+    said = refusal(line)
+    assert word in said
+    assert ("--force" in said) is (word == MADE)
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_a_verdict_replaces_no_file_of_the_user(check: bool, tmp_path: Path) -> None:
+    from conformance.verify.__main__ import CHECKS, FILES, check_out
+    from conformance.verify.request import parsed
+
+    (tmp_path / "c.toml").write_bytes(OURS)
+    subject = ["--check", str(tmp_path / "c.toml")] if check else ["--backend", "numpy"]
+    for name in CHECKS if check else FILES:
+        folder = tmp_path / name.replace(".", "-")
+        folder.mkdir()
+        (folder / name).write_bytes(OURS)
+        with pytest.raises(SpecError, match=MADE):
+            check_out(parsed([*subject, "--out", str(folder)]))
+        check_out(parsed([*subject, "--out", str(folder), "--force"]))
+    if not check:
+        with pytest.raises(SpecError, match=MADE):
+            kvspec.verify(backend="numpy", quick=True, out=tmp_path / "log-txt")
+
+
+def test_two_options_cannot_have_one_file(tmp_path: Path) -> None:
+    """The answers once replaced the table."""
+    outputs = {"table": tmp_path / "a.csv", "figure": None, "answers": tmp_path / "x" / ".." / "a.csv"}
+    with pytest.raises(SpecError, match=r"answers = .*is also the file of --table"):
+        check_outputs(outputs, (), force=True)
+
+
+def test_a_benchmark_file_with_brackets_in_its_name_is_read(tmp_path: Path) -> None:
+    assert files_of(f"ruler-file:{tmp_path}/a(1).jsonl") == [tmp_path / "a(1).jsonl"]
+    assert files_of("mine:TASKS") == files_of("needle(depth=0.5)") == []
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_an_impossible_path_is_refused(folder: bool, tmp_path: Path) -> None:
+    """The error of the operating system was once raised."""
+    name = "a" * 300
+    with pytest.raises(SpecError, match=r"out = .*is not a possible path \(File name too long\); choose"):
+        check_results("out", tmp_path / name, ["a.html"]) if folder else check_output("out", tmp_path / name)
+
+
+def test_an_exceptions_file_is_not_replaced(tmp_path: Path) -> None:
+    from conformance.verify.__main__ import check_out
+    from conformance.verify.request import parsed
+
+    file = tmp_path / "quick.toml"
+    file.write_bytes(b"[[exception]]\n")
+    with pytest.raises(SpecError, match=READ):
+        check_out(parsed(["--backend", "numpy", "--exceptions", str(file), "--out", str(tmp_path), "--force"]))
+
+
+def test_what_kvspec_made_is_made_again(tmp_path: Path) -> None:
+    """Check that a run is resumed with its report, tables and figures. A page and a calibration are replaced."""
+    pytest.importorskip("matplotlib")
+    files = [tmp_path / f"made.{kind}" for kind in ("csv", "svg", "tex", "png", "pdf")]
+    asked = ["compare", "--length", "200", "--samples", "1", "--tasks", "needle", "--budgets", "0.9", "--policies",
+             "knorm", "--backend", "numpy", "--table", str(files[0]), "--figure", str(files[1]), "--out", str(tmp_path)]
+    for _ in range(2):
+        assert CliRunner().invoke(app, asked).exit_code in (0, 1)
+    rows = load_rows(tmp_path / "study.jsonl")
+    write_outputs(rows, files[2], files[3])
+    write_outputs(rows, None, files[4])
+    for file in (*files, tmp_path / "report.html"):
+        check_output("out", file)
+    (tmp_path / "study.jsonl").unlink()
+    check_results("out", tmp_path, ["report.html"])
+    (tmp_path / "text.txt").write_text("One sentence. Another sentence. " * 60, encoding="utf-8")
+    for command, name, more in (("explain", "page.html", ["--backend", "numpy"]), ("calibrate", "c.npz", [])):
+        for _ in range(2):
+            line = [command, str(tmp_path / "text.txt"), "--out", str(tmp_path / name), *more]
+            made = CliRunner().invoke(app, line)
+            assert made.exit_code == 0, made.output
+
+
+def test_force_replaces_a_file_of_the_user(tmp_path: Path) -> None:
+    (tmp_path / "rules.toml").write_bytes(OURS)
+    line = ["compare", "--write-rules", str(tmp_path / "rules.toml"), "--force"]
+    assert CliRunner().invoke(app, line).exit_code == 0
+    assert (tmp_path / "rules.toml").read_text(encoding="utf-8").startswith("[study]")
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_positions_are_those_of_the_file(tmp_path: Path) -> None:
+    r"""In many vocabularies, \r\n has more than one token. A text with \n would have different positions."""
+    data = b"A line of a file.\r\nAnother line.\rA third one.\r\n" * 6
+    (tmp_path / "crlf.txt").write_bytes(data)
+    assert read_text("PROMPT", tmp_path / "crlf.txt").encode() == data
+    ids = load_pocket_tokenizer(SHIPPED["pocket"])(data.decode()).input_ids
+    assert len(ids) > len(load_pocket_tokenizer(SHIPPED["pocket"])(data.decode().replace("\r\n", "\n")).input_ids)
+    line = ["keep", str(tmp_path / "crlf.txt"), "--policy", "streamingllm", "--format", "json"]
+    assert json.loads(CliRunner().invoke(app, line).stdout)["seen"] == len(ids)

@@ -1,0 +1,299 @@
+"""Every error of the command line is one line that says what to type, and appears before any work."""
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="the commands drive transformers models")
+
+from rich.console import Console
+from transformers import LlamaConfig, PretrainedConfig
+from typer.testing import CliRunner
+
+from models_integration import cli
+from kvspec.cli.app import app
+from kvspec.cli.checks import check_folder
+from models_integration.model.architecture import check_positions
+from experiments.studies.report import progress_bar
+from experiments.studies.results import load_rows
+from experiments.studies.subject import Loading
+from spec.errors import SpecError
+
+pytestmark = pytest.mark.law("one-line-with-the-way-out")
+
+SHORT = ("--length", "200", "--samples", "1", "--tasks", "needle", "--budgets", "0.9", "--backend", "numpy")
+
+
+Refusal = Callable[[list[str]], str]
+
+
+@pytest.fixture
+def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refusal:
+    """Run a command that must fail with exit code 2, and return its one line of output."""
+    def run(arguments: list[str]) -> str:
+        monkeypatch.setattr(sys, "argv", ["kvspec", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        said = capsys.readouterr()
+        assert stopped.value.code == 2, said
+        assert said.out == ""
+        assert said.err.count("\n") == 1, said.err
+        assert said.err.startswith("kvspec: ")
+        return said.err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--model", "/nowhere/at/all"), ("model = '/nowhere/at/all'", "'pocket', 'chat', 'smollm2', a folder")),
+        (("--policies", ""), ("policies = ''", "at least one")), (("--budgets", " , "), ("budgets", "at least one")),
+        (("--tasks", ","), ("tasks", "at least one")),
+        (("--seeds", ""), ("seeds = ''", "whole numbers")),
+        (("--policies", "snapkw"), ("policy = 'snapkw'", "did you mean snapkv")),
+        (("--tasks", "ruler-file:/nope.jsonl"), ("tasks = 'ruler-file:/nope.jsonl'", "has no file '/nope.jsonl'")),
+        (("--policies", "mym.py:POLICY"), ("policy = 'mym.py:POLICY'", "mym.py is a file", "write", "mym:POLICY")),
+        (("--tasks", "haystack"), ("task = 'haystack'",)), (("--placements", "before"), ("placements = 'before'",)),
+        (("--policies", "snapkv,triattention"), ("calibration", "triattention", "kvspec calibrate")),
+        (
+            ("--policies", "triattention", "--calibration", "nowhere.npz"),
+            ("nowhere.npz", "must be a file that kvspec calibrate wrote"),
+        ),
+        (("--length", "0"), ("lengths = 0: must be at least 1",)), (("--length", "long"), ("lengths = 'long'",)),
+        (("--budgets", "1.5"), ("budgets = '1.5'",)),
+        (("--length", "20000"), ("lengths = 20000: tokens are more than the 8192 positions of the model; give",)),
+        (("--length", "100000000"), ("lengths = 100000000: tokens are more than the 8192 positions of the model",)),
+        (("--length", "8190"), ("lengths = 8190: tokens and ", "of question and answer are more than the 8192",)),
+        (("--budgets", "0.9,0.90"), ("budgets = '0.90'", "is 180 of 200 tokens, as is budget 0.9")),
+        (("--device", "cuda:77"), ("device = 'cuda:77'", "choose from cpu")),
+        (("--device", "toaster"), ("device = 'toaster'", "choose from cpu")),
+        (("--dtype", "int8"), ("dtype = 'int8'", "must be one of auto, float32")),
+        (("--attn", "flash_attention_2"), ("attn", "must be one of auto, sdpa, eager")),
+        (("--batch-size", "0"), ("batch_size = 0", "at least 1")), (("--backend", "cobol"), ("cobol",)),
+        (("--seed", "-1"), ("seed", "negative")), (("--samples", "0"), ("samples = 0: must be at least 1",)),
+        (("--budgets", "1"), ("budgets = '1'", "is one token: write 1.0")),
+        (("--length", "9"), ("length = 9", "need")), (("--workers", "0"), ("workers = 0", "at least 1")),
+        (("--engine", "slurm"), ("engine = 'slurm'",)), (("--address", "auto"), ("address = 'auto'",)),
+        (("--table", "t.xls"), ("must end in .csv or .tex",)), (("--figure", "f.gif"), ("must end in .svg or .pdf",)),
+        (("--table", f"{__file__}/t.csv"), ("table = ", "cannot be created as a folder")),
+        (("--write-rules", f"{__file__}/r.toml"), ("write_rules = ", "cannot be created as a folder")),
+    ],
+)
+def test_compare_refuses_before_any_work(
+    arguments: tuple[str, ...], words: tuple[str, ...], tmp_path: Path, refusal: Refusal,
+) -> None:
+    said = refusal(["compare", *SHORT, "--out", str(tmp_path / "new" / "out"), *arguments])
+    assert all(word in said for word in words), said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("compare --polices x", ("--polices", "--policies", "kvspec compare --help")),
+        ("compare --samples long", ("'--samples'", "integer", "kvspec compare --help")),
+        ("nothing", ("'nothing'", "kvspec --help")), ("study", ("'--rules'", "kvspec study --help")),
+        ("sweep --grid b", ("grid = 'b'", "must be one of appendix-a, extensions")),
+        ("keep x.txt --budget 1", ("budget = '1'", "is one token: write 1.0")),
+        ("paper crystal", ("NAME = 'crystal'", "must be one of crystalcache, diversity, nestedkv, injection")),
+    ],
+)
+def test_a_mistake_in_the_call_is_one_line_too(
+    words: str, said: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Refusal,
+) -> None:
+    (tmp_path / "x.txt").write_text("Some words.", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    found = refusal(words.split())
+    assert all(part in found for part in said), found
+
+
+@pytest.mark.parametrize("command", ["keep", "explain", "compress", "calibrate", "archive put", "compare"])
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [("none", "is a folder without config.json"), ("x.txt", "is a file, but not a GGUF file"),
+     ("broken", "cannot be loaded ("), ("no/such/model", "is no folder on this machine, and the hub")],
+)
+def test_a_model_that_is_none_is_named_with_what_to_type(
+    command: str, model: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Refusal,
+) -> None:
+    """Check that every command has the same check, and contacts no hub."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "x.txt").write_text("Some words.", encoding="utf-8")
+    (tmp_path / "none").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{}", encoding="utf-8")
+    arguments = [*SHORT, "--out", "out"] if command == "compare" else ["x.txt"]
+    said = refusal([*command.split(), *arguments, "--model", model])
+    assert f"model = '{model}': {words}" in said
+    assert "'pocket', 'chat', 'smollm2'" in said
+
+
+@pytest.mark.parametrize("command", ["sweep", "compress", "calibrate", "keep", "archive put"])
+def test_a_text_beyond_the_models_positions_is_refused(command: str, tmp_path: Path, refusal: Refusal) -> None:
+    text, out = tmp_path / "long.txt", str(tmp_path / "out")
+    text.write_text("The river runs past the old mill. " * 1200, encoding="utf-8")
+    arguments = {
+        "sweep": ["--length", "20000", "--samples", "1", "--out", out], "compress": [str(text)],
+        "calibrate": [str(text), "--tokens", "9000", "--out", out], "keep": [str(text), "--policy", "streamingllm"],
+        "archive put": [str(text), "--archive", out],
+    }
+    said = refusal([*command.split(), *arguments[command]])
+    assert re.search(r"(lengths|PROMPT|tokens|token_ids|TEXT) = \d+: tokens are more than the 8192 positions", said)
+    assert not list(tmp_path.glob("out/objects/*"))
+    assert not (tmp_path / "out").is_file()
+
+
+@pytest.mark.law("as-it-is-described")
+def test_a_stretched_rotation_reaches_further() -> None:
+    """Check a rotation like Qwen2.5's YaRN, whose files state the original range.
+
+    Without a range, any length is accepted.
+    """
+    def config(**rope: Any) -> LlamaConfig:
+        return LlamaConfig(max_position_embeddings=64, rope_parameters={"rope_theta": 1e4, **rope})
+
+    yarn = config(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
+    for made, most in ((config(rope_type="default"), 64), (yarn, 256), (config(rope_type="linear", factor=2.0), 128)):
+        check_positions(made, "length", most - 10, 10)
+        with pytest.raises(SpecError, match=rf"length = {most}: tokens and 1 of question .* give at most {most - 1}$"):
+            check_positions(made, "length", most, 1)
+    check_positions(PretrainedConfig(), "length", 10**9)
+
+
+@pytest.mark.law("as-it-is-described")
+def test_a_policy_is_held_to_its_own_floor_alone(tmp_path: Path) -> None:
+    """Check that each policy is compared only with its floor, for budgets of few tokens.
+
+    A policy without a floor gets few tokens. A policy with a floor causes a warning.
+    """
+    asked = ["--length", "200", "--samples", "1", "--tasks", "needle", "--out", str(tmp_path), "--budgets", "0.1"]
+    ran = CliRunner().invoke(app, ["compare", *asked, "--policies", "knorm,streamingllm,snapkv"])
+    assert ran.exit_code in (0, 1), ran.output
+    words = " ".join(ran.output.split())
+    assert words.count("warning: budget 0.1 is 20 of 200 tokens") == 1
+    assert "but snapkv always keeps the last 32 tokens" in words
+    assert re.search(r"snapkv\W+0\.1\W+32 of 20", words)
+    assert re.search(r"knorm\W+0\.1\W+20 of 20", words)
+    rows = load_rows(tmp_path / "study.jsonl")
+    kept = {cell["policy"]: cell["kept"] for row in rows for cell in row["cells"]}
+    assert (kept["knorm"], kept["streamingllm"], kept["snapkv"], kept["window holds needle"]) == (20, 20, 32, 132)
+
+
+@pytest.mark.parametrize("command", ["compare", "demo", "sweep"])
+def test_an_out_that_cannot_be_made_is_refused_first(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Check that the folder is checked before the model, which does not exist."""
+    (tmp_path / "file").write_text("x", encoding="utf-8")
+    for out in (tmp_path / "file", tmp_path / "file" / "deep"):
+        monkeypatch.setattr(sys, "argv", ["kvspec", command, "--out", str(out)])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        shown, said = capsys.readouterr()
+        assert shown.startswith("kvspec demo: compares three policies" if command == "demo" else "")
+        assert stopped.value.code == 2
+        assert said.startswith(f"kvspec: out = '{out}': cannot be created as a folder")
+        assert said.count("\n") == 1
+    assert (tmp_path / "file").read_text(encoding="utf-8") == "x"
+
+
+def test_a_look_at_a_folder_makes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that a check creates no folder. Workers of one sweep once removed each other's folders."""
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    monkeypatch.setattr(os, "mkdir", lambda *given, **names: pytest.fail(f"made {given}"))
+    check_folder("out", tmp_path / "a" / "b", "study.jsonl")
+    for name in ("link", "x" * 300):
+        with pytest.raises(SpecError, match="cannot be created as a folder"):
+            check_folder("out", tmp_path / name, "study.jsonl")
+
+
+def test_a_file_of_results_that_is_none_is_named_first(tmp_path: Path, refusal: Refusal) -> None:
+    (tmp_path / "study.jsonl").write_text("no row\n", encoding="utf-8")
+    said = refusal(["compare", *SHORT, "--out", str(tmp_path), "--model", "/nowhere"])
+    assert "study.jsonl:1" in said
+
+
+@pytest.mark.parametrize("text", ["", " \n\t"])
+def test_calibrating_on_nothing_keeps_the_old_statistics(text: str, tmp_path: Path, refusal: Refusal) -> None:
+    (tmp_path / "empty.txt").write_text(text, encoding="utf-8")
+    (tmp_path / "c.npz").write_bytes(b"old")
+    said = refusal(["calibrate", str(tmp_path / "empty.txt"), "--out", str(tmp_path / "c.npz"), "--force"])
+    assert "TEXT" in said
+    assert "must not be empty" in said
+    assert (tmp_path / "c.npz").read_bytes() == b"old"
+
+
+def test_files_that_cannot_be_written_are_refused_first(tmp_path: Path, refusal: Refusal) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("Some words. And more of them.", encoding="utf-8")
+    for arguments in (
+        ["calibrate", str(text), "--out", str(tmp_path)], ["calibrate", str(text), "--out", str(text / "x.npz")],
+        ["explain", str(text), "--out", str(tmp_path)],
+    ):
+        said = refusal([*arguments, "--model", "/nowhere"])
+        assert re.search("must be a file, but is a folder|cannot be created as a folder", said)
+    assert "must be a readable text file" in refusal(["compress", str(tmp_path / "b.txt")])
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_controls_that_fail_are_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that all results are still printed and written."""
+    monkeypatch.setattr("experiments.studies.evidence.measure.score", lambda *given: True)
+    result = CliRunner().invoke(app, ["compare", *SHORT, "--policies", "fullcache", "--out", str(tmp_path)])
+    assert result.exit_code == 1, result.output
+    assert "controls FAIL: without needle (Needle)" in " ".join(result.output.split())
+    assert (tmp_path / "report.html").exists()
+
+
+@pytest.mark.law("as-it-is-described")
+def test_progress_is_lines_where_there_is_no_terminal() -> None:
+    said = StringIO()
+    with progress_bar(Console(file=said, width=30), 4, every=0.0, after=0.0) as progress:
+        for at in range(4):
+            progress(f"a long description of cell {at}")
+    lines = said.getvalue().splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["1/4", "2/4", "3/4", "4/4"]
+    assert [line.endswith(" to go") for line in lines] == [False, True, True, True]
+    said = StringIO()
+    with progress_bar(Console(file=said), 1000, every=60.0, after=0.0) as progress:
+        for _ in range(1000):
+            progress("x")
+    assert len(said.getvalue().splitlines()) == 2
+    said = StringIO()
+    for terminal in (False, True):  # A run of less than two seconds shows nothing.
+        with progress_bar(Console(file=said, force_terminal=terminal), 2) as progress:
+            progress("x")
+            progress("x")
+    assert said.getvalue() == ""
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_the_time_to_go_leaves_out_the_first_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first part includes loading and compilation: 60 s here, then 1 s for each part."""
+    clock = iter([0.0, 60.0, 61.0, 62.0])
+    monkeypatch.setattr("experiments.studies.report.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    said = StringIO()
+    with progress_bar(Console(file=said), 100, every=0.0) as progress:
+        for _ in range(3):
+            progress("x")
+    assert said.getvalue().splitlines() == ["1/100  x", "2/100  x  0:01:38 to go", "3/100  x  0:01:37 to go"]
+
+
+@pytest.mark.law("as-it-is-described")
+def test_a_model_is_loaded_as_it_is_told() -> None:
+    plain, other = Loading("pocket", "numpy").subject(), Loading("pocket", "numpy", "cpu", "float64", "eager").subject()
+    assert other.model.dtype.itemsize == 8
+    assert other.model.config._attn_implementation == "eager"
+    assert other.name.startswith("pocket+eager@")
+    assert plain.name.startswith("pocket@")
+    assert plain.name.partition("@")[2] != other.name.partition("@")[2]

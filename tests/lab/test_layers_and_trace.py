@@ -1,0 +1,306 @@
+"""The lints find forbidden imports, and items without code, test or vector. `nox` runs the lints on the tree."""
+
+import pytest
+
+pytest.importorskip("proselint", reason="finds the words")
+pytest.importorskip("griffe", reason="reads docstrings")
+pytest.importorskip("typer", reason="has the help of the commands")
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from lab import quick
+from lab.layers import forbidden_imports, read_modules
+from lab.style import of_markdown, of_options, offences
+from lab.trace import accept, main, read_lock, read_tree
+
+
+def write(root: Path, name: str, text: str) -> None:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("spec/a.py", "import reference", "spec must not import reference"),
+        ("reference/a.py", "from accelerated.numba_cpu import x", "reference must not import accelerated"),
+        ("accelerated/numba_cpu/a.py", "def f():\n    import reference", "accelerated must not import reference"),
+        ("accelerated/numba_cpu/a.py", "import accelerated.triton_gpu", "numba_cpu must not import triton_gpu"),
+        ("kvspec/cli/a.py", "import conformance", "models_integration must not import conformance"),
+        ("reference/a.py", "import torch", "reference needs NumPy and jaxtyping alone, not torch"),
+        ("spec/a.py", "from . import b", "an import names its module in full"),
+        ("conformance/suite/test_a.py", "import torch", "the suite must not import torch"),
+        ("conformance/plugin.py", "def f():\n    import torch", "the suite must not import torch"),
+        ("conformance/checks/a.py", "import accelerated.x", "the suite must not import accelerated"),
+        ("conformance/oracles/a.py", "import models_integration", "the suite must not import models_integration"),
+        ("conformance/notes.py", "import numpy", "notes is no room of conformance"),
+        ("models_integration/notes/a.py", "import numpy", "notes is no room of models_integration"),
+        ("kvspec/cli/a.py", "from models_integration import b", "inside, name the module"),
+    ],
+)
+def test_a_forbidden_import_is_named(tmp_path: Path, name: str, text: str, reason: str) -> None:
+    write(tmp_path, "models_integration/__init__.py", "")
+    write(tmp_path, name, text)
+    (problem,) = forbidden_imports(tmp_path)
+    assert problem.startswith(f"{name}:")
+    assert problem.endswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("reference/a.py", "import numpy\nfrom spec.budget import Budget\nimport math"),
+        ("accelerated/triton_gpu/a.py", "import accelerated.numba_cpu, torch"),
+        ("spec/tables.py", "import pandera"),
+        ("conformance/suite/test_a.py", "import pytest, hypothesis, numpy, jaxtyping, reference.a, spec.b, json"),
+        ("tests/test_a.py", "import torch, accelerated.a, models_integration.b"),
+    ],
+)
+def test_an_allowed_import_passes(tmp_path: Path, name: str, text: str) -> None:
+    write(tmp_path, name, text)
+    assert forbidden_imports(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [
+        ("experiments.tasks", "models_integration.model"),
+        ("models_integration.cache", "kvspec.cli"),
+        ("models_integration.session", "models_integration.policies"),
+        ("conformance.oracles", "conformance.suite"),
+        ("conformance.vectors", "conformance.checks"),
+        ("conformance.suite", "tests"),
+        ("conformance.plugin", "lab"),
+        ("lab", "lab.measure"),
+        ("lab.measure", "tests"),
+    ],
+)
+@pytest.mark.parametrize("form", ["import {}.b", "from {} import b", "if TYPE_CHECKING:\n    from {}.b import B"])
+def test_a_room_imports_only_what_stands_below_it(tmp_path: Path, low: str, high: str, form: str) -> None:
+    for module, other in ((low, high), (high, low)):
+        write(tmp_path, f"{module.replace('.', '/')}/a.py", form.format(other))
+        write(tmp_path, f"{module.replace('.', '/')}/b.py", "")
+    (problem,) = forbidden_imports(tmp_path)
+    room = high.partition(".")[2]
+    assert problem.startswith(f"{low.replace('.', '/')}/a.py:")
+    assert problem.endswith(f": {low} stands below {room} and must not import it")
+
+
+@pytest.mark.parametrize("form", ["from {} import {}", "import {}.{}", "def f() -> None:\n    from {}.{} import x"])
+def test_a_circle_of_modules_is_named(tmp_path: Path, form: str) -> None:
+    """Check modules of one package. Names that are used only in annotations count too."""
+    home = "models_integration.session"
+    write(tmp_path, "models_integration/session/a.py", f"if TYPE_CHECKING:\n    from {home}.b import B")
+    write(tmp_path, "models_integration/session/b.py", form.format(home, "c"))
+    write(tmp_path, "models_integration/session/c.py", form.format(home, "a"))
+    assert forbidden_imports(tmp_path) == [f"circle of modules: {home}.a -> {home}.b -> {home}.c -> {home}.a"]
+
+
+def test_a_circle_of_rooms_is_named_where_no_order_is_stated(tmp_path: Path) -> None:
+    write(tmp_path, "reference/one/a.py", "from reference.two.b import x")
+    write(tmp_path, "reference/one/c.py", "")
+    write(tmp_path, "reference/two/b.py", "")
+    write(tmp_path, "reference/two/d.py", "import reference.one.c")
+    assert forbidden_imports(tmp_path) == ["circle of rooms: reference.one -> reference.two -> reference.one"]
+
+
+def test_the_door_of_a_package_may_name_what_it_opens(tmp_path: Path) -> None:
+    write(tmp_path, "models_integration/__init__.py", "if TYPE_CHECKING:\n    from kvspec.cli.a import A")
+    write(tmp_path, "kvspec/cli/a.py", "import experiments.tasks.b")
+    write(tmp_path, "experiments/tasks/b.py", "")
+    assert forbidden_imports(tmp_path) == []
+
+
+PAGE = """# A method
+
+### AB-SUM
+
+**MUST** be the sum.
+
+**Rationale** None.
+
+## Appendix
+"""
+FUNCTION = 'def total() -> None:\n    """The sum.\n\n    Implements: AB-SUM\n    """\n'
+TEST = 'import pytest\n\n\n@pytest.mark.spec("AB-SUM")\ndef test_total() -> None: ...\n'
+VECTOR = '{"testGroups": [{"tests": [{"tcId": "T1", "items": ["AB-SUM"]}]}]}'
+MUTANTS = '[[mutant]]\nitem = "AB-SUM"\nname = "a"\n\n[[mutant]]\nitem = "AB-SUM"\nname = "b"\n'
+ROWS = "lab/mutants/rows/a.toml"
+FILES = {
+    "spec/a.md": PAGE, "reference/a.py": FUNCTION, "conformance/test_a.py": TEST, "spec/vectors/a.json": VECTOR,
+    ROWS: MUTANTS,
+}
+
+Edit = Callable[[Path], None]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Create a complete project with one item."""
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    accept(tmp_path, ["all"])
+    return tmp_path
+
+
+def replaced(name: str, old: str, new: str) -> Edit:
+    def edit(root: Path) -> None:
+        text = (root / name).read_text(encoding="utf-8")
+        assert old in text
+        (root / name).write_text(text.replace(old, new), encoding="utf-8")
+
+    return edit
+
+
+def moved_to_accelerated(root: Path) -> None:
+    (root / "accelerated").mkdir()
+    (root / "reference/a.py").rename(root / "accelerated/a.py")
+
+
+def with_a_backend(root: Path) -> None:
+    (root / "accelerated/numba_cpu").mkdir(parents=True)
+    (root / "spec/implementing.md").write_text("| sums | `add` | AB-SUM |\n", encoding="utf-8")
+
+
+def test_a_complete_tree_passes(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([], tree) == 0
+    assert "1 items, all implemented, tested, shown, mutated and read" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("edit", "problems"),
+    [
+        (replaced("reference/a.py", "Implements", "See"), ["AB-SUM: no reference function"]),
+        (moved_to_accelerated, ["AB-SUM: no reference function"]),
+        (replaced("conformance/test_a.py", "mark.spec", "mark.other"), ["AB-SUM: no test"]),
+        (
+            replaced("reference/a.py", "AB-SUM", "AB-SUM, AB-PRODUCT"),
+            ["AB-PRODUCT: unknown id, implemented by reference/a.py:total"],
+        ),
+        (
+            replaced("conformance/test_a.py", "def", '@pytest.mark.spec("AB-X")\ndef'),
+            ["AB-X: unknown id, tested by conformance/test_a.py:5"],
+        ),
+        (
+            replaced("spec/a.md", "be the sum", "be a sum"),
+            ["AB-SUM: text changed; read it again, then --accept AB-SUM"],
+        ),
+        (
+            lambda root: (root / "spec/items.lock").unlink(),
+            ["AB-SUM: not in spec/items.lock; read it, then --accept AB-SUM"],
+        ),
+        (replaced("spec/items.lock", "AB-SUM", "AB-OLD 0\nAB-SUM"), ["AB-OLD: locked, but no item"]),
+        (replaced("spec/a.md", "## Appendix", PAGE), ["AB-SUM: defined twice"]),
+        (with_a_backend, ["AB-SUM: no function in accelerated/numba_cpu"]),
+        (lambda root: (root / "spec/vectors/a.json").unlink(), ["AB-SUM: no vector"]),
+        (
+            replaced("spec/vectors/a.json", '["AB-SUM"]', '["AB-SUM", "AB-Y"]'),
+            ["AB-Y: unknown id, shown by spec/vectors/a.json:T1"],
+        ),
+        (replaced(ROWS, 'name = "b"', 'name = "b"\nbeyond = "16"'), ["AB-SUM: fewer than 2 mutants"]),
+        (
+            replaced(ROWS, MUTANTS, MUTANTS + '\n[[mutant]]\nitem = "AB-Z"\nname = "c"\n'),
+            [f"AB-Z: unknown id, mutated by {ROWS}:c"],
+        ),
+    ],
+    ids=[
+        "no function", "fast twin only", "no test", "unknown function id", "unknown test id", "stale", "not locked",
+        "locked only", "twice", "no backend function", "no vector", "unknown vector id", "one mutant",
+        "unknown mutant id",
+    ],
+)
+def test_a_gap_is_named(tree: Path, edit: Edit, problems: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    edit(tree)
+    assert read_tree(tree).problems() == problems
+    assert main([], tree) == 1
+    assert problems[0] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [replaced("spec/a.md", "None.", "Another one."), replaced("spec/a.md", "be the sum", "be\nthe  sum")],
+    ids=["rationale", "whitespace"],
+)
+def test_what_is_not_normative_leaves_the_hash(tree: Path, edit: Edit) -> None:
+    edit(tree)
+    assert read_tree(tree).problems() == []
+
+
+def test_accept_shows_both_hashes_and_writes_the_lock(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = read_tree(tree).lock["AB-SUM"]
+    replaced("spec/a.md", "be the sum", "be a sum")(tree)
+    assert main(["--accept", "AB-SUM"], tree) == 0
+    new = read_lock((tree / "spec/items.lock").read_text(encoding="ascii"))["AB-SUM"]
+    assert capsys.readouterr().out == f"AB-SUM: {old} -> {new}\n"
+    assert read_tree(tree).problems() == []
+
+
+def test_accept_removes_what_is_no_item_any_more(tree: Path) -> None:
+    replaced("spec/items.lock", "AB-SUM", "AB-OLD 0\nAB-SUM")(tree)
+    assert accept(tree, ["AB-OLD"]) == ["AB-OLD: 0 -> removed"]
+    assert read_tree(tree).problems() == []
+
+
+def test_what_changed_decides_what_the_quick_session_runs(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check changed tests, tests that import a changed module, and tests of an item that the module implements.
+
+    Tests of a policy that an option names are excluded.
+    """
+    write(tree, "tests/test_b.py", "from reference.a import total")
+    write(tree, "conformance/policy_suite/test_b.py", "from reference.a import total")
+    write(tree, "tests/test_c.py", "import reference")
+    monkeypatch.setattr(quick, "_tree", lambda: (read_modules(tree), read_tree(tree)))
+    assert quick.judging({"reference/a.py"}) == ["tests/test_b.py", "conformance/test_a.py"]
+    assert quick.judging({"tests/test_c.py", "README.md"}) == ["tests/test_c.py"]
+    with pytest.raises(SystemExit, match="nonsense"):
+        quick.changed_files("nonsense")
+
+
+def test_accept_refuses_an_unknown_id(tree: Path) -> None:
+    with pytest.raises(SystemExit):
+        main(["--accept", "AB-NONE"], tree)
+
+
+BROKEN = {
+    "length": "Each of the tokens that the policy keeps has a position, a key and a value for every layer and every"
+              " head in all of the rows of a batch.",
+    "parts": "It has two: keys; values.",
+    "headless": "What evicts is named here.",
+    "where": "Use it where memory is short.",
+    "verbs": "The question stands at the end.",
+    "private": "A saboteur fails.",
+    "names": "The set comes from models_integration.sentence_ends(tokenizer).",
+    "policy": "Choose your own method.",
+}
+KEPT = (
+    "Which policy do you need?", "Open the folder where the file is.", "Read \"What stands where\" first.",
+    "Use `where(lies, stands)`.", "A fraction must lie in (0, 1].", "You say which policy you know.",
+)
+
+
+@pytest.mark.law("as-it-is-described")
+@pytest.mark.parametrize("rule", BROKEN)
+def test_a_broken_rule_is_named_with_its_line(rule: str) -> None:
+    page = f"# Heading\n\nA good sentence\non two lines. {BROKEN[rule]}\n\n```\nwhere it stands\n```\n"
+    assert [(one.rule, one.line) for one in offences(of_markdown(page, "page.md", 1))] == [(rule, 4)]
+    for cell in (f"- item\n- {BROKEN[rule]}", f"| a | b |\n|---|---|\n| c | {BROKEN[rule]} |"):
+        assert [one.rule for one in offences(of_markdown(cell, "page.md", 1))] == [rule]
+
+
+@pytest.mark.law("as-it-is-described")
+@pytest.mark.parametrize("sentence", KEPT)
+def test_a_sentence_that_keeps_the_rules_is_not_named(sentence: str) -> None:
+    assert list(offences(of_markdown(sentence, "page.md", 1))) == []
+
+
+@pytest.mark.law("as-it-is-described")
+def test_help_of_options_is_read() -> None:
+    parser = argparse.ArgumentParser(description="It says so.")
+    parser.add_argument("--x", help="The number that it knows.")
+    found = list(offences(of_options(parser, test_help_of_options_is_read)))
+    assert [one.rule for one in found] == ["verbs", "verbs"]
+    assert found[0].source == "tests/lab/test_layers_and_trace.py"

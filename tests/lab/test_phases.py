@@ -1,0 +1,66 @@
+"""Sessions of nox: the process of each backend collects all its tests, and the Python versions agree."""
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("nox")
+
+import noxfile
+from conformance.paths import ROOT
+from conformance.plugin import judges
+
+GIVEN = {
+    "numba": noxfile.OF_NUMBA,
+    # The tests of `SAVED_LIVES` need decode, which torch and Triton leave to Numba.
+    "torch": [*noxfile.JUDGING, noxfile.SAVED_LIVES],
+    "triton": [*noxfile.OF_TRITON, noxfile.SAVED_LIVES],
+}
+
+
+@pytest.mark.parametrize("backend", GIVEN)
+def test_what_judges_a_backend_is_given_to_its_process(request: pytest.FixtureRequest, backend: str) -> None:
+    """Check the tests that this run has collected. Without file arguments, these are all tests."""
+    given = [ROOT / path for path in GIVEN[backend]]
+    judges_of = {item.path for item in request.session.items if judges(item, backend)}
+    assert [str(path) for path in judges_of if not any(path.is_relative_to(home) for home in given)] == []
+
+
+def test_each_path_that_a_process_is_given_is_there() -> None:
+    given = [path for paths in GIVEN.values() for path in paths]
+    left_out = [f"conformance/suite/test_{name}.py" for name in noxfile.OF_HOST]
+    assert [path for path in (*given, *left_out) if not list(ROOT.glob(path))] == []
+
+
+def test_a_gpu_is_given_what_the_phases_are() -> None:
+    models = pytest.importorskip("lab.measure.gpu.models", exc_type=ImportError)
+    assert models.OF_HOST == noxfile.OF_HOST
+
+
+def test_every_place_names_the_same_pythons() -> None:
+    """The code is checked for the oldest version. The classifiers are the versions that the guide names."""
+    told = tomllib.loads(Path(ROOT, "pyproject.toml").read_text(encoding="utf-8"))
+    claimed = re.findall(r"Python :: (3\.\d+)", " ".join(told["project"]["classifiers"]))
+    oldest = claimed[0]
+    assert told["project"]["requires-python"] == f">={oldest}"
+    assert told["tool"]["mypy"]["python_version"] == oldest
+    assert told["tool"]["ruff"]["target-version"] == f"py{oldest.replace('.', '')}"
+    assert claimed == list(noxfile.PYTHONS[: len(claimed)])
+    guide = Path(ROOT, "docs/guide/quickstart.md").read_text(encoding="utf-8")
+    assert f"supports Python {', '.join(claimed[:-1])} and {claimed[-1]}." in guide
+    assert "python_version" not in Path(ROOT, "constraints.txt").read_text(encoding="utf-8")
+
+
+def test_the_newest_patch_of_each_other_python_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert noxfile.other_pythons() == {}
+    own = f"3.{sys.version_info.minor}"
+    for name in (f"{minor}.{patch}" for minor in noxfile.PYTHONS for patch in (9, 10)):
+        (tmp_path / "versions" / name / "bin").mkdir(parents=True)
+        (tmp_path / "versions" / name / "bin/python").touch()
+    newest = {name: str(tmp_path / f"versions/{name}.10/bin/python") for name in noxfile.PYTHONS if name != own}
+    assert noxfile.other_pythons() == newest

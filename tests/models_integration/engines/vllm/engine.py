@@ -1,0 +1,159 @@
+"""vLLM's engine in this process, requests, and the masked model for the comparison of answers."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import jsonschema  # type: ignore[import-untyped]
+import pytest
+import torch
+
+from tests.models_integration.session.masked import MaskedModel, Row
+from conformance.paths import ROOT, SPEC
+from conformance.witness.statement import Statement, digest_of, parse_statement
+from models_integration.pocket import ASSETS, load_pocket
+
+NEEDS_VLLM = [
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: nox -s vllm runs this"),
+    pytest.mark.filterwarnings("default"),  # vLLM warns about its dependencies.
+]
+TOLERANCE = 1e-4
+BLOCK = 32
+SHAPE = (3, 2)
+"""Number of layers and of KV heads of the pocket model."""
+BYTES = 3 * 2 * 2 * BLOCK * 32 * 4
+"""Bytes of one block of the pocket model: 3 layers, 2 KV heads, keys and values of 32 numbers in float32."""
+
+
+ALIVE: list["Engine"] = []
+"""All engines. If one is collected, vLLM destroys the process groups that the remaining engines use (vLLM 0.32)."""
+
+
+@cache
+def text() -> list[int]:
+    """Return token ids of a long text."""
+    _, tokenizer = load_pocket()
+    ids: list[int] = tokenizer((ROOT / "docs" / "examples" / "lighthouse.txt").read_text(encoding="utf-8")).input_ids
+    return ids * 8
+
+
+def cut(tokens: int, start: int = 0) -> list[int]:
+    return text()[start : start + tokens]
+
+
+class Engine:
+    """vLLM with eviction, without a second process.
+
+    Args:
+        settings: settings of kvspec.
+        blocks: number of blocks in the pool, without the null block.
+        options: options of vLLM.
+    """
+
+    def __init__(self, settings: Mapping[str, Any] | None = None, blocks: int = 400, **options: Any) -> None:
+        os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", VLLM_USE_V2_MODEL_RUNNER="0")
+        from vllm import LLM
+
+        from models_integration.engines.vllm.plugin import register
+
+        register()
+        self.llm = LLM(**{
+            "model": str(ASSETS), "dtype": "float32", "enforce_eager": True, "block_size": BLOCK, "max_model_len": 1024,
+            "kv_cache_memory_bytes": (blocks + 1) * BYTES, "max_num_seqs": 16, "disable_log_stats": True,
+            "enable_prefix_caching": True, "additional_config": {"kvspec": settings or {}}, **options,
+        })
+        # vLLM replaces Triton's kernels in all modules at each start. The second replacement fails at a function of
+        # llvmlite.
+        dispatcher: Any = import_module("vllm.triton_utils.dispatcher")
+        dispatcher.register_kernels = lambda overrides: None
+        core = self.llm.llm_engine.engine_core.engine_core
+        self.scheduler, self.runner = core.scheduler, core.model_executor.driver_worker.worker.model_runner
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        ALIVE.append(self)
+
+    def answer(self, prompts: Sequence[list[int]], parameters: Sequence[Any]) -> list[Any]:
+        """Return the outputs of all requests, and check that no block is lost."""
+        free = self.pool.get_num_free_blocks()
+        given = [{"prompt_token_ids": one} for one in prompts]
+        outputs: list[Any] = self.llm.generate(given, list(parameters), use_tqdm=False)
+        self.check_nothing_left()
+        assert self.pool.get_num_free_blocks() == free
+        return outputs
+
+    def check_nothing_left(self) -> None:
+        """Check that no data of ended requests is left."""
+        if not self.llm.llm_engine.has_unfinished_requests():
+            assert not self.scheduler._plans
+            assert not self.scheduler._news.found
+            assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
+
+
+def asking(policy: str | None, tokens: int = 16, options: Mapping[str, Any] | None = None, **constants: Any) -> Any:
+    """Return greedy sampling parameters with a policy."""
+    from vllm import SamplingParams
+
+    given = None if policy is None else {"kvspec": {"policy": policy, **constants}}
+    return SamplingParams(**{
+        "temperature": 0, "max_tokens": tokens, "ignore_eos": True, "logprobs": 5, "extra_args": given,
+        **(options or {}),
+    })
+
+
+@cache
+def schema() -> Any:
+    return json.loads((SPEC / "witness.schema.json").read_text(encoding="utf-8"))
+
+
+def stated(output: Any) -> dict[str, Any]:
+    """Return the statement of an answer, checked by its schema."""
+    body: dict[str, Any] = output.kv_transfer_params["kvspec"]
+    jsonschema.validate(body, schema())
+    return body
+
+
+def parsed(prompt: Sequence[int], answer: Sequence[int], body: Mapping[str, Any]) -> Statement:
+    """Return the statement, checked as `kvspec verify --server` checks it."""
+    own = {"prompt_ids": [*prompt], "answer_ids": [*answer], "logprobs": [0.0] * len(answer)}
+    found = parse_statement(body, own)
+    for one in found.evictions:
+        assert one.digest == digest_of(one.seen, one.sets, one.layers)
+    return found
+
+
+def kept(prompt: Sequence[int], body: Mapping[str, Any]) -> list[list[list[int]]]:
+    """Return the positions that the first eviction keeps, by layer and KV head."""
+    return parsed(prompt, [], body).evictions[0].positions(*SHAPE)
+
+
+@cache
+def masked_model() -> MaskedModel:
+    model, _ = load_pocket()
+    return MaskedModel(model)
+
+
+def expected(prompt: Sequence[int], answer: Sequence[int], body: Mapping[str, Any]) -> torch.Tensor:
+    """Return the log-probabilities (n, vocabulary) of the masked model, with the stated sets of kept tokens."""
+    ids, model, evictions = [*prompt, *answer], masked_model(), parsed(prompt, answer, body).evictions
+    assert "until" not in body
+    ends = [*(one.seen for one in evictions), len(ids)]
+    row: Row = model.nothing.read(ids[: ends[0]])
+    for one, end in zip(evictions, ends[1:], strict=True):
+        row = row.read(ids[one.seen : end], one.positions(*SHAPE))
+    return torch.log_softmax(model.expect(row).logits, dim=-1)
+
+
+def check_masked(prompt: Sequence[int], output: Any) -> float:
+    """Check that an answer is the greedy answer of the masked model, and return the largest difference."""
+    answer, worst = list(output.outputs[0].token_ids), 0.0
+    rows = expected(prompt, answer, stated(output))[len(prompt) - 1 :]
+    for token, row, found in zip(answer, rows, output.outputs[0].logprobs, strict=False):
+        assert row[token] >= row.max() - TOLERANCE
+        worst = max(worst, *(abs(float(row[one]) - own.logprob) for one, own in found.items()))
+    assert worst < TOLERANCE, worst
+    return worst
+
+

@@ -1,0 +1,187 @@
+"""Answers of vLLM with eviction equal the answers of the masked model, and the sets are those of a session."""
+
+from typing import Any
+
+import jsonschema  # type: ignore[import-untyped]
+import numpy as np
+import pytest
+import torch
+
+from tests.models_integration.engines.vllm.engine import (
+    NEEDS_VLLM,
+    Engine,
+    asking,
+    check_masked,
+    cut,
+    kept,
+    schema,
+    stated,
+)
+from models_integration import decide, observe
+from models_integration.pocket import load_pocket
+from models_integration.policies.methods import policy_from_name
+from spec.retention import Granularity
+
+pytestmark = [pytest.mark.law("eviction-equals-masking"), *NEEDS_VLLM]
+
+PROMPTS = [(300, 0), (611, 50), (97, 13), (450, 200), (64, 7), (33, 1), (32, 5), (65, 9)]
+EQUAL = ("snapkv", "keydiff", "knorm", "lagkv", "curdkv", "kvcrush", "chunkkv", "diverse-snapkv", "criticalkv")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    """Return an engine whose steps process 64 tokens, so that prompts are read in chunks, with prefix caching."""
+    return Engine({"on_unserved": "full"}, max_num_batched_tokens=64)
+
+
+@pytest.fixture(scope="module")
+def small() -> Engine:
+    """Return an engine whose pool is too small for its requests."""
+    return Engine({"on_unserved": "full"}, blocks=44, max_model_len=704, max_num_batched_tokens=256)
+
+
+def run(engine: Engine, prompts: list[list[int]], parameters: list[Any]) -> list[Any]:
+    outputs = engine.answer(prompts, parameters)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        check_masked(prompt, output)
+    return [stated(output) for output in outputs]
+
+
+def test_a_batch_of_policies(engine: Engine) -> None:
+    asked = [
+        asking("streamingllm", budget=0.3), asking("snapkv", budget=0.3, W=16), asking("keydiff", budget=0.3),
+        asking(None), asking("streamingllm", budget=0.5), asking("snapkv", budget=0.6, W=16),
+        asking("tova", 24, budget=16), asking("knorm", budget=0.5),
+    ]
+    found = run(engine, [cut(*one) for one in PROMPTS], asked)
+    assert [bool(one["evictions"]) for one in found] == [True, True, True, False, True, True, True, True]
+    assert found[1]["policy"] == "snapkv(W=16)"
+    assert found[3] == {
+        "witness": 1, "policy": "fullcache", "budget": "1.0", "positions": "kept", "evictions": [],
+        "reason": "no policy was asked for",
+    }
+
+
+@pytest.mark.law("decided-as-the-reference")
+@pytest.mark.parametrize("name", EQUAL)
+def test_kept_sets_are_those_of_a_session(engine: Engine, name: str) -> None:
+    model, _ = load_pocket()
+    constants: dict[str, Any] = {"W": 16} if "snapkv" in name else {}
+    prompts = [cut(*one) for one in PROMPTS[:3]]
+    found = run(engine, prompts, [asking(name, budget=0.3, **constants)] * 3)
+    for prompt, one in zip(prompts, found, strict=True):
+        method = policy_from_name(name, 0.3, **constants).on(model)
+        observed = observe(model, torch.tensor([prompt]))
+        (alone,) = decide(method, observed).retentions
+        each = {Granularity.MODEL: (0, 0), Granularity.LAYER: (1, 0), Granularity.HEAD: (2, 1)}[alone.granularity]
+        shown = observed.prompt(0, method.policy.granularity)
+        scores = method.policy.scorer(shown, method.policy.protection(len(prompt))).values
+        for layer, heads in enumerate(kept(prompt, one)):
+            for head, own in enumerate(heads):
+                group = layer * each[0] + head * each[1]
+                there = alone.group(group).tolist()
+                assert len(own) == len(there)
+                # Both programs round differently, so tokens with equal scores up to rounding may be exchanged.
+                if exchanged := sorted({*own} ^ {*there}):
+                    assert np.ptp(scores[group][exchanged]) < 1e-5 * np.nanmax(np.abs(scores[group])), exchanged
+
+
+@pytest.mark.parametrize(("name", "constants"), [
+    ("h2o", {}), ("tova", {}), ("morphkv", {}), ("rkv", {"every": 16}), ("diverse-tova", {}),
+])
+def test_tokens_are_evicted_while_the_answer_is_generated(
+    engine: Engine, name: str, constants: dict[str, Any],
+) -> None:
+    prompts = [cut(200), cut(97, 13), cut(40, 3)]
+    found = run(engine, prompts, [asking(name, 100, budget=64, **constants)] * 3)
+    for prompt, one in zip(prompts, found, strict=True):
+        assert all(sum(b - a for a, b in own) <= 64 for step in one["evictions"] for own in step["sets"])
+        assert len(one["evictions"]) >= (100 - max(0, 64 - len(prompt))) // constants.get("every", 1) - 2
+
+
+def test_a_shared_prefix_is_used_before_and_after_evictions(engine: Engine) -> None:
+    prompt, hits = cut(611, 50), list[int]()
+    own = engine.scheduler._get_local_prefix_cache_hit
+
+    def hit(request: Any) -> Any:
+        found = own(request)
+        hits.append(found[1])
+        return found
+
+    engine.scheduler._get_local_prefix_cache_hit = hit
+    try:
+        for policy in (asking("snapkv", budget=0.3, W=16), asking(None), asking("h2o-described", budget=0.4)):
+            run(engine, [prompt], [policy])
+    finally:
+        del engine.scheduler._get_local_prefix_cache_hit
+    assert hits[1:] == [608, 0]
+
+
+def test_blocks_of_an_evicted_answer_are_not_shared(engine: Engine) -> None:
+    prompt = cut(64, 700)
+    (first,) = engine.answer([prompt], [asking("streamingllm", 200, budget=0.9)])
+    run(engine, [prompt + list(first.outputs[0].token_ids)[:-3]], [asking(None)])
+
+
+def test_preempted_requests_keep_the_same_sets(small: Engine) -> None:
+    policies = [
+        asking("streamingllm", 100, budget=0.5), asking("snapkv", 100, budget=0.5, W=16),
+        asking("keydiff", 100, budget=0.5), asking("tova", 100, budget=100), asking("rkv", 100, budget=80, every=16),
+        asking(None, 100),
+    ]
+    count, own = [0], small.scheduler._preempt_request
+
+    def preempt(*args: Any, **kwargs: Any) -> None:
+        count[0] += 1
+        own(*args, **kwargs)
+
+    small.scheduler._preempt_request = preempt
+    try:
+        found = run(small, [cut(200 + 31 * at, 17 * (at // 2)) for at in range(12)], policies * 2)
+    finally:
+        del small.scheduler._preempt_request
+    assert count[0] > 0
+    assert sum(bool(one["evictions"]) for one in found) == 10
+
+
+def test_what_is_not_served_is_stated(engine: Engine) -> None:
+    found = run(engine, [cut(97), cut(1), cut(40), cut(97, 5)], [
+        asking("nestedkv", budget=0.3), asking("snapkv", budget=0.3), asking("knorm", budget=1.0),
+        asking("knorm", 1, budget=0.3),
+    ])
+    assert [one["reason"] for one in found] == [
+        "nestedkv keeps more tokens in some heads than in others, and a block of vLLM has equally many",
+        "the prompt has one token", "the budget keeps all tokens", "no token was processed after the decision",
+    ]
+
+
+def test_a_policy_that_fails_costs_only_its_eviction(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    from models_integration.engines.vllm import selection
+
+    def fail(policy: Any, budget: Any, one: Any) -> Any:
+        raise ArithmeticError("no scores")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(selection, "retain", fail)
+        found = run(engine, [cut(97), cut(80, 3)], [asking("snapkv", budget=0.3, W=16), asking("tova", budget=32)])
+    assert [one.get("reason") for one in found] == ["ArithmeticError: no scores", None]
+
+
+@pytest.mark.law("promised-is-there-forgotten-is-not")
+def test_samples_stop_strings_and_aborts_have_statements(engine: Engine) -> None:
+    prompt = cut(97, 13)
+    stops = asking("snapkv", 30, {"stop": ["e"], "min_tokens": 4}, budget=0.3, W=16)
+    (stopped,) = engine.answer([prompt], [stops])
+    assert stopped.outputs[0].finish_reason in ("stop", "length")
+    assert stated(stopped)["evictions"]
+    (several,) = engine.answer([prompt], [asking("snapkv", 8, {"n": 3, "temperature": 1.0}, budget=0.3)])
+    assert [one["index"] for one in several.kv_transfer_params["kvspec"]] == [0, 1, 2]
+    for one in several.kv_transfer_params["kvspec"]:
+        jsonschema.validate(one, schema())
+        assert one["evictions"]
+    core = engine.llm.llm_engine
+    core.add_request("gone", {"prompt_token_ids": prompt}, asking("snapkv", 400, budget=0.3, W=16))
+    for _ in range(8):
+        core.step()
+    core.abort_request(["gone"])
+    run(engine, [prompt], [asking("knorm", budget=0.3)])

@@ -1,0 +1,215 @@
+"""Parts of the vLLM integration that need no vLLM: arguments, plans, pages, statements and decisions."""
+
+import json
+from typing import Any
+
+import jsonschema  # type: ignore[import-untyped]
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.paths import SPEC
+from conformance.witness.statement import parse_statement
+from kvspec.cli.serve import run_serve, server_settings
+from models_integration.engines.vllm.arguments import Settings, parse_request
+from models_integration.engines.vllm.pages import LAYOUTS, Pages
+from models_integration.engines.vllm.plan import Plan
+from models_integration.engines.vllm.selection import Decider, LayerFacts
+from models_integration.engines.vllm.statement import MOST_RANGES, Statement, eviction
+from spec.errors import SpecError
+from spec.retention import Granularity
+
+pytestmark = pytest.mark.law("as-it-is-described")
+
+OPEN = Settings(on_unserved="full")
+DEFAULT = Settings({"policy": "snapkv", "budget": 0.3, "W": 16}, ("0.2", "1"), ("snapkv", "knorm"))
+
+
+def plan(n: int = 100, **asked: Any) -> Plan:
+    found = parse_request({"policy": "snapkv", "budget": 0.3, "W": 16, **asked}, OPEN)
+    assert found is not None
+    return Plan(found, n)
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize(("given", "told"), [
+    ({"policy": "nosuch", "budget": 0.3}, "policy"), ({"policy": "snapkv", "budget": 3.0}, "budget"),
+    ({"policy": "snapkv", "budget": 0.1}, "between 0.2 and 1.0"), ({"policy": "snapkv", "budget": 64}, "between"),
+    ({"policy": "tova", "budget": 0.5}, "allowed are snapkv, knorm"), ({"policy": "os:system"}, "built-in"),
+    ({"policy": "snapkv", "backend": "os:system"}, "server"), ({"policy": "snapkv", "W": "x"}, "snapkv"),
+    ({"policy": "snapkv", "calibration": "/etc/passwd"}, "server"), ({"policy": "knorm"}, "budget"), ("{", "JSON"),
+    ("[]", "object"), ({"policy": "snapkv", "windows": 3}, "constants"), ({"policy": 3, "budget": 0.3}, "built-in"),
+])
+def test_bad_arguments_are_one_sentence(given: Any, told: str) -> None:
+    with pytest.raises(SpecError, match=told):
+        parse_request(given, DEFAULT)
+
+
+def test_a_request_inherits_from_the_default() -> None:
+    default = parse_request(None, DEFAULT)
+    assert default is not None
+    assert (default.name, default.window, str(default.budget)) == ("snapkv", 16, "0.3")
+    own = parse_request('{"budget": 0.5}', DEFAULT)
+    assert own is not None
+    assert (own.name, own.window, str(own.budget)) == ("snapkv", 16, "0.5")
+    other = parse_request({"policy": "knorm", "budget": 0.5}, DEFAULT)
+    assert other is not None
+    assert (other.name, other.window) == ("knorm", 0)
+    assert parse_request({"policy": "fullcache"}, DEFAULT) is None
+    assert parse_request(None, OPEN) is None
+    assert Settings.read(DEFAULT.text()) == DEFAULT
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize(("name", "reason"), [
+    ("nestedkv", "some heads"), ("adakv", "some heads"), ("cake", "some"), ("pyramidkv", "some"),
+])
+def test_unequal_counts_are_refused_or_served_in_full(name: str, reason: str) -> None:
+    with pytest.raises(SpecError, match=reason):
+        parse_request({"policy": name, "budget": 0.3}, Settings())
+    found = parse_request({"policy": name, "budget": 0.3}, OPEN)
+    assert found is not None
+    assert reason in str(found.unserved)
+
+
+def test_settings_accept_names_as_people_write_them() -> None:
+    """A server with `--allow-policies SnapKV` once refused every request for snapkv."""
+    settings = Settings({"policy": "SnapKV", "budget": 0.3, "W": 16}, None, ("Snap-KV", "Knorm"))
+    assert settings.allow_policies == ("snapkv", "knorm")
+    for asked in ({"budget": 0.5}, {"policy": "snapkv", "budget": 0.5}):
+        own = parse_request(asked, settings)
+        assert own is not None
+        assert (own.name, own.window) == ("snapkv", 16)
+
+
+def test_steps_end_at_each_decision() -> None:
+    one = plan()
+    assert (one.limit(0, 512), one.limit(60, 64), one.limit(100, 8)) == (100, 40, 8)
+    assert [at for at in range(130) if one.is_event(at)] == [100]
+    one.carry_out(100, 30)
+    assert (one.shift, one.slots(101), one.peak(110)) == (70, 31, 100)
+    assert (one.reusable_blocks(32), plan(policy="h2o-described").reusable_blocks(32)) == (2, 0)
+    one.restart()
+    assert (one.shift, one.slots(101)) == (0, 101)
+
+
+@given(n=st.integers(2, 90), budget=st.integers(20, 60), every=st.integers(1, 40), new=st.integers(1, 150))
+def test_replayed_decisions_are_those_of_the_first_pass(n: int, budget: int, every: int, new: int) -> None:
+    """A plan that was preempted after all tokens makes the same decisions, for any number of tokens per step."""
+    one = plan(n, policy="rkv", W=8, budget=budget, every=every)
+
+    def read(step: int) -> list[tuple[int, int]]:
+        done, found = 0, []
+        while done < n + new:
+            done += one.limit(done, min(step, n + new - done))
+            one.observed = max(one.observed, done)
+            if one.is_event(done):
+                one.carry_out(done, one.budget(done))
+                found.append((done, one.shift))
+        return found
+
+    first = read(1)
+    assert all(done in (n, *range(every, n + new + 1, every)) for done, _ in first)
+    one.restart()
+    assert read(64) == first
+
+
+@given(blocks=st.integers(2, 4), heads=st.integers(1, 3), size=st.sampled_from([16, 32]), seed=st.integers(0, 99))
+def test_every_layout_reads_what_it_writes(blocks: int, heads: int, size: int, seed: int) -> None:
+    d, random = 8, torch.Generator().manual_seed(seed)
+    table = torch.randperm(blocks, generator=random)
+    for backend in LAYOUTS:
+        pages = Pages(torch.zeros(blocks, heads, size, 2 * d), backend)
+        keys, values = (torch.randn(heads, blocks * size, d, generator=random) for _ in range(2))
+        pages.write(table, torch.arange(blocks * size), keys, values)
+        slots = torch.stack([torch.randperm(blocks * size, generator=random)[:7] for _ in range(heads)])
+        found = pages.read(table, slots)
+        for own, whole in zip(found, (keys, values), strict=True):
+            assert torch.equal(own, torch.stack([row[at] for row, at in zip(whole, slots, strict=True)]))
+    with pytest.raises(SpecError, match="attention_backend"):
+        Pages(torch.zeros(blocks, heads, size, 2 * d), "FLEX_ATTENTION")
+
+
+NEWS = {"policy": "knorm", "budget": "3", "evictions": [eviction(6, np.array([[0, 1, 5]]), Granularity.MODEL, 2)]}
+WITNESS = json.loads((SPEC / "witness.schema.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(("granularity", "live", "layers"), [
+    (Granularity.MODEL, [[0, 1, 5]], [[0]]), (Granularity.LAYER, [[0, 1, 5], [2, 3, 4]], [[0], [1]]),
+    (Granularity.HEAD, [[0, 1, 5], [0, 3, 4], [0, 1, 5], [2, 3, 4]], [[0, 1], [0, 2]]),
+])
+def test_an_eviction_gives_back_the_sets(granularity: Granularity, live: list[list[int]], layers: list[Any]) -> None:
+    entry = eviction(6, np.array(live), granularity, 2)
+    assert entry["layers"] == layers
+    body = {**NEWS, "witness": 1, "positions": "kept", "evictions": [entry]}
+    jsonschema.validate(body, WITNESS)
+    statement = parse_statement(body, {"prompt_ids": [1] * 6, "answer_ids": [], "logprobs": []})
+    each = statement.evictions[0].positions(2, 2)
+    assert [own for heads in each for own in heads] == [live[at * len(live) // 4] for at in range(4)]
+
+
+@pytest.mark.parametrize(("news", "reason"), [
+    ([NEWS, {}], None), ([{**NEWS, "evictions": []}, {"evictions": NEWS["evictions"]}], "no token was processed"),
+    ([{"policy": "knorm", "budget": "3"}, {}], "ended before its decision"),
+    ([{**NEWS, "evictions": [], "reason": "the budget keeps all tokens"}, {}], "keeps all"),
+    ([{**NEWS, "evictions": [], "failed": "ArithmeticError: x"}, {}], "ArithmeticError: x"),
+    ([NEWS, {"reason": "the budget keeps all tokens"}], None), ([NEWS, {"failed": "ArithmeticError: x"}], "Arithmetic"),
+])
+def test_a_statement_grows_with_the_answer(news: list[dict[str, Any]], reason: str | None) -> None:
+    one = Statement()
+    for at, part in enumerate(news):
+        one.take(part, at == len(news) - 1)
+    jsonschema.validate(one.body, WITNESS)
+    assert one.finished
+    assert one.digests == [each["digest"] for each in one.body["evictions"]]
+    assert one.evicted == (3 if one.digests else 0)
+    assert (reason or "") in one.body.get("reason", "")
+    assert ("reason" in one.body) == (reason is not None)
+
+
+def test_a_long_statement_says_where_it_ends() -> None:
+    one, kept = Statement(), np.array([range(0, 4 * MOST_RANGES // 5, 2)])
+    for seen in (MOST_RANGES, MOST_RANGES + 1, MOST_RANGES + 2, MOST_RANGES + 3):
+        one.take({**NEWS, "evictions": [eviction(seen, kept, Granularity.MODEL, 2)]}, False)
+    one.take({}, True)
+    assert [each["seen"] for each in one.body["evictions"]] == [MOST_RANGES, MOST_RANGES + 1]
+    assert one.body["until"] == MOST_RANGES + 2
+    own = {"prompt_ids": [1] * MOST_RANGES, "answer_ids": [2] * 9, "logprobs": [-0.5] * 9}
+    assert parse_statement(one.body, own).answer_ids == [2] * 3
+
+
+def test_a_decision_is_made_once() -> None:
+    asked = parse_request({"policy": "tova", "budget": 16}, OPEN)
+    assert asked is not None
+    one = Decider(asked, asked.policy, 20, [LayerFacts(0.5, None, None)] * 2, 2)
+    random = torch.Generator().manual_seed(0)
+
+    def decide(seen: int, slots: int) -> Any:
+        for layer in one.watched:
+            one.queries[layer] = [torch.randn(1, 4, 8, generator=random)]
+        return one.decide(seen, slots, lambda _: (torch.randn(2, slots, 8, generator=random),) * 2, np.arange(20))
+
+    assert sum(b - a for a, b in decide(20, 20)["sets"][0]) == 16
+    kept = one.kept(20)
+    assert decide(20, 20) is None
+    assert one.kept(20) is kept
+    assert sum(b - a for a, b in decide(21, 17)["sets"][0]) == 16
+    with pytest.raises(AssertionError):
+        decide(23, 17)
+
+
+@pytest.mark.law("one-line-with-the-way-out")
+def test_the_command_refuses_before_vllm_starts() -> None:
+    for policy, budget, bounds, allowed, unserved, told in (
+        ("snapkv(W=16", "0.3", None, None, "refuse", "constants"), ("snapkv", "3.0", None, None, "refuse", "budget"),
+        ("snapkv", "0.3", "0.5:0.2", None, "refuse", "allow_budget"), ("adakv", "0.3", None, None, "refuse", "adakv"),
+        ("snapkv", "0.3", None, "snap", "refuse", "allow_policies"), ("snapkv", "0.3", None, None, "x", "on_unserved"),
+    ):
+        with pytest.raises(SpecError, match=told):
+            server_settings(policy, budget, bounds, allowed, unserved)
+    settings = server_settings("snapkv(W=16)", "0.3", "0.2:1", "snapkv, knorm", "full")
+    assert settings.default == {"policy": "snapkv", "budget": "0.3", "W": 16}
+    with pytest.raises(SpecError, match=r"vllm|--scheduler-cls"):
+        run_serve("model", settings, ["--scheduler-cls", "mine"])

@@ -1,0 +1,181 @@
+"""`kvspec serve` as users start it: responses to clients, and the result of `kvspec verify --server`."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jsonschema  # type: ignore[import-untyped]
+import pytest
+
+from tests.models_integration.engines.vllm.engine import NEEDS_VLLM, cut, schema
+from conformance.paths import ROOT
+from models_integration.pocket import ASSETS
+
+pytestmark = [pytest.mark.law("as-it-is-described"), *NEEDS_VLLM]
+
+VLLM = ["--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-model-len", "1024",
+        "--kv-cache-memory-bytes", "100M", "--served-model-name", "pocket"]
+START = 150
+
+
+@contextmanager
+def serving(tmp_path: Path, *command: str) -> Iterator[str]:
+    """Yield the address of a server in a separate process, which must end within 10 s after SIGTERM."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *command, *VLLM, "--host", "127.0.0.1", "--port", str(port)],
+            stdout=log, stderr=log, env=environment, start_new_session=True,
+        )
+        try:
+            _wait(url, process, tmp_path / "log")
+            yield url
+            process.send_signal(signal.SIGTERM)
+            process.wait(10)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _wait(url: str, process: Any, log: Path) -> None:
+    for _ in range(START):
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return
+        except OSError:
+            assert process.poll() is None, log.read_text()[-3000:]
+            time.sleep(1)
+    raise AssertionError(f"no server after {START} s: {log.read_text()[-3000:]}")
+
+
+def kvspec_serve(policy: str, budget: str) -> list[str]:
+    return ["kvspec.cli", "serve", str(ASSETS), "--policy", policy, "--budget", budget]
+
+
+@pytest.fixture(scope="module")
+def snapkv(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serving(tmp_path_factory.mktemp("server"), *kvspec_serve("snapkv(W=16)", "0.3")) as url:
+        yield url
+
+
+def ask(url: str, **body: Any) -> Any:
+    data = json.dumps({"model": "pocket", "max_tokens": 12, "temperature": 0, "ignore_eos": True, **body}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", data, {"Content-Type": "application/json"})
+    return urllib.request.urlopen(request, timeout=100)
+
+
+def events(reply: Any) -> list[Any]:
+    lines = [line.decode().strip() for line in reply]
+    assert [line for line in lines if line][-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+
+
+def check_snapkv(body: dict[str, Any], n: int) -> None:
+    jsonschema.validate(body, schema())
+    assert (body["policy"], body["budget"]) == ("snapkv(W=16)", "0.3")
+    (one,) = body["evictions"]
+    assert one["seen"] == n
+    assert all(sum(b - a for a, b in own) <= 0.3 * n for own in one["sets"])
+
+
+def test_an_answer_has_a_statement_for_each_choice(snapkv: str) -> None:
+    with ask(snapkv, prompt=cut(200)) as reply:
+        check_snapkv(json.load(reply)["kv_transfer_params"]["kvspec"], 200)
+    with ask(snapkv, prompt=[cut(200), cut(150, 9)], n=2, temperature=1.0) as reply:
+        found = json.load(reply)
+    stated = found["kv_transfer_params"]["kvspec"]
+    assert [one["index"] for one in stated] == [one["index"] for one in found["choices"]] == [0, 1, 2, 3]
+    for one, n in zip(stated, (200, 200, 150, 150), strict=True):
+        check_snapkv(one, n)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_stream_has_digests_and_statements(snapkv: str, several: bool) -> None:
+    asked: dict[str, Any] = {"prompt": [cut(200), cut(150, 9)]} if several else {"prompt": cut(200)}
+    with ask(snapkv, stream=True, **asked) as reply:
+        found = events(reply)
+    assert all(one["choices"] for one in found)  # Clients read choices[0].
+    stated = [one for each in found if "kvspec" in each for one in (each["kvspec"] if several else [each["kvspec"]])]
+    digests = {one.get("index"): one["digests"] for one in stated if "digests" in one}
+    whole = [one for one in stated if "evictions" in one]
+    assert len(whole) == 1 + several
+    for one, n in zip(whole, (200, 150), strict=False):
+        check_snapkv(one, n)
+        assert digests[one.get("index")] == [each["digest"] for each in one["evictions"]]
+
+
+def test_a_client_that_leaves_does_not_disturb_others(snapkv: str) -> None:
+    before = metrics(snapkv)
+    with ask(snapkv, prompt=cut(200), stream=True, max_tokens=700) as reply:
+        reply.readline()
+    with ask(snapkv, prompt=cut(200)) as reply:
+        check_snapkv(json.load(reply)["kv_transfer_params"]["kvspec"], 200)
+    for _ in range(30):
+        if metrics(snapkv)["kvspec_seen_tokens_total"] > before["kvspec_seen_tokens_total"] + 212:
+            return
+        time.sleep(1)
+    raise AssertionError("the cancelled request was not counted")
+
+
+def test_metrics_count_tokens_blocks_and_reasons(snapkv: str) -> None:
+    before = metrics(snapkv)
+    with ask(snapkv, prompt=cut(200)), ask(snapkv, prompt=cut(1)):
+        pass
+    with ask(snapkv, prompt=cut(200), vllm_xargs={"kvspec": '{"policy": "fullcache"}'}):
+        pass
+    after = metrics(snapkv)
+    grown = {name: after[name] - before.get(name, 0) for name in after}
+    assert grown["kvspec_seen_tokens_total"] == 212 + 13 + 212
+    assert grown["kvspec_kept_tokens_total"] == 72 + 13 + 212
+    assert grown["kvspec_freed_blocks_total"] == 5  # There are 7 blocks, and 60 tokens fill 2 of them.
+    assert grown['kvspec_full_cache_requests_total{reason="the prompt has one token"}'] == 1
+    assert grown['kvspec_full_cache_requests_total{reason="no policy was asked for"}'] == 1
+
+
+def metrics(url: str) -> dict[str, float]:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as reply:
+        lines = [line.decode().strip() for line in reply if line.startswith(b"kvspec_")]
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize(("given", "told"), [
+    ({"policy": "adakv", "budget": 0.3}, "some heads"), ({"budget": 3.0}, "budget"),
+    ({"policy": "os:system"}, "built-in"),
+])
+def test_a_bad_policy_is_a_bad_request(snapkv: str, given: dict[str, Any], told: str) -> None:
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        ask(snapkv, prompt=cut(20), vllm_xargs={"kvspec": json.dumps(given)})
+    assert caught.value.code == 400
+    assert told in caught.value.read().decode()
+
+
+def verify(url: str, *options: str) -> str:
+    command = [sys.executable, "-m", "conformance.verify", "--server", url, "--model", str(ASSETS), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    return done.stdout + done.stderr
+
+
+FAST = ["--", "-q", "-k", "shared or long"]
+"""A part of the prompts: shared prefixes, and long answers."""
+
+
+@pytest.mark.law("eviction-equals-masking")
+def test_the_witness_confirms_snapkv(snapkv: str) -> None:
+    assert "10 passed" in verify(snapkv, *FAST)

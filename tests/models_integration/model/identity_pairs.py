@@ -1,0 +1,357 @@
+"""Pairs of models that differ in one field, value or module and answer differently.
+
+Further changes change no answer.
+"""
+
+import copy
+from collections.abc import Callable
+from functools import partial, wraps
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from tests.models_integration.archive.block_mask import LATENT
+from tests.models_integration.session.families import SMALL, prepared
+
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8, "initializer_range": 0.5,
+}
+_OWN: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}, "Qwen3Moe": _EXPERTS,
+    "Gemma2": {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8}, "Gemma3": {"head_dim": 8},
+    "DeepseekV3": LATENT,
+}
+
+# Family, field, its two values.
+FIELDS: list[tuple[str, str, Any, Any]] = [
+    ("Llama", "hidden_act", "silu", "gelu"), ("Llama", "rms_norm_eps", 1e-6, 1e-1),
+    ("Granite", "embedding_multiplier", 1.0, 2.0), ("Granite", "attention_multiplier", 1.0, 0.3),
+    ("Granite", "residual_multiplier", 1.0, 0.5), ("Granite", "logits_scaling", 1.0, 4.0),
+    ("Olmo", "clip_qkv", None, 0.1), ("Mixtral", "num_experts_per_tok", 2, 1),
+    ("Qwen3Moe", "norm_topk_prob", False, True), ("GPTNeoX", "use_parallel_residual", True, False),
+    ("GPTNeoX", "layer_norm_eps", 1e-5, 1.0), ("Cohere", "logit_scale", 0.0625, 0.5),
+    ("Gemma2", "final_logit_softcapping", 30.0, 1.0), ("Gemma2", "attn_logit_softcapping", 50.0, 0.5),
+    ("Gemma2", "query_pre_attn_scalar", 8, 64), ("Gemma2", "sliding_window", 4, 7),
+    ("DeepseekV3", "routed_scaling_factor", 2.5, 1.0), ("DeepseekV3", "norm_topk_prob", True, False),
+]
+
+
+class LoRA(nn.Module):
+    """Adapter on a linear layer. Several kinds of attributes determine its effect."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.a, self.b = base, nn.Parameter(torch.ones(2, 32)), nn.Parameter(torch.ones(32, 2) * 0.1)
+        self.alpha, self.settings = 1.0, SimpleNamespace(rank=2.0)
+        self.scaling, self._active_adapter, self._disable_adapters = {"default": 1.0, "other": 3.0}, ["default"], False
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.base(x)
+        if self._disable_adapters:
+            return found
+        scale: float = self.alpha / self.settings.rank * sum(self.scaling[name] for name in self._active_adapter)
+        return found + scale * (x @ self.a.T @ self.b.T)
+
+
+class Holding(nn.Module):
+    """Layer with a value. A function computes the output from both."""
+
+    def __init__(self, base: nn.Module, value: Any, use: Callable[[Tensor, Any], Tensor]) -> None:
+        super().__init__()
+        self.base, self.value, self.use = base, value, use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self.base(x), self.value)
+
+
+def _through(x: Tensor, functions: list[Callable[[Tensor], Tensor]]) -> Tensor:
+    return functions[0](x)
+
+
+def _by_the_innermost(x: Tensor, settings: Any) -> Tensor:
+    while isinstance(settings, list):
+        settings = settings[0]
+    return x * settings  # type: ignore[no-any-return]
+
+
+class Times:
+    """Factor in an object that has its fields in a dictionary."""
+
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+    def of(self, x: Tensor) -> Tensor:
+        return x * self.by
+
+
+class Slotted:
+    """Factor in an object without a dictionary."""
+
+    __slots__ = ("by",)
+
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.by
+
+
+def made(family: str, **fields: Any) -> PreTrainedModel:
+    """Return a family's tiny model. Fields that do not change shapes do not change the weights."""
+    return prepared(family, **{**SMALL, **_OWN.get(family, {}), **fields})
+
+
+Change = Callable[[Any], object]
+
+
+def _exchanged(path: str, make: Change) -> Change:
+    """Return a change that replaces a module or an attribute by the result of `make`."""
+    holder, _, name = path.rpartition(".")
+
+    def change(model: Any) -> None:
+        where = model.get_submodule(holder)
+        setattr(where, name, make(getattr(where, name)))
+
+    return change
+
+
+def _set(path: str, value: object) -> Change:
+    return _exchanged(path, lambda _: value)
+
+
+def _written(path: str) -> Change:
+    """Return a change that writes different values into a tensor in place."""
+
+    def change(model: Any) -> None:
+        tensor = {**dict(model.named_parameters()), **dict(model.named_buffers())}[path]
+        with torch.no_grad():
+            tensor.copy_(torch.linspace(-3, 3, tensor.numel()).view(tensor.shape))
+
+    return change
+
+
+def _nothing(model: Any) -> None:
+    """Leave a model unchanged."""
+
+
+_MLP, _UP, _ADAPTER = "model.layers.0.mlp", "model.layers.0.mlp.up_proj", "model.layers.0.self_attn.q_proj"
+
+
+def _closing_over(by: float) -> Callable[[Tensor], Tensor]:
+    def scaled(x: Tensor) -> Tensor:
+        return x * by
+
+    return scaled
+
+
+def _defaulting_to(by: float) -> Callable[[Tensor], Tensor]:
+    def scaled(x: Tensor, by: float = by) -> Tensor:
+        return x * by
+
+    return scaled
+
+
+def _posing_as_another(by: float) -> Callable[[Tensor], Tensor]:
+    return wraps(nn.functional.silu)(_closing_over(by))
+
+
+def _holding(use: Callable[[Any, Any], Any], one: Any, other: Any) -> tuple[str, Change, Change]:
+    """Return a pair of models that hold different values."""
+    return "Llama", _exchanged(_UP, lambda base: Holding(base, one, use)), _set(f"{_UP}.value", other)
+
+
+def _linear(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Linear(48, 48)
+
+
+# Callables that no module registers, with two different factors.
+_CALLABLES: dict[str, tuple[Any, Any]] = {
+    "closure": (_closing_over(0.5), _closing_over(2.0)), "default": (_defaulting_to(0.5), _defaulting_to(2.0)),
+    "wrapped closure": (_posing_as_another(0.5), _posing_as_another(2.0)),
+    "lambda": (lambda x: x * 1.0, lambda x: x * -1.0), "method": (Times(0.5).of, Times(2.0).of),
+    "method of a tensor": (torch.tensor(0.5).mul, torch.tensor(2.0).mul), "slots": (Slotted(0.5), Slotted(2.0)),
+    "partial": (partial(torch.mul, torch.tensor(0.5)), partial(torch.mul, torch.tensor(2.0))),
+    "module in a list": (_linear(1), _linear(2)),
+}
+
+
+def _tied(path: str, layer: int) -> Change:
+    """Return a change that puts a part or parameter of an earlier layer into the last layer."""
+    holder, _, name = path.rpartition(".")
+
+    def tie(model: Any) -> None:
+        last, earlier = (model.get_submodule(f"model.layers.{at}.{holder}".strip(".")) for at in (2, layer))
+        setattr(last, name, getattr(earlier, name))
+
+    return tie
+
+
+def _four_layers(model: Any) -> None:
+    """Append two layers that differ from all other layers."""
+    torch.manual_seed(1)
+    for at in (2, 3):
+        model.model.layers.append(copy.deepcopy(model.model.layers[0]))
+        model.model.layers[at].self_attn.layer_idx = at
+    model.config.num_hidden_layers = 4
+    with torch.no_grad():
+        for parameter in model.model.layers.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+
+
+def _both(first: Change, second: Change) -> Change:
+    return lambda model: (first(model), second(model))
+
+
+def _dynamic(length: int) -> Change:
+    """Return a change to frequencies that change after `length` tokens."""
+
+    def change(model: Any) -> None:
+        model.config.rope_parameters.update(rope_type="dynamic", factor=4.0)
+        model.config.max_position_embeddings = length
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+
+    return change
+
+
+def _own_rope(model: Any) -> None:
+    """Give the rotation a separate config with a different factor."""
+    rotation = model.model.rotary_emb
+    rotation.config = copy.deepcopy(rotation.config)
+    rotation.config.rope_parameters["factor"] = 90.0
+
+
+def _plain_frequencies(model: Any) -> None:
+    """Store the frequencies as an attribute that is no buffer."""
+    rotation = model.model.rotary_emb
+    frequencies = rotation.inv_freq
+    del rotation.inv_freq
+    rotation.inv_freq = frequencies.clone()
+
+
+def _hot(module: nn.Module, *tensors: Any, **options: Any) -> Any:
+    return sdpa_attention_forward(module, *tensors, **{**options, "scaling": (options.get("scaling") or 1) * 0.2})
+
+
+def _attend_hot(model: Any) -> None:
+    AttentionInterface.register("hot", _hot)
+    model.config._attn_implementation = "hot"
+
+
+_ON_ADAPTERS: dict[str, Change] = {
+    "weights": _written(f"{_ADAPTER}.a"), "alpha": _set(f"{_ADAPTER}.alpha", 9.0),
+    "scaling": lambda model: model.get_submodule(_ADAPTER).scaling.update(default=7.0),
+    "rank, in an object": lambda model: vars(model.get_submodule(_ADAPTER).settings).update(rank=16.0),
+    "active one": _set(f"{_ADAPTER}._active_adapter", ["other"]), "switch": _set(f"{_ADAPTER}._disable_adapters", True),
+}
+# Family, change of both models, and change of the second model alone.
+CHANGES: dict[str, tuple[str, Change, Change]] = {
+    "a weight": ("Llama", _nothing, _written(f"{_UP}.weight")),
+    "a trained buffer": ("DeepseekV3", _nothing, _written("model.layers.1.mlp.gate.e_score_correction_bias")),
+    "a buffer that no file holds": ("Gemma3", _nothing, _written("model.embed_tokens.embed_scale")),
+    "frequencies": ("Llama", _nothing, _written("model.rotary_emb.inv_freq")),
+    "another activation": ("Llama", _nothing, _set(f"{_MLP}.act_fn", nn.GELU())),
+    "a norm's epsilon": ("Llama", _nothing, _set("model.norm.variance_epsilon", 5.0)),
+    "a scale of attention": ("Llama", _nothing, _set("model.layers.1.self_attn.scaling", 0.01)),
+    "a multiplier": ("Granite", _nothing, _set("model.embedding_multiplier", 2.0)),
+    "experts of a token": ("Mixtral", _nothing, _set("model.layers.0.mlp.gate.top_k", 1)),
+    "a norm left out": ("Llama", _nothing, _set("model.layers.0.input_layernorm", nn.Identity())),
+    "a vector that steers": _holding(torch.add, torch.full((48,), 0.5), torch.full((48,), 0.9)),
+    "an adapter": ("Llama", _nothing, _exchanged(_ADAPTER, LoRA)),
+    **{
+        f"an adapter's {name}": ("Llama", _exchanged(_ADAPTER, LoRA), change) for name, change in _ON_ADAPTERS.items()
+    },
+    **{
+        f"of which layer is {path}": ("Llama", _both(_four_layers, _tied(path, 0)), _tied(path, 1))
+        for path in ("mlp", "self_attn.q_proj", "mlp.up_proj.weight")
+    },
+    **{
+        f"a callable's {name}": _holding(_through, [one], [other]) for name, (one, other) in _CALLABLES.items()
+    },
+    "frequencies that are no buffer": (
+        "Llama", _plain_frequencies, lambda model: model.model.rotary_emb.inv_freq.mul_(0.3),
+    ),
+    "dynamic frequencies": ("Llama", _dynamic(40), lambda model: model.model.rotary_emb.inv_freq.mul_(0.3)),
+    "a rotation's own config": ("Llama", _dynamic(20), _own_rope),
+    "an attention function": ("Llama", _nothing, _attend_hot),
+}
+
+
+def _steer(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    return output + 1
+
+
+def _steer_before(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    return (inputs[0] + 1,)
+
+
+# Changes that are refused, because the identity cannot read them.
+HOOKS: dict[str, Change] = {
+    "hook": lambda model: model.get_submodule(_UP).register_forward_hook(_steer),
+    "hook on the whole": lambda model: model.model.norm.register_forward_hook(lambda *seen: _steer(*seen)),
+    "hook before": lambda model: model.get_submodule(_UP).register_forward_pre_hook(_steer_before),
+    "partial hook": lambda model: model.get_submodule(_UP).register_forward_hook(partial(_steer)),
+    "forward": _exchanged(f"{_UP}.forward", lambda forward: lambda x: forward(x) + 1),
+}
+
+_KEEP = ".*: use only numbers, strings, tensors and modules"
+# Values whose content cannot be read, and the error.
+UNREADABLE: dict[str, tuple[Change, str]] = {
+    "deep": (
+        _exchanged(_UP, partial(Holding, value=[[[[[[[[0.5]]]]]]]], use=_by_the_innermost)),
+        f"up_proj.value': holds a list more than 6{_KEEP}",
+    ),
+    "iterator": (
+        _exchanged(_UP, partial(Holding, value=[(at for at in [0])], use=_through)),
+        f"up_proj.value': holds a <genexpr>{_KEEP}",
+    ),
+    "a tensor of tensors": (
+        lambda model: model.model.norm.register_buffer("ragged", torch.nested.nested_tensor([torch.ones(2)])),
+        "'model.norm.ragged': the layout .* is not supported: convert the tensor",
+    ),
+    "no values": (lambda model: model.to("meta"), "has no values"),
+}
+
+
+def _read(model: Any) -> None:
+    """Run forward passes with all optional outputs, and with a prompt beyond the first frequencies."""
+    with torch.no_grad():
+        model(torch.arange(3, 90)[None], output_hidden_states=True, output_attentions=True)
+    model.generate(torch.arange(3, 9)[None], max_new_tokens=2)
+
+
+def _loaded(model: PreTrainedModel) -> PreTrainedModel:
+    """Save the model, rename the folder, and load it with a different attention implementation."""
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(Path(folder, "one"))
+        path = Path(folder, "one").rename(Path(folder, "other"))
+        found: PreTrainedModel = type(model).from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
+    return found
+
+
+def _accelerated(model: Any) -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    hooks.add_hook_to_module(model.model.norm, hooks.SequentialHook(hooks.ModelHook()))
+
+
+# Changes that change no answer.
+SAME: dict[str, Change] = {
+    "copied": copy.deepcopy, "read": _read, "saved and loaded": _loaded,
+    "wider and back": lambda model: model.to(torch.float64).to(torch.float32), "moved": lambda model: model.to("cpu"),
+    "attention": lambda model: model.set_attn_implementation("eager"),
+    "flags": lambda model: model.config.__dict__.update(use_cache=False, output_hidden_states=True, eos_token_id=9),
+    "training and back": lambda model: model.train().eval(),
+    "frozen": lambda model: model.requires_grad_(False),
+    "checkpointed": lambda model: [vars(part).update(gradient_checkpointing=True) for part in model.model.children()],
+    "padded": lambda model: model.config.__dict__.update(pad_token_id=2),
+    "renamed": lambda model: vars(model.config).update(_name_or_path="elsewhere"),
+    "forward that is its own": _exchanged("model.forward", lambda forward: forward),
+    "accelerated": _accelerated,
+}

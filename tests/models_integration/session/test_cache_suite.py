@@ -1,0 +1,426 @@
+"""The suite of caches accepts kvspec's cache, accepts a plain cache where it can work, and finds each known mistake."""
+
+import json
+import shutil
+import sys
+import tomllib
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from conformance.cache_suite import oracle
+from conformance.cache_suite.conftest import found_model
+from conformance.cache_suite.judge import (
+    ABILITIES,
+    BATCH,
+    BLOCKS,
+    KINDS,
+    LENGTHS,
+    LONG,
+    LONGER,
+    PADDED,
+    PROMPT,
+    SAVED,
+    TINY,
+    WHOLE,
+    check,
+    check_ability,
+    save_tiny,
+)
+from conformance.cache_suite.oracle import UnknownRotation, check_rotation, frequencies
+from conformance.cache_suite.test_eviction import NEW
+from conformance.checks.refusals import SubjectFailure
+from conformance.paths import ROOT, SPEC
+from conformance.verify import __main__ as verify_main
+from models_integration.session.verbs import after_eviction
+
+pytestmark = [pytest.mark.law("the-proof-has-teeth"), pytest.mark.usefixtures("one_thread")]
+
+Kept = dict[int, list[list[int]]]
+EQUAL, RAGGED = "a set for each KV head", "a set of its own length for each KV head"
+FEW, NOTHING, NEARLY = (*KINDS,)[-2], (*KINDS,)[-1], "a twentieth is evicted"
+UNEVEN = (RAGGED, FEW, NOTHING)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny("llama", tmp_path_factory.mktemp("tiny")))
+
+
+@cache
+def loaded(folder: str) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder)
+    return model
+
+
+def stored(tensor: Tensor, sets: list[list[int]], longest: int) -> Tensor:
+    """Return the kept rows of (1, H_kv, n, d), padded with zeros to the longest head."""
+    rows = [tensor[0, head, own] for head, own in enumerate(sets)]
+    return torch.stack([torch.nn.functional.pad(row, (0, 0, 0, longest - len(row))) for row in rows])[None]
+
+
+def plain(
+    prompt: list[int], kept: Kept, following: list[int], folder: str, shift: int = 0, padded: bool = False,
+    of_head: Callable[[list[list[int]]], list[list[int]]] = lambda sets: sets, turn: bool = False,
+) -> Tensor:
+    """Return logits from compacted tensors in a cache of transformers.
+
+    The options add typical mistakes of such a cache.
+    """
+    model, full, compacted = loaded(folder), DynamicCache(), DynamicCache()
+    longest = max(len(own) for sets in kept.values() for own in sets)
+    if not padded and any(len(own) < longest for sets in kept.values() for own in sets):
+        raise NotImplementedError("sets of different lengths")
+    with torch.no_grad():
+        model(torch.tensor([prompt]), past_key_values=full)
+        for layer, sets in kept.items():
+            whole: Any = full.layers[layer]
+            keys, values = (stored(tensor, of_head(sets), longest) for tensor in (whole.keys, whole.values))
+            keys = rotated(keys, of_head(sets), model) if turn else keys
+            compacted.update(keys, values, layer)
+        first = len(prompt) - shift * (len(prompt) - longest)
+        positions = torch.arange(first, first + len(following))[None]
+        logits: Tensor = model(torch.tensor([following]), past_key_values=compacted, position_ids=positions).logits
+    return logits[0]
+
+
+def rotated(keys: Tensor, sets: list[list[int]], model: PreTrainedModel) -> Tensor:
+    """Rotate keys from their positions in the text to positions 0, 1, ..., with the functions of the model."""
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    at = torch.tensor(sets)
+    cos, sin = model.model.rotary_emb(keys, at - torch.arange(at.shape[1]))
+    back: Tensor = apply_rotary_pos_emb(keys[0][:, None], keys[0][:, None], cos, -sin)[0]
+    return back[:, 0][None]
+
+
+def test_a_cache_that_renumbers_is_judged_by_its_rule(folder: str) -> None:
+    """Check that the rule for renumbered positions applies only if declared.
+
+    Keys that were not rotated again fail under both rules.
+    """
+    renumbered, untouched = partial(plain, shift=1, turn=True), partial(plain, shift=1)
+    for kind in (WHOLE, "one set for all", "a set for each layer", EQUAL):
+        check(renumbered, folder, kind, 5, renumbered=True)
+    for engine, rule in ((renumbered, False), (untouched, False), (untouched, True), (plain, True)):
+        with pytest.raises(AssertionError, match="away from"):
+            check(engine, folder, EQUAL, 5, renumbered=rule)
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_the_judge_knows_how_each_family_rotates(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = loaded(str(save_tiny(family, tmp_path)))
+    check_rotation(model)
+    monkeypatch.setattr(oracle, "frequencies", lambda model: 1.5 * frequencies(model))
+    with pytest.raises(UnknownRotation, match="does not know how this model rotates"):
+        check_rotation(model)
+    with pytest.raises(UnknownRotation, match="finds no rotary frequencies"):
+        frequencies(torch.nn.Linear(1, 1))
+
+
+@pytest.mark.law("eviction-equals-masking")
+@pytest.mark.parametrize("kind", KINDS)
+def test_our_cache_holds(kind: str, folder: str) -> None:
+    check(after_eviction, folder, kind, 5)
+    check(lambda *given: after_eviction(*given).log_softmax(-1).tolist(), folder, kind, 1)
+
+
+def test_a_plain_cache_holds_where_it_serves(folder: str) -> None:
+    for kind in KINDS:
+        if kind not in UNEVEN:
+            check(plain, folder, kind, 5)
+    with pytest.raises(pytest.skip.Exception, match=rf"^{RAGGED}: not served \(sets of different lengths\)$"):
+        check(plain, folder, RAGGED, 5)
+
+
+MISTAKES: dict[str, tuple[Callable[..., Any], str, str]] = {
+    "shifted positions": (partial(plain, shift=1), "one set for all", "away from"),
+    "padding is attended to": (partial(plain, padded=True), RAGGED, "away from"),
+    "one head's set is ignored": (partial(plain, of_head=lambda sets: [sets[0], sets[0]]), EQUAL, "away from"),
+    "heads change places": (partial(plain, of_head=lambda sets: sets[::-1]), EQUAL, "away from"),
+    "nothing is evicted": (
+        lambda prompt, kept, *rest: plain(prompt, {layer: [list(range(len(prompt)))] * 2 for layer in kept}, *rest),
+        EQUAL, "as if nothing were evicted",
+    ),
+    "the last token alone": (lambda *given: plain(*given)[-1:], EQUAL, r"logits are \(1, 256\)"),
+    "no numbers": (lambda *given: plain(*given) * float("nan"), EQUAL, "inf of the largest"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_each_mistake_is_found(mistake: str, folder: str) -> None:
+    engine, kind, words = MISTAKES[mistake]
+    with pytest.raises(AssertionError, match=words):
+        check(engine, folder, kind, 5)
+
+
+def test_an_error_of_the_subject_has_its_file_and_line(folder: str) -> None:
+    """Check the error of an engine. Layers that are not in `kept` are sliding layers, and layer 7 does not exist."""
+    def engine(prompt: list[int], kept: Kept, *rest: Any) -> Any:
+        return [sets[0] for sets in (kept.get(layer) for layer in (0, 7))]  # type: ignore[index]
+
+    with pytest.raises(SubjectFailure, match=r"function raised TypeError at \S+test_cache_suite\.py:\d+\n"):
+        check(engine, folder, EQUAL, 5)
+
+
+def everything(prompt: list[int], kept: Kept) -> Kept:
+    return {layer: [list(range(len(prompt)))] * len(sets) for layer, sets in kept.items()}
+
+
+def long_prompts_whole(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
+    return after_eviction(prompt, everything(prompt, kept) if len(prompt) > 64 else kept, *rest)
+
+
+def at_least_four(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
+    """Read with at least four tokens for each head: heads that keep fewer tokens get the last four."""
+    last = list(range(max(0, len(prompt) - 4), len(prompt)))
+    return after_eviction(prompt, {at: [own if len(own) > 3 else last for own in kept[at]] for at in kept}, *rest)
+
+
+def eight_at_a_time(prompt: list[int], kept: Kept, following: list[int], folder: str) -> Tensor:
+    """If there are more than eight next tokens, let the ninth and later tokens attend to the whole prompt."""
+    found = after_eviction(prompt, kept, following, folder)
+    if len(following) > 8:
+        found[8:] = after_eviction(prompt, everything(prompt, kept), following, folder)[8:]
+    return found
+
+
+def many_heads_reversed(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
+    return after_eviction(prompt, {at: sets[::-1] if len(sets) > 4 else sets for at, sets in kept.items()}, *rest)
+
+
+def sixteen_by_sixteen(prompt: list[int], kept: Kept, following: list[int], folder: str) -> Tensor:
+    """Hide the previous sixteen tokens from the next sixteen tokens."""
+    starts = range(0, len(following), 16)
+    return torch.cat([
+        after_eviction([*prompt, *following[:at]], kept, following[at : at + 16], folder) for at in starts
+    ])
+
+
+def small_evictions_skipped(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
+    sizes = [len(own) for sets in kept.values() for own in sets]
+    return after_eviction(prompt, everything(prompt, kept) if min(sizes) > 0.9 * len(prompt) else kept, *rest)
+
+
+def empty_layers_whole(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
+    whole = everything(prompt, kept)
+    return after_eviction(prompt, {at: own if any(own) else whole[at] for at, own in kept.items()}, *rest)
+
+
+def the_first_layer_decides(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
+    whole = everything(prompt, kept)
+    return after_eviction(prompt, whole if kept[min(kept)] == whole[min(kept)] else kept, *rest)
+
+
+def the_last_1500(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
+    cut = max(0, len(prompt) - 1500)
+    later = {layer: [[at - cut for at in own if at >= cut] for own in sets] for layer, sets in kept.items()}
+    return after_eviction(prompt[cut:], later, *rest)
+
+
+@pytest.mark.parametrize(("engine", "family"), [
+    (long_prompts_whole, "llama"), (at_least_four, "llama"), (eight_at_a_time, "llama"), (many_heads_reversed, "qwen3"),
+    (sixteen_by_sixteen, "llama"), (small_evictions_skipped, "llama"), (empty_layers_whole, "gemma3_text"),
+    (the_first_layer_decides, "gemma3_text"), (the_last_1500, "gpt_neox"),
+])
+def test_an_engine_that_is_right_on_small_inputs_is_found(
+    engine: Callable[..., Any], family: str, tmp_path: Path, folder: str,
+) -> None:
+    """Check that at least one call of the suite notices the mistake."""
+    place = folder if family == "llama" else str(save_tiny(family, tmp_path))
+    with pytest.raises(AssertionError):
+        for kind, new, length in [
+            (RAGGED, 5, PROMPT), (RAGGED, NEW[-1], PROMPT), (RAGGED, 3, LENGTHS[1]), (NEARLY, NEW[0], PROMPT),
+            (FEW, NEW[0], PROMPT), (NOTHING, NEW[0], PROMPT), ("one set for all", 3, LONG),
+        ]:
+            check(engine, place, kind, new, length=length)
+
+
+def whole_pages_kept(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
+    return after_eviction(prompt, kept if len(prompt) % 16 else everything(prompt, kept), *rest)
+
+
+def whole_tiles_kept(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
+    return after_eviction(prompt, everything(prompt, kept) if len(prompt) == 512 else kept, *rest)
+
+
+def one_kv_head_kept(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
+    return after_eviction(prompt, everything(prompt, kept) if len(kept[0]) == 1 else kept, *rest)
+
+
+def late_layers_shared(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
+    return after_eviction(prompt, {layer: kept[min(layer, 2)] for layer in kept}, *rest)
+
+
+def short_ids(prompt: list[int], kept: Kept, following: list[int], folder: str) -> Tensor:
+    return after_eviction([one % 2**16 for one in prompt], kept, [one % 2**16 for one in following], folder)
+
+
+def long_prompts_of_one_set(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
+    return after_eviction(prompt, dict.fromkeys(kept, kept[0]) if len(prompt) > 1024 else kept, *rest)
+
+
+def beyond_4096_kept(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
+    return after_eviction(prompt, everything(prompt, kept) if len(prompt) > 4096 else kept, *rest)
+
+
+@pytest.mark.parametrize(("engine", "family", "calls"), [
+    (whole_pages_kept, "llama", [(EQUAL, 3, length) for length in BLOCKS]),
+    (whole_tiles_kept, "llama", [(EQUAL, 3, length) for length in BLOCKS]),
+    (one_kv_head_kept, "gemma", [(EQUAL, 5, PROMPT)]), (late_layers_shared, "gemma", [(EQUAL, 5, PROMPT)]),
+    (short_ids, "gemma", [(EQUAL, 5, PROMPT)]), (beyond_4096_kept, "llama", [("one set for all", 3, LONGER)]),
+    (long_prompts_of_one_set, "llama", [(EQUAL, 3, LONG)]),
+])
+def test_an_engine_that_is_wrong_on_shapes_of_real_models_is_found(
+    engine: Callable[..., Any], family: str, calls: list[tuple[str, int, int]], tmp_path: Path, folder: str,
+) -> None:
+    place = folder if family == "llama" else str(save_tiny(family, tmp_path))
+    with pytest.raises(AssertionError, match="away from"):
+        for kind, new, length in calls:
+            check(engine, place, kind, new, length=length)
+
+
+def rows_share_sets(prompt: Any, kept: Any, following: Any, folder: str, batch: bool = False, **more: Any) -> Tensor:
+    return after_eviction(prompt, [kept[0]] * 3 if batch else kept, following, folder, batch, **more)
+
+
+def padding_counts(prompt: Any, kept: Any, following: Any, folder: str, batch: bool = False) -> Tensor:
+    """Treat padding tokens as tokens of the text."""
+    longest = max(map(len, prompt)) if batch else 0
+    prompt = [[0] * (longest - len(row)) + row for row in prompt] if batch else prompt
+    if batch:
+        kept = [{layer: [[at + longest - 40 for at in own] if row == 0 else own for own in sets]
+                 for layer, sets in of_row.items()} for row, of_row in enumerate(kept)]
+    return after_eviction(prompt, kept, following, folder, batch)
+
+
+def loaded_at_the_last_kept(
+    prompt: Any, kept: Any, following: Any, folder: str, save_to: str | None = None, load_from: str | None = None,
+) -> Tensor:
+    """Write a file with the kept tokens but without the number of read tokens."""
+    if load_from:
+        prompt, sets = json.loads(Path(load_from).read_text(encoding="utf-8"))
+        kept = {int(layer): own for layer, own in sets.items()}
+        prompt = prompt[: 1 + max(at for own in kept.values() for head in own for at in head)]
+    if save_to:
+        Path(save_to).write_text(json.dumps([prompt, kept]), encoding="utf-8")
+    return after_eviction(prompt, kept, following, folder)
+
+
+def nothing_saved(
+    prompt: Any, kept: Any, following: Any, folder: str, save_to: str | None = None, load_from: str | None = None,
+) -> Tensor:
+    return after_eviction(prompt, kept, following, folder)
+
+
+@pytest.mark.parametrize(("engine", "ability", "words"), [
+    (rows_share_sets, BATCH, "a batch, row 1 of"), (padding_counts, PADDED, "left padding, row 0 of"),
+    (loaded_at_the_last_kept, SAVED, "a cache that was loaded"), (nothing_saved, SAVED, "there is no file"),
+])
+def test_a_mistake_in_what_a_cache_offers_is_found(
+    engine: Callable[..., Any], ability: str, words: str, folder: str, tmp_path: Path,
+) -> None:
+    with pytest.raises(AssertionError, match=words):
+        check_ability(engine, folder, ability, tmp_path)
+
+
+@pytest.mark.parametrize("ability", ABILITIES)
+def test_our_cache_offers_it_and_a_plain_one_need_not(ability: str, folder: str, tmp_path: Path) -> None:
+    check_ability(after_eviction, folder, ability, tmp_path)
+    with pytest.raises(pytest.skip.Exception, match=rf"^{ability}: not served \(the function has no parameter"):
+        check_ability(plain, folder, ability, tmp_path)
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda kept: {**kept, 1: [kept[1][0], list(range(PROMPT))]}, "as if layer 1, KV head 1 kept all"),
+    (lambda kept: {**kept, 2: [kept[2][0], kept[2][0]]}, "as if layer 2, KV head 1 kept what head 0 keeps"),
+    (lambda kept: {0: kept[0], **dict.fromkeys((1, 2), [list(range(PROMPT))] * 2)}, "layers 1 and later kept all"),
+    (lambda kept: {**kept, 1: kept[0]}, "as if layer 1 kept what layer 0 keeps"),
+])
+def test_a_mistake_is_told_with_its_layer_head_and_step(
+    change: Callable[[Kept], Kept], words: str, folder: str,
+) -> None:
+    with pytest.raises(AssertionError, match=rf"{words}\nfirst at next token 0, id \d+: expected"):
+        check(lambda prompt, kept, *rest: after_eviction(prompt, change(kept), *rest), folder, EQUAL, 5)
+
+
+def test_a_prompt_that_is_read_again_is_found(folder: str) -> None:
+    """Check an engine that evicts from a prompt's cache again when it meets the same prompt."""
+    known: dict[tuple[int, ...], Kept] = {}
+
+    def engine(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
+        before = known.setdefault(tuple(prompt), kept)
+        common = {layer: [sorted({*own} & {*old}) for own, old in zip(sets, before[layer], strict=True)]
+                  for layer, sets in kept.items()}
+        return after_eviction(prompt, common, *rest)
+
+    check(engine, folder, EQUAL, 4, again=1)
+    with pytest.raises(AssertionError, match="away from"):
+        check(engine, folder, EQUAL, 4, again=2)
+
+
+ENGINES = """
+from functools import partial
+from tests.models_integration.session.test_cache_suite import plain
+
+PADDED = partial(plain, padded=True)
+def SHY(prompt, kept, *rest):
+    if any(len(own) < len(prompt) for sets in kept.values() for own in sets):
+        raise NotImplementedError("eviction")
+    return plain(prompt, kept, *rest)
+"""
+FOUND = {
+    "plain": (0, [*["pass"] * 3, "not served", "pass", "pass", *["not served"] * 5]),
+    "PADDED": (1, [*["pass"] * 3, "fail", "pass", "pass", "fail", "fail", *["not served"] * 3]),
+    "SHY": (1, ["not served"] * 11),
+}
+
+
+@pytest.mark.usefixtures("same_seeds")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "PADDED" else pytest.mark.nightly) for name in FOUND],
+)
+def test_a_certificate_names_the_row_of_the_mistake_and_what_is_not_served(
+    name: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Check that SHY passes only cases without eviction, which certify nothing. The model reads no long prompts."""
+    def asked(*words: str) -> tuple[int, str]:
+        monkeypatch.setattr("sys.argv", ["verify", *words, "--out", "found"])
+        return verify_main.main(), capsys.readouterr().out
+
+    (tmp_path / "caches.py").write_text(ENGINES, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "caches", raising=False)
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folder, tmp_path / "short")
+    config = json.loads((tmp_path / "short" / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "short" / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 128}), "utf-8")
+    code, expected = FOUND[name]
+    assert asked("--cache", f"caches:{name}", "--model", "short")[0] == code
+    made = tomllib.loads(Path("found/certificate.toml").read_text(encoding="utf-8"))
+    kinds = [kind for kind in KINDS if kind != WHOLE]
+    assert {row: said["verdict"] for row, said in made["items"].items()} == dict(
+        zip((f"llama: {row}" for row in (*kinds, *ABILITIES)), expected, strict=True)
+    )
+    assert made["families"] == ([] if name == "SHY" else ["llama"])
+    schema = json.loads((SPEC / "certificate.schema.json").read_text(encoding="utf-8"))
+    pytest.importorskip("jsonschema").validate(json.loads(json.dumps(made, default=str)), schema)
+
+    (tmp_path / "caches.py").write_text(f"{ENGINES}\n", encoding="utf-8")
+    assert asked("--check", "found/certificate.toml", "--yes")[1].endswith("nothing was run\n")
+
+
+@pytest.mark.law("one-line-with-the-way-out")
+def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
+    for name in ("absent", str(tmp_path)):
+        with pytest.raises(pytest.UsageError, match=f"^model = '{name}': must be a model on this machine: .*$"):
+            found_model(name)

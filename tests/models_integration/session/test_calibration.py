@@ -1,0 +1,408 @@
+"""Calibrations: queries before their rotation, head scores, and the files of TriAttention and DuoAttention.
+
+Files of other projects are read without executing code, and give the same decisions as kvspec's files.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from typer.testing import CliRunner
+
+from conformance.methods import expected_attention
+from conformance.methods import kvzip as kvzip_oracle
+from conformance.methods import triattention as tri_oracle
+from conformance.methods.brute import rehearsed
+from tests.models_integration.archive.block_mask import ROTATIONS
+from tests.models_integration.archive.block_mask import build as rotated
+from tests.models_integration.session import test_other_architectures as architectures
+from tests.models_integration.session.families import _GQA, at_once, build, greedy, prepared, prompt
+from tests.models_integration.session.sessions import REHEARSED, live_sets, read_prompt
+from conformance.strategies.policy_inputs import Inputs
+from conformance.tolerances import scores_agree
+from models_integration import NamedPolicy, RetainedCache
+from models_integration.cache.retained_cache import storage_bytes
+from kvspec.cli.app import app
+from models_integration.model.architecture import describe
+from models_integration.policies.calibration import calibrate, read_head_pattern, read_statistics, write_statistics
+from models_integration.session.verbs import observe
+from experiments.studies.results import load_rows
+from reference.calibration import load_calibration, save_calibration
+from reference.policies import kvzip, triattention
+from spec.errors import SpecError
+from spec.policy import Needs
+from spec.retention import Granularity
+
+pytestmark = pytest.mark.law("as-it-is-described")
+
+
+N = 60
+LEAST = 256  # Smallest number of tokens of a calibration.
+# The capture holds float32 queries after RoPE. Removing the rotation adds an error of a few times 6e-8.
+BOUND = 2e-6
+
+
+def hooked(model: Any, ids: Tensor) -> list[Tensor]:
+    """Return each layer's queries (H, n, d) before the rotation, after the norm of the queries if there is one."""
+    found: list[Tensor] = []
+    handles = []
+    for layer in model.model.layers:
+        attention: Any = layer.self_attn
+
+        def note(module: Any, given: Any, output: Tensor, d: int = attention.head_dim) -> None:
+            found.append(output.view(ids.shape[1], -1, d).transpose(0, 1))
+
+        handles.append(getattr(attention, "q_norm", attention.q_proj).register_forward_hook(note))
+    with torch.no_grad():
+        model(input_ids=ids)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+@pytest.mark.spec("TA-STATISTICS")
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_statistics_are_those_of_queries_before_their_rotation(family: str) -> None:
+    """Check statistics after the norm of the queries, as the specification requires for models with such a norm."""
+    model, ids = build(family), prompt(LEAST)
+    found = calibrate(model, ids)
+    for at, q in enumerate(hooked(model, ids)):
+        bands = torch.complex(q[:, :, :6].double(), q[:, :, 6:].double())
+        assert np.abs(found.mean[at] - q.double().mean(dim=1).numpy()).max() < BOUND * float(q.abs().max())
+        assert np.abs(found.magnitude[at] - bands.abs().mean(dim=1).numpy()).max() < BOUND * float(q.abs().max())
+
+
+@pytest.mark.spec("TA-CALIBRATION")
+@pytest.mark.parametrize("name", ["triattention", "triattention-by-layer-and-head", "diverse-triattention-by-head"])
+def test_a_file_serves_its_own_model_and_rotation_only(name: str, tmp_path: Path) -> None:
+    """Check a policy by name.
+
+    It refuses a different model before anything is read, and the same weights with a different rotation.
+    """
+    model, other, turned, trained = build("llama"), build("qwen2"), build("llama"), build("llama")
+    with torch.no_grad():
+        next(trained.parameters())[:] += 1.0
+    save_calibration(calibrate(model, prompt(LEAST)), tmp_path / "mine.npz")
+    turned.model.rotary_emb.inv_freq[1] *= 1.5
+    chosen = NamedPolicy(name, 20, calibration=tmp_path / "mine.npz")
+    with chosen(model) as run:
+        greedy(model, prompt(N), 4)
+    assert run.cache is not None
+    refused = ((other, "was made for a different model"), (trained, "was made for a different model"),
+               (turned, "made with different rotary frequencies"))
+    for wrong, words in refused:
+        with pytest.raises(SpecError, match=words) as caught:
+            chosen(wrong)
+        assert caught.value.argument == "calibration"
+
+
+@pytest.mark.spec("TA-CALIBRATION")
+def test_the_command_makes_and_converts_files_that_compare_takes(tmp_path: Path) -> None:
+    text, theirs, file, out = (tmp_path / name for name in ("text.txt", "stats.pt", "mine.npz", "results"))
+    text.write_text("The chair thanked the members. The special magic number is 1516. " * 20, encoding="utf-8")
+    runner = CliRunner()
+    for source, made in ((text, file), (text, theirs), (theirs, file)):
+        said = runner.invoke(app, ["calibrate", str(source), "--out", str(made)])
+        assert said.exit_code == 0, said.output
+        assert made == theirs or load_calibration(file).digest in said.output
+    stats, taken = torch.load(theirs, weights_only=True)["stats"], load_calibration(file)
+    assert np.array_equal(taken.magnitude[0, 1], stats["layer00_head01"]["q_abs_mean"].double().numpy())
+    with pytest.raises(SpecError, match=r"kvspec calibrate stats.pt --model NAME"):
+        load_calibration(theirs)
+    wrong = runner.invoke(app, ["calibrate", str(theirs), "--threshold", "0.5", "--out", str(file)])
+    assert "can be used only with a head pattern" in str(wrong.exception)
+    policies = "triattention,diverse-triattention-by-head"
+    asked = ["--policies", policies, "--budgets", "160", "--tasks", "needle", "--samples", "1", "--length", "400"]
+    found = runner.invoke(app, ["compare", *asked, "--no-controls", "--calibration", str(file), "--out", str(out)])
+    assert found.exit_code == 0, found.output
+    (row,) = load_rows(out / "study.jsonl")
+    assert [cell["policy"] for cell in row["cells"]] == policies.split(",")
+    assert row["calibration"] == {"digest": taken.digest, "controlled": False}
+    missing = runner.invoke(app, ["compare", *asked, "--no-controls", "--out", str(out)])
+    assert "`kvspec calibrate " in str(missing.exception)
+
+
+@pytest.mark.spec("TA-STATISTICS")
+@pytest.mark.parametrize("shape", [(2, 500), (1, 0), (500,), (1, LEAST - 1)])
+def test_ids_that_are_not_one_text_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(SpecError) as caught:
+        calibrate(build("llama"), torch.ones(shape, dtype=torch.int64))
+    assert caught.value.argument == "input_ids"
+
+
+@pytest.mark.spec("TA-CALIBRATION")
+@pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
+def test_rotations_of_fixed_frequencies_are_served(kind: str) -> None:
+    """Check both policies that remove a rotation, including YaRN's factor."""
+    model, ids = rotated("Llama", rope_parameters=dict(ROTATIONS[kind])), prompt(LEAST)
+    found = calibrate(model, ids)
+    assert (found.identity.factor != 1) == (kind == "yarn")
+    for at, q in enumerate(hooked(model, ids)):
+        assert np.abs(found.mean[at] - q.double().mean(dim=1).numpy()).max() < BOUND * float(q.abs().max())
+    for name, constants in (("triattention", {"calibration": found}), ("expected-attention", {})):
+        with NamedPolicy(name, 20, **constants, backend="numpy")(model) as run:
+            greedy(model, ids[:, :N], 2)
+        assert run.cache is not None
+
+
+@pytest.mark.spec("TA-CALIBRATION", "PO-EXPECTED-ATTENTION")
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_frequencies_that_change_with_the_length_are_refused(kind: str) -> None:
+    model = rotated("Llama", rope_parameters=dict(ROTATIONS[kind]))
+    for refused in (lambda: calibrate(model, prompt(LEAST)), lambda: NamedPolicy("expected-attention", 20)(model)):
+        with pytest.raises(SpecError, match=rf"change with the length \({kind}\)"):
+            refused()
+
+
+@pytest.mark.law("decided-as-the-reference")
+@pytest.mark.spec("PO-EXPECTED-ATTENTION", "TA-POLICY")
+@pytest.mark.parametrize("name", ["gpt_oss", "lfm2", "gemma3"])
+def test_queries_are_rotated_back_whatever_the_code_of_the_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check by brute force.
+
+    gpt-oss has no `rotate_half` and uses YaRN's factor. LFM2 has a state. Gemma 3 has a wrapper.
+    """
+    model, ids, kept = architectures.build(name), prompt(N), dict[str, Any]()
+    ids = ids.where(ids != architectures.IMAGE, 9)
+    attention = describe(model).attention
+    module, bare = sys.modules[type(attention[max(attention)]).__module__], list[Any]()
+    stock: Any = module.apply_rotary_pos_emb
+
+    def noted(q: Tensor, *rest: Any) -> Any:
+        bare.append(q[0].numpy())
+        return stock(q, *rest)
+
+    monkeypatch.setattr(module, "apply_rotary_pos_emb", noted)
+    views = observe(model, ids, needs=Needs("all", None, values=True)).prompt(0, Granularity.HEAD).layers
+    monkeypatch.undo()
+    config = model.config.get_text_config()
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    inv_freq, factor = 1 / rope["rope_theta"] ** (np.arange(0, 8, 2) / 8), 1.0
+    if rope["rope_type"] == "yarn":
+        found, factor = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+        inv_freq = found.double().numpy()
+    inputs = Inputs([*views.values()], inv_freq, [], ids[0].numpy(), factor)
+    kept["expected-attention"] = expected_attention.kept(inputs, 20, 4, 5)
+    layers = [replace(view, q=q) for view, q in zip(views.values(), bare[-len(views) :], strict=True)]
+    brute = tri_oracle.of_prompt("layer and head")
+    kept["triattention-by-layer-and-head"] = brute(replace(inputs, layers=layers), 20, 0)
+    # Brute force is slow, so the calibration is short.
+    monkeypatch.setattr("models_integration.policies.calibration.LEAST_TOKENS", N)
+    learned: dict[str, Any] = {"pin_prompt": 0, "calibration": calibrate(model, ids)}
+    future: dict[str, Any] = {"N_future": 5}
+    for (policy, expected), constants in zip(kept.items(), (future, learned), strict=True):
+        cache = RetainedCache(config)
+        with NamedPolicy(policy, 20, **constants)(model):
+            at_once(model, ids, cache)
+        assert [own for heads in live_sets(cache).values() for own in heads] == expected
+
+
+@pytest.mark.spec("PO-HEAD-SCORES", "PO-KVZIP-HEADS")
+@pytest.mark.parametrize(("make", "words"), [
+    (lambda: rotated("Cohere"), "rotates neighbouring channels"),
+    (partial(prepared, "SmolLM3", **_GQA, no_rope_layers=[1, 1, 0]), "layer without rotary positions"),
+    (lambda: build("gpt_neox"), "must rotate all 12 channels of a head, but rotates 6"),
+])
+def test_head_scores_need_no_one_rotation(make: Callable[[], Any], words: str, tmp_path: Path) -> None:
+    """Check that head scores belong to the model and its rotations.
+
+    Policies that remove rotations refuse them.
+    """
+    model, other, ids = make(), make(), prompt(LEAST, seed=9)
+    for refused in (lambda: calibrate(model, ids), lambda: NamedPolicy("expected-attention", 20)(model)):
+        with pytest.raises(SpecError, match=words):
+            refused()
+    save_calibration(calibrate(model, ids, template=REHEARSED["template"]), tmp_path / "mine.npz")
+    chosen = NamedPolicy("kvzip-heads", 0.5, calibration=tmp_path / "mine.npz", N_sink=2, N_recent=4)
+    _, cache = read_prompt(model, chosen, 100)
+    assert len({len(own) for heads in live_sets(cache).values() for own in heads}) > 1
+    turned = next(buffer for name, buffer in other.named_buffers() if name.endswith("inv_freq"))
+    turned[1] *= 1.5
+    for wrong in (other, build("llama")):
+        with pytest.raises(SpecError, match="was made for a different model"):
+            chosen(wrong)
+    taken = load_calibration(tmp_path / "mine.npz")
+    with pytest.raises(SpecError, match="has head scores alone"):
+        triattention(taken, taken.identity)
+
+
+@pytest.mark.spec("PO-HEAD-SCORES")
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_head_scores_are_the_largest_of_a_rehearsal(family: str) -> None:
+    """Compare the scores of each head with brute force over the attention of the model while it repeats the text."""
+    model, ids = build(family), prompt(LEAST, seed=9)
+    found = calibrate(model, ids, template=REHEARSED["template"])
+    needs = kvzip(template=REHEARSED["template"]).scorer.needs
+    views = observe(model, ids, needs=needs).prompt(0, Granularity.HEAD).layers
+    brute = [kvzip_oracle.scores(rehearsed(view), 4) for view in views.values()]
+    assert found.head_scores is not None
+    assert all(map(scores_agree, found.head_scores, [kvzip_oracle.head_means([rows]) for rows in brute]))
+    assert calibrate(model, ids).head_scores is None
+
+
+def check_full_heads(model: Any, calibration: Any, full: Sequence[int]) -> None:
+    """Check half of 200 tokens: two of six heads keep all tokens, and four heads share a window of 200 tokens."""
+    n = 200
+    policy = NamedPolicy("kvzip-heads", 0.5, calibration=calibration, N_sink=2, N_recent=4)
+    run, cache = read_prompt(model, policy, n)
+    sets = [list(own) for heads in live_sets(cache).values() for own in heads]
+    assert sets == [list(range(n)) if g in full else [0, 1, *range(n - 48, n)] for g in range(6)]
+    assert run.bytes_freed == 2 * 6 * n * 12 * 4 - storage_bytes(cache.layers) == 6 * n * 12 * 4
+
+
+@pytest.mark.law("freed-memory")
+@pytest.mark.spec("PO-KVZIP-HEADS")
+def test_full_heads_hold_all_and_the_others_a_window() -> None:
+    model = build("llama")
+    taken = calibrate(model, prompt(LEAST, seed=9), template=REHEARSED["template"])
+    assert taken.head_scores is not None
+    check_full_heads(model, taken, np.argsort(-taken.head_scores.ravel(), kind="stable")[:2].tolist())
+
+
+L, H, HALF = 3, 4, 6  # Number of layers, heads and channel pairs of the family llama.
+
+
+@pytest.fixture
+def payload() -> dict[str, Any]:
+    """Return a payload with the published shapes.
+
+    Each head of each layer has three rows of head_dim / 2 float32 numbers.
+    """
+    rng, pairs = np.random.default_rng(3), [(layer, head) for layer in range(L) for head in range(H)]
+    stats = {}
+    for layer, head in pairs:
+        real, imaginary = rng.standard_normal((2, HALF))
+        rows = {"q_mean_real": real, "q_mean_imag": imaginary, "q_abs_mean": np.hypot(real, imaginary) + 0.25}
+        stats[f"layer{layer:02d}_head{head:02d}"] = {name: torch.tensor(x).float() for name, x in rows.items()}
+    metadata = {"num_traces": 1, "head_dim": 2 * HALF, "rope_style": "half", "rope_type": "default",
+                "dtype": "bfloat16", "sampled_heads": [[layer, head] for layer, head in pairs]}
+    return {"metadata": metadata, "stats": stats}
+
+
+@pytest.mark.spec("TA-CALIBRATION")
+@pytest.mark.parametrize("name", ["triattention", "triattention-by-layer-and-head"])
+def test_statistics_decide_as_our_file_does(name: str, payload: dict[str, Any], tmp_path: Path) -> None:
+    model = build("llama")
+    torch.save(payload, tmp_path / "stats.pt")
+    found = read_statistics(tmp_path / "stats.pt", model)
+    save_calibration(found, tmp_path / "mine.npz")
+    sets = []
+    for calibration in (found, load_calibration(tmp_path / "mine.npz"), calibrate(model, prompt(LEAST))):
+        with NamedPolicy(name, 20, calibration=calibration)(model) as run:
+            greedy(model, prompt(60), 4)
+        sets.append(run.retentions[0].positions.tolist())
+    assert sets[0] == sets[1] != sets[2]
+
+
+@pytest.mark.spec("TA-CALIBRATION")
+def test_both_formats_hold_equal_numbers(payload: dict[str, Any], tmp_path: Path) -> None:
+    """Check that a payload is unchanged after reading and writing. A file of kvspec is read back in float32."""
+    model, path = build("llama"), tmp_path / "stats.pt"
+    torch.save(payload, path)
+    write_statistics(read_statistics(path, model), path)
+    again = torch.load(path, weights_only=True)
+    assert again["stats"].keys() == payload["stats"].keys()
+    for key, rows in payload["stats"].items():
+        assert all(torch.equal(again["stats"][key][part], row) for part, row in rows.items())
+    shown = ("head_dim", "rope_style", "sampled_heads")
+    assert [again["metadata"][name] for name in shown] == [payload["metadata"][name] for name in shown]
+    taken = calibrate(model, prompt(LEAST))
+    write_statistics(taken, path)
+    found = read_statistics(path, model)
+    assert found.identity.rope == taken.identity.rope
+    for name in ("mean", "magnitude"):
+        assert np.array_equal(getattr(found, name), getattr(taken, name).astype(np.float32))
+
+
+class Code:
+    """Object that creates a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.mkdir, (self.folder,)
+
+
+def code_in(payload: dict[str, Any], tmp_path: Path) -> None:
+    payload["stats"]["layer00_head00"] = Code(tmp_path / "was run")
+
+
+def edit(key: str, part: str, value: Any) -> Callable[[dict[str, Any], Path], None]:
+    return lambda payload, tmp_path: payload[key].__setitem__(part, value)
+
+
+HEAD = "layer02_head03"
+WRONG: dict[str, tuple[Callable[[dict[str, Any], Path], Any], str, str]] = {
+    "code": (code_in, "path", "it contains code, which is not run"),
+    "no statistics": (lambda payload, _: payload.pop("stats"), "path", "must have `metadata` and `stats`"),
+    "style": (edit("metadata", "rope_style", "interleaved"), "rope_style", "must be 'half'"),
+    "head": (lambda payload, _: payload["stats"].pop(HEAD), f"{HEAD}.q_mean_real", "is missing in"),
+    "part": (lambda payload, _: payload["stats"][HEAD].pop("q_abs_mean"), f"{HEAD}.q_abs_mean", "is missing in"),
+    "layer": (edit("stats", "layer03_head00", {}), "stats", "does not have"),
+    "shape": (
+        lambda payload, _: payload["stats"][HEAD].update(q_mean_imag=torch.zeros(8)), f"{HEAD}.q_mean_imag",
+        r"\(8,\).*must have the shape \(6,\)",
+    ),
+    "infinite": (
+        lambda payload, _: payload["stats"][HEAD].update(q_mean_imag=torch.full((6,), torch.inf)), "calibration.mean",
+        "must be finite",
+    ),
+}
+
+
+@pytest.mark.spec("TA-CALIBRATION")
+@pytest.mark.parametrize("name", WRONG)
+def test_other_files_are_refused_and_not_run(name: str, payload: dict[str, Any], tmp_path: Path) -> None:
+    change, argument, words = WRONG[name]
+    change(payload, tmp_path)
+    torch.save(payload, tmp_path / "stats.pt")
+    with pytest.raises(SpecError, match=words) as caught:
+        read_statistics(tmp_path / "stats.pt", build("llama"))
+    assert caught.value.argument == argument
+    assert not (tmp_path / "was run").exists()
+
+
+def pattern(path: Path, values: Any) -> Path:
+    """Write a head pattern as DuoAttention does, with numpy.savetxt."""
+    np.savetxt(path, values, delimiter="\t")
+    return path
+
+
+SHARES = np.array([[-5.7e-5, 0.98], [0.25, 1.0], [0.75, 0.5]])
+
+
+@pytest.mark.spec("PO-KVZIP-HEADS")
+@pytest.mark.parametrize(("threshold", "full"), [(None, [3, 1]), (0.7, [1, 3]), (0.99, [3, 0])])
+def test_a_head_pattern_names_the_full_heads(threshold: float | None, full: list[int], tmp_path: Path) -> None:
+    """Check full heads by value, or the first heads at or above a threshold."""
+    model = build("llama")
+    found = read_head_pattern(pattern(tmp_path / "heads.tsv", SHARES), model, threshold)
+    expected = np.clip(SHARES, 0, 1) if threshold is None else (np.clip(SHARES, 0, 1) >= threshold)
+    assert found.head_scores is not None
+    assert np.array_equal(found.head_scores, expected)
+    save_calibration(found, tmp_path / "mine.npz")
+    check_full_heads(model, tmp_path / "mine.npz", full)
+    with pytest.raises(SpecError, match="has head scores alone"):
+        NamedPolicy("triattention", 20, calibration=found)(model)
+
+
+@pytest.mark.spec("PO-KVZIP-HEADS")
+@pytest.mark.parametrize("values", [SHARES[:2], SHARES.T, SHARES[:, :1], SHARES * np.nan])
+def test_a_pattern_of_another_model_is_refused(values: Any, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="3 layers of 2 KV heads") as caught:
+        read_head_pattern(pattern(tmp_path / "heads.tsv", values), build("llama"))
+    assert caught.value.argument == "path"
+    (tmp_path / "heads.tsv").write_text("1.0\tmuch\n", encoding="utf-8")
+    with pytest.raises(SpecError, match="must be lines of numbers"):
+        read_head_pattern(tmp_path / "heads.tsv", build("llama"))
+    with pytest.raises(SpecError, match="must be between 0 and 1"):
+        read_head_pattern(tmp_path / "heads.tsv", build("llama"), threshold=1.5)

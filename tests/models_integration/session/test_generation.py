@@ -1,0 +1,310 @@
+"""Generation (greedy, sampling, beams) from a compacted cache equals generation from a masked full cache.
+
+The tests also call `generate` by different names and in threads.
+"""
+
+from collections.abc import Callable
+from itertools import product
+from threading import Event, Thread
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
+
+from tests.models_integration.session.families import METHODS, at_once, build, greedy, prompt, step_by_step
+from tests.models_integration.session.sessions import breathing, live_sets, method
+from models_integration import RetainedCache, RetentionPolicy, prefill
+from models_integration.model.cache_argument import CACHE
+from spec.errors import SpecError
+
+pytestmark = pytest.mark.law("eviction-equals-masking")
+
+N, NEW = 64, 6
+
+
+def by_decoder(model: Any) -> tuple[Any, Callable[..., Tensor]]:
+    return model.model, model.generate
+
+
+def bound_before(model: Any) -> tuple[Any, Callable[..., Tensor]]:
+    return model, model.generate
+
+
+def by_type(model: Any) -> tuple[Any, Callable[..., Tensor]]:
+    return model, lambda *args, **kwargs: type(model).generate(model, *args, **kwargs)
+
+
+names = pytest.mark.parametrize("name", [by_decoder, bound_before, by_type])
+
+
+@pytest.mark.law("the-model-stays-as-it-was")
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 16}, {"num_beams": 2}])
+@pytest.mark.parametrize("name", [by_decoder, bound_before, by_type])
+def test_the_cache_that_generate_made_is_left_as_it_was(name: Callable[..., Any], options: dict[str, Any]) -> None:
+    """Check that later forward passes of the call use the session's cache, which generate also returns."""
+    model, caches = build("llama"), list[Any]()
+    given, generate = name(model)
+    with METHODS["crystalcache"]()(given) as run:
+        handle = model.register_forward_pre_hook(
+            lambda _, args, kwargs: caches.append(kwargs[CACHE]), with_kwargs=True
+        )
+        output: Any = generate(
+            prompt(N), max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True, eos_token_id=None, **options
+        )
+        handle.remove()
+    made, *later = caches
+    assert (type(made), made.get_seq_length()) == (DynamicCache, 0)
+    assert all(cache is run.cache for cache in [*later, output[CACHE]])
+    assert run.stored < run.seen == N + NEW - 1
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize(("name", "options", "words"), [
+    (by_decoder, {"prompt_lookup_num_tokens": 4}, "prompt_lookup_num_tokens = 4: must be left out: assisted decoding"),
+    (bound_before, {"cache_implementation": "static"}, "cache_implementation = 'static'"),
+    (by_type, {"use_cache": False}, "use_cache = False"),
+])
+def test_every_name_of_generate_refuses(name: Callable[..., Any], options: dict[str, Any], words: str) -> None:
+    model = build("llama")
+    given, generate = name(model)
+    with METHODS["crystalcache"]()(given) as run:
+        with pytest.raises(SpecError, match=words):
+            generate(prompt(N), max_new_tokens=NEW, do_sample=False, **options)
+        assert run.cache is None
+        generate(prompt(N), max_new_tokens=2, do_sample=False)
+        assert run.kept is not None
+
+
+@pytest.mark.law("parts-equal-the-whole")
+@pytest.mark.parametrize(("name", "options"), [
+    (by_decoder, {"prefill_chunk_size": 20}), (by_decoder, {"num_return_sequences": 3, "num_beams": 3}),
+    (bound_before, {"num_return_sequences": 3, "num_beams": 3}), (by_type, {"prefill_chunk_size": 20}),
+])
+def test_every_name_of_generate_is_served_as_the_first(name: Callable[..., Any], options: dict[str, Any]) -> None:
+    """Chunks are one prompt. Rows that repeat a prompt are also one prompt."""
+    found = []
+    for way in (lambda model: (model, None), name):
+        model: Any = build("llama")
+        given, generate = way(model)
+        with METHODS["crystalcache"]()(given) as run:
+            output = (generate or model.generate)(prompt(N), max_new_tokens=NEW, do_sample=False, **options)
+        assert run.kept is not None
+        found.append((output.tolist(), run.kept.tolist()))
+    assert found[0] == found[1]
+
+
+@names
+@pytest.mark.law("unusable-after-a-failure")
+def test_a_prompt_that_generate_leaves_half_way_is_given_up(name: Callable[..., Any]) -> None:
+    model, cache = build("llama"), RetainedCache(build("llama").config)
+    given, generate = name(model)
+    calls: list[int] = []
+
+    def second(*_: object) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("boom")
+
+    handle = model.register_forward_pre_hook(second)
+    with METHODS["crystalcache"]()(given) as run:
+        with pytest.raises(RuntimeError, match="boom"):
+            generate(prompt(N), max_new_tokens=2, prefill_chunk_size=16, past_key_values=cache)
+        handle.remove()
+        at_once(model, prompt(N), RetainedCache(model.config))
+        assert run.kept is not None
+        with pytest.raises(SpecError, match="a prompt was not finished"):
+            cache.get_seq_length()
+
+
+def question(
+    model: PreTrainedModel, policy: RetentionPolicy, new: int, *, by_hand: bool, **options: int,
+) -> tuple[list[int], Any]:
+    """Return the answer to a question after a context, and the stored positions at the end."""
+    context, asked = prompt(N), prompt(5, seed=11)
+    with policy(model) as run:
+        cache = RetainedCache(model.config)
+        at_once(model, context, cache)
+        if by_hand:
+            with run.reading():
+                token = at_once(model, asked, cache)[:, -1:].argmax(-1)
+            chosen = [int(token)]
+            while len(chosen) < new:
+                token = at_once(model, token, cache)[:, -1:].argmax(-1)
+                chosen.append(int(token))
+        else:
+            with run.reading():
+                whole = torch.cat([context, asked], dim=1)
+                chosen = greedy(model, whole, new, past_key_values=cache, **options)[0].tolist()
+        return chosen, live_sets(cache)
+
+
+@pytest.mark.law("parts-equal-the-whole")
+@pytest.mark.parametrize("policy", [
+    METHODS["crystalcache"], lambda: method("kvzip"), lambda: method("h2o"), lambda: breathing(30, decode=True),
+], ids=["crystalcache", "kvzip", "h2o", "decode"])
+def test_a_question_behind_a_context_is_one_call(policy: Callable[[], RetentionPolicy]) -> None:
+    """Check that the question evicts no token and that generated tokens are steps, as in a loop by hand."""
+    model = build("llama")
+    expected = question(model, policy(), 12, by_hand=True)
+    assert question(model, policy(), 12, by_hand=False) == expected
+    assert question(model, policy(), 12, by_hand=False, prefill_chunk_size=4) == expected
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize(("inside", "name"), [(True, "snapkv"), (False, "crystalcache")])
+def test_a_text_that_the_cache_has_not_read_is_refused(inside: bool, name: str) -> None:
+    """Check that the cache still accepts the text that it has read, including generated tokens."""
+    model = build("llama")
+    with method(name)(model) as run:
+        first = model.generate(prompt(N), max_new_tokens=4, do_sample=False)  # type: ignore[operator]
+        if inside:
+            refused(model, run.cache, first)
+    if not inside:
+        assert run.cache is not None
+        refused(model, run.cache, first)
+
+
+def refused(model: PreTrainedModel, cache: Any, first: Tensor) -> None:
+    text, stored = torch.cat([first, prompt(5, seed=9)], dim=1), live_sets(cache)
+    for at, name in product((0, N // 2, N + 2), sorted({"past_key_values", CACHE})):
+        edited = text.clone()
+        edited[0, at] = 3 + (edited[0, at] + 1) % 90
+        wrong, right = int(edited[0, at]), int(text[0, at])
+        words = f"input_ids = {wrong}: is token {at} of the text, but the cache has seen the token {right}"
+        with pytest.raises(SpecError, match=words):
+            greedy(model, edited, 2, **{name: cache})
+    with pytest.raises(SpecError, match=f"input_ids = '20 tokens': must begin with the {N + 3} tokens"):
+        greedy(model, text[:, :20], 2, past_key_values=cache)
+    assert live_sets(cache) == stored
+    assert greedy(model, text, 2, **{CACHE: cache}).shape == (1, 2)
+
+
+@pytest.mark.law("a-cache-like-any-other")
+def test_a_text_is_compared_as_far_as_its_ids_are_known() -> None:
+    """Check padding, reordered rows, removed tokens, and tokens that were read outside `generate`."""
+    model = build("llama")
+    rows = torch.cat([prompt(N), prompt(N, seed=8)])
+    mask = torch.ones_like(rows)
+    mask[1, :7] = 0
+    with METHODS["crystalcache"]()(model) as run, torch.no_grad():
+        model(input_ids=rows, attention_mask=mask)
+        assert run.cache is not None
+        run.cache.reorder_cache(torch.tensor([1, 0]))
+        whole = torch.cat([rows.flip(0), prompt(6, seed=9).view(2, 3)], dim=1)
+        whole[0, :7] = 5
+        grown = torch.cat([mask.flip(0), torch.ones(2, 3, dtype=torch.int64)], dim=1)
+        assert greedy(model, whole, 2, past_key_values=run.cache, attention_mask=grown).shape == (2, 2)
+    cache, ids = prefill(model, METHODS["crystalcache"](), prompt(N)).cache, prompt(N)
+    step_by_step(model, prompt(2, seed=4), cache)
+    text = torch.cat([ids, prompt(5, seed=5)], dim=1)
+    assert greedy(model, text, 1, past_key_values=cache).shape == (1, 1)
+    cache.crop(-10)
+    text[0, cache.get_seq_length() :] = 7
+    assert greedy(model, text, 1, past_key_values=cache).shape == (1, 1)
+
+
+class Gate:
+    """Logits processor that waits at the first token of generate until it may continue."""
+
+    def __init__(self) -> None:
+        self.reached, self.go = Event(), Event()
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.reached.set()
+        assert self.go.wait(60)
+        return scores
+
+
+def in_a_thread(generate: Callable[..., Any], gate: Gate | None, start: bool = True) -> tuple[Thread, list[Any]]:
+    found: list[Any] = []
+    processors = LogitsProcessorList([] if gate is None else [gate])
+
+    def run() -> None:
+        try:
+            found.append(generate(prompt(N), max_new_tokens=12, do_sample=False, logits_processor=processors))
+        except SpecError as error:
+            found.append(error)
+
+    thread = Thread(target=run, daemon=True)
+    if start:
+        thread.start()
+    return thread, found
+
+
+THREADED: dict[str, Callable[[], RetentionPolicy]] = {
+    "crystalcache": METHODS["crystalcache"], "snapkv": lambda: method("snapkv"),
+    "decode": lambda: breathing(30, decode=True),
+}
+
+
+@pytest.mark.law("eviction-equals-masking")
+@pytest.mark.parametrize(
+    ("name", "when"), [("crystalcache", "not yet begun"), ("snapkv", "running"), ("decode", "running")],
+)
+def test_a_thread_that_outlives_the_block_generates_under_the_policy(name: str, when: str) -> None:
+    model: Any = build("llama")
+    with THREADED[name]()(model) as expected:
+        tokens = model.generate(prompt(N), max_new_tokens=12, do_sample=False)
+    gate = Gate()
+    with THREADED[name]()(model) as run:
+        thread, found = in_a_thread(model.generate, gate, start=when == "running")
+        if when == "running":
+            assert gate.reached.wait(60)
+    if when == "not yet begun":
+        assert not model.model._forward_pre_hooks
+        thread.start()
+        assert gate.reached.wait(60)
+    assert "generate" not in vars(model)
+    with pytest.raises(SpecError, match="another thread runs generate on the model"):
+        at_once(model, prompt(5), RetainedCache(model.config))
+    with pytest.raises(SpecError, match="is already inside `with policy"), METHODS["fullcache"]()(model):
+        raise AssertionError
+    gate.go.set()
+    thread.join(60)
+    assert torch.equal(found[0], tokens)
+    assert run.cache is not None
+    assert expected.cache is not None
+    assert live_sets(run.cache) == live_sets(expected.cache)
+    assert not model.model._forward_pre_hooks
+    assert greedy(model, prompt(N), 2).shape == (1, 2)
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_a_thread_that_the_policy_would_lose_is_named() -> None:
+    """Check a policy on the decoder. It has no access to the outer `generate`, but detects that `generate` runs."""
+    model, gate = cast(Any, build("llama")), Gate()
+    with pytest.raises(SpecError, match="generate = 'still running'"), METHODS["crystalcache"]()(model.model):
+        thread, _ = in_a_thread(model.generate, gate)
+        assert gate.reached.wait(60)
+    with pytest.raises(SpecError, match="another thread runs generate on the model"), METHODS["fullcache"]()(model):
+        raise AssertionError
+    gate.go.set()
+    thread.join(60)
+    assert not model.model._forward_pre_hooks
+
+
+@pytest.mark.law("parts-equal-the-whole")
+def test_threads_take_turns() -> None:
+    model, gate = cast(Any, build("llama")), Gate()
+    with METHODS["crystalcache"]()(model):
+        expected = model.generate(prompt(N), max_new_tokens=12, do_sample=False)
+        first, found = in_a_thread(model.generate, gate)
+        assert gate.reached.wait(60)
+        second, others = in_a_thread(model.generate, None)
+        gate.go.set()
+        first.join(60)
+        second.join(60)
+    assert torch.equal(found[0], expected)
+    assert torch.equal(others[0], expected)
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_a_generate_that_was_taken_inside_is_refused_after_the_block() -> None:
+    model = build("llama")
+    with METHODS["crystalcache"]()(model):
+        taken = model.generate
+    ended = "the `with` block of this function has ended"
+    with pytest.raises(SpecError, match=f"generate = 'taken inside a context': {ended}"):
+        taken(prompt(N), max_new_tokens=2)  # type: ignore[operator]

@@ -1,0 +1,400 @@
+"""Sessions compared with the masked model: prompts, turns, steps, crops, files, copies and mistakes in any order.
+
+An operation has one of three results. It is done. It is refused and changes nothing. It fails, and the cache then
+refuses to be used. Any other exception is a bug.
+"""
+
+import tempfile
+from collections import Counter
+from contextlib import ExitStack, nullcontext
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from torch import Tensor
+
+from lab.faults import FAULTS, Fault, Killed
+from tests.models_integration.session.families import FAMILIES, VOCABULARY, WHOLE
+from tests.models_integration.session.running_cache import (
+    MAX_TOKENS,
+    POLICIES,
+    Judge,
+    RunningCache,
+    chosen,
+    flat,
+    ids_of,
+    mask_of,
+    retentions,
+)
+from tests.models_integration.session.sessions import NOWHERE, PLACES, Trip
+from models_integration import Decision, RetainedCache, Session, compact, load_cache, save_cache
+from models_integration.archive.splice import compacted, computed, splice
+from models_integration.cache.continuation import Continuation
+from models_integration.model.rotation import frequencies_at
+from spec.retention import Retention
+
+pytestmark = pytest.mark.law("eviction-equals-masking")
+
+policies, seeds = st.sampled_from([*POLICIES]), st.integers(0, 99)
+others = st.none() | st.none() | st.none() | policies
+"""Policy of a later operation. None, which is frequent, means the policy of the cache."""
+trips = st.one_of(*[st.just(NOWHERE)] * 5, st.builds(Trip, st.sampled_from([*PLACES]), st.integers(0, 2)))
+cuts = st.one_of(st.just(()), st.just(()), st.tuples(st.integers(1, 24)), st.just((1, 3)))
+"""Positions at which a segment is split into forward passes, if the segment is long enough."""
+paddings = st.one_of(st.just(()), st.just(()), st.tuples(*[st.integers(0, 20)] * 3))
+"""Hidden columns on the left of each row, modulo the length of the row."""
+
+
+class SessionMachine(RuleBasedStateMachine):
+    """State machine with the caches of one family. Each cache has a policy, and sometimes a different policy runs."""
+
+    caches = Bundle("caches")
+
+    def __init__(self, family: str, met: Counter[str]) -> None:
+        super().__init__()
+        self.judge, self.undo = Judge(family, met), ExitStack()
+        self.model, self.met = self.judge.model, self.judge.met
+
+    @initialize(long_run=st.sampled_from([64, 1, 2]), spare=st.sampled_from([64, 1, 4]))
+    def set_sizes(self, long_run: int, spare: int) -> None:
+        """Set small sizes for limits that only long caches would reach."""
+        self.undo.enter_context(patch("models_integration.cache.positions._LONG_RUN", long_run))
+        self.undo.enter_context(patch("models_integration.cache.ragged_layer._SPARE", spare))
+
+    def teardown(self) -> None:
+        self.undo.close()
+
+    # Rules for texts that the model reads.
+
+    @rule(target=caches, policy=policies, n=st.sampled_from([30, 45, 60, 9, 3]), rows=st.sampled_from([1, 1, 2, 3]),
+          seed=seeds, padding=paddings, cuts=cuts, trip=trips)
+    def prompt(
+        self, policy: str, n: int, rows: int = 1, seed: int = 0, padding: tuple[int, ...] = (),
+        cuts: tuple[int, ...] = (), trip: Trip = NOWHERE,
+    ) -> RunningCache:
+        """Read a prompt into a new cache."""
+        life = self.begin(policy, rows)
+        life.open = any(hidden % n for hidden in padding[:rows])
+        self.segment(life, policy, ids_of(n, seed, rows), padding, cuts, trip)
+        return life
+
+    def begin(self, policy: str, rows: int = 1) -> RunningCache:
+        """Return an empty cache."""
+        oracle = self.judge.subject.oracle
+        cache = RetainedCache(self.model.config)
+        life = RunningCache(cache, policy, [oracle.nothing] * rows, (len(oracle.full), oracle.heads))
+        life.alone = [RetainedCache(self.model.config) for _ in range(rows)]
+        life.sets = life.stored()
+        return life
+
+    @rule(life=caches, n=st.sampled_from([12, 25, 7, 3, 2]), seed=seeds, padding=paddings, cuts=cuts, other=others,
+          trip=trips, holes=st.sampled_from([(), (), (2, 3, 7)]))
+    def turn(
+        self, life: RunningCache, n: int, seed: int = 1, padding: tuple[int, ...] = (), cuts: tuple[int, ...] = (),
+        other: str | None = None, trip: Trip = NOWHERE, holes: tuple[int, ...] = (),
+    ) -> None:
+        """Read a later segment under the previous or a different policy. A mask may hide columns of the first row."""
+        if self.runs(life):
+            self.segment(life, other or life.policy, ids_of(n, seed, len(life.rows)), padding, cuts, trip, holes)
+
+    def runs(self, life: RunningCache) -> bool:
+        return not life.dead and life.tokens < MAX_TOKENS
+
+    def segment(
+        self, life: RunningCache, policy: str, ids: Tensor, padding: tuple[int, ...], cuts: tuple[int, ...], trip: Trip,
+        holes: tuple[int, ...] = (),
+    ) -> None:
+        rows, n = ids.shape
+        hidden = torch.tensor([own % n for own in (*padding, 0, 0, 0)[:rows]])[:, None]
+        is_token, first, streams = torch.arange(n) >= hidden, life.columns == 0, policy == "stream"
+        is_token[0, [at % (n - 1) for at in holes]] = False
+        # A stream treats a piece of one token as a decode step.
+        inner = [at for at in cuts[-1:] if 1 < at < n - 1] if streams else [at for at in cuts if at < n]
+        run: Session | None = None
+
+        def act() -> None:
+            nonlocal run
+            block = inner and not streams
+            with self.judge.session(life, policy, trip) as run, run.prompt() if block else nullcontext():
+                for start, stop in zip([0, *inner], [*inner, n], strict=True):
+                    mask = mask_of(life, is_token[:, start:stop])
+                    self.judge.read(life, ids[:, start:stop], evicts=streams or stop == n, mask=mask)
+
+        if (ended := self.judge.attempt(life, act)) == "done":
+            assert run is not None
+            self.judge.check_segment(life, run, policy)
+            kind = "prompt" if first else "turn"
+            self.met(f"a {kind} in {'pieces' if inner else 'one forward'}")
+            if not bool(is_token.all()):
+                self.met(f"a padded {kind}")
+        self.judge.follow_alone(life, ended, policy, [[own[shown]] for own, shown in zip(ids, is_token, strict=True)])
+
+    @rule(life=caches, n=st.sampled_from([1, 9, 3]), seed=seeds, other=others, trip=trips)
+    def steps(
+        self, life: RunningCache, n: int, seed: int = 2, other: str | None = None, trip: Trip = NOWHERE,
+    ) -> None:
+        """Read one token at a time."""
+        if not self.runs(life):
+            return
+        ids, policy = ids_of(n, seed, len(life.rows)), other or life.policy
+
+        def act() -> None:
+            with self.judge.session(life, policy, trip):
+                for token in torch.split(ids, 1, dim=1):
+                    before = life.sets
+                    self.judge.read(life, token)
+                    evicted = any(len(a) <= len(b) for a, b in zip(flat(life.sets), flat(before), strict=True))
+                    self.met(f"a step that {'evicts' if evicted else 'lets the cache grow'}")
+
+        ended = self.judge.attempt(life, act)
+        self.judge.follow_alone(life, ended, policy, [torch.split(own, 1) for own in ids])
+
+    @rule(life=caches, n=st.sampled_from([5, 1, 12]), new=st.sampled_from([6, 2]), seed=seeds, trip=trips)
+    def generate(self, life: RunningCache, n: int, new: int, seed: int = 3, trip: Trip = NOWHERE) -> None:
+        """Generate an answer to a question of n tokens. The last generated token has no forward pass."""
+        if not self.runs(life):
+            return
+        ids = ids_of(n, seed, len(life.rows))
+        shown = life.cache.is_token.expand(len(ids), -1)
+        history = torch.zeros(shown.shape, dtype=torch.int64)
+        history[shown] = torch.tensor([token for row in life.rows for token in row.tokens])
+        mask = torch.cat([shown, torch.ones_like(ids)], dim=1).long()
+
+        def act() -> None:
+            self.judge.met("generate is called")
+            with self.judge.session(life, life.policy, trip):
+                output: Any = self.model.generate(  # type: ignore[operator]
+                    torch.cat([history, ids], dim=1), attention_mask=mask, past_key_values=life.cache,
+                    max_new_tokens=new, do_sample=False, return_dict_in_generate=True, output_logits=True,
+                )
+            self.judge.follow(life, list(torch.stack(output.logits, dim=1)), n + new - 1)
+
+        if (ended := self.judge.attempt(life, act)) == "done":
+            self.judge.check_storage(life)
+            self.met("tokens are generated")
+        read = [torch.tensor(row.tokens[1 - n - new :]) for row in life.rows]
+        self.judge.follow_alone(life, ended, life.policy, [[own[:n], *torch.split(own[n:], 1)] for own in read])
+
+    @rule(life=caches, n=st.sampled_from([2, 1, 6]), seed=seeds, trip=trips)
+    def reading(self, life: RunningCache, n: int, seed: int = 4, trip: Trip = NOWHERE) -> None:
+        """Read tokens inside `reading()`."""
+        if not self.runs(life):
+            return
+
+        ids = ids_of(n, seed, len(life.rows))
+
+        def act() -> None:
+            with self.judge.session(life, life.policy, trip) as run, run.reading():
+                self.judge.read(life, ids, evicts=False)
+
+        if (ended := self.judge.attempt(life, act)) == "done":
+            self.met("tokens are read without an eviction")
+        self.judge.follow_alone(life, ended, life.policy, [[own] for own in ids], reading=True)
+
+    @rule(life=caches, n=st.sampled_from([4, 1]), seed=seeds)
+    def outside(self, life: RunningCache, n: int, seed: int = 5) -> None:
+        """Read tokens outside any context."""
+        if not self.runs(life):
+            return
+
+        ids = ids_of(n, seed, len(life.rows))
+
+        def act() -> None:
+            with self.judge.watching(life):
+                self.judge.read(life, ids, evicts=False)
+
+        if (ended := self.judge.attempt(life, act)) == "done":
+            self.met("tokens are read outside the context")
+        self.judge.follow_alone(life, ended, None, [[own] for own in ids])
+
+    @rule(life=caches, n=st.sampled_from([1, 3]), early=st.booleans(), reads=st.booleans(),
+          how=st.sampled_from(["width", "positions", "hole", "ids", "rows", "use_cache", "embeds"]))
+    def mistake(self, life: RunningCache, how: str, n: int = 1, early: bool = False, reads: bool = False) -> None:
+        """Run a forward pass with wrong arguments, such as one column or position too few or too many."""
+        if not self.runs(life):
+            return
+        rows, seen, by = len(life.rows), life.columns, -1 if early else 1
+        ids = ids_of(n, 6, rows)
+        positions = torch.tensor([[len(row.tokens)] for row in life.rows]) + torch.arange(n)
+        hole = torch.ones(rows, seen + n, dtype=torch.int64)
+        hole[:, int(life.sets[0][0][0][-1]) + seen - len(life.rows[0].tokens)] = 0
+        wrong: dict[str, dict[str, Any]] = {
+            "width": {"attention_mask": torch.ones(rows, seen + n + by, dtype=torch.int64)},
+            "positions": {"position_ids": positions + by},
+            "hole": {"attention_mask": hole},
+            "ids": {"input_ids": ids + VOCABULARY},
+            "rows": {"input_ids": ids.repeat(rows + 1, 1)},
+            "use_cache": {"use_cache": False},
+            "embeds": {"input_ids": None, "inputs_embeds": torch.zeros(rows, n, self.model.config.hidden_size)},
+        }
+
+        def act() -> None:
+            with self.judge.session(life, life.policy, NOWHERE) as run, run.reading() if reads else nullcontext():
+                self.model(**{"input_ids": ids, "past_key_values": life.cache, **wrong[how]})
+
+        assert self.judge.attempt(life, act) != "done", f"a forward with a wrong {how} was taken"
+        self.met("a mistake is refused")
+
+    # Rules for a cache between two forward passes.
+
+    @rule(life=caches, how=st.sampled_from(["reorder", "repeat", "select"]),
+          order=st.lists(st.integers(0, 2), min_size=3, max_size=3))
+    def choose_rows(self, life: RunningCache, how: str, order: list[int]) -> None:
+        """Reorder, repeat or select rows."""
+        if not self.runs(life):
+            return
+        count = len(life.rows)
+        if how == "repeat":
+            repeats = 2 if count < 3 else 1
+            chosen = [row for row in range(count) for _ in range(repeats)]
+            self.judge.attempt(life, lambda: life.cache.batch_repeat_interleave(repeats))
+        else:
+            chosen = [row % count for row in order][: count if how == "reorder" else 1 + order[0] % count]
+            act = life.cache.reorder_cache if how == "reorder" else life.cache.batch_select_indices
+            self.judge.attempt(life, lambda: act(torch.tensor(chosen)))
+        life.rows, life.sets = [life.rows[row] for row in chosen], [life.sets[row] for row in chosen]
+        life.alone = life.alone and [deepcopy(life.alone[row]) for row in chosen]
+        self.judge.check_storage(life)
+        self.met("rows differ" if len(set(map(str, life.sets))) > 1 else "rows agree")
+
+    @rule(life=caches, n=st.sampled_from([1, 3, 0, 20]))
+    def crop(self, life: RunningCache, n: int) -> None:
+        """Remove the last tokens."""
+        if not self.runs(life) or n >= min(len(row.tokens) for row in life.rows):
+            return
+        known = life.cache.continuation != Continuation()
+        if self.judge.attempt(life, lambda: life.cache.crop(-n)) != "done":
+            return
+        life.rows, life.columns = [row.cropped(n) for row in life.rows], life.columns - n
+        for own in life.alone or ():
+            own.crop(-n)
+        life.sets = [
+            [[[at for at in own if at < len(row.tokens)] for own in heads] for heads in sets]
+            for sets, row in zip(life.sets, life.rows, strict=True)
+        ]
+        life.dead = min(map(len, flat(life.sets))) == 0  # No token is left for attention.
+        if not life.dead:
+            self.judge.check_storage(life)
+        if n and known:
+            kept = life.cache.continuation != Continuation()
+            self.met(f"a crop after which the states are {'kept' if kept else 'forgotten'}")
+
+    @rule(life=caches, fault=FAULTS)
+    def save(self, life: RunningCache, fault: Fault) -> None:
+        """Save the cache to a file, and load it. The session continues from the loaded cache."""
+        if not self.runs(life):
+            return
+
+        def act() -> None:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "cache"
+                with fault.happening():
+                    save_cache(life.cache, self.model, path, self.judge.subject.identity)
+                life.cache = load_cache(path, self.model, self.judge.subject.identity)
+
+        try:
+            if self.judge.attempt(life, act) == "done":
+                self.met("a cache is saved and loaded")
+        except (OSError, Killed):
+            assert fault.kind in ("full", "error", "killed")
+            self.met("a cache is not saved: the disk fails")
+        self.judge.check_storage(life)
+
+    @rule(target=caches, life=caches, deep=st.booleans())
+    def copy(self, life: RunningCache, deep: bool = True) -> RunningCache:
+        """Return a copy of the cache that is used in addition to the original."""
+        if not self.runs(life):
+            return life
+        copied = replace(life, alone=deepcopy(life.alone) if deep else None)
+
+        def act() -> None:
+            whole = retentions(life, "head" if life.cache.layers_differ else "model", life.sets)
+            copied.cache = deepcopy(life.cache) if deep else compact(life.cache, Decision(whole))
+
+        if self.judge.attempt(life, act) != "done":
+            return life
+        self.judge.check_storage(copied)
+        self.met(f"a cache goes on beside its {'copy' if deep else 'compaction'}")
+        return copied
+
+    @rule(life=caches, granularity=st.sampled_from(["model", "layer", "head"]), share=st.sampled_from([0.3, 0.7, 1.0]),
+          unstored=st.booleans(), seed=seeds, trip=trips)
+    def keep(
+        self, life: RunningCache, granularity: str, share: float, unstored: bool = False, seed: int = 7,
+        trip: Trip = NOWHERE,
+    ) -> None:
+        """Compact a cache by hand. A token that is not stored is refused."""
+        if not self.runs(life):
+            return
+        rng, granularity = Random(seed), "head" if life.cache.layers_differ else granularity
+        sets = [chosen(own, granularity, share, rng) for own in life.sets]
+        missing = sorted({*range(len(life.rows[-1].tokens))} - {*life.sets[-1][-1][-1]})
+        if wrong := unstored and bool(missing):
+            sets[-1][-1][-1] = sorted({*sets[-1][-1][-1], rng.choice(missing)})
+
+        def act() -> None:
+            with trip.raised(self.model):
+                life.cache.compact(retentions(life, granularity, sets))
+            life.cache.continuation = Continuation()
+
+        ended = self.judge.attempt(life, act)
+        assert (ended == "done") <= (not wrong), "a token that is not stored was kept"
+        assert (ended == "refused") <= wrong, "a compaction to stored tokens was refused"
+        if ended == "done":
+            life.sets, life.alone = sets, None
+            self.judge.check_storage(life)
+        self.met(f"a compaction by hand is {ended}")
+
+    @rule(life=caches, lengths=st.sampled_from([[9], [9, 14]]), evicted=st.sampled_from([(), (0, 3, 4)]))
+    def splice(self, life: RunningCache, lengths: list[int], evicted: tuple[int, ...] = ()) -> None:
+        """Splice chunks that were computed elsewhere after the tokens of the session, without their evicted tokens."""
+        rotary = self.judge.subject.rotary
+        if not self.runs(life) or rotary is None:
+            return
+        places = [[at for at in range(n) if at not in evicted] for n in lengths]
+        chunks = [
+            compacted(computed(self.model, ids_of(n, n)[0].tolist(), rotary), Retention.shared(np.array(kept), n))
+            for n, kept in zip(lengths, places, strict=True)
+        ]
+        room = frequencies_at(self.model, rotary, life.columns + sum(lengths))
+
+        def act() -> None:
+            splice(life.cache, chunks, room)
+
+        if self.judge.attempt(life, act) != "done":
+            return
+        life.alone = None
+        for chunk, kept in zip(chunks, places, strict=True):
+            start = life.columns
+            life.rows, life.columns = [life.rows[0].read(chunk.ids)], start + len(chunk.ids)
+            added = [start + at for at in kept]
+            life.sets = [[[[*held, *added] for held in heads] for heads in life.sets[0]]]
+        known = life.cache.continuation != Continuation()
+        self.met(f"a chunk after which the states {'go on' if known else 'are forgotten'}")
+        self.judge.check_storage(life)
+
+
+@pytest.mark.parametrize("family", [
+    *WHOLE, *[pytest.param(family, marks=pytest.mark.nightly) for family in FAMILIES if family not in WHOLE],
+])
+def test_a_session_equals_the_masked_model(family: str) -> None:
+    """Run operations in any order."""
+    profile = settings.default or settings()
+    lives = settings(
+        profile, max_examples=max(10, profile.max_examples // 15), stateful_step_count=15,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    run_state_machine_as_test(
+        partial(SessionMachine, family, Counter[str]()),  # type: ignore[arg-type]
+        settings=lives
+    )

@@ -1,0 +1,403 @@
+"""Segments: turns on a compacted cache, prompts in pieces, and text inside `reading()`, which evicts no token."""
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models_integration.session.families import (
+    ENDS,
+    METHODS,
+    at_once,
+    build,
+    greedy,
+    prompt,
+    states_of,
+    step_by_step,
+)
+from tests.models_integration.session.sessions import (
+    LENGTHS,
+    PROMPT,
+    SHORT,
+    TURN,
+    Looking,
+    Observed,
+    T,
+    batch,
+    breathing,
+    check_states,
+    live_sets,
+    method_of,
+    now,
+    prompts,
+    sets,
+    tokens,
+    turn,
+)
+from models_integration import CrystalCache, CustomPolicy, RetainedCache, Session, StreamingLLM
+from models_integration.cache.continuation import Pending
+from reference.policies import h2o, rkv, tova
+from spec.errors import SpecError
+from spec.parameters import TINY
+from spec.policy import Needs
+from spec.records import CrystalRetention
+
+pytestmark = pytest.mark.law("parts-equal-the-whole")
+
+N, NEW = 64, 6
+
+
+def test_a_batch_has_one_retention_for_each_prompt() -> None:
+    model = build("llama")
+    ids, mask = batch(prompts())
+    with METHODS["streamingllm"]()(model) as run:
+        greedy(model, ids, 2, attention_mask=mask)
+        assert [one.seen for one in run.retentions] == list(LENGTHS)
+        with pytest.raises(SpecError, match="kept = '3 prompts': each prompt of a batch has a separate set"):
+            run.kept  # noqa: B018
+        greedy(model, prompt(40), 2)
+        assert len(run.retentions) == 1
+        assert run.kept is not None
+
+
+def test_beams_of_a_batch_stay_with_their_prompt() -> None:
+    """Check three beams of each of two prompts: two retentions, and the same beams as for each prompt alone."""
+    model, rows = build("llama"), prompts()[:2]
+    ids, mask = batch(rows)
+    options = {"num_beams": 3, "num_return_sequences": 3}
+    with METHODS["crystalcache"]()(model) as run:
+        together = greedy(model, ids, NEW, attention_mask=mask, **options)
+    found = sets(run)
+    for row, own in enumerate(rows):
+        with METHODS["crystalcache"]()(model) as single:
+            expected = greedy(model, own, NEW, **options)
+        assert single.kept is not None
+        assert found[row] == single.kept.tolist()
+        assert together[3 * row : 3 * row + 3].tolist() == expected.tolist()
+
+
+def test_rows_that_agree_are_stored_as_one() -> None:
+    model = build("llama")
+    cache = RetainedCache(model.config)
+    with METHODS["streamingllm"]()(model):
+        at_once(model, torch.cat([prompt(50, seed=1), prompt(50, seed=2)]), cache)
+    assert cache.full_layers[0].rows.shared
+
+
+@pytest.mark.law("decided-as-the-reference")
+@pytest.mark.spec("CC-OBSERVED-LAYER")
+@pytest.mark.parametrize(("budget", "which"), [(0.5, 0), (30, 0), (0.5, 1), (30, -1), (0.5, -2)])
+def test_the_kept_sets_are_those_of_the_reference(budget: float | int, which: int) -> None:
+    """Compare kept sets after a prompt, steps, a turn, steps, and a turn."""
+    policy = CrystalCache(budget, ENDS, replace(TINY, observed_layer=which), backend="numpy")
+    check_states(policy, [[text] for text in (prompt(N), turn(1, 1), turn(2, 1), turn(3), turn(4, 1), turn(5, 7))])
+
+
+def test_a_block_of_one_token_is_a_step() -> None:
+    model, kept = build("llama"), []
+    for block in (True, False):
+        cache = RetainedCache(model.config)
+        with METHODS["crystalcache"]()(model) as run:
+            at_once(model, prompt(N), cache)
+            if block:
+                with run.prompt():
+                    at_once(model, turn(1, 1), cache)
+            else:
+                at_once(model, turn(1, 1), cache)
+            assert states_of(cache).pending_tokens == 1
+            at_once(model, turn(2), cache)
+        kept.append(cache.stored_positions().tolist())
+    assert kept[0] == kept[1]
+
+
+def hiding(columns: slice) -> dict[str, Tensor]:
+    """Return a turn of two rows, and a mask that hides these columns of the second row."""
+    mask = torch.ones(2, N + TURN, dtype=torch.int64)
+    mask[1, columns] = 0
+    return {"input_ids": torch.cat([turn(1), turn(2)]), "attention_mask": mask}
+
+
+SEEN = torch.arange(N + TURN)[None]
+# Family, rows of the cache, arguments of a turn, words of the error.
+WRONG: list[tuple[str, int, dict[str, Tensor], str]] = [
+    ("llama", 1, {"attention_mask": (SEEN != N + TURN - 1).long()}, "right padding is not supported"),
+    ("llama", 1, {"attention_mask": (SEEN > 3).long()}, "must have the padding of the earlier prompt"),
+    ("llama", 1, {"attention_mask": torch.ones(1, TURN, dtype=torch.int64)}, "must have a column for each token"),
+    ("llama", 1, {"position_ids": torch.arange(32, 44)[None]}, "must be 64 to 75, because the tokens follow"),
+    ("llama", 1, {"input_ids": torch.cat([turn(1), turn(2)])}, "must have 1 row, like the cache"),
+    ("llama", 1, {"input_ids": torch.full((1, TURN), 999)}, "input_ids = 999"),
+    ("llama", 2, hiding(slice(N, N + TURN - 1)), "1 tokens.: .* a single token is a decode step"),
+    ("llama", 2, hiding(slice(N, N + TURN)), "0 tokens.: .* a single token is a decode step"),
+    ("llama", 2, hiding(slice(N + TURN - 4, N + TURN)), "right padding is not supported"),
+    ("llama", 2, hiding(slice(N - 4, N + 4)), r"padding of the earlier prompt, \[0, 0\]"),
+    ("gemma3", 2, hiding(slice(N, N + 4)), "not supported with sliding-window or recurrent layers"),
+]
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize(("family", "rows"), [("llama", 1), ("llama", 2), ("gemma3", 2)])
+def test_a_turn_that_cannot_follow_is_named_and_changes_nothing(family: str, rows: int) -> None:
+    model, cache = build(family), RetainedCache(build(family).config)
+    right = torch.cat([turn(1), turn(2)])[:rows]
+    with METHODS["crystalcache"]()(model):
+        at_once(model, torch.cat([prompt(N, seed=row) for row in range(rows)]), cache)
+        expected = at_once(model, right, other := copy.deepcopy(cache))
+        for _, _, given, words in (wrong for wrong in WRONG if wrong[:2] == (family, rows)):
+            with pytest.raises(SpecError, match=words), torch.no_grad():
+                model(**{"input_ids": turn(1), "past_key_values": cache, **given})
+        assert torch.equal(at_once(model, right, cache), expected)
+    assert live_sets(cache) == live_sets(other)
+
+
+@pytest.mark.law("decided-as-the-reference")
+def test_scorers_without_states_see_all_stored_keys_and_the_segment_s_queries() -> None:
+    model, cache = build("llama", dtype=torch.float64), RetainedCache(build("llama").config)
+    observed, scorer = Observed(model), Looking(Needs("observed", None))
+    with observed.forward(), METHODS["streamingllm"]()(model):
+        at_once(model, prompt(N), cache)
+    stored = cache.stored_positions()
+    with observed.forward() as seen, method_of(scorer)(model):
+        at_once(model, turn(1), cache)
+    (observation,) = scorer.shown
+    assert observation.seen == N + TURN
+    assert observation.positions is not None
+    assert observation.positions.tolist() == [*stored.tolist(), *range(N, N + TURN)]
+    (view,) = observation.layers.values()
+    np.testing.assert_allclose(view.q, seen.q, atol=1e-6)
+    np.testing.assert_allclose(view.k, observed.stored(stored, seen), atol=1e-6)
+
+
+@pytest.mark.spec("PO-TURN")
+def test_a_larger_budget_brings_nothing_back_and_evicts_nothing() -> None:
+    model = build("llama")
+    for small, large in (
+        (StreamingLLM(20, 2), StreamingLLM(60, 2)),
+        (CrystalCache(20, ENDS, TINY, "numpy"), CrystalCache(60, ENDS, TINY, "numpy")),
+    ):
+        cache = RetainedCache(model.config)
+        with small(model):
+            at_once(model, prompt(N), cache)
+        before = cache.stored_positions().tolist()
+        with large(model):
+            at_once(model, turn(1), cache)
+        assert cache.stored_positions().tolist() == [*before, *range(N, N + TURN)]
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_what_a_turn_reports() -> None:
+    model, cache = build("llama"), RetainedCache(build("llama").config)
+    with CrystalCache(6, ENDS, replace(TINY, T_max=32), "numpy")(model) as run:
+        at_once(model, prompt(N), cache)
+        assert isinstance(run.retentions[0], CrystalRetention)
+        stored = cache.stored_length
+        at_once(model, turn(1), cache)
+    assert [one.seen for one in run.retentions] == [N + TURN]
+    assert run.over_budget == cache.stored_length - 6 > 0
+    assert stored < N
+    assert run.bytes_freed == (N + TURN - cache.stored_length) * 3 * 2 * 2 * 12 * 4
+    numbers = f"seen={N + TURN}, stored={cache.stored_length}, bytes_freed={run.bytes_freed}"
+    kept = f"{cache.stored_length} of {N + TURN} tokens, budget 6: crystalcache"
+    assert repr(run).startswith(f"Session('crystalcache', budget=6, kept='{kept}")
+    assert repr(run).endswith(f", {numbers})")
+    assert set(run.timings) == {"capture", "decision", "compaction"}
+
+
+@pytest.mark.parametrize("chunk", [16, 100])
+def test_a_model_s_own_chunk_size_counts(chunk: int) -> None:
+    model, ids = build("llama"), prompt(N)
+    expected = greedy(model, ids, NEW)
+    assert model.generation_config is not None
+    model.generation_config.prefill_chunk_size = chunk
+    with METHODS["fullcache"]()(model) as run:
+        assert torch.equal(greedy(model, ids, NEW), expected)
+    assert run.kept is not None
+    assert len(run.kept) == N
+
+
+def test_the_cache_may_be_left_to_the_session() -> None:
+    model, ids = build("llama"), prompt(N)
+    with METHODS["crystalcache"]()(model) as run:
+        with run.prompt(), torch.no_grad():
+            cache: RetainedCache = model(input_ids=ids[:, :30]).past_key_values
+            with pytest.raises(SpecError, match="must be the cache of the unfinished prompt"):
+                model(input_ids=ids[:, 30:])
+            with pytest.raises(SpecError, match="must be the cache of the unfinished prompt"):
+                model(input_ids=ids[:, 30:], past_key_values=RetainedCache(model.config))
+            model(input_ids=ids[:, 30:], past_key_values=cache)
+        assert id(run.cache) == id(cache)
+        assert run.kept is not None
+        kept = len(run.kept)
+        at_once(model, prompt(1), cache)
+        assert cache.stored_length == kept + 1
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize("block", [Session.prompt, Session.reading])
+def test_a_block_belongs_inside_its_context(block: Callable[[Session], AbstractContextManager[None]]) -> None:
+    """Check that an empty prompt block is no prompt, and that generate in such a block is a separate prompt."""
+    model = build("llama")
+    run = METHODS["crystalcache"]()(model)
+    with pytest.raises(SpecError, match="must be inside `with policy"), block(run):
+        raise AssertionError
+    with run:
+        with run.prompt():
+            pass
+        assert run.cache is None
+        with run.prompt(), pytest.raises(SpecError, match="processes a separate prompt"):
+            greedy(model, prompt(N), 2)
+        greedy(model, prompt(N), 2)
+        assert run.kept is not None
+    with pytest.raises(SpecError, match="must be inside `with policy"), block(run):
+        raise AssertionError
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_a_prompt_of_one_token_is_no_segment() -> None:
+    model, cache = build("llama"), RetainedCache(build("llama").config)
+    with METHODS["crystalcache"]()(model) as run:
+        with pytest.raises(SpecError, match="a single token is a decode step"), run.prompt():
+            at_once(model, prompt(1), cache)
+        with pytest.raises(SpecError, match="unusable cache"):
+            at_once(model, prompt(5), cache)
+
+
+@pytest.mark.law("unusable-after-a-failure")
+def test_a_prompt_that_is_left_half_way_leaves_no_usable_cache() -> None:
+    model, cache = build("llama"), RetainedCache(build("llama").config)
+    with METHODS["crystalcache"]()(model) as run:
+        with pytest.raises(KeyboardInterrupt), run.prompt():
+            at_once(model, prompt(N), cache)
+            raise KeyboardInterrupt
+        assert run.retentions == ()
+        with pytest.raises(SpecError, match="unusable cache"):
+            at_once(model, prompt(5), cache)
+        greedy(model, prompt(N), 2)
+        assert run.kept is not None
+
+
+@pytest.mark.law("unusable-after-a-failure")
+def test_a_context_that_ends_inside_a_block_leaves_no_usable_cache() -> None:
+    model, cache = build("llama"), RetainedCache(build("llama").config)
+    run = METHODS["crystalcache"]()(model)
+    run.__enter__()
+    block = run.prompt()
+    block.__enter__()
+    at_once(model, prompt(N), cache)
+    run.__exit__(None, None, None)
+    with pytest.raises(SpecError, match="block ended inside a prompt"):
+        cache.get_seq_length()
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_pieces_of_other_padding_or_rows_are_refused() -> None:
+    model, (ids, mask), none = build("llama"), batch(prompts()), torch.zeros(3, 3, dtype=torch.int64)
+    cache = RetainedCache(model.config)
+    with METHODS["crystalcache"]()(model) as run, run.prompt():
+        at_once(model, ids[:, :30], cache, attention_mask=mask[:, :30])
+        for wrong in (None, torch.cat([none, mask[:, 3:]], dim=1), mask[:, 30:]):
+            with pytest.raises(SpecError, match="attention_mask"):
+                at_once(model, ids[:, 30:], cache, attention_mask=wrong)
+        with pytest.raises(SpecError, match="must have 3 rows, like the unfinished prompt"):
+            at_once(model, prompt(4), cache)
+        at_once(model, ids[:, 30:], cache, attention_mask=mask)
+    assert len(sets(run)) == 3
+
+
+@pytest.mark.spec("PO-READ")
+def test_read_tokens_are_no_steps() -> None:
+    """D does not decay in `reading()`, and the next decode-time eviction does not come earlier.
+
+    The eviction comes at its step, and finds the tokens in the tail.
+    """
+    model, cache = build("llama"), RetainedCache(build("llama").config)
+    with breathing()(model) as run:
+        at_once(model, prompt(PROMPT), cache)
+        step_by_step(model, tokens(2), cache)
+        before = now(cache)[0]
+        with run.reading():
+            at_once(model, prompt(2 * T + 1, seed=4), cache)
+            step_by_step(model, tokens(T), cache)
+        assert states_of(cache).kind is Pending.READ
+        after = now(cache)[0]
+        assert np.array_equal(after.D, before.D)
+        assert after.step == before.step == 2
+        assert len(after.tail_ids) == 2 + 3 * T + 1
+        stored = cache.stored_length
+        step_by_step(model, tokens(T - 3), cache)
+        assert cache.stored_length == stored + T - 3
+        assert now(cache)[0].tail_ids
+        at_once(model, tokens(1), cache)
+        (state,) = states_of(cache).rows
+    assert state.step == T == SHORT.T_breath
+    assert state.tail_ids == ()
+    assert cache.stored_length < stored
+
+
+@pytest.mark.law("parts-equal-the-whole")
+@pytest.mark.parametrize("policy", [h2o, tova, lambda: rkv(W=4, every=3)], ids=["h2o", "tova", "rkv"])
+def test_sums_take_up_what_was_read(policy: Callable[[], Any]) -> None:
+    """Check that a turn after a read text keeps what a turn over both keeps. No token was evicted between the two."""
+    model, found = build("llama"), []
+    for reads in (True, False):
+        with CustomPolicy(policy(), 0.3)(model) as run:
+            cache = RetainedCache(model.config)
+            at_once(model, prompt(PROMPT), cache)
+            around = run.reading() if reads else run.prompt()
+            with around:
+                at_once(model, prompt(6, seed=7), cache)
+                if not reads:
+                    at_once(model, prompt(8, seed=8), cache)
+            if reads:
+                at_once(model, prompt(8, seed=8), cache)
+            found.append(live_sets(cache))
+    assert found[0] == found[1]
+
+
+# Blocks, action inside them, words of the error.
+NO_READING: list[tuple[tuple[str, ...], Callable[[Any, RetainedCache], object], str]] = [
+    (("reading",), lambda model, cache: greedy(model, prompt(5), 2), "must contain a prompt inside reading"),
+    (("reading",), lambda model, cache: model(input_ids=prompt(4)), "must contain a prompt inside reading"),
+    (("reading",), lambda model, cache: at_once(model, prompt(4), RetainedCache(model.config)), "must contain a "),
+    (("reading",), lambda model, cache: at_once(model, prompt(4).repeat(2, 1), cache), "must have 1 row, "),
+    *((blocks, lambda model, cache: None, "must be inside `with policy") for blocks in (
+        ("reading", "reading"), ("prompt", "reading"), ("reading", "prompt"), ("prompt", "prompt"),
+    )),
+]
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize(("blocks", "act", "words"), NO_READING)
+def test_what_is_no_reading_is_refused_and_changes_nothing(
+    blocks: tuple[str, ...], act: Callable[[Any, RetainedCache], object], words: str,
+) -> None:
+    model, cache = build("llama"), RetainedCache(build("llama").config)
+    with METHODS["crystalcache"]()(model) as run:
+        at_once(model, prompt(PROMPT), cache)
+        before = live_sets(cache)
+        with pytest.raises(SpecError, match=words), ExitStack() as stack:
+            for block in blocks:
+                stack.enter_context(getattr(run, block)())
+            act(model, cache)
+        assert live_sets(cache) == before
+        with run.reading():
+            at_once(model, prompt(4), cache)
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_records_of_another_policy_and_states_that_do_not_know_all_are_refused() -> None:
+    model, cache = build("llama"), RetainedCache(build("llama").config)
+    with METHODS["crystalcache"]()(model):
+        at_once(model, prompt(PROMPT), cache)
+        at_once(model, prompt(1), cache)
+    with CustomPolicy(h2o(), 0.3)(model) as run, run.reading(), pytest.raises(SpecError, match="without records"):
+        at_once(model, prompt(3), cache)
+    at_once(model, prompt(1), cache)
+    crystalcache = METHODS["crystalcache"]()
+    with crystalcache(model) as run, run.reading(), pytest.raises(SpecError, match="do not cover all of them"):
+        at_once(model, prompt(3), cache)

@@ -1,0 +1,372 @@
+"""Blocks, KVCrush and diversity over a host, compared with brute force, in turns and steps, and NestedKV's budgets."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from functools import reduce
+from operator import add
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lab.policy_cases import (
+    CASES,
+    LAM,
+    PROMPT,
+    SEEN,
+    STEPS,
+    N,
+    alpha_kept,
+    decoded,
+    long,
+    plain_values,
+    sets,
+    turned,
+)
+from conformance.methods import nestedkv as policy_oracle
+from conformance.methods import policies as oracle
+from conformance.methods import signatures as signed
+from conformance.methods import weighed
+from conformance.methods.adakv import adakv as brute_adakv
+from conformance.methods.brute import BLOCK, KERNEL, SAFEGUARD, W, plain
+from conformance.methods.knorm import knorm as brute_knorm
+from conformance.methods.policies import crushed
+from conformance.plugin import sparingly
+from conformance.strategies.numbers import Numbers, keys, seeds
+from conformance.strategies.policy_inputs import Inputs, decided, drawn, retained
+from reference import diversity, policies
+from reference import nestedkv as nk
+from reference.policies.knorm import knorm_score
+from reference.policies.kvcrush import ANCHORS, anchor_distances, scored_or_representative
+from reference.policies.names import make_policy
+from reference.policies.protections import SinkAndRecent
+from reference.policies.scorers import LayerScorer
+from reference.policies.selectors import best_blocks
+from spec.arrays import BoolVector, Matrix
+from spec.backend import resolve
+from spec.budget import Budget
+from spec.errors import SpecError
+from spec.parameters import NESTEDKV
+from spec.policy import Cadence, LayerView, Needs, Observation, Policy, Scores, Selection
+
+pytestmark = pytest.mark.usefixtures("reference_items")
+
+
+def lists(found: Selection) -> list[list[int]]:
+    return [part.tolist() for part in np.split(found.positions, found.offsets[1:-1])]
+
+
+def given_rows(values: Matrix, pinned: Matrix) -> list[list[float | None]]:
+    """Return scores row by row, with None for protected tokens."""
+    return [
+        [None if held else float(x) for x, held in zip(row, own, strict=True)]
+        for row, own in zip(values, pinned, strict=True)
+    ]
+
+
+@pytest.mark.spec("PO-BEST-BLOCKS")
+@given(seed=seeds, n=st.integers(0, 30), b=st.integers(1, 9), B=st.integers(0, 34))
+def test_the_best_blocks_are_those_of_brute_force(seed: int, n: int, b: int, B: int) -> None:
+    """Check few different values, so that blocks tie. Some tokens have no score, and rows differ in pins and shares."""
+    rng = np.random.default_rng(seed)
+    values = rng.integers(-3, 4, (2, n)).astype(np.float64)
+    values[rng.random((2, n)) < 0.3] = np.nan
+    pinned = rng.random((2, n)) < rng.choice([0.0, 0.1])
+    found = best_blocks(values, np.array([B, B + 1]), pinned, b)
+    rows = given_rows(values, pinned)
+    assert lists(found) == [oracle.best_blocks(row, b, share) for row, share in zip(rows, (B, B + 1), strict=True)]
+    assert {found.positions.dtype, found.offsets.dtype} == {np.dtype(np.int64)}
+
+
+@pytest.mark.spec("PO-BEST-BLOCKS")
+@pytest.mark.parametrize(
+    ("b", "n"), [(16, 5_000), (16, 4_096), (32, 70_001), (128, 40_000), (1, 1_025), (4_099, 9_000)]
+)
+@pytest.mark.parametrize("values", [3, 10**6])
+def test_blocks_of_thousands_of_tokens(b: int, n: int, values: int) -> None:
+    """Check many ties and almost no ties. Sinks and a window are protected."""
+    row = Numbers(n + b).integers(0, values, n) / values
+    pinned = SinkAndRecent(4, 32)(n)
+    (kept,) = lists(best_blocks(row[None], np.array([n // 3]), pinned[None], b))
+    full = range(n // b)
+    total = np.array([reduce(add, row[b * at : b * at + b].tolist()) for at in full])
+    held = {at for at in full if b * at < 4 or b * at + b > n - 32}
+    others = [int(at) for at in np.lexsort((np.arange(len(total)), -total)) if int(at) not in held]
+    chosen = held | {*others[: max(0, (n // 3 - n % b) // b - len(held))]}
+    assert kept == [*(i for at in sorted(chosen) for i in range(b * at, b * at + b)), *range(n - n % b, n)]
+
+
+@pytest.mark.spec("PO-BEST-BLOCKS")
+@pytest.mark.parametrize("b", [3, 16, 128, 1_000])
+def test_the_order_of_a_block_s_sum_decides(b: int) -> None:
+    """A sum that starts with 2^53 ignores each later 1. Ones that are added before 2^53 count."""
+    first, last = np.ones((2, b))
+    first[0] = last[-1] = 2.0**53
+    for pair, stays in ((first, last), 1), ((first, first), 0):
+        values = np.concatenate(pair)[None]
+        (kept,) = lists(best_blocks(values, np.array([b]), np.zeros(values.shape, dtype=np.bool_), b))
+        assert kept == [*range(stays * b, stays * b + b)]
+
+
+@pytest.mark.spec("PO-BEST-BLOCKS")
+def test_numba_chooses_the_same_blocks() -> None:
+    """Check that the stage of single tokens chooses blocks too, for no block, one block, and a budget of 0."""
+    numba = pytest.importorskip("accelerated.numba_cpu.selectors", reason="pip install 'kvspec[numba]'")
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        n, b = int(rng.integers(1, 40)), int(rng.integers(1, 9))
+        values, pinned = rng.integers(0, 4, (2, n)) / 4, rng.random((2, n)) < 0.1
+        shares = rng.integers(0, n + 2, 2)
+        found = best_blocks(values, shares, pinned, b, numba.best_tokens)
+        assert lists(found) == lists(best_blocks(values, shares, pinned, b))
+
+
+@pytest.mark.spec("PO-BLOCKS")
+@sparingly
+@given(seed=seeds, B=st.integers(1, 30))
+def test_heads_share_tokens_and_each_makes_blocks_of_its_own(seed: int, B: int) -> None:
+    """Check Ada-KV, in two stages."""
+    inputs = drawn(seed)
+    host = policies.critical_adakv(dict(enumerate(inputs.W_o)), W, KERNEL, SAFEGUARD)
+    want = []
+    for view, W_o in zip(inputs.layers, inputs.W_o, strict=True):
+        layer = plain(view)
+        rows = brute_adakv(layer, W, KERNEL)
+        shares = oracle.adaptive_shares(rows, max(B, BLOCK), SAFEGUARD)
+        for row, size, share in zip(rows, weighed.output_sizes(layer, W_o.tolist()), shares, strict=True):
+            second = [None if a is None else (a + 1e-4) * x for a, x in zip(row, size, strict=True)]
+            want.append(oracle.two_stages(row, second, BLOCK, share, Fraction(1, 2)))
+    assert decided(policies.in_blocks(host, BLOCK), inputs, B) == want
+
+
+@pytest.mark.parametrize("compose", [
+    pytest.param(policies.in_blocks, marks=pytest.mark.spec("PO-BLOCKS")),
+    pytest.param(policies.with_representatives, marks=pytest.mark.spec("PO-KVCRUSH")),
+])
+@pytest.mark.parametrize("b", [1, 3, 64])
+def test_a_budget_below_a_block_is_one_block(b: int, compose: Callable[[Policy, int], Policy]) -> None:
+    """Check a host that protects nothing."""
+    inputs = drawn(3, n=64 * 3, L=1, heads=(1, 1))
+    assert len(retained(compose(policies.knorm(), b), inputs, 1).positions) == b
+
+
+@pytest.mark.spec("PO-BLOCKS", "PO-TURN")
+@sparingly
+@given(seed=seeds, B=st.integers(3, SEEN))
+def test_a_turn_goes_on_in_the_text_s_own_blocks(seed: int, B: int) -> None:
+    """Check that the set of each head ends in an open block after the prompt, and that the turn fills this block."""
+    inputs = drawn(seed, n=SEEN, L=2, heads=(2, 2))
+    first = replace(inputs, layers=[
+        replace(x, q=x.q[:, :N], k=x.k[:, :N], v=np.asarray(x.v)[:, :N]) for x in inputs.layers
+    ])
+    for host, b in ((policies.knorm(), 2), (policies.adakv(W, KERNEL), 4)):
+        policy = policies.in_blocks(host, b)
+        live = [[*own, *range(N, SEEN)] for own in decided(policy, first, B)]
+        for stored, own in zip(live, sets(turned(policy, inputs, live, Budget(count=B))), strict=True):
+            assert {i // b for i in own}.isdisjoint({i // b for i in {*stored} - {*own}})
+            assert {*range(SEEN // b * b, SEEN)} <= {*own} <= {*stored}
+
+
+@pytest.mark.spec("PO-BLOCKS", "PO-STEP")
+def test_steps_evict_one_block_when_the_next_one_has_no_room() -> None:
+    """Check H2O with a budget of 8 and blocks of 4.
+
+    A step fills the open block. After the budget is exceeded, a full block is evicted.
+    """
+    policy = policies.in_blocks(policies.h2o(), 4)
+    for seed in range(10):
+        history = decoded(policy, long(seed), 8)
+        for seen, groups in enumerate(history, PROMPT):
+            for own in groups:
+                assert len(own) == 8 if seen % 4 == 0 else len(own) == 4 + seen % 4
+                assert all(4 * (i // 4) + at in own for i in own for at in range(4) if 4 * (i // 4) + at < seen)
+        assert len(history) == STEPS + 1
+
+
+shares_of = st.sampled_from([Fraction(0), Fraction(1, 4), Fraction(1, 2), Fraction(2, 3), Fraction(1)])
+
+
+def chosen(
+    values: Matrix, protected: BoolVector, B: int, b: int, share: Fraction, anchor: str, heads: int,
+) -> list[list[int]]:
+    given_scores = Scores(np.where(protected, np.nan, values), np.arange(values.shape[1] + 1), heads=heads)
+    found: Selection = scored_or_representative(given_scores, np.full(len(values), B), protected, b, share, anchor)
+    assert {found.positions.dtype, found.offsets.dtype} == {np.dtype(np.int64)}
+    return lists(found)
+
+
+@pytest.mark.spec("PO-REPRESENTATIVES")
+@given(seed=seeds, n=st.integers(1, 40), b=st.integers(1, 6), B=st.integers(0, 42), share=shares_of,
+       anchor=st.sampled_from(ANCHORS))
+def test_blocks_are_those_of_brute_force(seed: int, n: int, b: int, B: int, share: Fraction, anchor: str) -> None:
+    """Check two layers of two heads. Few different values, so that tokens, blocks and distances tie.
+
+    Some have no score.
+    """
+    rng = np.random.default_rng(seed)
+    values = rng.integers(-3, 4, (4, n)).astype(np.float64)
+    values[rng.random((4, n)) < rng.choice([0.0, 0.2])] = np.nan
+    protected = rng.random(n) < rng.choice([0.0, 0.1])
+    rows = given_rows(values, np.broadcast_to(protected, values.shape))
+    expected = [own for layer in (rows[:2], rows[2:]) for own in crushed(layer, b, B, share, anchor)]
+    assert chosen(values, protected, B, b, share, anchor, 2) == expected
+
+
+@pytest.mark.spec("PO-REPRESENTATIVES")
+@pytest.mark.parametrize(("heads", "b", "n"), [(2, 16, 5_000), (8, 64, 20_000), (1, 300, 40_000)])
+@pytest.mark.parametrize("anchor", ANCHORS)
+def test_representatives_among_thousands_of_tokens(heads: int, b: int, n: int, anchor: str) -> None:
+    """Check more than 255 bits in a block and more than 255 blocks. Some blocks are much nearer than others."""
+    numbers, m = Numbers(n + heads), n // b
+    values = numbers.integers(0, 10**6, heads * n).reshape(heads, n) / 10**6
+    values[:, : m * b] += np.tile(np.repeat(numbers.integers(0, 8, m) / 4, b), (heads, 1))
+    protected = np.arange(n) >= n - 32
+    closed = m * b - b * protected[: m * b].reshape(m, b).any(axis=1).sum()
+    bits = values[:, :closed] >= np.sort(values[:, :closed], axis=1)[:, (closed + 1) // 2, None]
+    words = bits.reshape(heads, -1, b)
+    point = {"alternating": np.arange(b) % 2, "mean": words.mean(axis=1) > 0.5, "zeros": 0, "ones": 1}[anchor]
+    distances = anchor_distances(values, protected, b, anchor)
+    assert distances[: closed // b].tolist() == [int((words[:, at] != point).sum()) for at in range(closed // b)]
+    for row, own in zip(values, chosen(values, protected, n // 3, b, Fraction(1, 2), anchor, heads), strict=True):
+        places = (n // 3 - n % b) // b - (m - closed // b)
+        totals = row[:closed].reshape(-1, b).sum(axis=1)
+        best = np.argsort(-totals, kind="stable")[: places - places // 2]
+        left = np.setdiff1d(np.arange(closed // b), best)
+        left = left[np.argsort(distances[left], kind="stable")]
+        near = [left[at * len(left) // (places // 2)] for at in range(places // 2)]
+        assert {at // b for at in own if at < closed} == {*best.tolist(), *map(int, near)}
+
+
+@pytest.mark.spec("PO-KVCRUSH")
+def test_the_anchor_reaches_the_choice() -> None:
+    """Check that each anchor changes the kept set, and that a share as a float is its exact number."""
+    inputs = drawn(3, n=200, L=1, heads=(2, 1))
+    found = [decided(policies.kvcrush(W, KERNEL, BLOCK, 0.5, anchor), inputs, 60) for anchor in ANCHORS]
+    assert all(one != other for at, one in enumerate(found) for other in found[:at])
+    assert found[0] == decided(policies.kvcrush(W, KERNEL, BLOCK, Fraction(1, 2)), inputs, 60)
+
+
+Host = Callable[[Inputs], Policy]
+HOSTS: dict[str, Host] = {
+    "tova": lambda i: policies.tova(), "knorm": lambda i: policies.knorm(),
+    "pyramidkv": lambda i: policies.pyramidkv(W, KERNEL), "streamingllm": lambda i: policies.streaming_llm(2),
+    "adakv": lambda i: policies.adakv(W, KERNEL), "defensivekv": CASES["defensivekv"].policy,
+    "triattention": CASES["triattention"].policy, "rkv": lambda i: policies.rkv(W, KERNEL),
+    "adakv(keydiff)": lambda i: policies.with_adaptive_budgets(policies.keydiff(), Fraction(1, 5)),
+}
+
+
+@pytest.mark.spec("DV-POLICY")
+@pytest.mark.parametrize("name", HOSTS)
+@sparingly
+@given(seed=seeds, B=st.integers(1, 24))
+def test_without_penalty_the_hosts_set_stays(name: str, seed: int, B: int) -> None:
+    """With lambda = 0, the set must equal the host's set, including ties and protection."""
+    inputs = drawn(seed)
+    host = HOSTS[name](inputs)
+    assert decided(policies.diverse(host, 0.0), inputs, B) == decided(host, inputs, B)
+
+
+@pytest.mark.spec("DV-POLICY")
+@pytest.mark.parametrize("lam", [0.0, LAM])
+def test_a_host_sees_what_it_sees_alone(lam: float) -> None:
+    """Signatures need the values of every layer. A host that scores by one layer must still receive only this layer."""
+    inputs = drawn(21, n=20, L=3, heads=(2, 1))
+    scorer = LayerScorer(Needs("observed", 0), lambda view: knorm_score(view).mean(axis=0, keepdims=True))
+    knorm = policies.knorm()
+    host = Policy("first-layer", scorer, knorm.budgets, knorm.selector, knorm.protection)
+    rows = [brute_knorm(plain(view)) for view in inputs.layers]
+    first = [sum(x or 0.0 for x in column) / 2 for column in zip(*rows[0], strict=True)]
+    (V,) = signed.signatures(plain_values(inputs), "flat")
+    want = alpha_kept(list(first), V, 7, lam) if lam else oracle.top(first, 7)
+    assert decided(policies.diverse(host, lam), inputs, 7) == [want]
+
+
+@pytest.mark.spec("DV-POLICY")
+@sparingly
+@given(seed=seeds, B=st.integers(2, 7), mode=st.sampled_from(["flat", "layer", "head"]))
+def test_a_signature_outlives_its_tokens_in_other_heads(seed: int, B: int, mode: diversity.Signature) -> None:
+    """Check heads that evict different tokens. A signature of the whole cache must not change."""
+    inputs = long(seed)
+    host = policies.knorm()
+    running = Policy(
+        host.name, host.scorer, host.budgets, host.selector, host.protection, Cadence(every=2), host.granularity
+    )
+    V = signed.signatures(plain_values(inputs), mode)
+    norms = [row for view in inputs.layers for row in brute_knorm(plain(view))]
+    part, live = len(norms) // len(V), [list(range(PROMPT)) for _ in norms]
+    for seen, found in enumerate(decoded(policies.diverse(running, LAM, mode), inputs, B), PROMPT):
+        for g, row in enumerate(norms):
+            at = live[g] if seen == PROMPT else [*live[g], seen - 1]
+            if seen == PROMPT or (seen % 2 == 0 and len(at) > B):
+                at = [at[i] for i in alpha_kept([row[p] for p in at], [V[g // part][p] for p in at], B, LAM)]
+            live[g] = at
+        assert found == live
+
+
+@pytest.mark.spec("DV-VARIANT-B")
+@sparingly
+@given(seed=seeds, B=st.integers(1, 20), lam=st.sampled_from([0.0, 0.5, 2.0]))
+def test_variant_b_adds_a_cosine_to_the_score(seed: int, B: int, lam: float) -> None:
+    inputs = drawn(seed)
+    (V,), found = signed.signatures(plain_values(inputs), "flat"), []
+    prior = signed.toward_mean(V)
+    for view in inputs.layers:
+        for row in brute_knorm(plain(view)):
+            found.append(oracle.top([(x or 0.0) + lam * p for x, p in zip(row, prior, strict=True)], B))
+    assert decided(make_policy("diverse-knorm", {"diversity": lam, "rule": "variant_b"}), inputs, B) == found
+
+
+@pytest.mark.spec("NK-EPISODIC")
+def test_blocks_of_the_papers_lengths() -> None:
+    sizes = {1: 128, 4127: 128, 4128: 129, 6400: 200, 8191: 255, 8192: 256, 32768: 256}
+    assert {N: nk.block_size(N, NESTEDKV) for N in sizes} == sizes
+
+
+@pytest.mark.spec("NK-NESTEDKV")
+@pytest.mark.parametrize("make", [policies.nestedkv, policies.nestedkv_without_adaptive])
+@pytest.mark.parametrize("n", [2, 4, 5, 20])
+@pytest.mark.parametrize("budget", [Budget(count=1), Budget(count=3), Budget(fraction=Fraction(1, 100))])
+def test_a_budget_below_the_sinks_is_raised_to_them(make: Callable[[], Policy], n: int, budget: Budget) -> None:
+    """Check the floor of the policy for prompts of any length."""
+    k = keys(1, 2, n).astype(np.float64)
+    seen = Observation(n, 2, None, {0: LayerView(k[:, :0], k, None, 1.0, None)})
+    assert make().floor == 4
+    kept = policies.retain(make(), budget, seen)
+    assert [kept.group(h).tolist() for h in range(2)] == [[0, 1, 2, 3][:n]] * 2
+
+
+@pytest.mark.spec("NK-NESTEDKV")
+@given(seed=seeds, r=st.sampled_from(["0.25", "0.5", "0.75", "0.8", "0.9"]), n=st.integers(60, 90))
+def test_a_layer_keeps_its_budget_exactly_and_every_head_its_quota(seed: int, r: str, n: int) -> None:
+    inputs = drawn(seed, n, L=2, heads=(3, 1))
+    B = policies.eviction_budget(r, n)
+    kept = decided(policies.nestedkv(), inputs, B)
+    assert [sum(map(len, kept[layer:][:3])) for layer in (0, 3)] == [3 * B, 3 * B]
+    assert min(map(len, kept)) >= max(4, int(Fraction(1, 5) * B))
+    assert all(group[:4] == [0, 1, 2, 3] for group in kept)
+
+
+@pytest.mark.spec("NK-TOKENS")
+@given(percent=st.integers(0, 99), N=st.integers(1, 5000))
+def test_the_budget_is_the_exact_floor(percent: int, N: int) -> None:
+    kept = (100 - percent) * N // 100
+    written = f"0.{percent:02d}"
+    if kept:
+        assert policies.eviction_budget(written, N) == policies.eviction_budget(percent / 100, N) == kept
+        assert policy_oracle.tokens(written, N) == kept
+    else:
+        with pytest.raises(SpecError):
+            policies.eviction_budget(written, N)
+
+
+def test_a_policy_takes_its_score_from_a_backend() -> None:
+    """Check that Numba's kept sets follow from Numba's scores."""
+    pytest.importorskip("numba", reason="pip install 'kvspec[numba]'")
+    inputs = drawn(3, 40, L=1, heads=(2, 1))
+    view = inputs.layers[0]
+    rows = resolve("numba").require_nestedkv().anomaly_score(view.k, NESTEDKV)
+    want = policy_oracle.kept(rows.tolist(), 10, NESTEDKV)
+    assert decided(policies.nestedkv(backend="numba"), inputs, 10) == want
