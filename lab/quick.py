@@ -10,9 +10,9 @@ import sys
 from collections.abc import Collection
 from functools import cache
 
+from conformance.paths import ROOT
 from lab.layers import Module, module_of, read_modules
 from lab.trace import Trace, read_tree
-from conformance.paths import ROOT
 
 SECONDS = 40
 NEED_A_SUBJECT = ("conformance/policy_suite/", "conformance/cache_suite/")

@@ -157,7 +157,7 @@ def _words(token: Token) -> str:
 def of_docstrings(package: str) -> Iterator[Passage]:
     """Yield the docstrings of a package's exported names and their public members, each with its first line."""
     loader = GriffeLoader(search_paths=[ROOT])
-    for behind in ("spec", "reference", "models_integration", "conformance"):
+    for behind in ("spec", "reference", "models_integration", "experiments", "conformance"):
         loader.load(behind)
     module = loader.load(package)
     loader.resolve_aliases(implicit=True, external=False)
@@ -233,7 +233,7 @@ def _pages(*patterns: str) -> Iterator[Passage]:
 
 
 def _errors() -> Iterator[Passage]:
-    packages = ("spec", "reference", "accelerated", "models_integration", "conformance")
+    packages = ("spec", "reference", "accelerated", "models_integration", "experiments", "conformance", "kvspec")
     return chain.from_iterable(of_errors(path) for name in packages for path in sorted(ROOT.glob(f"{name}/**/*.py")))
 
 

@@ -27,15 +27,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from lab.proofs.coq.build import theorems
 from conformance.items import items_of
 from conformance.paths import ROOT
+from lab.proofs.coq.build import theorems
 
 IMPLEMENTING = ("spec", "reference", "accelerated")
+TESTING = ("conformance", "tests", "lab")
 TRUSTED = ("spec", "reference")
 BACKENDS = ("accelerated/numba_cpu", "accelerated/triton_gpu")
 LOCK, STAGES = Path("spec", "items.lock"), Path("spec", "implementing.md")
-THEOREMS = Path("conformance", "assurance", "proofs", "coq", "proofs")
+THEOREMS = Path("lab", "proofs", "coq", "proofs")
 MUTANTS = 2  # minimum for each item
 
 # Stages that a device backend runs on the host: their inputs are only a few thousand trunks, tokens or scores.
@@ -203,9 +204,9 @@ def read_tree(root: Path) -> Trace:
         {name: normative_hash(text) for name, text in found},
         read_lock(lock.read_text(encoding="ascii")) if lock.exists() else {},
         _places(root, (path for package in IMPLEMENTING for path in (root / package).rglob("*.py")), implementations),
-        _places(root, (root / "conformance").rglob("*.py"), markers),
+        _places(root, (path for room in TESTING for path in (root / room).rglob("*.py")), markers),
         _places(root, (root / "spec" / "vectors").glob("*.json"), vector_items),
-        _places(root, (root / "conformance" / "assurance" / "mutants").rglob("*.toml"), mutated),
+        _places(root, (root / "lab" / "mutants").rglob("*.toml"), mutated),
         tuple(backend for backend in BACKENDS if (root / backend).is_dir()),
         tuple(sorted({name for name in names if names.count(name) > 1})),
         proved,

@@ -32,11 +32,10 @@ if TYPE_CHECKING:
     from models_integration.session.observed import ObservedSegment
     from models_integration.session.session import Session
     from models_integration.session.verbs import compact, observe
-    from experiments.studies.own_texts import compare
 
 __all__ = [
     "CrystalCache", "CustomPolicy", "Decision", "FullCache", "NamedPolicy", "ObservedSegment", "Prefilled",
-    "RetainedCache", "RetentionPolicy", "Session", "StreamingLLM", "calibrate", "compact", "compare", "decide",
+    "RetainedCache", "RetentionPolicy", "Session", "StreamingLLM", "calibrate", "compact", "decide",
     "load_cache", "observe", "policy_from_name", "prefill", "repeat_template", "save_cache", "sentence_ends",
 ]
 
@@ -48,7 +47,7 @@ _HOME = {
     "NamedPolicy": "policies.methods", "policy_from_name": "policies.methods",
     "calibrate": "policies.calibration", "Session": "session.session",
     "RetainedCache": "cache.retained_cache", "load_cache": "cache.snapshot", "save_cache": "cache.snapshot",
-    "compare": "studies.own_texts", "sentence_ends": "policies.values", "repeat_template": "policies.values",
+    "sentence_ends": "policies.values", "repeat_template": "policies.values",
 }
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from models_integration.pocket import load_pocket
 from experiments.tasks import draw_sample
+from models_integration.pocket import load_pocket
 from reference.policies.scored import LinearScores, write_scores
 
 

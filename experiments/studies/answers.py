@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from experiments.studies.leases import Leases
+from experiments.studies.results import ERROR, Row
 from models_integration.archive.layer_masks import layer_masks
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.cache_argument import cache_name
 from models_integration.session.observed import ObservedSegment
 from models_integration.session.verbs import read
-from experiments.studies.leases import Leases
-from experiments.studies.results import ERROR, Row
 from reference.policies import eviction_budget
 from reference.policies.retain import retain_each
 from spec.budget import Budget, parse_budget

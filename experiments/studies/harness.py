@@ -17,6 +17,9 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 from tqdm import tqdm
 
+from experiments.studies.evidence.rules import AT_PROMPT
+from experiments.studies.results import unit_named
+from experiments.studies.subject import AUTO, SHIPPED, Subject, model_errors, policy_in_rows
 from models_integration.cache.continuation import Decision
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import describe
@@ -29,9 +32,6 @@ from models_integration.session.observed import ObservedSegment
 from models_integration.session.session import Session
 from models_integration.session.stages import describe_stages
 from models_integration.session.verbs import compact, observe, read
-from experiments.studies.evidence.rules import AT_PROMPT
-from experiments.studies.results import unit_named
-from experiments.studies.subject import AUTO, SHIPPED, Subject, model_errors, policy_in_rows
 from reference.calibration import load_calibration
 from spec import SPEC_VERSION
 from spec.budget import parse_budget

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Self
 from uuid import uuid4
 
-from models_integration.cache.atomic_file import publish_readable
 from experiments.studies.results import AGAIN, ERROR, START, Row, append_row, rows_behind, unit_named
+from models_integration.cache.atomic_file import publish_readable
 
 __all__ = ["Leases", "holder_of"]
 

@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from models_integration.cache.atomic_file import publish_readable
 from experiments.studies.answers import read_budget
 from experiments.studies.evidence.kept import CONTROL_BOUNDS, FULL, control_tokens
 from experiments.studies.results import Row
 from experiments.tasks.registry import OWN_QUESTIONS
+from models_integration.cache.atomic_file import publish_readable
 from reference.statistics import bootstrap, draws, mcnemar, wilson
 from spec.arrays import Float64, Vector
 from spec.errors import SpecError

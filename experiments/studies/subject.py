@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from experiments.tasks import Sample
 from models_integration.model.architecture import check_positions
 from models_integration.model.identity import ModelIdentity, identify
 from models_integration.model.published_weights import WEIGHTS, located, read_gguf
@@ -27,7 +28,6 @@ from models_integration.policies.methods import (
     spelled,
 )
 from models_integration.policies.values import repeat_template, sentence_ends
-from experiments.tasks import Sample
 from reference.calibration import Calibration
 from reference.policies.names import NAMES, own_policy
 from spec.budget import Budget

@@ -133,7 +133,7 @@ class Launch:
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(int(threads))
         arguments = [word for word in sys.argv[1:] if word != "--again"]
-        command = [sys.executable, "-m", "kvspec.cli", *arguments, "--workers", "1"]
+        command = [sys.executable, "-m", "kvspec", *arguments, "--workers", "1"]
         children: dict[Path, subprocess.Popen[bytes]] = {}
         out.mkdir(parents=True, exist_ok=True)
         with ExitStack() as files:
@@ -163,7 +163,7 @@ class _Worker:
         sys.argv = ["kvspec", *arguments]
         with open(log, "a", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
             try:
-                run_module("kvspec.cli", run_name="__main__")
+                run_module("kvspec", run_name="__main__")
             except SystemExit as ended:
                 return int(ended.code or 0)
         return 0

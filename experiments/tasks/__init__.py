@@ -1,6 +1,6 @@
 """Tasks for the comparison of policies, with exact context lengths and seeds, for any tokenizer."""
 
-from experiments.tasks.assembly import Filler, TaskTokenizer
+from experiments.tasks.assembly import Filler
 from experiments.tasks.metrics import is_exact_match
 from experiments.tasks.needle import (
     DEFAULT_FILLER,
@@ -18,6 +18,7 @@ from experiments.tasks.needle import (
     place,
     score,
 )
+from models_integration.model.frame import TaskTokenizer
 
 __all__ = [
     "DEFAULT_FILLER", "DEFAULT_PLACEMENT", "DENSITIES", "DEPTHS", "MAX_NEW_TOKENS", "PLACEMENTS", "TASKS", "Filler",

@@ -1,36 +1,26 @@
-"""Tokens of contexts: sentence templates, filler of exactly the requested length, and the frame of a chat template.
+"""Tokens of contexts: sentence templates, and filler of exactly the requested length.
 
 Sentences are tokenized one by one and the ids are joined, so counts are exact for every tokenizer. Filler consists of
 whole sentences. The last sentences are chosen so that the lengths add up. A sentence is cut only if no choice adds up
 (a few tokens).
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
+from models_integration.model.frame import PROBE, TaskTokenizer, decode, encode, opening_ids
 from spec.errors import SpecError
 
 __all__ = [
-    "NO_TEMPLATE", "Anchor", "Assembled", "FactTemplate", "Filler", "FillerStream", "Frame", "TaskTokenizer",
-    "TopicTemplate", "assemble", "bare", "chat", "decode", "encode", "frame_of", "joiner", "opening_ids",
+    "Anchor", "Assembled", "FactTemplate", "Filler", "FillerStream", "TopicTemplate", "assemble", "joiner",
 ]
 
-_PROBE = "The end."
 _PLANNED = 1024
 """Remaining lengths up to this number of tokens are planned exactly. For longer rests, any sentence can come next."""
-
-
-class TaskTokenizer(Protocol):
-    """The two methods of a tokenizer that the tasks use. Every tokenizer of transformers has these methods."""
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str | list[str]: ...
 
 
 Filler: TypeAlias = Sequence[str]
@@ -94,28 +84,10 @@ class Assembled:
     spans: tuple[tuple[int, int], ...]
 
 
-def encode(tokenizer: TaskTokenizer, text: str) -> tuple[int, ...]:
-    """Return the token ids of `text` alone, without special tokens."""
-    return tuple(int(token) for token in tokenizer.encode(text, add_special_tokens=False))
-
-
-def decode(tokenizer: TaskTokenizer, ids: Sequence[int]) -> str:
-    """Return the text of `ids` without special tokens."""
-    return str(tokenizer.decode([int(token) for token in ids], skip_special_tokens=True))
-
-
 def joiner(tokenizer: TaskTokenizer) -> str:
     """Return the text before each sentence with which joined ids decode to text with single spaces."""
-    twice = encode(tokenizer, _PROBE) * 2
-    return "" if decode(tokenizer, twice).strip() == f"{_PROBE} {_PROBE}" else " "
-
-
-def opening_ids(tokenizer: TaskTokenizer) -> tuple[int, ...]:
-    """Return the special tokens that the tokenizer adds before a text (often one, often none)."""
-    plain = encode(tokenizer, _PROBE)
-    full = tuple(int(token) for token in tokenizer.encode(_PROBE, add_special_tokens=True))
-    starts = (start for start in range(len(full)) if full[start : start + len(plain)] == plain)
-    return full[: next(starts, 0)]
+    twice = encode(tokenizer, PROBE) * 2
+    return "" if decode(tokenizer, twice).strip() == f"{PROBE} {PROBE}" else " "
 
 
 @lru_cache(maxsize=256)
@@ -211,61 +183,3 @@ def assemble(
         ids.extend(encoded[index])
     ids.extend(stream.take(room - used))
     return Assembled(tuple(ids), tuple(spans))
-
-
-NO_TEMPLATE = "none"
-
-_PLACE, _ANSWER, _NEXT = "kvspec-context", "kvspec-answer", "kvspec-next"
-
-
-@dataclass(frozen=True)
-class Frame:
-    """Tokens before the context, and text after the question.
-
-    Attributes:
-        name: `none`, or the hash of the chat template.
-        opening: tokens before the context. They count as tokens of the context.
-        closing: text after the question, before the answer.
-        between: text after an answer, before the next question.
-    """
-
-    name: str
-    opening: tuple[int, ...]
-    closing: str
-    between: str = "\n\n"
-
-
-def bare(tokenizer: TaskTokenizer) -> Frame:
-    """Return a frame without a chat template: only the tokens that the tokenizer puts before a text."""
-    return Frame(NO_TEMPLATE, opening_ids(tokenizer), "")
-
-
-def chat(tokenizer: Any) -> Frame:
-    """Return the frame of the tokenizer's chat template. Context and question are one message of the user.
-
-    Raises:
-        SpecError: if the tokenizer has no chat template, or if the template changes the text of messages.
-    """
-    template = getattr(tokenizer, "chat_template", None)
-    if not isinstance(template, str):
-        raise SpecError("tokenizer", type(tokenizer).__name__, "has no chat template")
-    turns = [("user", _PLACE), ("assistant", _ANSWER), ("user", _NEXT)]
-    first, all_turns = (_printed(tokenizer, turns[:count]) for count in (1, 3))
-    before, found, behind = first.partition(_PLACE)
-    between, next_found, _ = all_turns.partition(_ANSWER)[2].partition(_NEXT)
-    if not found or not next_found:
-        raise SpecError(
-            "tokenizer", type(tokenizer).__name__, "must have a chat template that prints messages unchanged"
-        )
-    name = hashlib.sha256(template.encode()).hexdigest()[:16]
-    return Frame(name, encode(tokenizer, before), behind, between)
-
-
-def frame_of(tokenizer: Any, bare_text: bool = False) -> Frame:
-    """Return the frame of the chat template, or a bare frame if there is no template or `bare_text` is True."""
-    return bare(tokenizer) if bare_text or not getattr(tokenizer, "chat_template", None) else chat(tokenizer)
-
-
-def _printed(tokenizer: Any, turns: list[tuple[str, str]]) -> str:
-    messages = [{"role": role, "content": content} for role, content in turns]
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))

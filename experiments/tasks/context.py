@@ -15,8 +15,9 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
-from experiments.tasks.assembly import Anchor, Assembled, Frame, TaskTokenizer, encode, joiner
+from experiments.tasks.assembly import Anchor, Assembled, joiner
 from experiments.tasks.needle import Sample, generator
+from models_integration.model.frame import Frame, TaskTokenizer, encode
 from spec.errors import SpecError
 from spec.files import read_text
 from spec.parameters import PAPER

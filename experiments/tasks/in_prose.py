@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.tasks.assembly import Anchor, FactTemplate, TaskTokenizer, bare, decode, encode, joiner
+from experiments.tasks.assembly import Anchor, FactTemplate, joiner
 from experiments.tasks.context import STRATA, Ground, Prose, check_unprotected, unprotected, weave
 from experiments.tasks.metrics import CONTAINS
 from experiments.tasks.needle import (
@@ -28,6 +28,7 @@ from experiments.tasks.needle import (
     part_of,
     spaced,
 )
+from models_integration.model.frame import TaskTokenizer, bare, decode, encode
 from spec.errors import SpecError
 from spec.parameters import PAPER
 from spec.validate import check_choices

@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from experiments.tasks.assembly import bare
 from experiments.tasks.context import Ground, Span
 from experiments.tasks.metrics import CONTAINS, OPTION, STRING_MATCH_ALL
 from experiments.tasks.needle import Sample
 from experiments.tasks.rows import OfFile, Row, check_fields, open_rows, read_setting, texts
 from experiments.tasks.ruler import PINNED
 from experiments.tasks.scbench import in_turns
+from models_integration.model.frame import bare
 from spec.errors import SpecError
 from spec.validate import check_choices
 

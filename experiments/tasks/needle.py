@@ -12,21 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.tasks.assembly import (
-    NO_TEMPLATE,
-    Anchor,
-    FactTemplate,
-    Filler,
-    Frame,
-    TaskTokenizer,
-    TopicTemplate,
-    assemble,
-    bare,
-    decode,
-    encode,
-    joiner,
-)
+from experiments.tasks.assembly import Anchor, FactTemplate, Filler, TopicTemplate, assemble, joiner
 from experiments.tasks.metrics import FIRST_NUMBER, ROUGE_L, judge
+from models_integration.model.frame import NO_TEMPLATE, Frame, TaskTokenizer, bare, decode, encode
 from spec.errors import SpecError
 from spec.validate import check_choices
 

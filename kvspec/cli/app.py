@@ -21,7 +21,7 @@ from spec.errors import SpecError
 
 __all__ = ["app", "judge", "verify_here"]
 
-_PACKAGES = ("spec", "reference", "accelerated", "conformance", "models_integration")
+_PACKAGES = ("spec", "reference", "accelerated", "conformance", "models_integration", "experiments", "kvspec")
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
@@ -84,8 +84,8 @@ def compress(
     attn: Attention = "auto",
 ) -> None:
     """Evict tokens of one prompt with CrystalCache, and print the number of kept tokens and the freed memory."""
-    from kvspec.cli.prompts import run_compress
     from experiments.studies.subject import Loading
+    from kvspec.cli.prompts import run_compress
 
     run_compress(prompt, budget, Loading(model, backend, device, dtype, attn))
 
@@ -133,8 +133,8 @@ def explain(
     The page needs no network. The page has sliders for the budget and the parameters. If you move a slider, the page
     computes the kept tokens again.
     """
-    from kvspec.cli.explain import run_explain
     from experiments.studies.subject import Loading
+    from kvspec.cli.explain import run_explain
 
     run_explain(prompt, out, budget, Loading(model, backend, device, dtype, attn), beside, calibration, force)
 

@@ -64,8 +64,8 @@ def put(
     embedding, codec, tenant and kept tokens. If you store a text twice with the same options, the archive has one
     chunk.
     """
-    from kvspec.cli.archive_runs import run_put
     from experiments.studies.subject import Loading
+    from kvspec.cli.archive_runs import run_put
 
     loading = Loading(model, backend, device, dtype, attn)
     run_put(text, wrapper, codec, upper, policy, budget, calibration, loading, tenant, folder, master_key)
@@ -82,8 +82,8 @@ def get(
     If the chunk is damaged, the command moves the chunk to the quarantine folder and reports that the chunk is missing.
     If the chunk was made by a different model, the command fails.
     """
-    from kvspec.cli.archive_runs import run_get
     from experiments.studies.subject import Loading
+    from kvspec.cli.archive_runs import run_get
 
     run_get(key, Loading(model, "numpy", device, dtype, attn), tenant, folder, master_key)
 
@@ -126,8 +126,8 @@ def find(
     the ranking of a sentence encoder. Chunks that share no word with the query come last. Chunks that a different model
     made are skipped. For `kvspec archive gc`, a search does not count as a use of a chunk.
     """
-    from kvspec.cli.archive_runs import run_find
     from experiments.studies.subject import Loading
+    from kvspec.cli.archive_runs import run_find
 
     loading = Loading(model, "numpy", device, dtype, attn)
     run_find(query, top, dense, rerank, loading, tenant, folder, master_key)
@@ -150,8 +150,8 @@ def inject(
 
     The model does not process the texts of the chunks again, because the stored keys are rotated to the new positions.
     """
-    from kvspec.cli.archive_runs import run_inject
     from experiments.studies.subject import Loading
+    from kvspec.cli.archive_runs import run_inject
 
     loading = Loading(model, "numpy", device, dtype, attn)
     run_inject(keys, ask, session, new_tokens, text, loading, tenant, folder, master_key)

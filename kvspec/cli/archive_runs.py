@@ -7,15 +7,15 @@ from time import perf_counter
 
 import typer
 
+from experiments.studies.answers import answered, next_token
+from experiments.studies.subject import Loading, Subject
+from kvspec.cli.checks import calibration_of, check_counts
 from models_integration.archive.errors import ForeignVersion, NoSuchChunk, OtherDtype, OtherFrequencies, WrongModel
 from models_integration.archive.keyring import Keyring, read_master
 from models_integration.archive.library import IDS, Library, recommended_form, vocabulary_of
 from models_integration.archive.retrieval import dense, lexical, reranked, retrieved, static
 from models_integration.archive.store import Archive
 from models_integration.cache.retained_cache import RetainedCache
-from kvspec.cli.checks import calibration_of, check_counts
-from experiments.studies.answers import answered, next_token
-from experiments.studies.subject import Loading, Subject
 from spec.errors import SpecError
 from spec.files import read_text
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import typer
 
-from models_integration.policies.methods import constants_of, spelled
 from experiments.studies.results import load_rows
+from models_integration.policies.methods import constants_of, spelled
 from reference.calibration import Calibration, load_calibration
 from spec.errors import SpecError
 from spec.files import check_output_folder, check_results, read_text

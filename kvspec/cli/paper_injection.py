@@ -10,9 +10,6 @@ from pathlib import Path
 import pandas as pd
 from rich.console import Console
 
-from kvspec.cli.checks import check_folder
-from kvspec.cli.paper_runs import INJECTION, Asked, page_names, publish_tables
-from kvspec.cli.study_runs import finish
 from experiments.studies.page import Html, note, section, table
 from experiments.studies.papers.costs import clock_of, timed
 from experiments.studies.papers.injection import NEW_TOKENS, TEMPLATES, Scene, Session, template_of
@@ -29,6 +26,9 @@ from experiments.studies.report import fitting_tables, progress_bar, say
 from experiments.studies.results import Row, append_row, load_rows
 from experiments.studies.subject import Loading, Subject
 from experiments.studies.workers import Launch
+from kvspec.cli.checks import check_folder
+from kvspec.cli.paper_runs import INJECTION, Asked, page_names, publish_tables
+from kvspec.cli.study_runs import finish
 from spec import SPEC_VERSION
 from spec.errors import SpecError
 from spec.validate import check_choices

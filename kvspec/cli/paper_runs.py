@@ -9,11 +9,6 @@ from typing import NamedTuple
 import torch
 from rich.console import Console
 
-from models_integration.cache.atomic_file import publish_readable
-from kvspec.cli.checks import check_counts, check_folder
-from kvspec.cli.study_runs import Running, Work, finish
-from models_integration.policies.calibration import calibrate
-from models_integration.policies.methods import constants_of, spelled
 from experiments.studies.evidence.kept import read_prompt
 from experiments.studies.evidence.measure import measure
 from experiments.studies.evidence.rules import Rules
@@ -29,6 +24,11 @@ from experiments.studies.workers import Launch
 from experiments.tasks import place
 from experiments.tasks.context import read_prose
 from experiments.tasks.needle import MAX_NEW_TOKENS
+from kvspec.cli.checks import check_counts, check_folder
+from kvspec.cli.study_runs import Running, Work, finish
+from models_integration.cache.atomic_file import publish_readable
+from models_integration.policies.calibration import calibrate
+from models_integration.policies.methods import constants_of, spelled
 from reference.calibration import load_calibration, save_calibration
 from spec.errors import SpecError
 

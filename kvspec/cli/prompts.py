@@ -12,8 +12,11 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig, AutoTokenizer
 
-from models_integration.cache.atomic_file import publish_readable
+from experiments.studies.evidence.rules import PARTS, Rules, check_budget, load_rules
+from experiments.studies.evidence.run import items
+from experiments.studies.subject import AUTO, DTYPES, SHIPPED, Loading, Subject, model_errors, policy_with
 from kvspec.cli.checks import check_counts, read_prompt
+from models_integration.cache.atomic_file import publish_readable
 from models_integration.engines.keep import keep_and_count
 from models_integration.model.published_weights import WEIGHTS, located
 from models_integration.pocket import load_pocket_tokenizer
@@ -27,9 +30,6 @@ from models_integration.policies.calibration import (
 from models_integration.policies.methods import CrystalCache, spelled
 from models_integration.policies.prefill import prefill
 from models_integration.policies.values import repeat_template, sentence_ends
-from experiments.studies.evidence.rules import PARTS, Rules, check_budget, load_rules
-from experiments.studies.evidence.run import items
-from experiments.studies.subject import AUTO, DTYPES, SHIPPED, Loading, Subject, model_errors, policy_with
 from reference.calibration import Calibration, save_calibration
 from spec.errors import SpecError
 from spec.files import check_output

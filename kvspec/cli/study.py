@@ -82,9 +82,9 @@ def paper(
     results differ from the best baseline and from the full cache. Below each table is a list of missing results.
     Results that are stored in --out are not computed again.
     """
-    from kvspec.cli.paper_runs import INJECTION, Asked, run
     from experiments.studies.subject import Loading
     from experiments.studies.workers import Launch
+    from kvspec.cli.paper_runs import INJECTION, Asked, run
 
     if name == INJECTION:
         from kvspec.cli.paper_injection import run
@@ -138,12 +138,12 @@ def compare(
     A second run skips the results that are stored in --out. With --write-rules the command only writes a rules file for
     kvspec sweep or kvspec study.
     """
-    from kvspec.cli.checks import check_defaults
-    from kvspec.cli.study_runs import Running, run, save_rules, study_of
     from experiments.studies.evidence.rules import rules_of
     from experiments.studies.own_texts import question_study
     from experiments.studies.subject import Loading
     from experiments.studies.workers import Launch
+    from kvspec.cli.checks import check_defaults
+    from kvspec.cli.study_runs import Running, run, save_rules, study_of
 
     names, calibrated = names_of("policies", policies), str(calibration.resolve()) if calibration else ""
     if questions is None:
@@ -185,9 +185,9 @@ def demo(
         f"{'The demo takes about a minute on two CPU cores. ' if model == 'pocket' else ''}Nothing is downloaded."
         f" Results are written to {out}. A second run skips finished samples.", flush=True,
     )
-    from kvspec.cli.study_runs import Running, run, study_of
     from experiments.studies.evidence.rules import rules_of
     from experiments.studies.subject import SHIPPED, Loading
+    from kvspec.cli.study_runs import Running, run, study_of
 
     asked = "needle,delayed_association" if model in SHIPPED else "needle_in_prose,keys_in_prose_2"
     policies = ("crystalcache", "streamingllm", "fullcache")
@@ -229,10 +229,10 @@ def sweep(
         for line in lines(status):
             print(line)
         return
-    from kvspec.cli.checks import check_defaults
-    from kvspec.cli.study_runs import Running, grid_rules, rules_in, run
     from experiments.studies.subject import Loading
     from experiments.studies.workers import Launch
+    from kvspec.cli.checks import check_defaults
+    from kvspec.cli.study_runs import Running, grid_rules, rules_in, run
 
     if rules is None:
         made = grid_rules(grid, budget, tasks, length, samples, seed, model, bare)
@@ -274,9 +274,9 @@ def study(
     the rules. Dev and confirming samples must share no text. No claim may pool places or texts with opposite signs. If
     a check fails, the exit code is 1. The file known-limits.toml in the folder lists defects that are stated.
     """
-    from kvspec.cli.study_runs import Running, print_audit, rules_in, run
     from experiments.studies.subject import Loading
     from experiments.studies.workers import Launch
+    from kvspec.cli.study_runs import Running, print_audit, rules_in, run
 
     if audit is not None:
         raise typer.Exit(int(print_audit(audit)))
@@ -337,7 +337,7 @@ def calibrate(
 
     To use the calibration file, run kvspec compare --policies triattention --calibration calibration.npz
     """
-    from kvspec.cli.prompts import run_calibrate
     from experiments.studies.subject import Loading
+    from kvspec.cli.prompts import run_calibrate
 
     run_calibrate(text, out, tokens, Loading(model, device=device, dtype=dtype, attn=attn), threshold, force)

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from models_integration.cache.atomic_file import publish_readable
 from experiments.studies.evidence.page import study_sections
 from experiments.studies.evidence.rules import Rules, load_rules
 from experiments.studies.evidence.run import ONE_STUDY, merged
@@ -13,6 +12,7 @@ from experiments.studies.page import Html, page
 from experiments.studies.report import TABLES, say, summary, write_table
 from experiments.studies.results import STUDY, Row, load_rows
 from experiments.studies.workers import failed_samples
+from models_integration.cache.atomic_file import publish_readable
 from spec.errors import SpecError
 from spec.files import check_output, check_results
 

@@ -8,12 +8,6 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from models_integration.cache.atomic_file import publish_readable
-from kvspec.cli.checks import calibration_of, check_counts, check_folder
-from kvspec.cli.options import names_of
-from kvspec.cli.study_files import PAGE, check_outputs, write_outputs, write_page
-from models_integration.session.method import Method
-from models_integration.session.stages import describe_stages
 from experiments.studies.evidence.audit import audit
 from experiments.studies.evidence.kept import CONTROL_BOUNDS, FULL
 from experiments.studies.evidence.protocol import check_controls, check_order, registered
@@ -44,6 +38,12 @@ from experiments.studies.subject import Loading, Subject
 from experiments.studies.workers import Launch, first_failure
 from experiments.tasks.needle import CONFIRM
 from experiments.tasks.registry import files_of, resolve_task
+from kvspec.cli.checks import calibration_of, check_counts, check_folder
+from kvspec.cli.options import names_of
+from kvspec.cli.study_files import PAGE, check_outputs, write_outputs, write_page
+from models_integration.cache.atomic_file import publish_readable
+from models_integration.session.method import Method
+from models_integration.session.stages import describe_stages
 from reference.calibration import Calibration
 from spec.errors import SpecError
 from spec.files import check_output

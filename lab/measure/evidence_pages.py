@@ -14,6 +14,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from experiments.studies.answers import read_budget
+from experiments.studies.evidence.claims import Verdict, compared, verdicts
+from experiments.studies.evidence.kept import FULL
+from experiments.studies.evidence.protocol import commits_with_rules
+from experiments.studies.evidence.rules import PARTS, Claim, load_rules
+from experiments.studies.evidence.samples import ENDS, Samples
+from experiments.studies.evidence.splits import FEWEST, ORDER, SPLITS
+from experiments.studies.evidence.tables import lost_at
+from experiments.studies.report import SAME_CACHE, format_p
 from lab.measure.evidence_papers import PAPER_TABLES
 from lab.measure.evidence_rows import (
     DELAYED,
@@ -28,15 +37,6 @@ from lab.measure.evidence_rows import (
     ROOT,
     samples_of,
 )
-from experiments.studies.answers import read_budget
-from experiments.studies.evidence.claims import Verdict, compared, verdicts
-from experiments.studies.evidence.kept import FULL
-from experiments.studies.evidence.protocol import commits_with_rules
-from experiments.studies.evidence.rules import PARTS, Claim, load_rules
-from experiments.studies.evidence.samples import ENDS, Samples
-from experiments.studies.evidence.splits import FEWEST, ORDER, SPLITS
-from experiments.studies.evidence.tables import lost_at
-from experiments.studies.report import SAME_CACHE, format_p
 from reference.statistics import mcnemar
 
 PAGES = (ROOT / "README.md", HOME / "README.md", HOME / "erratum.md", HOME / "papers.md")

@@ -4,7 +4,6 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from lab.measure.evidence_rows import HOME, rows_of
 from experiments.studies.evidence.kept import FULL
 from experiments.studies.evidence.run import merged
 from experiments.studies.papers import COSTS, PAPERS, Paper, Part, Table, load_paper, rules_of_part
@@ -16,6 +15,7 @@ from experiments.studies.papers.injection_tables import (
     tables_of,
 )
 from experiments.studies.papers.tables import Measured, fill, shaped
+from lab.measure.evidence_rows import HOME, rows_of
 
 __all__ = ["PAPER_TABLES"]
 

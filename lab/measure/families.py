@@ -21,8 +21,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, logging
 
 from conformance.cache_suite.oracle import Masked
-from lab.measure.family_models import VOCABULARY, Family, NotBuilt, families
 from conformance.paths import DOCS
+from experiments.studies.report import progress_bar
+from lab.measure.family_models import VOCABULARY, Family, NotBuilt, families
 from models_integration import (
     CrystalCache,
     FullCache,
@@ -36,7 +37,6 @@ from models_integration import (
 )
 from models_integration.model.architecture import describe
 from models_integration.model.cache_argument import CACHE
-from experiments.studies.report import progress_bar
 from spec.errors import SpecError
 from spec.parameters import TINY
 

@@ -11,9 +11,9 @@ Rooms = dict[str, tuple[int, int]]
 
 
 def room_of(path: str) -> str:
-    """Return the top-level package of a file. For the two large packages, return the package inside."""
+    """Return the top-level package of a file. For a large package, return the package inside."""
     first, *rest = path.split("/")
-    deep = first in ("conformance", "models_integration") and len(rest) > 1
+    deep = first in ("conformance", "experiments", "lab", "models_integration", "tests") and len(rest) > 1
     return f"{first}/{rest[0]}" if deep else first
 
 

@@ -26,9 +26,9 @@ from gguf import GGMLQuantizationType
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lab.measure.gguf_files import write_gguf
 from conformance.paths import ROOT
 from conformance.tolerances import MASKED_LOGITS, MASKED_VISIBLE
+from lab.measure.gguf_files import write_gguf
 from models_integration.engines.keep import keep
 from models_integration.engines.llama_cpp import LlamaSequence
 from models_integration.model.published_weights import WEIGHTS, download_wheel, located

@@ -21,11 +21,8 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
-from lab.proofs.coq import build as coq
-from lab.proofs.coq import engine as coq_engine
 from conformance.engine.methods import FAMILY
 from conformance.engine.process import Engine
-from lab.measure.certificates.__main__ import PROGRAMS, compile_engine
 from conformance.methods.method import METHODS as COMPARED
 from conformance.methods.method import has_own_code, method_of
 from conformance.paths import DOCS
@@ -33,6 +30,9 @@ from conformance.verify.__main__ import run
 from conformance.verify.outcomes import Outcome
 from conformance.verify.request import parsed
 from conformance.verify.runs import prepared
+from lab.measure.certificates.__main__ import PROGRAMS, compile_engine
+from lab.proofs.coq import build as coq
+from lab.proofs.coq import engine as coq_engine
 from reference.policies.names import POLICIES
 from spec import SPEC_VERSION
 from spec.backend import BUILT_IN

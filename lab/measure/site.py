@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
+from conformance.items import items_of
+from conformance.paths import ROOT, SPEC
 from lab.mutants.written import MUTANTS, WrittenMutant
 from lab.proofs.__main__ import source_claims
 from lab.proofs.coq.build import HERE, Theorem, theorems
@@ -28,8 +30,6 @@ from lab.trace import (
     stage_items,
     vector_items,
 )
-from conformance.items import items_of
-from conformance.paths import ROOT, SPEC
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def gathered() -> Mapping[str, Evidence]:
     for path, source in sources(IMPLEMENTING):
         for item, node in implementing(source):
             found[item].functions.append(Function(path, *text_of(node, source)))
-    for path, source in sources(["conformance"]):
+    for path, source in sources(["conformance", "tests", "lab"]):
         for item, test in marked(path, source):
             if item in found and test not in found[item].tests:
                 found[item].tests.append(test)

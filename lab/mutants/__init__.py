@@ -20,9 +20,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put the mutant into the reference, and deselect the tests of all other items."""
+    from conformance.exceptions import items_marked
     from lab.mutants.edits import function_of, replace_code
     from lab.mutants.written import MUTANTS
-    from conformance.exceptions import items_marked
 
     name = config.getoption("--mutant")
     if name is None:

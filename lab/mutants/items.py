@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from conformance.exceptions import items_marked
+from conformance.items import items_of
 from lab import trace
 from lab.mutants.edits import replace_module
 from lab.mutants.operators import Signatures
@@ -32,12 +34,10 @@ from lab.mutants.sites import (
     source_files,
 )
 from lab.mutants.worker import file_of
-from conformance.exceptions import items_marked
-from conformance.items import items_of
 
 MODULE = "<module>"
 OTHERS = (
-    "lab/measure", "tests/conformance", "tests/accelerated/triton",
+    "tests/lab", "tests/conformance", "tests/accelerated/triton",
     "tests/models_integration/session",
 )
 # Folders through which a test module may import the mutated module.
@@ -166,7 +166,7 @@ def test_modules(root: Path) -> list[Path]:
 
     Tests of models, of other backends and of the tools are left out.
     """
-    every = (root / "conformance").rglob("test_*.py")
+    every = [*(root / "conformance").rglob("test_*.py"), *(root / "tests").rglob("test_*.py")]
     return sorted(path for path in every if not path.relative_to(root).as_posix().startswith(OTHERS))
 
 

@@ -21,12 +21,12 @@ from typing import Any
 
 import pytest
 
+from conformance.exceptions import items_marked
+from conformance.paths import ROOT
 from lab.mutants.edits import Edit, function_of, replace_code
 from lab.mutants.results import PROFILES, Result, Trial
 from lab.mutants.worker import file_of, judges_any_backend
 from lab.trace import LOCK, read_lock
-from conformance.exceptions import items_marked
-from conformance.paths import ROOT
 from spec import SPEC_VERSION
 from spec.errors import SpecError
 
@@ -157,15 +157,19 @@ MUTANTS: dict[str, WrittenMutant] = {mutant.name: mutant for mutant in [*_WRITTE
 
 # Folders whose tests do not test the reference, or that test this package.
 OTHERS = (
-    "lab/measure", "tests/conformance", "tests/accelerated/triton",
+    "tests/lab", "tests/conformance", "tests/accelerated/triton",
     "conformance/cache_suite", "conformance/policy_suite",
 )
 MODELS = "tests/models_integration/session"
 
 
+def _tests() -> list[Path]:
+    return [*(ROOT / "conformance").rglob("test_*.py"), *(ROOT / "tests").rglob("test_*.py")]
+
+
 def judging_files() -> list[str]:
     """Return the test modules that may detect a mutant of the reference."""
-    paths = (path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "conformance").rglob("test_*.py")))
+    paths = (path.relative_to(ROOT).as_posix() for path in sorted(_tests()))
     return [path for path in paths if not path.startswith(OTHERS)]
 
 

@@ -14,9 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 
-from lab.vector_writer.brute_force import encoded
-from lab.vector_writer.expected import OPERATIONS
-from lab.vector_writer.expected_large import LARGE_OPERATIONS, made, shortened
 from conformance.checks.vector_checks import BOUNDED
 from conformance.methods import brutes
 from conformance.methods.brute import Brute
@@ -24,6 +21,9 @@ from conformance.paths import ROOT, SPEC
 from conformance.vectors import files
 from conformance.vectors.codec import expanded, is_compact
 from conformance.vectors.files import Json, decoded, parameters_of
+from lab.vector_writer.brute_force import encoded
+from lab.vector_writer.expected import OPERATIONS
+from lab.vector_writer.expected_large import LARGE_OPERATIONS, made, shortened
 from spec import SPEC_VERSION
 
 WIDTH = 118

@@ -6,6 +6,8 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 
+from conformance.oracles import pipeline, s1, s2, s3, s4, s5, s6
+from conformance.vectors.files import Json, Results
 from lab.vector_writer import brute_force as plain
 from lab.vector_writer import (
     expected_decode,
@@ -15,8 +17,6 @@ from lab.vector_writer import (
     expected_policies,
 )
 from lab.vector_writer.brute_force import Operation, direct
-from conformance.oracles import pipeline, s1, s2, s3, s4, s5, s6
-from conformance.vectors.files import Json, Results
 from spec.parameters import CrystalCacheParameters
 
 NAN = math.nan

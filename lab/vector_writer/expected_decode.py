@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Sequence, Set
 
-from lab.vector_writer.brute_force import Operation, direct, trunk_lists
 from conformance.oracles import decode, pipeline, s1, s4, s6
 from conformance.oracles.decode import Model, Trunk
 from conformance.vectors.codec import budget_of, csr_of, model_of, pairs_of, results_of
 from conformance.vectors.files import Json, Results
+from lab.vector_writer.brute_force import Operation, direct, trunk_lists
 from spec.parameters import CrystalCacheParameters
 
 

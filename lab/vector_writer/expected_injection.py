@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from statistics import NormalDist
 
+from conformance.vectors.files import Json
 from lab.oracles import injection, statistics
 from lab.vector_writer.brute_force import Operation, direct
-from conformance.vectors.files import Json
 
 SYSTEM = [(True, "<|im_start|>"), (False, "system\nYou are a helpful assistant."), (True, "<|im_end|>"), (False, "\n")]
 USER, END = [(True, "<|im_start|>"), (False, "user\n")], [(True, "<|im_end|>")]

@@ -5,13 +5,13 @@ from typing import Any
 
 import numpy as np
 
-from lab.vector_writer.brute_force import Operation
-from lab.vector_writer.expected import OPERATIONS
 from conformance.checks.scale_checks import chosen
 from conformance.oracles.scale import decode, s1, stages
 from conformance.oracles.scale.s1 import Ranked
 from conformance.vectors.codec import digest, expanded, is_compact, summary, words
 from conformance.vectors.files import Json, Results
+from lab.vector_writer.brute_force import Operation
+from lab.vector_writer.expected import OPERATIONS
 from spec.arrays import IntMatrix, Matrix
 from spec.parameters import CrystalCacheParameters
 from spec.records import CoAttention

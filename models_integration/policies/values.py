@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import Architecture
+from models_integration.model.frame import chat, encode
 from models_integration.model.isolated_forward import read_tokens, trial_forward
 from models_integration.model.layer_kinds import of_layer
 from models_integration.model.rotation import (
@@ -24,7 +25,6 @@ from models_integration.model.rotation import (
     rotary_module,
     scaling_of,
 )
-from experiments.tasks.assembly import chat, encode
 from spec.errors import SpecError
 from spec.policy import DeviceArray
 

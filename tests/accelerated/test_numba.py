@@ -22,11 +22,11 @@ from accelerated.numba_cpu import kernels
 from accelerated.numba_cpu.compiled import Files, digest_of
 from accelerated.numba_cpu.nestedkv import anomalies, measured
 from conformance.checks import stage_checks
-from lab.measure.benchmarks.data import first_layer
 from conformance.oracles import s1 as oracle
 from conformance.paths import ROOT
 from conformance.plugin import sparingly
 from conformance.strategies.prompts import AttentionInputs, attention_inputs, hot_sets, later_segments
+from lab.measure.benchmarks.data import first_layer
 from spec.parameters import PAPER
 from spec.records import CoAttention
 

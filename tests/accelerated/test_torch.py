@@ -20,14 +20,13 @@ from accelerated.torch_device import coattention as s1
 from accelerated.torch_device.backend import BACKEND
 from accelerated.torch_device.selection import adaptive_shares, kept_tokens
 from conformance import tolerances
-from lab.mutants.edits import Edit, replaced
-from lab.policy_cases import CASES
 from conformance.checks import stage_checks
-from tests.models_integration.session import test_device as sessions
 from conformance.strategies.numbers import keys
 from conformance.strategies.policy_inputs import Inputs, decided, drawn, observation, with_sinks
 from conformance.strategies.prompts import AttentionInputs
 from conformance.tolerances import scores_agree
+from lab.mutants.edits import Edit, replaced
+from lab.policy_cases import CASES
 from models_integration.cache.device_compaction import read_retentions
 from models_integration.session.device_choice import choose, policy_on_device
 from reference import policies
@@ -39,6 +38,7 @@ from spec.budget import Budget
 from spec.errors import SpecError
 from spec.parameters import TINY
 from spec.policy import LayerView, Policy
+from tests.models_integration.session import test_device as sessions
 
 pytestmark = pytest.mark.usefixtures('reference_items')
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.planted import Over
 from conformance.suite import test_model_shapes as quick
 from conformance.suite import test_scale_policies as scale
 from conformance.suite.test_scale_policies import SOFT
 from reference.backend import BACKEND
+from tests.engine.planted import Over
 
 pytestmark = pytest.mark.law("the-proof-has-teeth")
 

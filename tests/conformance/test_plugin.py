@@ -13,9 +13,9 @@ import pytest
 from hypothesis import settings
 
 from conformance import exceptions
-from tests.laws import LAWS
 from conformance.paths import ROOT
 from conformance.plugin import known_vectors, profile_of
+from tests.laws import LAWS
 
 TESTS = """
 import pytest
@@ -242,7 +242,7 @@ def test_an_exception_for_a_test_that_is_gone_fails_the_run(tmp_path: Path, gone
     assert "unknown test" in result.stderr + result.stdout
 
 
-CONFTEST = ROOT / "conformance" / "own" / "models_integration" / "conftest.py"
+CONFTEST = ROOT / "tests" / "conftest.py"
 LAW, OTHER = '@pytest.mark.law("freed-memory")', '@pytest.mark.law("saved-is-what-was")'
 ITEM = '@pytest.mark.spec("CC-SCORE")'
 
@@ -260,8 +260,9 @@ def test_a_test_without_an_item_and_without_a_known_law_is_refused(
     marks: tuple[pytest.MarkDecorator, ...], complaint: str, request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    conftest = importlib.import_module("tests.models_integration.conftest")
-    monkeypatch.setattr(conftest, "HERE", request.path.parent)
+    conftest = importlib.import_module("tests.conftest")
+    monkeypatch.setattr(conftest, "HERE", request.path.parents[1])
+    monkeypatch.setattr(conftest, "MODELS", (request.path.parent.name,))
     item = pytest.Function.from_parent(request.node.parent, name="test_it", callobj=run)
     for mark in marks:
         item.add_marker(mark)
@@ -278,10 +279,11 @@ MARKED: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
 
 
 def test_a_failure_says_the_sentences_of_its_own_laws(tmp_path: Path) -> None:
+    (inside := tmp_path / "models_integration").mkdir()
     (tmp_path / "conftest.py").write_text(CONFTEST.read_text(encoding="utf-8"), encoding="utf-8")
     for at, (marks, module, _) in enumerate(MARKED):
         text = "\n".join(["import pytest", module, *marks, f"def test_{at}():", "    assert False", ""])
-        (tmp_path / f"test_{at}.py").write_text(text, encoding="utf-8")
+        (inside / f"test_{at}.py").write_text(text, encoding="utf-8")
     result = run(tmp_path, "--strict-markers", "-r", "N")
     _, *said = re.split(r"^_{9,} test_\d _{9,}$", result.stdout, flags=re.MULTILINE)
     for (_, _, named), failure in zip(MARKED, said, strict=True):
@@ -319,8 +321,8 @@ def test_what_a_test_imports_changes_no_later_draw(tmp_path: Path) -> None:
 
 def test_what_stands_elsewhere_needs_neither(tmp_path: Path) -> None:
     """The conftest of the integration's tests requires marks only for tests of its folder."""
-    (inside := tmp_path / "inside").mkdir()
-    (inside / "conftest.py").write_text(CONFTEST.read_text(encoding="utf-8"), encoding="utf-8")
+    (inside := tmp_path / "kvspec").mkdir()
+    (tmp_path / "conftest.py").write_text(CONFTEST.read_text(encoding="utf-8"), encoding="utf-8")
     (inside / "test_it.py").write_text(f"import pytest\n{LAW}\ndef test_it():\n    assert False\n", encoding="utf-8")
     (tmp_path / "test_elsewhere.py").write_text("def test_elsewhere():\n    pass\n", encoding="utf-8")
     assert "1 failed, 1 passed" in run(tmp_path, "--strict-markers").stdout

@@ -12,7 +12,6 @@ import pytest
 from conformance import tolerances
 from conformance.checks import stage_checks
 from conformance.oracles import s1, s6
-from tests.conformance.float32 import WRONG, float32_backend
 from conformance.paths import ROOT
 from conformance.strategies.prompts import Prompt, random_prompt
 from conformance.tolerances import BOUNDS, Interval, list_is_realisable
@@ -20,25 +19,28 @@ from reference.crystalcache import prefill
 from spec.backend import Backend
 from spec.parameters import TINY
 from spec.records import CrystalRetention
+from tests.conformance.float32 import WRONG, float32_backend
 
 SUITE = ROOT / "conformance"
+ROOMS = ("conformance", "tests", "lab")
 # The words are composed here. Otherwise this file would find itself.
 FORBIDDEN = {
     "tolerances.py": re.compile("|".join([r"\brt" + "ol=", r"\bat" + "ol=", "app" + r"rox\(", "all" + r"close\("])),
     "plugin.py": re.compile("@" + r"settings\("),
 }
 # These tests compare float32 logits of whole models, and metrics and numbers with values that were computed by hand.
-OTHER = tuple(f"own/models_integration/{room}" for room in ("session", "studies", "tasks"))
+OTHER = ("tests/models_integration/session", "tests/experiments")
 
 
 def files() -> list[Path]:
-    return [path for path in sorted(SUITE.rglob("*.py")) if not path.relative_to(SUITE).as_posix().startswith(OTHER)]
+    every = (path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py")))
+    return [path for path in every if not path.relative_to(ROOT).as_posix().startswith(OTHER)]
 
 
 @pytest.mark.parametrize("home", FORBIDDEN)
 def test_tolerances_and_settings_have_one_home(home: str) -> None:
     found = [
-        f"{path.relative_to(SUITE)}:{number}"
+        f"{path.relative_to(ROOT)}:{number}"
         for path in files() if path.name != home
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if FORBIDDEN[home].search(line)
@@ -64,12 +66,11 @@ WITH_ARRAYS = {*(SUITE / "oracles" / "scale").glob("*.py"), *map(SUITE.joinpath,
     "oracles/box.py", "oracles/box_rows.py", "oracles/boxes.py", "oracles/box_attention.py",
     "methods/crystalcache.py", "methods/caote.py",
     "strategies/numbers.py", "checks/scale_checks.py", "vectors/codec.py",
-    "assurance/vector_writer/expected_large.py",
-))}
+)), ROOT / "lab/vector_writer/expected_large.py"}
 IN_PLAIN_PYTHON = {
-    SUITE / "vectors/files.py", SUITE / "assurance/vector_writer/brute_force.py", *(SUITE / "oracles").glob("*.py"),
-    *(SUITE / "methods").glob("*.py"), *(SUITE / "assurance/oracles").glob("*.py"),
-    *(SUITE / "assurance/vector_writer").glob("expected*.py"),
+    SUITE / "vectors/files.py", ROOT / "lab/vector_writer/brute_force.py", *(SUITE / "oracles").glob("*.py"),
+    *(SUITE / "methods").glob("*.py"), *(ROOT / "lab/oracles").glob("*.py"),
+    *(ROOT / "lab/vector_writer").glob("expected*.py"),
 }
 
 

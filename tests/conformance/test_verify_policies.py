@@ -20,8 +20,6 @@ import pytest
 
 import kvspec
 from conformance.checks.promises import FAR, PROPERTIES, promised
-from tests.conformance.test_plugin import run
-from tests.spec.test_policy_table import PAGE
 from conformance.paths import ROOT, SPEC
 from conformance.policy_suite import test_promises
 from conformance.strategies.policy_inputs import drawn, named
@@ -35,6 +33,8 @@ from reference.policies.selectors import top_units
 from spec.errors import SpecError
 from spec.policy import NOTHING_PROMISED, Needs, Observation, Policy, Promises
 from spec.retention import Granularity
+from tests.conformance.test_plugin import run
+from tests.spec.test_policy_table import PAGE
 
 pytestmark = pytest.mark.law("the-proof-has-teeth")
 

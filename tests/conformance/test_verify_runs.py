@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 import kvspec
-from tests.conformance.test_verify import EXCEPTION, RIGHT, WRONG, made
-from tests.engine import forger
 from conformance.paths import ROOT
 from conformance.verify import __main__ as verify_main
 from conformance.verify import certificate, runs
 from conformance.verify.certificate import write
 from conformance.verify.request import parsed
 from spec.errors import SpecError
+from tests.conformance.test_verify import EXCEPTION, RIGHT, WRONG, made
+from tests.engine import forger
 
 ENGINES = """
 import os

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from tests.conformance.float32 import BACKEND as FLOAT32
 from reference.backend import BACKEND as RIGHT
 from spec.policy import Selection
+from tests.conformance.float32 import BACKEND as FLOAT32
 
 __all__ = ["BUDGET", "CRASHING", "FLOAT32", "MANY_HEADS", "RIGHT", "TIES"]
 

@@ -22,19 +22,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lab.implementer_tables import FAMILIES
 from conformance.engine import ops
 from conformance.engine.serve import answer
 from conformance.engine.values import CLASSES, as_it_is, checked, decode, encode, sizes
-from lab.measure.certificates.__main__ import COMPILERS, compile_engine
-from tests.engine.planted import EVERY
 from conformance.paths import DOCS, ROOT, SPEC
 from conformance.strategies.numbers import NESTED
+from lab.implementer_tables import FAMILIES
+from lab.measure.certificates.__main__ import COMPILERS, compile_engine
 from reference.backend import BACKEND
 from spec import SPEC_VERSION
 from spec.backend import Backend
 from spec.errors import SpecError
 from spec.parameters import ESSAY, NESTEDKV, PAPER, TINY
+from tests.engine.planted import EVERY
 
 SUITE = ROOT / "conformance" / "suite"
 SELECTED: Mapping[str, Sequence[str]] = {

@@ -29,12 +29,12 @@ from conformance.engine.process import (
     EngineTimeout,
     backend_of,
 )
-from tests.conformance.test_plugin import run
-from tests.engine import scripted
 from conformance.paths import ROOT
 from spec.backend import Backend
 from spec.errors import BackendUnavailable, SpecError
 from spec.parameters import NESTEDKV
+from tests.conformance.test_plugin import run
+from tests.engine import scripted
 
 pytestmark = pytest.mark.law("unusable-after-a-failure")
 

@@ -9,6 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from conformance.engine.process import Engine
+from conformance.items import known_items
+from conformance.methods.method import Method, asked
+from conformance.policy_suite.test_method import difference
+from conformance.strategies.policy_inputs import drawn
 from lab.mutants.edits import replaced
 from lab.mutants.written import MUTANTS
 from lab.proofs.coq import __main__ as command
@@ -18,11 +23,6 @@ from lab.proofs.coq.build import stated, theorems
 from lab.proofs.coq.engine import modelled
 from lab.proofs.coq.planted import ROWS, found_by, read_rows
 from lab.proofs.coq.vectors import STAGES, written
-from conformance.engine.process import Engine
-from conformance.items import known_items
-from conformance.methods.method import Method, asked
-from conformance.policy_suite.test_method import difference
-from conformance.strategies.policy_inputs import drawn
 from spec.errors import SpecError
 
 PROOFS = build.HERE / "proofs"

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from conformance import tolerances
-from lab.proofs.floats import __main__ as gappa
 from conformance.oracles import s1
 from conformance.tolerances import Interval, list_is_realisable
+from lab.proofs.floats import __main__ as gappa
 
 needs_gappa = pytest.mark.skipif(bool(gappa.missing()), reason=gappa.missing() or "Gappa is there")
 try:

@@ -18,12 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lab import mutants, sometimes
-from lab.item_vectors import ITEMS
-from lab.mutants import written
-from lab.mutants.edits import ORIGINAL, Edit, function_of, replaced
-from lab.mutants.results import Result
-from lab.mutants.written import MUTANTS, ROWS, read_rows, sized_mutants
 from conformance.checks.refusals import refused
 from conformance.checks.vector_checks import BOUNDED, problems
 from conformance.items import known_items
@@ -31,6 +25,12 @@ from conformance.methods import brutes
 from conformance.paths import ROOT
 from conformance.strategies.trunks import EvictionProblem, record
 from conformance.vectors import files
+from lab import mutants, sometimes
+from lab.item_vectors import ITEMS
+from lab.mutants import written
+from lab.mutants.edits import ORIGINAL, Edit, function_of, replaced
+from lab.mutants.results import Result
+from lab.mutants.written import MUTANTS, ROWS, read_rows, sized_mutants
 from reference.backend import BACKEND
 from reference.crystalcache import impact
 from reference.crystalcache.impact import rarity

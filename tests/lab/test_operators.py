@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from conformance.paths import ROOT
 from lab.mutants.items import read_code
 from lab.mutants.operators import signatures
 from lab.mutants.results import LIST, Result, append, explanations, problems, read, table
 from lab.mutants.sites import Mutant, compiled, digest, mutants_of, mutants_of_tree, sample
-from conformance.paths import ROOT
 
 SOURCE = '''"""A docstring with 1 < 2."""
 

@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lab.item_vectors import ITEMS
-from lab.vector_writer import __main__ as store
-from lab.vector_writer.brute_force import encoded
-from lab.vector_writer.brute_force import score as plain_score
-from lab.vector_writer.expected import OPERATIONS
 from conformance.checks.vector_checks import BOUNDED, complaints
 from conformance.vectors import files
 from conformance.vectors.codec import expanded
 from conformance.vectors.files import decoded, parameters_of
 from conformance.vectors.subject import STAGES
+from lab.item_vectors import ITEMS
+from lab.vector_writer import __main__ as store
+from lab.vector_writer.brute_force import encoded
+from lab.vector_writer.brute_force import score as plain_score
+from lab.vector_writer.expected import OPERATIONS
 from spec import SPEC_VERSION
 from spec.backend import resolve
 from spec.parameters import CrystalCacheParameters

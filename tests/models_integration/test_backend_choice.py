@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from lab.measure.gpu.counts import constants, deep_llama, text
-from tests.models_integration.session.families import ENDS, build, greedy, prompt
 from models_integration import CrystalCache, NamedPolicy, policy_from_name
 from models_integration.policies import fastest
 from reference.backend import BACKEND
@@ -24,6 +23,7 @@ from spec.backend import Backend, NestedKVStages, resolve
 from spec.errors import BackendUnavailable, SpecError
 from spec.parameters import TINY
 from spec.policy import LayerView, Needs, Policy
+from tests.models_integration.session.families import ENDS, build, greedy, prompt
 
 pytestmark = pytest.mark.law("as-it-is-described")
 

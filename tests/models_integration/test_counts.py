@@ -14,15 +14,15 @@ import torch
 from typer.testing import CliRunner
 
 import kvspec
-from tests.models_integration.session.families import build, greedy, prompt
+from experiments.studies.report import summary_tables
 from kvspec.cli.app import app
 from models_integration.pocket import load_pocket
 from models_integration.policies.methods import CrystalCache, CustomPolicy, StreamingLLM, policy_from_name
 from models_integration.policies.prefill import prefill
-from experiments.studies.report import summary_tables
 from reference.policies import kvcrush, snapkv, vase
 from spec.budget import Budget
 from spec.records import CrystalRetention
+from tests.models_integration.session.families import build, greedy, prompt
 
 pytestmark = pytest.mark.law("figures-are-counted-right")
 

@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 import kvspec
 import models_integration
 import reference
-from tests.models_integration.session.families import ENDS, METHODS, at_once, build, greedy, prompt
-from tests.models_integration.session.sessions import batch, published
+from kvspec.cli.app import app
 from models_integration import (
     CrystalCache,
     FullCache,
@@ -26,7 +25,6 @@ from models_integration import (
     policy_from_name,
     prefill,
 )
-from kvspec.cli.app import app
 from models_integration.policies.values import sentence_ends
 from reference.policies.budgets import tokens_of
 from reference.policies.describe import describe_policy, list_policies
@@ -36,6 +34,8 @@ from spec.budget import Budget, parse_budget
 from spec.errors import BackendUnavailable, SpecError
 from spec.parameters import PAPER, TINY, NestedKVParameters
 from spec.records import CrystalRetention
+from tests.models_integration.session.families import ENDS, METHODS, at_once, build, greedy, prompt
+from tests.models_integration.session.sessions import batch, published
 
 pytestmark = pytest.mark.law("as-it-is-described")
 

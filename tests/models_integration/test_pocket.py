@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from models_integration.pocket import ASSETS, CHAT_ASSETS, load_pocket, load_pocket_tokenizer
 from experiments.tasks import TASKS, Sample, draw_sample, score
-from experiments.tasks.assembly import decode
+from models_integration.model.frame import decode
+from models_integration.pocket import ASSETS, CHAT_ASSETS, load_pocket, load_pocket_tokenizer
 
 pytestmark = pytest.mark.law("as-it-is-described")
 
@@ -155,7 +155,7 @@ def test_the_card_of_the_sibling_has_the_figures_of_the_files() -> None:
     assert f"ends at {cost['probes'][-1][1]:.2f}" in card
 
 
-EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "learned_scores.py"
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "learned_scores.py"
 
 
 @pytest.mark.spec("PO-THRESHOLD")

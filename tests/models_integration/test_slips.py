@@ -11,7 +11,6 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 import kvspec
-from tests.models_integration.session.families import build, prompt
 from conformance.paths import SPEC
 from models_integration import NamedPolicy, RetainedCache
 from models_integration.policies.calibration import read_head_pattern, read_statistics, write_statistics
@@ -21,6 +20,7 @@ from reference.policies import snapkv
 from reference.policies.describe import describe_policy
 from reference.policies.names import LEFT_OUT, NAMES, check_name
 from spec.errors import SpecError
+from tests.models_integration.session.families import build, prompt
 
 WORDS = {"<unk>": 0, "word": 1, ".": 2, "\n": 3, " ": 4}
 

@@ -11,6 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conformance.methods import nestedkv as policy_oracle
+from conformance.methods import policies as oracle
+from conformance.methods import signatures as signed
+from conformance.methods import weighed
+from conformance.methods.adakv import adakv as brute_adakv
+from conformance.methods.brute import BLOCK, KERNEL, SAFEGUARD, W, plain
+from conformance.methods.knorm import knorm as brute_knorm
+from conformance.methods.policies import crushed
+from conformance.plugin import sparingly
+from conformance.strategies.numbers import Numbers, keys, seeds
+from conformance.strategies.policy_inputs import Inputs, decided, drawn, retained
 from lab.policy_cases import (
     CASES,
     LAM,
@@ -25,17 +36,6 @@ from lab.policy_cases import (
     sets,
     turned,
 )
-from conformance.methods import nestedkv as policy_oracle
-from conformance.methods import policies as oracle
-from conformance.methods import signatures as signed
-from conformance.methods import weighed
-from conformance.methods.adakv import adakv as brute_adakv
-from conformance.methods.brute import BLOCK, KERNEL, SAFEGUARD, W, plain
-from conformance.methods.knorm import knorm as brute_knorm
-from conformance.methods.policies import crushed
-from conformance.plugin import sparingly
-from conformance.strategies.numbers import Numbers, keys, seeds
-from conformance.strategies.policy_inputs import Inputs, decided, drawn, retained
 from reference import diversity, policies
 from reference import nestedkv as nk
 from reference.policies.knorm import knorm_score

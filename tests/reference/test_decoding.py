@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lab.policy_cases import PROMPT, STEPS, decoded, long, shown
 from conformance.methods import policies as oracle
 from conformance.methods import vase as brute
 from conformance.methods.brute import HALF, KERNEL, N_SINK, SEED, W, plain
@@ -22,6 +21,7 @@ from conformance.plugin import sparingly
 from conformance.strategies.numbers import seeds
 from conformance.strategies.policy_inputs import Inputs, drawn, groups_of
 from conformance.tolerances import scores_agree
+from lab.policy_cases import PROMPT, STEPS, decoded, long, shown
 from reference import policies
 from reference.policies.morphkv import morphkv_score
 from reference.policies.vase import value_range, window_attention

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance import tolerances
+from conformance.plugin import sparingly
 from lab.item_vectors import vocabulary
 from lab.oracles import injection as oracle
-from conformance.plugin import sparingly
 from reference.injection.quantisers import ARMS, SCHEMES, codes, decoded, quantised_region, scale
 from reference.injection.rotation import TURNS, rebase_angles, shift_angles
 from reference.injection.splicing import most_deviating

@@ -9,13 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lab.item_vectors import ITEMS
-from lab.oracles import injection as oracle
-from lab.vector_writer.brute_force import encoded
-from lab.vector_writer.expected import OPERATIONS
 from conformance.checks.vector_checks import BOUNDED, complaints
 from conformance.oracles.nestedkv import unit
-from tests.reference.test_injection import attentions, keys, tensors
 from conformance.strategies import numbers
 from conformance.strategies.numbers import Numbers, seeds
 from conformance.strategies.policy_inputs import TEMPLATE, drawn
@@ -24,11 +19,16 @@ from conformance.suite.test_decode import situations
 from conformance.suite.test_nestedkv import lengths
 from conformance.vectors.codec import fields_of, plain
 from conformance.vectors.files import decoded
+from lab.item_vectors import ITEMS
+from lab.oracles import injection as oracle
+from lab.vector_writer.brute_force import encoded
+from lab.vector_writer.expected import OPERATIONS
 from reference.injection.quantisers import SCHEMES
 from reference.injection.splicing import ARMS
 from reference.statistics import draws
 from reference.triattention import band_statistics
 from spec.parameters import PAPER, CrystalCacheParameters
+from tests.reference.test_injection import attentions, keys, tensors
 
 pytestmark = pytest.mark.usefixtures("reference_items")
 

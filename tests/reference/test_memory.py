@@ -4,8 +4,8 @@ import tracemalloc
 
 import pytest
 
-from lab.policy_cases import CASES
 from conformance.strategies.policy_inputs import decided, drawn
+from lab.policy_cases import CASES
 
 SHORT, LONG = 768, 1_536
 LINEAR = 2.8

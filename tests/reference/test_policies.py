@@ -13,9 +13,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lab.implementer_tables import exports
-from lab.policy_cases import CASES
-from lab.trace import read_tree
 from conformance.methods import policies as oracle
 from conformance.methods.adakv import adakv as brute_adakv
 from conformance.methods.brute import FUTURE, KERNEL, LAG, SINK, W, plain
@@ -31,6 +28,9 @@ from conformance.paths import ROOT, SPEC
 from conformance.plugin import sparingly
 from conformance.strategies.policy_inputs import Inputs, decided, drawn, with_sinks
 from conformance.tolerances import scores_agree
+from lab.implementer_tables import exports
+from lab.policy_cases import CASES
+from lab.trace import read_tree
 from reference.policies import attention
 from reference.policies.adakv import adakv_score
 from reference.policies.caote import caote_error, caote_score
@@ -291,7 +291,7 @@ assert [test["items"] for test in tests] == [["PO-LOUDKEYS"]] * 3
 for test in tests:
     assert ITEMS["PO-LOUDKEYS"](decoded(test["inputs"]), parameters_of({})) == test["expected"]
 
-test_file = root / "conformance" / "own" / "reference" / "test_loudkeys.py"
+test_file = root / "tests" / "reference" / "test_loudkeys.py"
 runpy.run_path(str(test_file))["test_kept_sets_are_those_of_brute_force"]()
 if len(sys.argv) > 2:
     from kvspec.cli.app import app

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lab.policy_cases import CASES
 from conformance.methods import brutes
 from conformance.methods.brute import Brute
 from conformance.strategies.policy_inputs import TEMPLATE, calibrated, decided, drawn, identity, observation
+from lab.policy_cases import CASES
 from reference import policies
 from reference.backend import BACKEND
 from reference.injection.diagnostics import bands, key_cosine

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lab.policy_cases import CASES
 from conformance.methods import policies as oracle
 from conformance.strategies.policy_inputs import decided, drawn, observation, retained
+from lab.policy_cases import CASES
 from reference import policies
 from reference.policies import keydiff, policy_from_score
 from reference.policies.budgets import Adaptive, Competition, Pyramid, adakv_official, pyramidkv_official

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lab.policy_cases import PROMPT, decoded, long, triattention
 from conformance.methods import policies as oracle
 from conformance.methods import triattention as brute
 from conformance.methods.brute import Brute
@@ -19,6 +18,7 @@ from conformance.plugin import sparingly
 from conformance.strategies.numbers import seeds
 from conformance.strategies.policy_inputs import calibrated, decided, drawn, identity, observation
 from conformance.tolerances import scores_agree
+from lab.policy_cases import PROMPT, decoded, long, triattention
 from reference import policies
 from reference.calibration import Calibration, Identity, load_calibration, save_calibration
 from reference.triattention import Mode, band_statistics, joined, z_scores

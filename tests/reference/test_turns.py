@@ -10,6 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conformance import tolerances
+from conformance.methods import policies as oracle
+from conformance.methods.adakv import adakv as brute_adakv
+from conformance.methods.brute import KERNEL, W, plain
+from conformance.methods.keydiff import keydiff as brute_keydiff
+from conformance.methods.knorm import knorm as brute_knorm
+from conformance.methods.snapkv import snapkv as brute_snapkv
+from conformance.strategies.policy_inputs import Inputs, drawn, observation
 from lab.policy_cases import (
     CASES,
     POLICIES,
@@ -25,20 +32,13 @@ from lab.policy_cases import (
     stored,
     turned,
 )
-from conformance.methods import policies as oracle
-from conformance.methods.adakv import adakv as brute_adakv
-from conformance.methods.brute import KERNEL, W, plain
-from conformance.methods.keydiff import keydiff as brute_keydiff
-from conformance.methods.knorm import knorm as brute_knorm
-from conformance.methods.snapkv import snapkv as brute_snapkv
-from tests.reference.test_decoding import one_head
-from conformance.strategies.policy_inputs import Inputs, drawn, observation
 from reference import policies
 from reference.policies.protections import SinkAndRecent
 from spec.budget import Budget, parse_budget
 from spec.errors import SpecError
 from spec.policy import Cadence, LayerView, Observation, Policy, SeparableScorer
 from spec.retention import Granularity
+from tests.reference.test_decoding import one_head
 
 pytestmark = pytest.mark.usefixtures("reference_items")
 

@@ -10,8 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lab.item_vectors import ITEMS
-from lab.policy_cases import PROMPT, STEPS, decoded, long
 from conformance.methods import cake as cake_oracle
 from conformance.methods import kvzip, weighed
 from conformance.methods import policies as oracle
@@ -21,6 +19,8 @@ from conformance.plugin import sparingly
 from conformance.strategies.numbers import Numbers, seeds
 from conformance.strategies.policy_inputs import Inputs, calibrated, drawn, identity, observation
 from conformance.tolerances import scores_agree
+from lab.item_vectors import ITEMS
+from lab.policy_cases import PROMPT, STEPS, decoded, long
 from reference import policies
 from reference.calibration import load_calibration, save_calibration
 from reference.policies.attention import observed_attention

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lab.item_vectors import BY_ITEM, vocabulary
-from lab.vector_writer.expected import OPERATIONS
 from conformance.checks.vector_checks import BOUNDED
 from conformance.items import items_of
 from conformance.paths import SPEC
 from conformance.tolerances import scores_agree
 from conformance.vectors.codec import call, flags, floats, integers, plain
 from conformance.vectors.files import decoded, parameters_of
+from lab.item_vectors import BY_ITEM, vocabulary
+from lab.vector_writer.expected import OPERATIONS
 from reference.crystalcache import coverage, impact
 from reference.crystalcache import prefill as run_prefill
 from reference.crystalcache.crystallization import crystallization

@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 
 from conformance import tolerances
+from conformance.checks.vector_checks import BOUNDED
+from conformance.paths import ROOT, SPEC
+from conformance.vectors.subject import STAGES
 from lab.implementer_tables import (
     DATA,
     EXPORTS,
@@ -25,9 +28,6 @@ from lab.implementer_tables import (
 from lab.implementer_tables import FAMILIES as PROTOCOLS
 from lab.trace import read_tree, stage_items
 from lab.vector_writer.expected import OPERATIONS
-from conformance.checks.vector_checks import BOUNDED
-from conformance.paths import ROOT, SPEC
-from conformance.vectors.subject import STAGES
 from spec import backend as protocols
 from spec.errors import SpecError
 from spec.parameters import ESSAY, NESTEDKV, PAPER, TINY, CrystalCacheParameters, NestedKVParameters

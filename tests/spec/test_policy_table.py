@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lab.policy_cases import CASES
 from conformance.checks.promises import PROPERTIES
 from conformance.paths import SPEC
 from conformance.plugin import sparingly
 from conformance.strategies.policy_inputs import KINDS, altered, drawn
+from lab.policy_cases import CASES
 from reference.policies.names import POLICIES
 from spec.promises import promise_table
 

@@ -14,9 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lab.item_vectors import ITEMS
-from lab.vector_writer.expected import OPERATIONS
-from lab.vector_writer.expected_large import made, unsure
 from conformance.checks.vector_checks import BOUNDED, cases, problems
 from conformance.items import items_of
 from conformance.methods import brutes
@@ -27,6 +24,9 @@ from conformance.vectors import files
 from conformance.vectors.codec import expanded, mismatches, summary
 from conformance.vectors.files import decoded
 from conformance.vectors.subject import STAGES
+from lab.item_vectors import ITEMS
+from lab.vector_writer.expected import OPERATIONS
+from lab.vector_writer.expected_large import made, unsure
 from spec.parameters import CrystalCacheParameters
 
 SCHEMA = json.loads((files.HOME / "schema.json").read_text(encoding="utf-8"))

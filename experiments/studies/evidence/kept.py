@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from models_integration.cache.continuation import Decision
-from models_integration.policies.methods import spelled
-from models_integration.session.method import Method, decide
-from models_integration.session.observed import ObservedSegment
-from models_integration.session.verbs import observe
 from experiments.studies.answers import cropped, needed, read_budget, retentions
 from experiments.studies.subject import Subject
 from experiments.tasks import Placement, Sample
 from experiments.tasks.metrics import RIGHT_OR_WRONG
 from experiments.tasks.needle import DELAYED_ASSOCIATION, NEEDLE
+from models_integration.cache.continuation import Decision
+from models_integration.policies.methods import spelled
+from models_integration.session.method import Method, decide
+from models_integration.session.observed import ObservedSegment
+from models_integration.session.verbs import observe
 from reference.crystalcache.protection import effective_budget
 from reference.policies.budgets import even, tokens_of
 from reference.policies.kvzip_heads import FullHeads

@@ -11,18 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models_integration.cache.continuation import Decision
-from models_integration.cache.retained_cache import RetainedCache
-from models_integration.model.cache_argument import cache_name
-from models_integration.session.session import Session
-from models_integration.session.verbs import NOTHING, compact, read, side_by_side
 from experiments.studies.answers import generated, onward
 from experiments.studies.evidence.kept import BLIND, FULL, Prompt, Step, evidence_mask
 from experiments.studies.results import Row
 from experiments.studies.subject import Subject
 from experiments.tasks import Sample, score
-from experiments.tasks.assembly import decode
 from experiments.tasks.metrics import RIGHT_OR_WRONG
+from models_integration.cache.continuation import Decision
+from models_integration.cache.retained_cache import RetainedCache
+from models_integration.model.cache_argument import cache_name
+from models_integration.model.frame import decode
+from models_integration.session.session import Session
+from models_integration.session.verbs import NOTHING, compact, read, side_by_side
 from spec.arrays import BoolVector, Float64, Int64, IntVector, Matrix
 from spec.policy import LayerView, Needs
 from spec.retention import Granularity, Retention

@@ -12,7 +12,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
-from models_integration.policies.methods import spelled
 from experiments.studies.answers import read_budget
 from experiments.studies.evidence.kept import (
     BLIND,
@@ -28,6 +27,7 @@ from experiments.studies.subject import policy_in_rows, versioned
 from experiments.tasks import PLACEMENTS
 from experiments.tasks.needle import CONFIRM, DEV, part_of
 from experiments.tasks.registry import resolve_task
+from models_integration.policies.methods import spelled
 from reference.calibration import Calibration, load_calibration
 from spec.errors import SpecError
 from spec.validate import check_choices

@@ -12,8 +12,6 @@ import numpy as np
 import torch
 import transformers
 
-from models_integration.session.method import Method
-from models_integration.session.stages import describe_stages
 from experiments.studies.answers import attempted, read_budget
 from experiments.studies.evidence.kept import (
     BLIND,
@@ -36,11 +34,13 @@ from experiments.studies.report import title_of
 from experiments.studies.results import ERROR, Row, load_rows, unit_named
 from experiments.studies.subject import Subject
 from experiments.tasks import Sample, place
-from experiments.tasks.assembly import NO_TEMPLATE, frame_of
 from experiments.tasks.context import Ground, Prose, read_prose
 from experiments.tasks.in_prose import most_contexts
 from experiments.tasks.questions import OWN
 from experiments.tasks.registry import FILE, SENTENCES, TEXTS, Task, resolve_task
+from models_integration.model.frame import NO_TEMPLATE, frame_of
+from models_integration.session.method import Method
+from models_integration.session.stages import describe_stages
 from reference.policies.kept import floor_reason
 from spec import SPEC_VERSION
 from spec.errors import SpecError

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from models_integration.policies.methods import spelled
 from experiments.studies.evidence.kept import BLIND, EVERY_CONTROL, EVIDENCE, FULL, RANDOM, RANDOMS
 from experiments.studies.evidence.rules import AT_PROMPT, Stage
 from experiments.studies.evidence.samples import ENDS, FLOOR, Samples
 from experiments.studies.page import Curve, Html, forest, grid, note, panel, plots, section, shaded, table
 from experiments.studies.report import SAME_CACHE, SIGNIFICANT, budget_tokens, format_p, title_of
 from experiments.studies.results import Row
+from models_integration.policies.methods import spelled
 from reference.statistics import holm
 from spec.arrays import Int64, IntVector
 from spec.errors import SpecError

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from models_integration.policies.methods import spelled
 from experiments.studies.evidence.rules import Rules, check_fields, rules_of
 from experiments.studies.report import format_p
+from models_integration.policies.methods import spelled
 from reference.confirmation import BONFERRONI, Cell, branch_of, choose_lambda, paired_difference
 from spec.errors import SpecError
 from spec.validate import check_choices

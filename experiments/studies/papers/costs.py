@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache
 
-from models_integration.cache.retained_cache import RetainedCache, storage_bytes
-from models_integration.model.cache_argument import cache_name
-from models_integration.policies.methods import CrystalCache
 from experiments.studies.evidence.rules import Rules
 from experiments.studies.papers import COSTS
 from experiments.studies.report import say
 from experiments.studies.results import Row, append_row, load_rows
 from experiments.studies.subject import Subject
 from experiments.tasks.context import read_prose
+from models_integration.cache.retained_cache import RetainedCache, storage_bytes
+from models_integration.model.cache_argument import cache_name
+from models_integration.policies.methods import CrystalCache
 from spec import SPEC_VERSION
 from spec.backend import Backend, CrystalStages
 

@@ -10,13 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models_integration.archive.layer_masks import layer_masks
-from models_integration.archive.library import recommended_form, vocabulary_of
-from models_integration.archive.retrieval import lexical
-from models_integration.archive.splice import Chunk, computed, splice, upper_half
-from models_integration.cache.retained_cache import RetainedCache
-from models_integration.model.cache_argument import cache_name
-from models_integration.model.rotation import angles_between, frequencies_at, recognise, turned
 from experiments.studies.answers import answered, next_token
 from experiments.studies.papers.probes import (
     PATCHES,
@@ -28,8 +21,16 @@ from experiments.studies.papers.probes import (
     patched_residuals,
 )
 from experiments.studies.subject import Subject
-from experiments.tasks.assembly import encode, joiner, opening_ids
+from experiments.tasks.assembly import joiner
 from experiments.tasks.metrics import judge
+from models_integration.archive.layer_masks import layer_masks
+from models_integration.archive.library import recommended_form, vocabulary_of
+from models_integration.archive.retrieval import lexical
+from models_integration.archive.splice import Chunk, computed, splice, upper_half
+from models_integration.cache.retained_cache import RetainedCache
+from models_integration.model.cache_argument import cache_name
+from models_integration.model.frame import encode, opening_ids
+from models_integration.model.rotation import angles_between, frequencies_at, recognise, turned
 from reference.injection.quantisers import ARMS as CODECS
 from reference.injection.quantisers import SCHEMES, codes, decoded, quantised_region, scale
 from reference.injection.splicing import SINKS

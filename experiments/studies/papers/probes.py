@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from experiments.tasks.needle import DEFAULT_FILLER, generator
 from models_integration.archive.splice import Chunk
 from models_integration.model.architecture import restored_rotation
 from models_integration.model.rotation import plain_layers, prefilled
 from models_integration.model.seams import attention_of
-from experiments.tasks.needle import DEFAULT_FILLER, generator
 from reference.injection.diagnostics import bands, entropy, key_cosine, sink_mass
 from reference.injection.wrappers import Wrapped
 from spec.errors import SpecError

@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from models_integration.cache.atomic_file import publish_readable
-from kvspec.cli.checks import calibration_of, read_prompt
-from models_integration.policies.methods import spelled
-from models_integration.policies.prefill import prefill
-from models_integration.session.session import Session
 from experiments.studies.evidence.rules import check_budget
 from experiments.studies.page import style
 from experiments.studies.report import say
 from experiments.studies.subject import Loading, Subject
+from kvspec.cli.checks import calibration_of, read_prompt
+from models_integration.cache.atomic_file import publish_readable
+from models_integration.policies.methods import spelled
+from models_integration.policies.prefill import prefill
+from models_integration.session.session import Session
 from reference.crystalcache.graph import trunk_pairs
 from spec.arrays import Int64, IntVector
 from spec.errors import SpecError

@@ -15,10 +15,10 @@ import torch
 
 from conformance import tolerances
 from conformance.checks import scale_checks
-from lab.measure.gpu.measure import PartTimeout, Report, Watch, peak_bytes, say, synchronize
-from lab.measure.gpu.models import Scale, Subject
 from conformance.oracles.scale.s1 import coattention
 from conformance.paths import ROOT
+from lab.measure.gpu.measure import PartTimeout, Report, Watch, peak_bytes, say, synchronize
+from lab.measure.gpu.models import Scale, Subject
 from reference.backend import BACKEND
 from reference.crystalcache import prefill
 from spec.arrays import Matrix, Vector

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+from conformance.paths import ROOT
 from lab.proofs.coq.build import (
     BUILD,
     ENGINE,
@@ -26,7 +27,6 @@ from lab.proofs.coq.build import (
 )
 from lab.proofs.coq.planted import planted
 from lab.proofs.coq.vectors import check_vectors
-from conformance.paths import ROOT
 from spec.errors import SpecError
 
 SUITE = "conformance/suite"

@@ -15,11 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lab.proofs.coq.build import ENGINE
 from conformance.engine.methods import FAMILY
 from conformance.engine.ops import OPS
 from conformance.engine.serve import answer
 from conformance.engine.values import as_it_is, decode
+from lab.proofs.coq.build import ENGINE
 from spec.backend import Backend, resolve
 from spec.errors import SpecError
 from spec.validate import check_diversity

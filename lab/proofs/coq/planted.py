@@ -28,6 +28,11 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from conformance.checks.vector_checks import BOUNDED, problems
+from conformance.engine.process import EngineFailure
+from conformance.paths import ROOT
+from conformance.vectors.files import published
+from conformance.vectors.subject import STAGES
 from lab.item_vectors import ITEMS
 from lab.mutants.edits import replaced
 from lab.mutants.written import MUTANTS
@@ -52,16 +57,11 @@ from lab.proofs.coq.three_way import (
 )
 from lab.proofs.coq.vectors import check_vectors
 from lab.proofs.source import Code, NotUnderstood, decide
-from conformance.checks.vector_checks import BOUNDED, problems
-from conformance.engine.process import EngineFailure
-from conformance.paths import ROOT
-from conformance.vectors.files import published
-from conformance.vectors.subject import STAGES
 from spec.backend import resolve
 from spec.errors import SpecError
 
 ROWS = HERE / "planted.toml"
-PACKAGES = ("spec", "reference", "accelerated", "conformance")
+PACKAGES = ("spec", "reference", "accelerated", "conformance", "lab")
 TWINS = frozenset({
     "CC-SENTENCES", "CC-INTERFACE", "CC-INTERFACE-EDGES", "CC-MERGE", "CC-SPLIT", "CC-TRUNKS", "CC-TRUNK-IMPACT",
     "CC-BUDGET-FORMS", "CC-BUDGET", "CC-PROTECTED", "CC-CUT", "CC-ALLOCATE", "CC-KEEP-COUNT", "CC-DISSOLVE",

@@ -17,15 +17,15 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from lab import item_vectors
-from lab.vector_writer.brute_force import encoded
-from lab.vector_writer.expected import OPERATIONS
 from conformance.checks.vector_checks import same
 from conformance.engine.process import Engine, backend_of
 from conformance.methods import policies
 from conformance.oracles.diversity import cosine
 from conformance.strategies.trunks import random_evictions, record
 from conformance.vectors.codec import plain
+from lab import item_vectors
+from lab.vector_writer.brute_force import encoded
+from lab.vector_writer.expected import OPERATIONS
 from reference.diversity import cosines
 from reference.policies.selectors import best_blocks, top_units
 from spec.backend import Backend, resolve

@@ -7,11 +7,11 @@ from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
+from conformance.vectors.codec import expanded, is_compact, mismatches
+from conformance.vectors.files import decoded, parameters_of, published
 from lab.proofs.coq.build import run_coq
 from lab.vector_writer.brute_force import encoded
 from lab.vector_writer.expected import OPERATIONS
-from conformance.vectors.codec import expanded, is_compact, mismatches
-from conformance.vectors.files import decoded, parameters_of, published
 from spec.parameters import PAPER
 
 LARGEST = 5000

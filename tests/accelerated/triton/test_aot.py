@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.accelerated.triton import require_packages
 from conformance.paths import ROOT
+from tests.accelerated.triton import require_packages
 
 require_packages()
 

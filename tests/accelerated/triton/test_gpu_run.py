@@ -16,15 +16,15 @@ from tests.accelerated.triton import require_runtime
 require_runtime()
 
 from accelerated.triton_gpu.device import INTERPRETED
+from conformance.paths import ROOT
+from conformance.strategies.prompts import random_prompt
 from lab.measure.gpu import __main__ as command
 from lab.measure.gpu import generation, measure, speed
 from lab.measure.gpu.generation import coattention_complaints
 from lab.measure.gpu.measure import Figure, Report
 from lab.measure.gpu.models import DRY, FULL
-from tests.conformance.float32 import BACKEND as FLOAT32
-from conformance.paths import ROOT
-from conformance.strategies.prompts import random_prompt
 from spec.parameters import TINY
+from tests.conformance.float32 import BACKEND as FLOAT32
 
 pytestmark = [
     pytest.mark.judges("triton"),

@@ -19,12 +19,10 @@ from torch import Tensor
 
 from accelerated.triton_gpu.backend import BACKEND
 from accelerated.triton_gpu.device import INTERPRETED, default_device, takes
-from lab.policy_cases import CASES
 from conformance.checks import stage_checks
-from tests.models_integration.session.families import ENDS, at_once, build, prompt
-from tests.models_integration.session.sessions import Looking, method_of
 from conformance.strategies.policy_inputs import drawn
 from conformance.strategies.prompts import AttentionInputs, Prompt, random_prompt
+from lab.policy_cases import CASES
 from models_integration import CrystalCache, RetainedCache, Session
 from models_integration.attention import capture as capture_module
 from models_integration.session.device_choice import policy_on_device
@@ -34,6 +32,8 @@ from spec.errors import SpecError
 from spec.parameters import TINY
 from spec.policy import Needs
 from spec.records import CrystalRetention
+from tests.models_integration.session.families import ENDS, at_once, build, prompt
+from tests.models_integration.session.sessions import Looking, method_of
 
 pytestmark = pytest.mark.judges("triton")
 

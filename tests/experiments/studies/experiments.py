@@ -18,8 +18,6 @@ import torch
 from transformers import PreTrainedModel
 
 from conformance.paths import ROOT
-from kvspec.cli.study_runs import Running, run
-from models_integration.policies.methods import RetentionPolicy
 from experiments.studies import leases
 from experiments.studies.evidence import measure as measures
 from experiments.studies.evidence import run as of_study
@@ -28,6 +26,8 @@ from experiments.studies.leases import holder_of
 from experiments.studies.results import Row, load_rows
 from experiments.studies.subject import Loading
 from experiments.tasks import Placement
+from kvspec.cli.study_runs import Running, run
+from models_integration.policies.methods import RetentionPolicy
 
 
 class Answer(NamedTuple):
@@ -165,7 +165,7 @@ def command(folder: Path, *words: str) -> None:
     os.environ["PYTHONPATH"] = str(ROOT)
     sys.path.insert(0, str(folder))
     sys.argv = ["kvspec", *words]
-    runpy.run_module("kvspec.cli", run_name="__main__")
+    runpy.run_module("kvspec", run_name="__main__")
 
 
 def measured(out: Path) -> dict[str, Row]:

@@ -20,10 +20,6 @@ from transformers import PreTrainedModel
 from typer import Exit
 from typer.testing import CliRunner
 
-from models_integration import ObservedSegment, observe
-from kvspec.cli.app import app
-from kvspec.cli.options import names_of
-from kvspec.cli.study_runs import GRIDS, Running, run, study_of
 from experiments.studies.evidence.kept import CONTROL_BOUNDS, FULL, steps
 from experiments.studies.evidence.rules import PARTS, Rules, load_rules, rules_of
 from experiments.studies.evidence.run import Item, items, merged, methods
@@ -38,6 +34,10 @@ from experiments.studies.results import load_rows
 from experiments.studies.subject import Loading, Subject
 from experiments.tasks import PLACEMENTS
 from experiments.tasks.registry import TABLE
+from kvspec.cli.app import app
+from kvspec.cli.options import names_of
+from kvspec.cli.study_runs import GRIDS, Running, run, study_of
+from models_integration import ObservedSegment, observe
 from reference.policies.names import NAMES
 from reference.statistics import wilson
 from spec.errors import SpecError

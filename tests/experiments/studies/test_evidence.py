@@ -13,17 +13,6 @@ pytest.importorskip("transformers", reason="the study drives transformers models
 
 from transformers import AutoModelForCausalLM
 
-from tests.models_integration.session.families import build, prompt, relative
-from tests.models_integration.session.masked import Masked, head_sets
-from tests.models_integration.session.test_verbs import same
-from tests.experiments.studies.experiments import answer
-from tests.experiments.tasks.test_tasks import ground_of
-from models_integration import RetainedCache, compact
-from models_integration.cache.continuation import Decision
-from models_integration.cache.ragged_layer import RaggedLayer
-from models_integration.model.architecture import describe
-from models_integration.pocket import ASSETS
-from models_integration.session.verbs import EVERYTHING, observe, read, side_by_side
 from experiments.studies.answers import generated
 from experiments.studies.evidence.kept import (
     BLIND,
@@ -42,10 +31,21 @@ from experiments.studies.subject import Loading, Subject
 from experiments.tasks import Placement, Sample, place
 from experiments.tasks.context import read_prose
 from experiments.tasks.registry import resolve_task
+from models_integration import RetainedCache, compact
+from models_integration.cache.continuation import Decision
+from models_integration.cache.ragged_layer import RaggedLayer
+from models_integration.model.architecture import describe
+from models_integration.pocket import ASSETS
+from models_integration.session.verbs import EVERYTHING, observe, read, side_by_side
 from reference.policies.retain import retain, retain_each
 from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
+from tests.experiments.studies.experiments import answer
+from tests.experiments.tasks.test_tasks import ground_of
+from tests.models_integration.session.families import build, prompt, relative
+from tests.models_integration.session.masked import Masked, head_sets
+from tests.models_integration.session.test_verbs import same
 
 pytestmark = pytest.mark.law("figures-are-counted-right")
 

@@ -17,13 +17,13 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks.ruler.common_utils import process_results, process_results_part
 
-from tests.experiments.tasks.test_loaders import THREE, TWO_OF_THREE
 from conformance.tolerances import MASKED_LOGITS, MASKED_VISIBLE
-from models_integration.pocket import ASSETS, load_pocket_tokenizer
 from experiments.studies.harness import PolicyLM, command
 from experiments.tasks import draw_sample
 from experiments.tasks.metrics import judge
+from models_integration.pocket import ASSETS, load_pocket_tokenizer
 from spec.errors import SpecError
+from tests.experiments.tasks.test_loaders import THREE, TWO_OF_THREE
 
 pytestmark = [pytest.mark.law("eviction-equals-masking"), pytest.mark.filterwarnings("ignore")]
 

@@ -14,9 +14,6 @@ pytest.importorskip("transformers", reason="the comparison drives transformers m
 
 from typer.testing import CliRunner
 
-from tests.experiments.studies.test_study import RULES, rules_file, study
-from tests.test_documentation import commands, fences
-from kvspec.cli.app import app
 from experiments.studies.evidence import run as evidence_run
 from experiments.studies.evidence.rules import PARTS, load_rules, rules_of
 from experiments.studies.evidence.run import IDENTITY, Item
@@ -24,8 +21,11 @@ from experiments.studies.results import load_rows
 from experiments.studies.subject import Loading
 from experiments.tasks import Sample
 from experiments.tasks.needle import part_of
+from kvspec.cli.app import app
 from reference.calibration import Calibration, Identity, load_calibration, save_calibration
 from spec.errors import SpecError
+from tests.experiments.studies.test_study import RULES, rules_file, study
+from tests.test_documentation import commands, fences
 
 pytestmark = pytest.mark.law("an-identity-tells-apart")
 

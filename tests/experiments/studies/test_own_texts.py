@@ -17,16 +17,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
 import kvspec
-from tests.experiments.studies.experiments import answer
-from models_integration import cli, observe, policy_from_name
-from kvspec.cli.app import app
-from models_integration.pocket import load_pocket
 from experiments.studies.evidence.rules import load_rules
 from experiments.studies.results import load_rows
 from experiments.tasks import Placement
-from experiments.tasks.assembly import decode, encode, opening_ids
 from experiments.tasks.needle import QUESTION_FRAME
+from kvspec.cli.app import app
+from kvspec import cli
+from models_integration import observe, policy_from_name
+from models_integration.model.frame import decode, encode, opening_ids
+from models_integration.pocket import load_pocket
 from spec.errors import SpecError
+from tests.experiments.studies.experiments import answer
 
 pytestmark = pytest.mark.law("as-it-is-described")
 

@@ -16,7 +16,14 @@ pytest.importorskip("transformers", reason="the commands' modules drive transfor
 
 from typer.testing import CliRunner
 
-from tests.kvspec.cli.test_explain import CHROMIUM, needs_node, node
+from experiments.studies.evidence.kept import EVERY_CONTROL
+from experiments.studies.evidence.rules import Claim, Rules, Stage
+from experiments.studies.page import legend
+from experiments.studies.report import title_of
+from experiments.studies.results import Row
+from kvspec.cli.app import app
+from kvspec.cli.study_files import write_page
+from spec.errors import SpecError
 from tests.experiments.studies.experiments import (
     BUDGETS,
     DIGEST,
@@ -26,18 +33,11 @@ from tests.experiments.studies.experiments import (
     Page,
     study_rows,
 )
-from kvspec.cli.app import app
-from kvspec.cli.study_files import write_page
-from experiments.studies.evidence.kept import EVERY_CONTROL
-from experiments.studies.evidence.rules import Claim, Rules, Stage
-from experiments.studies.page import legend
-from experiments.studies.report import title_of
-from experiments.studies.results import Row
-from spec.errors import SpecError
+from tests.kvspec.cli.test_explain import CHROMIUM, needs_node, node
 
 pytestmark = pytest.mark.law("figures-are-counted-right")
 
-DRIVER = Path(__file__).parents[1] / "cli" / "page" / "report.js"
+DRIVER = Path(__file__).parents[2] / "kvspec" / "cli" / "page" / "report.js"
 THREE_DIGITS = 5.1e-4
 ALL = (*POLICIES, "random", "evidence")
 

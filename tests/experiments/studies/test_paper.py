@@ -14,8 +14,6 @@ pytest.importorskip("transformers", reason="papers are run on transformers model
 
 from typer.testing import CliRunner
 
-from kvspec.cli.app import app
-from models_integration.policies.methods import spelled
 from experiments.studies import page as elements
 from experiments.studies.answers import read_budget
 from experiments.studies.evidence.rules import rules_of
@@ -23,6 +21,8 @@ from experiments.studies.papers import BEST, PAPERS, load_paper, rules_of_part
 from experiments.studies.papers.tables import Measured, fill
 from experiments.studies.subject import Loading
 from experiments.tasks.loaders import INFINITEBENCH, LONGBENCH, LOOGLE
+from kvspec.cli.app import app
+from models_integration.policies.methods import spelled
 from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("figures-are-counted-right")

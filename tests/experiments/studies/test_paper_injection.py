@@ -14,12 +14,12 @@ pytest.importorskip("transformers", reason="papers are run on transformers model
 
 from typer.testing import CliRunner
 
-from kvspec.cli.app import app
-from models_integration.model.rotation import plain_layers, prefilled
 from experiments.studies.papers.injection import ASYMMETRIC, PATCHES, TEMPLATES, Scene, Session
 from experiments.studies.papers.injection_tables import filled_lines, tables_of
 from experiments.studies.papers.probes import draw_talk, read_locomo
 from experiments.studies.subject import Loading
+from kvspec.cli.app import app
+from models_integration.model.rotation import plain_layers, prefilled
 from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("figures-are-counted-right")

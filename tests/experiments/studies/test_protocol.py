@@ -18,13 +18,6 @@ import numpy as np
 import torch
 from typer.testing import CliRunner
 
-from tests.experiments.studies.experiments import answer, commit_all
-from tests.experiments.studies.test_study import RULES, claim, rules_file, study
-from tests.experiments.tasks.test_tasks import ground_of
-from kvspec.cli.app import app
-from models_integration.pocket import ASSETS, load_pocket_tokenizer
-from models_integration.policies.calibration import calibrate
-from models_integration.policies.values import repeat_template
 from experiments.studies.evidence.audit import KNOWN, audit
 from experiments.studies.evidence.claims import gate
 from experiments.studies.evidence.kept import read_prompt
@@ -36,15 +29,22 @@ from experiments.studies.evidence.samples import Samples
 from experiments.studies.results import Row, append_row
 from experiments.studies.subject import Loading, Subject
 from experiments.tasks import Placement, Sample, draw_sample, place, score
-from experiments.tasks.assembly import decode, encode
 from experiments.tasks.context import read_prose
 from experiments.tasks.in_prose import most_contexts
 from experiments.tasks.needle import part_of
 from experiments.tasks.registry import resolve_task
+from kvspec.cli.app import app
+from models_integration.model.frame import decode, encode
+from models_integration.pocket import ASSETS, load_pocket_tokenizer
+from models_integration.policies.calibration import calibrate
+from models_integration.policies.values import repeat_template
 from reference.policies.describe import list_policies
 from reference.policies.names import DIVERSE, NAMES
 from spec.budget import Budget, parse_budget
 from spec.errors import SpecError
+from tests.experiments.studies.experiments import answer, commit_all
+from tests.experiments.studies.test_study import RULES, claim, rules_file, study
+from tests.experiments.tasks.test_tasks import ground_of
 
 pytestmark = pytest.mark.law("as-it-is-described")
 

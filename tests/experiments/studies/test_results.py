@@ -20,16 +20,16 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from types import SimpleNamespace
 
-from lab.measure import evidence_pages, evidence_rows
-from tests.processes import started
 from experiments.studies import leases
 from experiments.studies.evidence.rules import load_rules
 from experiments.studies.evidence.run import merged, study_unit
 from experiments.studies.leases import Leases
 from experiments.studies.report import summary
 from experiments.studies.results import Row, append_row, load_rows
+from lab.measure import evidence_pages, evidence_rows
 from spec.errors import SpecError
 from spec.tables import result_table
+from tests.processes import started
 
 pytestmark = pytest.mark.law("promised-is-there-forgotten-is-not")
 

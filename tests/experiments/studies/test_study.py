@@ -13,9 +13,6 @@ pytest.importorskip("transformers", reason="the study drives transformers models
 
 from typer.testing import CliRunner
 
-from lab.measure import repeat
-from tests.experiments.studies.experiments import commit_all
-from kvspec.cli.app import app
 from experiments.studies.evidence.claims import verdicts
 from experiments.studies.evidence.kept import BLIND, CONTROLS, FULL
 from experiments.studies.evidence.measure import measure
@@ -26,9 +23,12 @@ from experiments.studies.evidence.tables import lost_at, swept
 from experiments.studies.results import Row, load_rows
 from experiments.studies.subject import Loading
 from experiments.tasks.needle import part_of
+from kvspec.cli.app import app
+from lab.measure import repeat
 from reference.statistics import mcnemar, mcnemar_power, wilson
 from spec.errors import SpecError
 from spec.policy import SEGMENT_END
+from tests.experiments.studies.experiments import commit_all
 
 pytestmark = pytest.mark.law("figures-are-counted-right")
 

@@ -22,13 +22,7 @@ pytest.importorskip("transformers", reason="the sweep drives transformers models
 
 from typer.testing import CliRunner
 
-from tests.experiments.studies.experiments import ROWS, RULES, SLOW, command, holders, measured, sweep
-from tests.processes import started
-from tests.test_documentation import fences
 from conformance.paths import ROOT
-from models_integration.cache.atomic_file import publish_readable
-from kvspec.cli.app import app
-from models_integration.policies.methods import method_of
 from experiments.studies import answers, leases
 from experiments.studies.evidence import run as of_study
 from experiments.studies.evidence.measure import measure
@@ -38,10 +32,16 @@ from experiments.studies.report import progress_bar
 from experiments.studies.results import ERROR, START, Row, append_row, load_rows, rows_behind
 from experiments.studies.subject import Loading
 from experiments.studies.workers import run_actors, status
+from kvspec.cli.app import app
+from models_integration.cache.atomic_file import publish_readable
+from models_integration.policies.methods import method_of
 from reference.policies import policy_from_score
 from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.policy import Needs, Selection
+from tests.experiments.studies.experiments import ROWS, RULES, SLOW, command, holders, measured, sweep
+from tests.processes import started
+from tests.test_documentation import fences
 
 pytestmark = pytest.mark.law("promised-is-there-forgotten-is-not")
 

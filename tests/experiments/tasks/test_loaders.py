@@ -8,6 +8,12 @@ from typing import Any
 
 import pytest
 
+from experiments.tasks import Sample, score
+from experiments.tasks.context import Ground
+from experiments.tasks.loaders import LONGBENCH
+from experiments.tasks.registry import resolve_task
+from models_integration.pocket import load_pocket_tokenizer
+from spec.errors import SpecError
 from tests.experiments.tasks.test_tasks import (
     byte_tokenizer,
     chatting_tokenizer,
@@ -16,12 +22,6 @@ from tests.experiments.tasks.test_tasks import (
     prompt,
     said,
 )
-from models_integration.pocket import load_pocket_tokenizer
-from experiments.tasks import Sample, score
-from experiments.tasks.context import Ground
-from experiments.tasks.loaders import LONGBENCH
-from experiments.tasks.registry import resolve_task
-from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("as-it-is-described")
 

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.experiments.tasks.test_tasks import chatting_tokenizer, ground_of, merged_tokenizer, said
-from models_integration.pocket import load_pocket_tokenizer
 from experiments.tasks import Sample, registry, score
-from experiments.tasks.assembly import bare
 from experiments.tasks.context import NARRATIVE, Ground, read_prose
 from experiments.tasks.registry import CHAINS, QUESTIONS, TABLE, resolve_task
+from models_integration.model.frame import bare
+from models_integration.pocket import load_pocket_tokenizer
 from spec.errors import SpecError
 from spec.files import read_text
+from tests.experiments.tasks.test_tasks import chatting_tokenizer, ground_of, merged_tokenizer, said
 
 pytestmark = pytest.mark.law("as-it-is-described")
 

@@ -6,11 +6,11 @@ from itertools import product
 import pytest
 
 from experiments.tasks import Sample
-from experiments.tasks.assembly import frame_of
 from experiments.tasks.context import Ground, read_prose
 from experiments.tasks.needle import CONFIRM, DEV, part_of
 from experiments.tasks.placed_fact import FACT_DEPTHS, MENTIONS, NGRAM, PLACED_TOPICS
 from experiments.tasks.registry import resolve_task
+from models_integration.model.frame import frame_of
 from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("as-it-is-described")

@@ -16,6 +16,14 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from experiments.tasks import Sample
+from experiments.tasks.context import NARRATIVE, Ground, Prose, read_prose
+from experiments.tasks.in_prose import keys_in_prose_samples
+from experiments.tasks.registry import resolve_task
+from experiments.tasks.scbench import key_value_samples
+from models_integration.model.frame import chat
+from spec.errors import SpecError
+from spec.files import read_text
 from tests.experiments.tasks.test_tasks import (
     TOKENIZERS,
     chatting_tokenizer,
@@ -23,14 +31,6 @@ from tests.experiments.tasks.test_tasks import (
     merged_tokenizer,
     prompt,
 )
-from experiments.tasks import Sample
-from experiments.tasks.assembly import chat
-from experiments.tasks.context import NARRATIVE, Ground, Prose, read_prose
-from experiments.tasks.in_prose import keys_in_prose_samples
-from experiments.tasks.registry import resolve_task
-from experiments.tasks.scbench import key_value_samples
-from spec.errors import SpecError
-from spec.files import read_text
 
 pytestmark = pytest.mark.law("as-it-is-described")
 

@@ -22,10 +22,11 @@ from experiments.tasks import (
     needle_sample,
     place,
 )
-from experiments.tasks.assembly import assemble, frame_of, opening_ids
+from experiments.tasks.assembly import assemble
 from experiments.tasks.context import Ground, Prose
 from experiments.tasks.metrics import METRICS, judge
 from experiments.tasks.needle import DEFAULT_FILLER, NEEDLE_TEMPLATES, TOPIC_TEMPLATES, mentions_of
+from models_integration.model.frame import frame_of, opening_ids
 from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("as-it-is-described")

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.models_integration.archive.fault_cases import chunk
 from conformance.paths import ROOT
-from models_integration.archive.errors import ArchiveError, KeyUnavailable, NoSuchChunk, WrongModel
-from models_integration.archive.store import Archive
 from kvspec.cli import BROUGHT_BY, main
 from kvspec.cli.app import app, verify_here
+from models_integration.archive.errors import ArchiveError, KeyUnavailable, NoSuchChunk, WrongModel
+from models_integration.archive.store import Archive
 from spec.errors import BackendUnavailable, SpecError
+from tests.models_integration.archive.fault_cases import chunk
 
 pytestmark = pytest.mark.law("one-line-with-the-way-out")
 
@@ -28,7 +28,7 @@ sys.argv = {command!r}
 from kvspec.cli import main
 main()
 """
-OURS = {"spec", "reference", "accelerated", "conformance", "models_integration"}
+OURS = {"spec", "reference", "accelerated", "conformance", "models_integration", "experiments", "kvspec"}
 MODELS = ["torch", "transformers", "safetensors", "tokenizers", "pandas", "numba"]
 # No extra contains these packages. A build of vLLM is for one device. Therefore `kvspec serve` uses the user's vLLM and
 # its dependencies.

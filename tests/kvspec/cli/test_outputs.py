@@ -12,14 +12,14 @@ pytest.importorskip("transformers", reason="the commands drive transformers mode
 from typer.testing import CliRunner
 
 import kvspec
-from models_integration import cli
-from kvspec.cli.app import app
-from kvspec.cli.study_files import check_outputs, write_outputs
-from models_integration.pocket import load_pocket_tokenizer
 from experiments.studies.evidence.rules import rules_text
 from experiments.studies.results import load_rows
 from experiments.studies.subject import SHIPPED
 from experiments.tasks.registry import files_of
+from kvspec.cli.app import app
+from kvspec.cli.study_files import check_outputs, write_outputs
+from kvspec import cli
+from models_integration.pocket import load_pocket_tokenizer
 from spec.errors import SpecError
 from spec.files import check_output, check_results, read_text
 

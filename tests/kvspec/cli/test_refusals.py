@@ -17,13 +17,13 @@ from rich.console import Console
 from transformers import LlamaConfig, PretrainedConfig
 from typer.testing import CliRunner
 
-from models_integration import cli
-from kvspec.cli.app import app
-from kvspec.cli.checks import check_folder
-from models_integration.model.architecture import check_positions
 from experiments.studies.report import progress_bar
 from experiments.studies.results import load_rows
 from experiments.studies.subject import Loading
+from kvspec.cli.app import app
+from kvspec.cli.checks import check_folder
+from kvspec import cli
+from models_integration.model.architecture import check_positions
 from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("one-line-with-the-way-out")

@@ -13,14 +13,14 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from typer.testing import CliRunner
 
+from experiments.studies.results import load_rows
+from kvspec.cli.app import app
 from lab.measure import families as run
 from lab.measure import family_models as models
 from lab.measure.families import COLUMNS, POLICIES, Outcome, outcomes
 from lab.measure.family_models import Family, families
 from models_integration import RetainedCache, StreamingLLM
-from kvspec.cli.app import app
 from models_integration.pocket import load_pocket_tokenizer
-from experiments.studies.results import load_rows
 from spec.errors import SpecError
 
 KNOWN = {family.name: family for family in families()}

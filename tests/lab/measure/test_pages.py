@@ -12,7 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lab.trace import read_tree
+from conformance.paths import ROOT, SPEC
+from conformance.verify.outcomes import Outcome
+from conformance.verify.subject import digest_of
 from lab.measure import matrix
 from lab.measure.certificates import __main__ as certificates
 from lab.measure.certificates import upstream
@@ -31,9 +33,7 @@ from lab.measure.matrix import page as matrix_page
 from lab.measure.peers.differences import OURS
 from lab.measure.peers.inputs import SMALL, drawn, positions_of
 from lab.measure.site import foreign, linked, main, write
-from conformance.paths import ROOT, SPEC
-from conformance.verify.outcomes import Outcome
-from conformance.verify.subject import digest_of
+from lab.trace import read_tree
 from reference import policies
 from spec.budget import Budget
 from spec.policy import Observation

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from lab.faults import FAULTS, WELL, Fault, Killed
-from tests.models_integration.archive.conftest import MEMORY
-from tests.models_integration.archive.fault_cases import MASTER, blobs, chunk, path_of
 from models_integration.archive.errors import ArchiveError, KeyUnavailable
 from models_integration.archive.keyring import Keyring
 from models_integration.archive.objects import FORMAT
 from models_integration.archive.store import Archive
 from models_integration.cache.tensor_file import write
 from spec import SPEC_VERSION
+from tests.models_integration.archive.conftest import MEMORY
+from tests.models_integration.archive.fault_cases import MASTER, blobs, chunk, path_of
 
 pytestmark = pytest.mark.law("promised-is-there-forgotten-is-not")
 

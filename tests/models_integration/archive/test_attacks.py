@@ -19,8 +19,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models_integration.archive.fault_cases import chunk, opened, path_of
-from tests.processes import started
 from conformance.plugin import profile_of
 from models_integration.archive.errors import ArchiveReadOnly
 from models_integration.archive.objects import FORMAT, read_object
@@ -29,6 +27,8 @@ from models_integration.cache import atomic_file as files
 from models_integration.cache.tensor_file import Damaged, header_bytes, parts, read_bytes, write
 from spec import SPEC_VERSION
 from spec.errors import SpecError
+from tests.models_integration.archive.fault_cases import chunk, opened, path_of
+from tests.processes import started
 
 pytestmark = pytest.mark.law("an-object-proves-itself")
 

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
+from kvspec.cli.app import app
 from lab.faults import Killed
-from tests.models_integration.archive.fault_cases import ALICE, blobs, chunk, damage, failing, opened, path_of
 from models_integration.archive.errors import ArchiveError
 from models_integration.archive.manifest import Manifest
 from models_integration.archive.store import Archive
 from models_integration.cache import tensor_file
 from models_integration.cache.atomic_file import TEMPORARY, erase
 from models_integration.cache.tensor_file import Damaged
-from kvspec.cli.app import app
+from tests.models_integration.archive.fault_cases import ALICE, blobs, chunk, damage, failing, opened, path_of
 
 pytestmark = pytest.mark.law("promised-is-there-forgotten-is-not")
 

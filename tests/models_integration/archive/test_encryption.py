@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models_integration.archive.fault_cases import MASTER, MODEL, blobs, chunk, failing, opened, path_of
 from models_integration.archive.errors import ForeignVersion, KeyUnavailable, NotEncrypted
 from models_integration.archive.keyring import Keyring, read_master
 from models_integration.archive.objects import padded, read_claim
 from models_integration.archive.store import Archive
 from models_integration.cache.tensor_file import header_bytes
 from spec.errors import SpecError
+from tests.models_integration.archive.fault_cases import MASTER, MODEL, blobs, chunk, failing, opened, path_of
 
 pytest.importorskip("cryptography")
 

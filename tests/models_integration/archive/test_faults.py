@@ -17,16 +17,16 @@ from types import ModuleType
 
 import pytest
 
-from lab.faults import CALLS, LAST, SHORT, Disk, faults, recording
-from tests.models_integration.archive.fault_cases import MADE, OPERATIONS, Case, chunk, path_of
-from tests.models_integration.archive.test_gate import ROWS, mistake
 from conformance.plugin import profile_of
+from lab.faults import CALLS, LAST, SHORT, Disk, faults, recording
 from models_integration.archive import keyring, object_folder, objects, store
 from models_integration.archive.errors import ArchiveError, ArchiveFull
 from models_integration.archive.object_folder import ASIDE
 from models_integration.archive.store import Archive, Report, Stored
 from models_integration.cache import atomic_file, tensor_file
 from models_integration.cache.atomic_file import TEMPORARY, publish
+from tests.models_integration.archive.fault_cases import MADE, OPERATIONS, Case, chunk, path_of
+from tests.models_integration.archive.test_gate import ROWS, mistake
 
 pytestmark = pytest.mark.law("promised-is-there-forgotten-is-not")
 

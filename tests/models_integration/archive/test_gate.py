@@ -17,13 +17,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
 from conformance import tolerances
+from conformance.plugin import sparingly
 from lab.faults import WELL, Fault
 from lab.mutants.edits import Edit, replaced
-from tests.models_integration.archive.block_mask import REFUSED, ROTATIONS, build
-from tests.models_integration.archive.test_archive_machine import TENANTS, ArchiveMachine
-from tests.models_integration.session.families import _GQA, VOCABULARY, prepared
-from tests.reference.test_injection import keys, near
-from conformance.plugin import sparingly
 from models_integration.archive.errors import ArchiveError
 from models_integration.archive.library import decode, encode
 from models_integration.model import rotation as rope
@@ -34,6 +30,10 @@ from reference.injection.quantisers import ARMS, SCHEMES, codes, scale
 from reference.injection.rotation import TURNS, shift_angles
 from spec.arrays import Cube, Vector
 from spec.errors import SpecError
+from tests.models_integration.archive.block_mask import REFUSED, ROTATIONS, build
+from tests.models_integration.archive.test_archive_machine import TENANTS, ArchiveMachine
+from tests.models_integration.session.families import _GQA, VOCABULARY, prepared
+from tests.reference.test_injection import keys, near
 
 _YARN = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 32.0,

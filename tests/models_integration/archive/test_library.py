@@ -14,9 +14,6 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import BertConfig, BertForSequenceClassification, BertModel, PreTrainedTokenizerFast
 
 from lab.item_vectors import vocabulary
-from tests.models_integration.archive.block_mask import ROTATIONS, block_masked, build, ids
-from tests.models_integration.archive.test_splice import BOUND, QUERY, SYSTEM, read
-from tests.models_integration.session.families import relative
 from models_integration.archive.errors import NoSuchChunk, OtherDtype, OtherFrequencies, WrongModel
 from models_integration.archive.library import Library, recommended_form
 from models_integration.archive.retrieval import dense, lexical, reranked, retrieved, static
@@ -25,6 +22,9 @@ from models_integration.model.rotation import plain_layers, prefilled
 from reference.injection.quantisers import ARMS
 from reference.injection.wrappers import FORMS, wrap
 from spec.errors import SpecError
+from tests.models_integration.archive.block_mask import ROTATIONS, block_masked, build, ids
+from tests.models_integration.archive.test_splice import BOUND, QUERY, SYSTEM, read
+from tests.models_integration.session.families import relative
 
 pytestmark = pytest.mark.law("as-it-is-described")
 

@@ -9,6 +9,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from models_integration import StreamingLLM
+from models_integration.archive import splice as module
+from models_integration.archive.splice import Chunk, computed, splice
+from models_integration.cache.retained_cache import RetainedCache
+from models_integration.model.rotation import Rotary, angles_between, frequencies_at, plain_layers, prefilled, recognise
+from spec.errors import SpecError
 from tests.models_integration.archive.block_mask import (
     FAMILIES,
     ROTATIONS,
@@ -19,12 +25,6 @@ from tests.models_integration.archive.block_mask import (
     ids,
 )
 from tests.models_integration.session.families import relative
-from models_integration import StreamingLLM
-from models_integration.archive import splice as module
-from models_integration.archive.splice import Chunk, computed, splice
-from models_integration.cache.retained_cache import RetainedCache
-from models_integration.model.rotation import Rotary, angles_between, frequencies_at, plain_layers, prefilled, recognise
-from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("a-splice-equals-a-block-mask")
 

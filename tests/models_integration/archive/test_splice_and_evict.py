@@ -9,10 +9,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.models_integration.archive.block_mask import ROTATIONS, block_masked, build, ids
-from tests.models_integration.archive.test_library import VOCABULARY
-from tests.models_integration.archive.test_splice import BOUND, CHUNKS, QUERY, read
-from tests.models_integration.session.families import relative, states_of
 from models_integration import CrystalCache, NamedPolicy, RetentionPolicy, StreamingLLM
 from models_integration.archive.layer_masks import layer_masks
 from models_integration.archive.library import Library
@@ -33,6 +29,10 @@ from spec.errors import SpecError
 from spec.parameters import TINY
 from spec.policy import Observation
 from spec.retention import Granularity, Retention
+from tests.models_integration.archive.block_mask import ROTATIONS, block_masked, build, ids
+from tests.models_integration.archive.test_library import VOCABULARY
+from tests.models_integration.archive.test_splice import BOUND, CHUNKS, QUERY, read
+from tests.models_integration.session.families import relative, states_of
 
 pytestmark = pytest.mark.law("a-splice-equals-a-block-mask")
 

@@ -16,9 +16,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from tests.models_integration.archive.fault_cases import MODEL, chunk, damage, failing, path_of
-from tests.models_integration.archive.test_attacks import read_where_nothing_can_be_written
-from tests.processes import started
 from models_integration.archive.errors import (
     ArchiveFull,
     ArchiveReadOnly,
@@ -31,6 +28,9 @@ from models_integration.archive.manifest import Manifest, meaning
 from models_integration.archive.store import Archive
 from spec import SPEC_VERSION
 from spec.errors import SpecError
+from tests.models_integration.archive.fault_cases import MODEL, chunk, damage, failing, path_of
+from tests.models_integration.archive.test_attacks import read_where_nothing_can_be_written
+from tests.processes import started
 
 pytestmark = pytest.mark.law("promised-is-there-forgotten-is-not")
 

@@ -22,11 +22,11 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from typer.testing import CliRunner
 
-from lab.measure.gguf_files import tiny_llama, write_gguf
-from lab.measure.llama_cpp import check_close, difference, masked, move_away, opened
 from conformance.paths import ROOT
 from conformance.tolerances import MASKED_VISIBLE
 from kvspec.cli.app import app
+from lab.measure.gguf_files import tiny_llama, write_gguf
+from lab.measure.llama_cpp import check_close, difference, masked, move_away, opened
 from models_integration.engines.llama_cpp import LlamaSequence, retention_of
 from models_integration.model.published_weights import read_gguf
 from spec.errors import SpecError

@@ -15,25 +15,25 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from typer.testing import CliRunner
 
-from tests.models_integration.archive.block_mask import FAMILIES, build
-from tests.models_integration.model.disguised_pairs import DISGUISED, EQUAL, EXCHANGED
-from tests.models_integration.model.identity_pairs import CHANGES, FIELDS, HOOKS, SAME, UNREADABLE, made
-from tests.models_integration.session.families import SMALL, at_once, prepared, prompt
+from experiments.studies.results import load_rows
+from experiments.studies.subject import Loading
+from kvspec.cli.app import app
 from models_integration import NamedPolicy, RetainedCache, StreamingLLM, load_cache, save_cache
 from models_integration.archive.errors import WrongModel
 from models_integration.archive.library import Library
 from models_integration.archive.store import Archive
-from kvspec.cli.app import app
 from models_integration.model import identity as home
 from models_integration.model import tensor_digest
 from models_integration.model.identity import identify
 from models_integration.pocket import load_pocket
 from models_integration.policies.calibration import calibrate
-from experiments.studies.results import load_rows
-from experiments.studies.subject import Loading
 from reference.calibration import save_calibration
 from reference.injection.wrappers import Vocabulary
 from spec.errors import SpecError
+from tests.models_integration.archive.block_mask import FAMILIES, build
+from tests.models_integration.model.disguised_pairs import DISGUISED, EQUAL, EXCHANGED
+from tests.models_integration.model.identity_pairs import CHANGES, FIELDS, HOOKS, SAME, UNREADABLE, made
+from tests.models_integration.session.families import SMALL, at_once, prepared, prompt
 
 pytestmark = pytest.mark.law("an-identity-tells-apart")
 

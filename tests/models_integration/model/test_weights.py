@@ -25,9 +25,9 @@ for needed in ("gguf", "accelerate"):
 from safetensors import SafetensorError  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel  # noqa: E402
 
+from experiments.studies.subject import Loading  # noqa: E402
 from lab.measure.gguf_files import tiny_llama, write_gguf, write_wheel  # noqa: E402
-from tests.models_integration.session.families import relative  # noqa: E402
-from models_integration import cli  # noqa: E402
+from kvspec import cli  # noqa: E402
 from models_integration.model import published_weights  # noqa: E402
 from models_integration.model.published_weights import (  # noqa: E402
     SMOLLM2,
@@ -38,8 +38,8 @@ from models_integration.model.published_weights import (  # noqa: E402
     located,
     read_gguf,
 )
-from experiments.studies.subject import Loading  # noqa: E402
 from spec.errors import SpecError  # noqa: E402
+from tests.models_integration.session.families import relative  # noqa: E402
 
 pytestmark = pytest.mark.law("one-line-with-the-way-out")
 

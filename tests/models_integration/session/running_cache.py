@@ -16,9 +16,6 @@ from hypothesis import currently_in_test_context, event
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tests.models_integration.session.families import ENDS, TABLES, at_once, build, relative, states_of
-from tests.models_integration.session.masked import MaskedModel, Row, Sets
-from tests.models_integration.session.sessions import REHEARSED, Trip, Tripped, same_state
 from conformance.tolerances import MASKED_LOGITS
 from models_integration import (
     CrystalCache,
@@ -57,6 +54,9 @@ from reference.policies import (
 from spec.errors import SpecError
 from spec.parameters import TINY
 from spec.retention import Granularity, Retention
+from tests.models_integration.session.families import ENDS, TABLES, at_once, build, relative, states_of
+from tests.models_integration.session.masked import MaskedModel, Row, Sets
+from tests.models_integration.session.sessions import REHEARSED, Trip, Tripped, same_state
 
 MAX_TOKENS = 150
 """Largest number of tokens of a row. The oracle reads all tokens of a row in one forward pass."""

@@ -8,8 +8,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from conformance.checks.decode_checks import same_bits
-from tests.models_integration.session.families import at_once, build, prompt, states_of, step_by_step
-from tests.models_integration.session.sessions import T, breathing, method, tokens
 from models_integration import RetainedCache
 from models_integration.archive.layer_masks import layer_masks
 from models_integration.archive.splice import computed, splice
@@ -19,6 +17,8 @@ from models_integration.cache.fixed_size_layers import GappedSlidingLayer
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.snapshot import load_cache, save_cache
 from models_integration.model.rotation import recognise
+from tests.models_integration.session.families import at_once, build, prompt, states_of, step_by_step
+from tests.models_integration.session.sessions import T, breathing, method, tokens
 
 N = 64
 

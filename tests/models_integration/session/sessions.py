@@ -18,17 +18,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from tests.models_integration.session.families import (
-    ENDS,
-    METHODS,
-    at_once,
-    build,
-    prompt,
-    relative,
-    states_of,
-    step_by_step,
-)
-from tests.models_integration.session.masked import HeadSets, Masked
 from models_integration import (
     CrystalCache,
     CustomPolicy,
@@ -56,6 +45,17 @@ from spec.decode import DecodeState, check_state
 from spec.parameters import TINY
 from spec.policy import Needs, Observation, Policy, Scores
 from spec.retention import Granularity
+from tests.models_integration.session.families import (
+    ENDS,
+    METHODS,
+    at_once,
+    build,
+    prompt,
+    relative,
+    states_of,
+    step_by_step,
+)
+from tests.models_integration.session.masked import HeadSets, Masked
 
 PROMPT, NEW = 64, 8
 """Number of tokens of a prompt, and of the tokens that follow the prompt."""

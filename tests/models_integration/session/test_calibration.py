@@ -21,25 +21,25 @@ from conformance.methods import expected_attention
 from conformance.methods import kvzip as kvzip_oracle
 from conformance.methods import triattention as tri_oracle
 from conformance.methods.brute import rehearsed
-from tests.models_integration.archive.block_mask import ROTATIONS
-from tests.models_integration.archive.block_mask import build as rotated
-from tests.models_integration.session import test_other_architectures as architectures
-from tests.models_integration.session.families import _GQA, at_once, build, greedy, prepared, prompt
-from tests.models_integration.session.sessions import REHEARSED, live_sets, read_prompt
 from conformance.strategies.policy_inputs import Inputs
 from conformance.tolerances import scores_agree
+from experiments.studies.results import load_rows
+from kvspec.cli.app import app
 from models_integration import NamedPolicy, RetainedCache
 from models_integration.cache.retained_cache import storage_bytes
-from kvspec.cli.app import app
 from models_integration.model.architecture import describe
 from models_integration.policies.calibration import calibrate, read_head_pattern, read_statistics, write_statistics
 from models_integration.session.verbs import observe
-from experiments.studies.results import load_rows
 from reference.calibration import load_calibration, save_calibration
 from reference.policies import kvzip, triattention
 from spec.errors import SpecError
 from spec.policy import Needs
 from spec.retention import Granularity
+from tests.models_integration.archive.block_mask import ROTATIONS
+from tests.models_integration.archive.block_mask import build as rotated
+from tests.models_integration.session import test_other_architectures as architectures
+from tests.models_integration.session.families import _GQA, at_once, build, greedy, prepared, prompt
+from tests.models_integration.session.sessions import REHEARSED, live_sets, read_prompt
 
 pytestmark = pytest.mark.law("as-it-is-described")
 

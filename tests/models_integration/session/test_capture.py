@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache, PreTrainedModel
 
-from tests.models_integration.session.families import ENDS, FAMILIES, at_once, build, prompt
-from tests.models_integration.session.sessions import Looking, batch, method_of, prompts, shown
 from models_integration import CrystalCache, RetainedCache, RetentionPolicy, decide, observe
 from models_integration.attention.capture import _WATCHERS
 from models_integration.model.architecture import describe
@@ -20,6 +18,8 @@ from reference.crystalcache.observed_layer import observed_layer
 from spec.errors import SpecError
 from spec.parameters import TINY
 from spec.policy import LayerView, Needs
+from tests.models_integration.session.families import ENDS, FAMILIES, at_once, build, prompt
+from tests.models_integration.session.sessions import Looking, batch, method_of, prompts, shown
 
 pytestmark = pytest.mark.law("decided-as-the-reference")
 

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.models_integration.session.families import METHODS, VOCABULARY, at_once, build, prompt
-from tests.models_integration.session.saved import differing, gapped, lived, same
-from tests.models_integration.session.sessions import T, batch, breathing, prompts
 from models_integration import RetainedCache
 from models_integration.cache.positions import EMPTY
 from models_integration.cache.snapshot import FORMAT, load_cache, save_cache
 from models_integration.cache.tensor_file import read, write
 from models_integration.model.identity import identify
 from spec.errors import SpecError
+from tests.models_integration.session.families import METHODS, VOCABULARY, at_once, build, prompt
+from tests.models_integration.session.saved import differing, gapped, lived, same
+from tests.models_integration.session.sessions import T, batch, breathing, prompts
 
 pytestmark = pytest.mark.law("refused-before-anything-changes")
 

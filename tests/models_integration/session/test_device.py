@@ -13,6 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from accelerated.torch_device.backend import BACKEND
+from conformance.paths import DOCS
 from lab.measure.gpu.counts import (
     LAYERS,
     VOCABULARY,
@@ -25,7 +26,6 @@ from lab.measure.gpu.counts import (
     on_device,
     text,
 )
-from conformance.paths import DOCS
 from models_integration import RetainedCache, Session, policy_from_name
 from models_integration.cache import device_compaction
 from models_integration.cache.device_compaction import Chosen, read_retentions

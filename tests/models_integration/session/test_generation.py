@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 
-from tests.models_integration.session.families import METHODS, at_once, build, greedy, prompt, step_by_step
-from tests.models_integration.session.sessions import breathing, live_sets, method
 from models_integration import RetainedCache, RetentionPolicy, prefill
 from models_integration.model.cache_argument import CACHE
 from spec.errors import SpecError
+from tests.models_integration.session.families import METHODS, at_once, build, greedy, prompt, step_by_step
+from tests.models_integration.session.sessions import breathing, live_sets, method
 
 pytestmark = pytest.mark.law("eviction-equals-masking")
 

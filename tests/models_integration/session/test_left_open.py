@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models_integration.session.families import build, greedy, prompt
-from tests.models_integration.session.sessions import method
 from conformance.verify.function import Verdict
 from models_integration import CrystalCache, StreamingLLM
 from models_integration.model.architecture import BUSY, describe
 from spec.errors import SpecError
 from spec.parameters import TINY
+from tests.models_integration.session.families import build, greedy, prompt
+from tests.models_integration.session.sessions import method
 
 
 @pytest.mark.law("the-model-stays-as-it-was")

@@ -22,19 +22,6 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from tests.models_integration.session.families import (
-    _ALTERNATING,
-    _GQA,
-    METHODS,
-    WINDOW,
-    at_once,
-    build,
-    prepared,
-    prompt,
-    relative,
-    states_of,
-)
-from tests.models_integration.session.sessions import method, published
 from conformance.strategies.numbers import seeds
 from models_integration import CustomPolicy, FullCache, RetainedCache, RetentionPolicy, Session, StreamingLLM, prefill
 from models_integration.cache.dense_layer import DenseLayer, RetainedLayer
@@ -50,6 +37,19 @@ from spec.budget import Budget
 from spec.errors import SpecError
 from spec.policy import LayerView, Observation, Policy
 from spec.retention import Granularity
+from tests.models_integration.session.families import (
+    _ALTERNATING,
+    _GQA,
+    METHODS,
+    WINDOW,
+    at_once,
+    build,
+    prepared,
+    prompt,
+    relative,
+    states_of,
+)
+from tests.models_integration.session.sessions import method, published
 
 pytestmark = pytest.mark.law("freed-memory")
 

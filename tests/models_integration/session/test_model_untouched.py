@@ -12,6 +12,14 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from models_integration import CrystalCache, FullCache, RetainedCache, RetentionPolicy, prefill
+from models_integration.model.architecture import attention_modules
+from reference.crystalcache import prefill as decided
+from reference.crystalcache.coattention import attention
+from spec.errors import SpecError
+from spec.parameters import TINY
+from spec.policy import Needs
+from spec.records import CrystalRetention
 from tests.models_integration.session.families import (
     _ALTERNATING,
     _GQA,
@@ -35,14 +43,6 @@ from tests.models_integration.session.sessions import (
     shown,
     snapshot,
 )
-from models_integration import CrystalCache, FullCache, RetainedCache, RetentionPolicy, prefill
-from models_integration.model.architecture import attention_modules
-from reference.crystalcache import prefill as decided
-from reference.crystalcache.coattention import attention
-from spec.errors import SpecError
-from spec.parameters import TINY
-from spec.policy import Needs
-from spec.records import CrystalRetention
 
 
 def whole() -> RetentionPolicy:

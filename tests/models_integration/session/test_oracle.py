@@ -17,6 +17,11 @@ from transformers import PreTrainedModel
 
 from lab.faults import WELL
 from lab.mutants.edits import Edit, replaced
+from models_integration import prefill
+from models_integration.attention.capture import observing
+from models_integration.cache.snapshot import load_cache, save_cache
+from models_integration.model.architecture import describe
+from spec.errors import SpecError
 from tests.models_integration.session import (
     test_capture,
     test_memory,
@@ -51,11 +56,6 @@ from tests.models_integration.session.sessions import (
     read_prompt,
 )
 from tests.models_integration.session.test_session_machine import SessionMachine
-from models_integration import prefill
-from models_integration.attention.capture import observing
-from models_integration.cache.snapshot import load_cache, save_cache
-from models_integration.model.architecture import describe
-from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("eviction-equals-masking")
 

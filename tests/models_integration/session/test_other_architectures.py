@@ -18,6 +18,13 @@ from transformers import Gemma3nTextConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from conformance.cache_suite.oracle import Masked
+from models_integration import CustomPolicy, RetainedCache, RetentionPolicy, decide, load_cache, save_cache
+from models_integration.session.verbs import compact, observe, read
+from reference.policies import snapkv
+from reference.policies.protections import protecting
+from spec.budget import parse_budget
+from spec.errors import SpecError
+from spec.policy import LayerView, Needs
 from tests.models_integration.session.families import (
     METHODS,
     SMALL,
@@ -28,13 +35,6 @@ from tests.models_integration.session.families import (
     relative,
 )
 from tests.models_integration.session.sessions import Looking, live_sets, method, method_of
-from models_integration import CustomPolicy, RetainedCache, RetentionPolicy, decide, load_cache, save_cache
-from models_integration.session.verbs import compact, observe, read
-from reference.policies import snapkv
-from reference.policies.protections import protecting
-from spec.budget import parse_budget
-from spec.errors import SpecError
-from spec.policy import LayerView, Needs
 
 pytestmark = [pytest.mark.law("eviction-equals-masking"), pytest.mark.filterwarnings("ignore")]
 

@@ -12,8 +12,8 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from tests.models_integration.session.families import FAMILIES, build, prompt, relative
-from tests.models_integration.session.sessions import CLASSES, PROMPT, small
+from experiments.studies.evidence.rules import rules_of
+from kvspec.cli.app import app
 from models_integration import (
     CrystalCache,
     FullCache,
@@ -23,15 +23,15 @@ from models_integration import (
     calibrate,
     policy_from_name,
 )
-from kvspec.cli.app import app
 from models_integration.model.architecture import describe
 from models_integration.policies.methods import spelled
 from models_integration.policies.values import output_projections
-from experiments.studies.evidence.rules import rules_of
 from reference import policies
 from reference.policies.names import DIVERSE, NAMES, POLICIES
 from spec.errors import SpecError
 from spec.parameters import TINY
+from tests.models_integration.session.families import FAMILIES, build, prompt, relative
+from tests.models_integration.session.sessions import CLASSES, PROMPT, small
 
 pytestmark = pytest.mark.law("as-it-is-described")
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models_integration.session.families import build, greedy, prompt, relative
-from tests.models_integration.session.sessions import method
 from models_integration import RetainedCache
 from models_integration.session.hooks import check_call
 from spec.errors import SpecError
+from tests.models_integration.session.families import build, greedy, prompt, relative
+from tests.models_integration.session.sessions import method
 
 N, NEW = 64, 5
 LENGTHS = (9, 4, 6)

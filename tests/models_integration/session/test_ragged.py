@@ -12,6 +12,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from models_integration import CustomPolicy, NamedPolicy, RetentionPolicy, StreamingLLM
+from models_integration.attention import cached_attention
+from models_integration.attention.cached_attention import RUN, attended_in_runs
+from models_integration.attention.capture import observing
+from models_integration.cache.ragged_layer import HeadLayout, RaggedLayer
+from models_integration.cache.retained_cache import RetainedCache, storage_bytes
+from models_integration.model.architecture import describe
+from models_integration.policies.methods import policy_from_name
+from reference.policies import chunkkv, diverse, snapkv
+from reference.policies.describe import describe_policy
+from spec.budget import parse_budget
+from spec.errors import SpecError
+from spec.policy import Needs
 from tests.models_integration.session.families import METHODS, at_once, build, prompt, relative, step_by_step
 from tests.models_integration.session.masked import HeadSets, Masked
 from tests.models_integration.session.sessions import (
@@ -26,19 +39,6 @@ from tests.models_integration.session.sessions import (
     read_prompt,
     small,
 )
-from models_integration import CustomPolicy, NamedPolicy, RetentionPolicy, StreamingLLM
-from models_integration.attention import cached_attention
-from models_integration.attention.cached_attention import RUN, attended_in_runs
-from models_integration.attention.capture import observing
-from models_integration.cache.ragged_layer import HeadLayout, RaggedLayer
-from models_integration.cache.retained_cache import RetainedCache, storage_bytes
-from models_integration.model.architecture import describe
-from models_integration.policies.methods import policy_from_name
-from reference.policies import chunkkv, diverse, snapkv
-from reference.policies.describe import describe_policy
-from spec.budget import parse_budget
-from spec.errors import SpecError
-from spec.policy import Needs
 
 pytestmark = pytest.mark.law("eviction-equals-masking")
 

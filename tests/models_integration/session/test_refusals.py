@@ -11,6 +11,14 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, QuantizedCache, StaticCache
 
+from models_integration import CustomPolicy, FullCache, RetainedCache, prefill
+from models_integration.attention.capture import observing
+from models_integration.cache.dense_layer import DenseLayer
+from models_integration.model.architecture import describe
+from reference.policies import h2o, with_adaptive_budgets
+from spec.budget import parse_budget
+from spec.errors import SpecError
+from spec.retention import Granularity, Retention
 from tests.models_integration.session.families import METHODS, VOCABULARY, at_once, build, greedy, prompt
 from tests.models_integration.session.sessions import (
     PROMPT,
@@ -22,14 +30,6 @@ from tests.models_integration.session.sessions import (
     read_prompt,
     snapshot,
 )
-from models_integration import CustomPolicy, FullCache, RetainedCache, prefill
-from models_integration.attention.capture import observing
-from models_integration.cache.dense_layer import DenseLayer
-from models_integration.model.architecture import describe
-from reference.policies import h2o, with_adaptive_budgets
-from spec.budget import parse_budget
-from spec.errors import SpecError
-from spec.retention import Granularity, Retention
 
 pytestmark = pytest.mark.law("refused-before-anything-changes")
 

@@ -11,6 +11,16 @@ from transformers import PreTrainedModel
 from transformers.models.ctrl import modeling_ctrl
 from transformers.models.llama import modeling_llama
 
+from models_integration import RetentionPolicy, StreamingLLM, observe
+from models_integration.archive.layer_masks import layer_masks
+from models_integration.attention.capture import Attended, Recorder, observing
+from models_integration.cache.dense_layer import DenseLayer
+from models_integration.cache.ragged_layer import RaggedLayer
+from models_integration.model.architecture import describe
+from models_integration.model.cache_argument import CACHE
+from spec.errors import SpecError
+from spec.policy import Needs
+from spec.retention import Granularity, Retention
 from tests.models_integration.session.families import (
     _GQA,
     _SIZES,
@@ -35,16 +45,6 @@ from tests.models_integration.session.sessions import (
     read_prompt,
     snapshot,
 )
-from models_integration import RetentionPolicy, StreamingLLM, observe
-from models_integration.archive.layer_masks import layer_masks
-from models_integration.attention.capture import Attended, Recorder, observing
-from models_integration.cache.dense_layer import DenseLayer
-from models_integration.cache.ragged_layer import RaggedLayer
-from models_integration.model.architecture import describe
-from models_integration.model.cache_argument import CACHE
-from spec.errors import SpecError
-from spec.policy import Needs
-from spec.retention import Granularity, Retention
 
 pytestmark = pytest.mark.law("refused-before-anything-changes")
 

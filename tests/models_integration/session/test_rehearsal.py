@@ -10,19 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from conformance.methods.kvzip import chunks
-from tests.models_integration.session.families import (
-    _GQA,
-    VOCABULARY,
-    at_once,
-    build,
-    prepared,
-    prompt,
-    relative,
-    step_by_step,
-    tensors,
-)
-from tests.models_integration.session.masked import Masked
-from tests.models_integration.session.sessions import PROMPT, REHEARSED, TOLERANCE, live_sets
+from experiments.studies.subject import SHIPPED, Loading
 from models_integration import (
     CustomPolicy,
     NamedPolicy,
@@ -37,10 +25,22 @@ from models_integration.model.rotation import recognise
 from models_integration.pocket import load_pocket_tokenizer
 from models_integration.session import observed as module
 from models_integration.session.verbs import EVERYTHING
-from experiments.studies.subject import SHIPPED, Loading
 from reference.policies import kvzip
 from spec.errors import SpecError
 from spec.policy import Rehearsal
+from tests.models_integration.session.families import (
+    _GQA,
+    VOCABULARY,
+    at_once,
+    build,
+    prepared,
+    prompt,
+    relative,
+    step_by_step,
+    tensors,
+)
+from tests.models_integration.session.masked import Masked
+from tests.models_integration.session.sessions import PROMPT, REHEARSED, TOLERANCE, live_sets
 
 pytestmark = pytest.mark.spec("PO-REHEARSAL")
 

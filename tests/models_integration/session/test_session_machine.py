@@ -24,6 +24,11 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule,
 from torch import Tensor
 
 from lab.faults import FAULTS, Fault, Killed
+from models_integration import Decision, RetainedCache, Session, compact, load_cache, save_cache
+from models_integration.archive.splice import compacted, computed, splice
+from models_integration.cache.continuation import Continuation
+from models_integration.model.rotation import frequencies_at
+from spec.retention import Retention
 from tests.models_integration.session.families import FAMILIES, VOCABULARY, WHOLE
 from tests.models_integration.session.running_cache import (
     MAX_TOKENS,
@@ -37,11 +42,6 @@ from tests.models_integration.session.running_cache import (
     retentions,
 )
 from tests.models_integration.session.sessions import NOWHERE, PLACES, Trip
-from models_integration import Decision, RetainedCache, Session, compact, load_cache, save_cache
-from models_integration.archive.splice import compacted, computed, splice
-from models_integration.cache.continuation import Continuation
-from models_integration.model.rotation import frequencies_at
-from spec.retention import Retention
 
 pytestmark = pytest.mark.law("eviction-equals-masking")
 

@@ -22,9 +22,23 @@ from hypothesis.stateful import rule, run_state_machine_as_test
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lab.faults import LAST, Killed, faults
 from conformance.checks import decode_checks
 from conformance.checks.decode_checks import Life
+from conformance.strategies.trunks import frozen_state
+from lab.faults import LAST, Killed, faults
+from models_integration import RetainedCache, RetentionPolicy
+from models_integration.archive.layer_masks import layer_masks
+from models_integration.archive.splice import computed, splice, upper_half
+from models_integration.cache import snapshot as snapshot_module
+from models_integration.cache.continuation import Pending
+from models_integration.cache.positions import EMPTY
+from models_integration.cache.retained_cache import storage_bytes
+from models_integration.cache.snapshot import load_cache, packed, save_cache, unpacked
+from models_integration.cache.tensor_file import read, write
+from models_integration.model.identity import identify
+from models_integration.model.rotation import recognise
+from spec.backend import Backend
+from spec.errors import SpecError
 from tests.models_integration.session.families import (
     _GQA,
     METHODS,
@@ -47,20 +61,6 @@ from tests.models_integration.session.sessions import (
     tokens,
 )
 from tests.processes import started
-from conformance.strategies.trunks import frozen_state
-from models_integration import RetainedCache, RetentionPolicy
-from models_integration.archive.layer_masks import layer_masks
-from models_integration.archive.splice import computed, splice, upper_half
-from models_integration.cache import snapshot as snapshot_module
-from models_integration.cache.continuation import Pending
-from models_integration.cache.positions import EMPTY
-from models_integration.cache.retained_cache import storage_bytes
-from models_integration.cache.snapshot import load_cache, packed, save_cache, unpacked
-from models_integration.cache.tensor_file import read, write
-from models_integration.model.identity import identify
-from models_integration.model.rotation import recognise
-from spec.backend import Backend
-from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("saved-is-what-was")
 

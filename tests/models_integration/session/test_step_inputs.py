@@ -13,8 +13,6 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.masking_utils import sdpa_mask, sliding_window_causal_mask_function
 
-from tests.models_integration.session.families import ENDS, METHODS, VOCABULARY, build, prompt
-from tests.models_integration.session.sessions import live_sets, method
 from models_integration import CrystalCache, RetainedCache, RetentionPolicy, prefill
 from models_integration.archive.layer_masks import layer_masks
 from models_integration.attention.cached_attention import retained_mask
@@ -24,6 +22,8 @@ from models_integration.model.rotation import prefilled
 from models_integration.session.verbs import read
 from spec.errors import SpecError
 from spec.parameters import TINY
+from tests.models_integration.session.families import ENDS, METHODS, VOCABULARY, build, prompt
+from tests.models_integration.session.sessions import live_sets, method
 
 pytestmark = pytest.mark.law("refused-before-anything-changes")
 

@@ -8,6 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from models_integration import CrystalCache, RetainedCache
+from reference.crystalcache.breath import decay
+from spec.backend import Backend, resolve
+from spec.errors import BackendUnavailable, SpecError
+from spec.parameters import TINY
 from tests.models_integration.session.families import (
     _GQA,
     ENDS,
@@ -22,11 +27,6 @@ from tests.models_integration.session.families import (
 )
 from tests.models_integration.session.masked import Masked
 from tests.models_integration.session.sessions import PROMPT, SHORT, T, breathing, check_states, now, tokens
-from models_integration import CrystalCache, RetainedCache
-from reference.crystalcache.breath import decay
-from spec.backend import Backend, resolve
-from spec.errors import BackendUnavailable, SpecError
-from spec.parameters import TINY
 
 
 @pytest.mark.spec("CC-STEP")

@@ -11,11 +11,11 @@ import torch
 from transformers import PreTrainedModel
 
 from conformance.cache_suite.oracle import Masked
+from models_integration.model.architecture import describe
+from spec.errors import SpecError
 from tests.models_integration.session.families import SMALL, greedy, prepared, prompt
 from tests.models_integration.session.masked import head_sets
 from tests.models_integration.session.sessions import method
-from models_integration.model.architecture import describe
-from spec.errors import SpecError
 
 N, NEW = 40, 4
 

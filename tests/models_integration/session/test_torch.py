@@ -10,6 +10,9 @@ from accelerate import cpu_offload, disk_offload
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from models_integration import RetentionPolicy, load_cache, observe, save_cache
+from models_integration.model.rotation import recognise
+from spec.errors import SpecError
 from tests.models_integration.session.families import (
     _GQA,
     METHODS,
@@ -22,9 +25,6 @@ from tests.models_integration.session.families import (
     tiny,
 )
 from tests.models_integration.session.sessions import live_sets, method
-from models_integration import RetentionPolicy, load_cache, observe, save_cache
-from models_integration.model.rotation import recognise
-from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("as-it-is-described")
 

@@ -11,6 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from models_integration import CrystalCache, CustomPolicy, RetainedCache, Session, StreamingLLM
+from models_integration.cache.continuation import Pending
+from reference.policies import h2o, rkv, tova
+from spec.errors import SpecError
+from spec.parameters import TINY
+from spec.policy import Needs
+from spec.records import CrystalRetention
 from tests.models_integration.session.families import (
     ENDS,
     METHODS,
@@ -40,13 +47,6 @@ from tests.models_integration.session.sessions import (
     tokens,
     turn,
 )
-from models_integration import CrystalCache, CustomPolicy, RetainedCache, Session, StreamingLLM
-from models_integration.cache.continuation import Pending
-from reference.policies import h2o, rkv, tova
-from spec.errors import SpecError
-from spec.parameters import TINY
-from spec.policy import Needs
-from spec.records import CrystalRetention
 
 pytestmark = pytest.mark.law("parts-equal-the-whole")
 

@@ -9,17 +9,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.models_integration.session.families import ENDS, VOCABULARY, at_once, build, prompt, tensors
-from tests.models_integration.session.saved import same as same_cache
-from tests.models_integration.session.sessions import (
-    CLASSES,
-    ONE_SEGMENT,
-    REHEARSED,
-    batch,
-    live_sets,
-    prompts,
-    published,
-)
 from models_integration import (
     CrystalCache,
     CustomPolicy,
@@ -41,6 +30,17 @@ from spec.errors import SpecError
 from spec.parameters import TINY
 from spec.policy import Needs
 from spec.retention import Granularity, Retention
+from tests.models_integration.session.families import ENDS, VOCABULARY, at_once, build, prompt, tensors
+from tests.models_integration.session.saved import same as same_cache
+from tests.models_integration.session.sessions import (
+    CLASSES,
+    ONE_SEGMENT,
+    REHEARSED,
+    batch,
+    live_sets,
+    prompts,
+    published,
+)
 
 pytestmark = pytest.mark.law("parts-equal-the-whole")
 

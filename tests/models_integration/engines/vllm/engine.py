@@ -12,10 +12,10 @@ import jsonschema  # type: ignore[import-untyped]
 import pytest
 import torch
 
-from tests.models_integration.session.masked import MaskedModel, Row
 from conformance.paths import ROOT, SPEC
 from conformance.witness.statement import Statement, digest_of, parse_statement
 from models_integration.pocket import ASSETS, load_pocket
+from tests.models_integration.session.masked import MaskedModel, Row
 
 NEEDS_VLLM = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: nox -s vllm runs this"),

@@ -7,6 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from models_integration import decide, observe
+from models_integration.pocket import load_pocket
+from models_integration.policies.methods import policy_from_name
+from spec.retention import Granularity
 from tests.models_integration.engines.vllm.engine import (
     NEEDS_VLLM,
     Engine,
@@ -17,10 +21,6 @@ from tests.models_integration.engines.vllm.engine import (
     schema,
     stated,
 )
-from models_integration import decide, observe
-from models_integration.pocket import load_pocket
-from models_integration.policies.methods import policy_from_name
-from spec.retention import Granularity
 
 pytestmark = [pytest.mark.law("eviction-equals-masking"), *NEEDS_VLLM]
 

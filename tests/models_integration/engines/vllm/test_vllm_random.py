@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.models_integration.engines.vllm.engine import NEEDS_VLLM, Engine, asking, check_masked, cut
 from conformance.paths import ROOT
+from tests.models_integration.engines.vllm.engine import NEEDS_VLLM, Engine, asking, check_masked, cut
 
 pytestmark = [pytest.mark.law("eviction-equals-masking"), *NEEDS_VLLM]
 

@@ -17,9 +17,9 @@ from typing import Any
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 
-from tests.models_integration.engines.vllm.engine import NEEDS_VLLM, cut, schema
 from conformance.paths import ROOT
 from models_integration.pocket import ASSETS
+from tests.models_integration.engines.vllm.engine import NEEDS_VLLM, cut, schema
 
 pytestmark = [pytest.mark.law("as-it-is-described"), *NEEDS_VLLM]
 

@@ -1,5 +1,0 @@
-"""Start of the command `kvspec` as `python -m kvspec.cli`."""
-
-from kvspec.cli import main
-
-main()
