@@ -28,7 +28,7 @@ PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 WITHOUT_TORCH = {
     "light": (
         [".[numba,tables,conformance]", "pytest-xdist", "beartype", "jsonschema", "scipy", "z3-solver", "rich", "nox"],
-        ["conformance"],
+        ["conformance", "tests"],
     ),
     "core": ([".[conformance]", "pytest-xdist", "beartype"], [
         "conformance/suite", "tests/spec", "tests/reference",
@@ -41,9 +41,9 @@ FLOATS_NEED = ["python-flint", "numpy", "jaxtyping", "hypothesis", "pytest"]
 PEERS = ("peers", "kvpress==0.5.*", "jaxtyping", "pytest", "hypothesis")  # with the older transformers that it needs
 # Each has an environment of its own; other extras that its test needs, and the test.
 EXTRAS = {
-    "ray": ((), "studies/test_workers.py::test_killed_actors_of_ray_make_the_rows_of_one_process"),
-    "lm-eval": ((), "studies/test_harness.py"),
-    "llamacpp": (("weights",), "engines/test_llama_cpp.py"),
+    "ray": ((), "tests/experiments/studies/test_workers.py::test_killed_actors_of_ray_make_the_rows_of_one_process"),
+    "lm-eval": ((), "tests/experiments/studies/test_harness.py"),
+    "llamacpp": (("weights",), "tests/models_integration/engines/test_llama_cpp.py"),
 }
 # What is installed for the tests inside vLLM, and how many seconds an installation and the tests may take in CI.
 VLLM_PINS = ROOT / "tests" / "models_integration" / "engines" / "vllm" / "requirements.txt"
@@ -82,6 +82,7 @@ OTHER_KERNELS = [
 
 # What is too long for CI, as modules with arguments. The oracle of the first holds some gigabytes: it is one process.
 ARCHIVE = "tests/models_integration/archive"
+OF_MODELS = ["tests/models_integration", "tests/experiments", "tests/kvspec"]
 MACHINES = ["tests/models_integration/session/test_session_machine.py", f"{ARCHIVE}/test_archive_machine.py"]
 MARKED = ["pytest", "--kvspec-profile", "nightly", "-m", "nightly"]
 NIGHTLY = {
@@ -331,7 +332,6 @@ def extra(session: nox.Session, options: list[str]) -> None:
         session.error(f"extra {name or 'NAME'}: must be one of {', '.join(EXTRAS)}")
     others, test = EXTRAS[name]
     python = python_of(session, name, "-e", f".[{','.join((name, *others, 'conformance'))}]")
-    test = f"tests/models_integration/{test}"
     session.run(python, "-m", "pytest", test, *options, external=True, env=ONE_THREAD)
 
 
@@ -419,7 +419,7 @@ def transformers(session: nox.Session, options: list[str]) -> None:
     for name, wanted in (("oldest", f"transformers=={oldest}"), ("newest", "transformers")):
         python = new_environment(session, ROOT / ".nox" / f"transformers-{name}", "-e", ".[dev]", wanted)
         session.run(python, "-c", "import transformers; print(transformers.__version__)", external=True)
-        arguments = [*WORKERS, *FEW, *options, "tests/models_integration"]
+        arguments = [*WORKERS, *FEW, *options, *OF_MODELS]
         session.run(python, "-m", "pytest", *arguments, external=True, env=ONE_THREAD)
 
 
