@@ -192,7 +192,7 @@ def conformance(session: nox.Session) -> None:
     numba = ["--backend", "numba", *OF_NUMBA]
     on_device = on_device_or_interpreted(session)
     phases: list[tuple[list[str], dict[str, str]]] = [
-        ([*FIFTY, "-p", "lab.sometimes"], {}),
+        (FIFTY, {}),
         ([*numba, *FIFTY], {}),
         ([*numba, *FEW], {"NUMBA_DISABLE_JIT": "1"}),
         ([*FEW, "--backend", "torch", *JUDGING, *ON_HOST], {}),

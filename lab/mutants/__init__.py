@@ -3,9 +3,8 @@
 `written.MUTANTS` contains the mutants that are written by hand. Each row of rows/*.toml is a reading that the
 specification rejects. Each row of sizes.toml is an error that has no effect up to a size.
 
-`python -m lab.mutants` tries them. With `--operators` it tries small syntax changes in the reference
-and in the Numba backend. The suite is collected once, and each mutant is tested in a fork of that process. The options
-`-p lab.mutants --mutant NAME` put one mutant into any run of pytest.
+`python -m lab.mutants` tries them. The suite is collected once, and each mutant is tested in a fork of that process.
+The options `-p lab.mutants --mutant NAME` put one mutant into any run of pytest.
 """
 
 import pytest

@@ -5,7 +5,6 @@ The function object stays the same, so all references to the function call the e
 
 import ast
 import inspect
-import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ from typing import Any
 
 from spec.errors import SpecError
 
-PACKAGES = ("spec", "reference", "accelerated")
 ORIGINAL = "original"
 """Name under which edited source calls the unedited function."""
 
@@ -143,31 +141,3 @@ def replaced(edit: Edit) -> Iterator[None]:
     finally:
         function.__code__ = right
         function.__globals__.pop(ORIGINAL, None)  # another edit of the module has removed it
-
-
-def replace_module(name: str, code: CodeType) -> None:
-    """Replace the code of a module's functions, and its other values, by those of the edited module."""
-    module = import_module(name)
-    edited = dict(vars(module))
-    exec(code, edited)
-    for key, new in edited.items():
-        old = vars(module).get(key)
-        if isinstance(new, type) and isinstance(old, type) and new.__module__ == name:
-            for attribute, value in vars(new).items():
-                if not _same_function(vars(old).get(attribute), value) and attribute not in ("__dict__", "__weakref__"):
-                    setattr(old, attribute, value)
-        elif old is not new and not _same_function(old, new):
-            for other in [other for at, other in sys.modules.items() if at.partition(".")[0] in PACKAGES]:
-                if vars(other).get(key) is old:
-                    setattr(other, key, new)
-
-
-def _same_function(old: Any, new: Any) -> bool:
-    """Return True if both values are functions. Then the old function gets the code of the new function."""
-    right, wrong = _plain(old), _plain(new)
-    both = isinstance(right, FunctionType) and isinstance(wrong, FunctionType)
-    if both and len(right.__code__.co_freevars) == len(wrong.__code__.co_freevars) and right is not wrong:
-        right.__code__, right.__defaults__, right.__kwdefaults__ = (
-            wrong.__code__, wrong.__defaults__, wrong.__kwdefaults__,
-        )
-    return both

@@ -27,7 +27,6 @@ AFTER_AN_ERROR = 60  # after so many errors without a failed assertion, the tria
 # Processor seconds that a test may use: several times the seconds of the longest test without a mutant.
 LIMITS = {"dev": 30.0, "ci": 90.0}
 WHOLE = 20.0  # limit of all tests together, as a multiple of the limit of one test
-CHECKED = "--jaxtyping-packages=reference,beartype.beartype"
 
 
 class NotJudged(RuntimeError):
@@ -80,36 +79,30 @@ class Suite:
 
 
 def collected(
-    root: Path, files: Sequence[str], backend: str, profile: str, work: Callable[[Suite], None], *options: str,
+    root: Path, files: Sequence[str], profile: str, work: Callable[[Suite], None],
 ) -> None:
     """Call `work` with the tests of some files, in a process that has collected them.
 
     Raises:
         NotJudged: if the tests cannot be collected, or if `work` fails.
     """
-    process = multiprocessing.get_context("fork").Process(
-        target=_collect, args=(root, files, backend, profile, work, options),
-    )
+    process = multiprocessing.get_context("fork").Process(target=_collect, args=(root, files, profile, work))
     process.start()
     process.join()
     if process.exitcode:
-        raise NotJudged(f"backend {backend}, profile {profile}: the tests were not run, exit {process.exitcode}")
+        raise NotJudged(f"profile {profile}: the tests were not run, exit {process.exitcode}")
 
 
-def _collect(
-    root: Path, files: Sequence[str], backend: str, profile: str, work: Callable[[Suite], None], options: Sequence[str],
-) -> None:
+def _collect(root: Path, files: Sequence[str], profile: str, work: Callable[[Suite], None]) -> None:
     # Loading the entry points of other packages takes longer than most trials.
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    if CHECKED in options:
-        options = ["-p", "jaxtyping._pytest_plugin", *options]
     with redirect_stdout(io.StringIO()) as output, redirect_stderr(output):
         code = pytest.main(
             ["-o", "addopts=", "-p", "conformance.plugin", "-p", "no:cacheprovider", "-s", "--rootdir",
              os.fspath(root), "--strict-markers", "--assert=plain", "--tb=native",
              # Without the filter pytest warns, because Hypothesis is imported before pytest is configured.
-             "-W", "ignore::pytest.PytestAssertRewriteWarning", "--kvspec-profile", profile, "--backend", backend,
-             *options, *(os.fspath(root / name) for name in files)],
+             "-W", "ignore::pytest.PytestAssertRewriteWarning", "--kvspec-profile", profile, "--backend", "numpy",
+             *(os.fspath(root / name) for name in files)],
             plugins=[_Court(work, LIMITS[profile])],
         )
     if code != pytest.ExitCode.OK:

@@ -193,7 +193,7 @@ def _accepted() -> dict[str, tuple[str, str]]:
 def accept(verdicts: Mapping[str, Result]) -> None:
     """Write the test that killed each mutant to killed.lock. Entries of mutants without a verdict stay unchanged."""
     found = {name: line for name, line in _accepted().items() if name in MUTANTS}
-    found |= {name: (one.digest, one.test) for name, one in verdicts.items() if one.outcome == "assertion"}
+    found |= {name: (one.digest, one.test) for name, one in verdicts.items() if one.killed}
     lines = (f"{name} {digest} {test}\n" for name, (digest, test) in sorted(found.items()))
     KILLED.write_text("".join(lines), encoding="utf-8")
 
@@ -203,8 +203,8 @@ def trials(mutants: Iterable[WrittenMutant]) -> list[Trial]:
     digest = digests()
     return [
         Trial(
-            mutant.name, digest[mutant.name], "numpy", partial(_accepts, mutant.item), partial(_put, mutant.edit),
-            partial(_rank, bool(mutant.beyond)), PROFILES[-1:] if mutant.beyond else PROFILES, by_assertion=True,
+            mutant.name, digest[mutant.name], partial(_accepts, mutant.item), partial(_put, mutant.edit),
+            partial(_rank, bool(mutant.beyond)), PROFILES[-1:] if mutant.beyond else PROFILES,
         )
         for mutant in mutants
     ]
@@ -239,7 +239,7 @@ def verdict_line(result: Result) -> str:
 def page(verdicts: Sequence[Result], seconds: float) -> str:
     """Return the figures of a complete run, as a paragraph of docs/results."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("numpy", "hypothesis", "pytest"))
-    killed = [one for one in verdicts if one.outcome == "assertion"]
+    killed = [one for one in verdicts if one.killed]
     by_any = sum(one.any_backend for one in killed)
     sized = sum(bool(MUTANTS[one.key].beyond) for one in verdicts)
     late = ", ".join(f"{number} by profile {name}" for name, number in Counter(one.profile for one in killed).items())

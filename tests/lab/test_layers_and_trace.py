@@ -109,7 +109,8 @@ def test_a_circle_of_rooms_is_named_where_no_order_is_stated(tmp_path: Path) -> 
 
 
 def test_the_door_of_a_package_may_name_what_it_opens(tmp_path: Path) -> None:
-    write(tmp_path, "models_integration/__init__.py", "if TYPE_CHECKING:\n    from models_integration.session.a import A")
+    path = "models_integration/__init__.py"
+    write(tmp_path, path, "if TYPE_CHECKING:\n    from models_integration.session.a import A")
     write(tmp_path, "models_integration/session/a.py", "import models_integration.model.b")
     write(tmp_path, "models_integration/model/b.py", "")
     assert forbidden_imports(tmp_path) == []

@@ -3,13 +3,11 @@
 import builtins
 import dis
 import json
-import os
 import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from types import CodeType, SimpleNamespace
@@ -18,25 +16,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.checks.refusals import refused
 from conformance.checks.vector_checks import BOUNDED, problems
 from conformance.items import known_items
 from conformance.methods import brutes
 from conformance.paths import ROOT
-from conformance.strategies.trunks import EvictionProblem, record
 from conformance.vectors import files
-from lab import mutants, sometimes
+from lab import mutants
 from lab.item_vectors import ITEMS
 from lab.mutants import written
 from lab.mutants.edits import ORIGINAL, Edit, function_of, replaced
 from lab.mutants.results import Result
 from lab.mutants.written import MUTANTS, ROWS, read_rows, sized_mutants
-from reference.backend import BACKEND
 from reference.crystalcache import impact
 from reference.crystalcache.impact import rarity
 from spec.errors import SpecError
-from spec.parameters import PAPER
-from spec.records import CoAttention, Trunks
+from spec.records import CoAttention
 
 BASE_2 = MUTANTS["CC_RARITY_LOGARITHM_TO_BASE_2"]
 VECTORS = sorted((ROOT / "spec" / "vectors").glob("*.json"))
@@ -192,114 +186,3 @@ def test_an_unknown_mutant_is_refused() -> None:
     config: Any = SimpleNamespace(getoption=lambda name: "CC_NONE")
     with pytest.raises(pytest.UsageError, match="--mutant CC_NONE: unknown"):
         mutants.pytest_collection_modifyitems(config, [])
-
-
-FILES = sorted(sometimes.SUITE.glob("test_*.py"))
-CONFTEST = """
-from pathlib import Path
-from lab import sometimes
-sometimes.SUITE, sometimes.REFUSALS = Path(__file__).parent, {}
-sometimes.STATES = {"crystal.score": {
-    f"{n} trunks": ("CC-SCORE", lambda c, n=n: len(c.D) == n) for n in (1, 2, 3)
-}}
-"""
-TEST = """
-import numpy as np
-from spec.parameters import PAPER
-def test_it(stages):
-    stages.score(np.ones({n}), np.ones({n}), np.zeros({n}, dtype=bool), PAPER)
-"""
-
-
-def met(call: Callable[[Any], object]) -> set[str]:
-    """Return the states that a call of a stage meets."""
-    counts: Counter[str] = Counter()
-    call(sometimes.watched(BACKEND, counts))
-    return {name.partition(": ")[2] for name in counts}
-
-
-def test_each_state_belongs_to_an_item_and_a_stage() -> None:
-    assert set(sometimes.expected().values()) <= set(known_items())
-    stages = {*sometimes.STATES, *sometimes.REFUSALS, *sometimes.DERIVED}
-    assert all(hasattr(getattr(BACKEND, family), stage) for family, stage in (name.split(".") for name in stages))
-
-
-@pytest.mark.parametrize(("sizes", "B", "found"), [
-    ([5, 5], 8, {"a partial trunk alone", "a remnant of N_min", "a partial trunk with D"}),
-    ([4, 5], 7, {"an overshoot of 2"}),
-    ([4, 5], 5, {"whole trunks meet B"}),
-    ([4, 5], 9, {"as many tokens as B"}),
-    ([3, 10, 4], 12, {"a partial trunk behind others", "a partial trunk with D"}),
-])
-def test_an_eviction_is_told(sizes: list[int], B: int, found: set[str]) -> None:
-    """Check the cases of CC-ALLOCATE."""
-    m, n = len(sizes), sum(sizes)
-    problem = EvictionProblem(
-        np.arange(m) / 8, Trunks(np.cumsum([0, *sizes]), np.ones(m)), np.arange(n) / 8, np.ones(m),
-        np.zeros(m, dtype=np.bool_), B, PAPER,
-    )
-    assert met(lambda backend: problem.run(backend.crystal)) == found
-
-
-@pytest.mark.parametrize(("T_max", "edge", "found"), [
-    (4, (1, 2, 0.9), {"a merge to T_max"}), (3, (1, 2, 0.9), {"T_max refuses a merge"}),
-    (4, (1, 2, 0.25), {"an interface below tau"}), (4, (1, 2, PAPER.tau_merge), {"an interface at tau"}),
-    (4, (2, 1, 0.9), {"an interface without an edge", "strong edges backwards alone"}),
-])
-def test_a_merge_is_told(T_max: int, edge: tuple[int, int, float], found: set[str]) -> None:
-    """Check two sentences of two tokens and one edge."""
-    rows: list[list[tuple[int, float]]] = [[] for _ in range(4)]
-    rows[edge[0]] = [edge[1:]]
-    S1, ends, p = record([1.0] * 4, rows, [[]] * 4, 1, 0), np.array([False, True] * 2), replace(PAPER, T_max=T_max)
-    assert met(lambda backend: backend.crystal.trunks(S1, np.ones(4), ends, p)) == found
-
-
-def test_a_refusal_is_told() -> None:
-    def call(backend: Any) -> None:
-        with refused("k"):
-            backend.breath.inverse_key_norms(np.ones((2, 3)))
-
-    assert met(call) == {"k is refused"}
-
-
-def asked(*words: str, backend: str = "numpy", profile: str = "dev", **options: object) -> Any:
-    """Return the part of a pytest configuration that is read."""
-    given = {"--backend": backend, "--kvspec-profile": profile}
-    return SimpleNamespace(args=words, option=SimpleNamespace(**options), getoption=given.get)
-
-
-def test_a_run_of_all_is_whole_and_a_part_is_none() -> None:
-    assert sometimes.whole(asked("conformance", keyword="", markexpr="", maxfail=0), FILES)
-    assert not sometimes.whole(asked("conformance"), FILES[1:])
-    parts: list[dict[str, Any]] = [
-        {"keyword": "cut"}, {"markexpr": "not nightly"}, {"maxfail": 1}, {"lf": True}, {"deselect": ["x"]},
-        {"collectonly": True}, {"profile": "few"}, {"backend": "numba"},
-    ]
-    assert not any(sometimes.whole(asked("conformance", **part), FILES) for part in parts)
-    assert not sometimes.whole(asked("conformance/suite/test_score.py::test_it", "conformance"), FILES)
-
-
-@pytest.mark.parametrize(("words", "code", "lines"), [
-    (["-p", "xdist.plugin", "-n", "2", "--dist", "worksteal"], 1,
-     ["2 of 3 were met; least often: crystal.score: 1 trunks (1), crystal.score: 2 trunks (1)",
-      "never met: crystal.score: 3 trunks [CC-SCORE]"]),
-    (["test_1.py"], 0, []),
-])
-def test_a_state_that_no_process_met_fails_a_whole_run(
-    tmp_path: Path, words: Sequence[str], code: int, lines: Sequence[str],
-) -> None:
-    """Run two tests in separate processes, each of which meets a state. No test meets the third state.
-
-    A partial run makes no claim.
-    """
-    (tmp_path / "conftest.py").write_text(CONFTEST, encoding="utf-8")
-    for n in (1, 2):
-        (tmp_path / f"test_{n}.py").write_text(TEST.format(n=n), encoding="utf-8")
-    plugins = [word for name in ("conformance.plugin", sometimes.__name__) for word in ("-p", name)]
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", *plugins, "--kvspec-profile", "dev", *words], cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, capture_output=True,
-        text=True, check=False,
-    )
-    assert run.returncode == code, run.stdout + run.stderr
-    assert [line for line in run.stdout.splitlines() if " met" in line] == lines
