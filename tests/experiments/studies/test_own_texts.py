@@ -21,8 +21,8 @@ from experiments.studies.evidence.rules import load_rules
 from experiments.studies.results import load_rows
 from experiments.tasks import Placement
 from experiments.tasks.needle import QUESTION_FRAME
-from kvspec.cli.app import app
 from kvspec import cli
+from kvspec.cli.app import app
 from models_integration import observe, policy_from_name
 from models_integration.model.frame import decode, encode, opening_ids
 from models_integration.pocket import load_pocket

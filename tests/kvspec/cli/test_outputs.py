@@ -16,9 +16,9 @@ from experiments.studies.evidence.rules import rules_text
 from experiments.studies.results import load_rows
 from experiments.studies.subject import SHIPPED
 from experiments.tasks.registry import files_of
+from kvspec import cli
 from kvspec.cli.app import app
 from kvspec.cli.study_files import check_outputs, write_outputs
-from kvspec import cli
 from models_integration.pocket import load_pocket_tokenizer
 from spec.errors import SpecError
 from spec.files import check_output, check_results, read_text

@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 from experiments.studies.report import progress_bar
 from experiments.studies.results import load_rows
 from experiments.studies.subject import Loading
+from kvspec import cli
 from kvspec.cli.app import app
 from kvspec.cli.checks import check_folder
-from kvspec import cli
 from models_integration.model.architecture import check_positions
 from spec.errors import SpecError
 

@@ -26,8 +26,8 @@ from safetensors import SafetensorError  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel  # noqa: E402
 
 from experiments.studies.subject import Loading  # noqa: E402
-from lab.measure.gguf_files import tiny_llama, write_gguf, write_wheel  # noqa: E402
 from kvspec import cli  # noqa: E402
+from lab.measure.gguf_files import tiny_llama, write_gguf, write_wheel  # noqa: E402
 from models_integration.model import published_weights  # noqa: E402
 from models_integration.model.published_weights import (  # noqa: E402
     SMOLLM2,
