@@ -75,9 +75,6 @@ def received_attention(
     """Return the attention (H_kv, n) that each key of k (H_kv, n, d) receives from the last m queries q (H, m, d).
 
     Implements: PO-OBSERVED-ATTENTION
-
-    Raises:
-        BackendUnavailable: if threadpoolctl is not installed.
     """
     grouped = _grouped(q, k, scaling, softcap)
     if grouped.shape[1] * grouped.shape[2] <= FEW:
@@ -96,9 +93,6 @@ def largest_attention(
     The keys are k (H_kv, n, d), and the queries q (H, m, d). `norms` (m,) contains the norm of each query.
 
     Implements: PO-KVZIP, PO-KVZIP-PLUS
-
-    Raises:
-        BackendUnavailable: if threadpoolctl is not installed.
     """
     least = norms.min()
     most = partial(_Head.maxima, shares=(least / norms).astype(f32))

@@ -212,9 +212,6 @@ def coattention(
     """Return the result of S1, computed in float32. The bits of the result do not depend on the number of threads.
 
     Implements: CC-ATTENTION, CC-SALIENCE, CC-MEAN-SALIENCE, CC-ROW-NORM, CC-INTRA, CC-CROSS, CC-COATTENTION
-
-    Raises:
-        BackendUnavailable: if threadpoolctl is not installed.
     """
     n = q.shape[1]
     before = k.shape[1] - n

@@ -29,9 +29,6 @@ def expected_attention(
     """Return expected attention weight times norm of the value, (H_kv, n), for keys k and values v (H_kv, n, d).
 
     Implements: PO-EXPECTED-ATTENTION
-
-    Raises:
-        BackendUnavailable: if threadpoolctl is not installed.
     """
     angle = at[:, None] * inv_freq
     cos, sin = (np.cos(angle) / factor).astype(f32), (np.sin(angle) / factor).astype(f32)

@@ -7,28 +7,16 @@ from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
-
-from spec.errors import BackendUnavailable
-
-try:
-    from threadpoolctl import ThreadpoolController
-except ModuleNotFoundError:  # S2 to S6, which the Triton backend imports from this package, do not need threadpoolctl
-    ThreadpoolController = None
+from threadpoolctl import ThreadpoolController
 
 __all__ = ["plain", "threads"]
 
-BLAS = ThreadpoolController and ThreadpoolController()
+BLAS = ThreadpoolController()
 
 
 @contextmanager
 def threads() -> Iterator[ThreadPoolExecutor]:
-    """Context manager that returns a thread pool with one thread per core.
-
-    Raises:
-        BackendUnavailable: if threadpoolctl, which limits BLAS to one thread, is not installed.
-    """
-    if BLAS is None:
-        raise BackendUnavailable("this stage of backend 'numba' needs threadpoolctl: pip install 'kvspec[numba]'")
+    """Context manager that returns a thread pool with one thread per core."""
     with BLAS.limit(limits=1, user_api="blas"), ThreadPoolExecutor(os.cpu_count()) as pool:
         yield pool
 

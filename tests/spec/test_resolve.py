@@ -4,7 +4,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from conformance.plugin import subject_of
@@ -13,7 +12,6 @@ from reference.policies.names import ENTRY_POINTS as POLICY_ENTRY_POINTS
 from reference.policies.names import NAMES, check_name, constants_of, constants_of_model, make_policy, own_policy
 from spec.backend import BUILT_IN, ENTRY_POINTS, Backend, CrystalStages, resolve
 from spec.errors import BackendUnavailable, SpecError
-from spec.parameters import TINY
 from spec.validate import check_choices
 
 MODULE = """
@@ -125,7 +123,9 @@ def no_engines() -> Iterator[None]:
 
 @pytest.mark.spec("CC-PREFILL")
 @pytest.mark.usefixtures("no_engines")
-@pytest.mark.parametrize(("name", "package"), [("numba", "numba"), ("triton", "triton"), ("triton", "torch")])
+@pytest.mark.parametrize(("name", "package"), [
+    ("numba", "numba"), ("numba", "threadpoolctl"), ("triton", "triton"), ("triton", "torch"),
+])
 def test_a_missing_package_is_named_with_what_brings_it(
     name: str, package: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -134,17 +134,6 @@ def test_a_missing_package_is_named_with_what_brings_it(
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(BackendUnavailable, match=rf"'{name}'.*{package}.*pip install 'kvspec\[{name}\]' brings"):
         resolve(name)
-
-
-@pytest.mark.spec("CC-COATTENTION")
-def test_numba_without_threadpoolctl_says_so_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """S2 to S6 run without threadpoolctl. S1 would compete with BLAS for the cores."""
-    pytest.importorskip("numba", reason="pip install 'kvspec[numba]'")
-    threads = pytest.importorskip("accelerated.numba_cpu.threads")
-    monkeypatch.setattr(threads, "BLAS", None)
-    q = np.ones((1, 2, 2), dtype=np.float32)
-    with pytest.raises(BackendUnavailable, match=r"needs threadpoolctl: pip install 'kvspec\[numba\]'"):
-        resolve("numba").require_crystal().coattention(q, q, np.arange(2), TINY, 1.0, None)
 
 
 @pytest.mark.parametrize(

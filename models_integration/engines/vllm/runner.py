@@ -21,6 +21,7 @@ from models_integration.engines.vllm.seams import (
     layer_facts,
     replace_block_table,
     shift_lengths,
+    undrawn_chunks,
     watch_queries,
 )
 from models_integration.engines.vllm.selection import Decider
@@ -205,7 +206,8 @@ class _Evicting:
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Sample tokens, and send the decisions of the step to the scheduler."""
         own: Any = super()
-        found = own.sample_tokens(*args, **kwargs)
+        with undrawn_chunks(self):
+            found = own.sample_tokens(*args, **kwargs)
         if self.kvspec is not None and self.kvspec.reports:
             # With asynchronous scheduling, the output that the scheduler reads is inside.
             setattr(getattr(found, "_model_runner_output", found), KEY, self.kvspec.reports)

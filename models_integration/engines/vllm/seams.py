@@ -7,6 +7,7 @@ import inspect
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ __all__ = [
     "LogitsProcessor", "Scheduler", "Worker", "attention_layers", "check_configuration", "check_layout",
     "check_methods", "check_version", "layer_facts", "only_manager",
     "output_projection", "preempt", "replace_block_table", "rotary_frequencies", "shift_lengths", "spec_registry",
-    "watch_queries",
+    "undrawn_chunks", "watch_queries",
 ]
 
 OLDEST, NEWEST = (0, 32), (0, 32)
@@ -246,6 +247,23 @@ def replace_block_table(runner: Any, request_id: str, blocks: Sequence[int]) -> 
         table = runner.input_batch.block_table[0]
         table.block_table.np[row, : table.num_blocks_per_row[row]] = 0
         table.add_row(list(blocks), row)
+
+
+@contextmanager
+def undrawn_chunks(runner: Any) -> Iterator[None]:
+    """Context manager in which a chunk that does not end a prompt draws nothing from the generator of its request.
+
+    vLLM 0.32 draws a token for each chunk, and takes the draw back with `Generator.set_offset`. PyTorch has no such
+    method for a generator on the CPU, and the engine stops at a request with a seed and several chunks.
+    """
+    batch, own = runner.input_batch, dict(runner.input_batch.generators)
+    for row in runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0]:
+        if int(row) in own and own[int(row)].device.type == "cpu":
+            del batch.generators[int(row)]
+    try:
+        yield
+    finally:
+        batch.generators.update(own)
 
 
 def shift_lengths(runner: Any, shifts: Any, counts: Any) -> None:

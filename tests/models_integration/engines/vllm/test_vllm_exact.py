@@ -117,6 +117,14 @@ def test_a_shared_prefix_is_used_before_and_after_evictions(engine: Engine) -> N
     assert hits[1:] == [608, 0]
 
 
+@pytest.mark.law("parts-equal-the-whole")
+def test_a_seed_gives_the_same_answer_for_any_chunks(engine: Engine) -> None:
+    """The first request is read in ten chunks and the second in one, because the prefix is cached."""
+    prompt, drawn = cut(611, 80), asking("snapkv", 24, {"temperature": 1.0, "seed": 7}, budget=0.3, W=16)
+    first, again = (engine.answer([prompt], [drawn])[0].outputs[0].token_ids for _ in range(2))
+    assert first == again
+
+
 def test_blocks_of_an_evicted_answer_are_not_shared(engine: Engine) -> None:
     prompt = cut(64, 700)
     (first,) = engine.answer([prompt], [asking("streamingllm", 200, budget=0.9)])
