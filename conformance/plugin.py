@@ -270,7 +270,7 @@ def skip_without(judged: "Backend", *families: str) -> None:
 
 @pytest.fixture(scope="session")
 def subject(request: pytest.FixtureRequest, method_engine: "Engine | None") -> "Backend":
-    """Tested backend. The backend receives the arrays of the test without copies."""
+    """Backend under test. The backend receives the arrays of the test without copies."""
     from conformance.checks.refusals import guarded
     from conformance.engine.process import backend_of
     from spec.backend import FAMILIES, resolve
@@ -294,7 +294,7 @@ def method_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="session")
 def together(request: pytest.FixtureRequest) -> bool:
-    """True if two threads can call stages at the same time.
+    """Return True if two threads can call stages at the same time.
 
     An engine answers one request at a time. Triton's interpreter changes modules of Triton during a call.
     """
@@ -303,7 +303,7 @@ def together(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(scope="session")
 def judged(subject: "Backend", together: bool) -> "Backend":
-    """Tested backend, with checks of the rules that apply to every call."""
+    """Backend under test, with checks of the rules that apply to every call."""
     from conformance.calls import held_to_rules
 
     return held_to_rules(subject, together)
@@ -311,7 +311,7 @@ def judged(subject: "Backend", together: bool) -> "Backend":
 
 @pytest.fixture(scope="session")
 def backend(judged: "Backend") -> "Backend":
-    """Tested backend. Skips the test if the backend has no CrystalCache stages."""
+    """Backend under test. Skips the test if the backend has no CrystalCache stages."""
     skip_without(judged, "crystal")
     return judged
 
@@ -324,7 +324,7 @@ def stages(backend: "Backend") -> "CrystalStages":
 
 @pytest.fixture(scope="session")
 def decoder(judged: "Backend") -> "Backend":
-    """Tested backend. Skips the test if the backend has no CrystalCache stages or no stages of decoding."""
+    """Backend under test. Skips the test if the backend has no CrystalCache stages or no stages of decoding."""
     skip_without(judged, "crystal", "breath")
     return judged
 

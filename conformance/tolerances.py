@@ -259,9 +259,9 @@ def key_norm_error(H_kv: int, d: int) -> float:
 def crystallization_radius(degree: Vector, s: float, epsilon: float, moved: float = 0.0) -> float:
     """Return the radius of Eq. 27 from degrees with an error of `moved`.
 
-    The slope of the logistic function is at most 1/4, and its error is 8 u. mu has an error of gamma_(m+2) of the
-    largest degree. The same error in every term moves sigma by the same amount. This moves z by the ratio to sigma,
-    times 1 + |z|. If sigma may be below or above epsilon, D may have any value.
+    The slope of the logistic function is at most 1/4. Its error is 8 u. mu has an error of gamma_(m+2) of the largest
+    degree. The same error in every term moves sigma by the same amount. This moves z by the ratio to sigma, times
+    1 + |z|. If sigma may be below or above epsilon, D may have any value.
     """
     m = len(degree)
     mu = math.fsum(degree.tolist()) / m

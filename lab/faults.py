@@ -96,12 +96,9 @@ class Fault(NamedTuple):
     """Fault of the disk during one operation.
 
     Attributes:
-        kind: One of these kinds of faults:
-            "well": no fault.
-            "full": a file can have at most `at` bytes.
-            "error": call `at` fails with this number.
-            "short": call `at` reads or writes half of the bytes.
-            "killed": from call `at` on, no call has an effect.
+        kind: "well" for no fault. With "full", a file can have at most `at` bytes. With "error", call `at` fails with
+            this number. With "short", call `at` reads or writes half of the bytes. With "killed", no call has an effect
+            from call `at` on.
     """
 
     kind: str = "well"

@@ -221,7 +221,7 @@ def asked() -> str:
 
 
 def shared() -> str:
-    """Return the table of the arguments that have the same meaning in all methods."""
+    """Return the table of the arguments that have the same meaning in all operations."""
     rows = {name: kind for row in method_ops().values() for name, kind in row.arguments.items() if name in SHARED}
     return table(["Argument", "Type", "What"], [[f"`{name}`", kind, SHARED[name]] for name, kind in rows.items()])
 

@@ -23,7 +23,7 @@ def changed_files(since: str) -> set[str]:
     """Return the files that differ from a commit, and the new files.
 
     Raises:
-        SystemExit: if git does not know the commit.
+        SystemExit: if the repository has no such commit.
     """
     found = set[str]()
     for command in (["diff", "--name-only", since, "--"], ["ls-files", "--others", "--exclude-standard"]):

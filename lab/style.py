@@ -12,6 +12,7 @@ import sys
 from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,9 +30,12 @@ from typer.main import get_command
 from conformance.paths import ROOT
 from conformance.verify.request import parser as verify
 from kvspec.cli.app import app
+from lab.layers import PACKAGES
 
 LONGEST = 25
 """Maximum number of words in a sentence."""
+WHOLE = ("conformance", "tests", "lab")
+"""Packages in which every docstring follows all rules. In the others, the docstrings of exported names do."""
 MARK = "X"
 """Word that replaces code in a sentence. A sentence may begin with it."""
 
@@ -39,6 +43,14 @@ _ENDS = re.compile(r"(?<!e\.g\.)(?<!i\.e\.)(?<!cf\.)(?<=[.!?])[\"')]*\s+(?=[A-Z0
 _WORD = re.compile(r"[^\s–—]*\w[^\s–—]*")
 _PAUSE = re.compile(r"[:;](?=\s)")
 _HEADLESS = re.compile(r"(What|Who|Whoever|Whatever|Which|That which)\b")
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+# Prepositions, conjunctions, pronouns and adverbs. ruff's D401 reports verbs in the third person.
+_OPENER = re.compile(
+    "(?i)(?:after|against|also|although|and|as|at|because|before|behind|besides?|between|both|but|by|during|even"
+    "|everything|for|from|here|how|however|if|in|inside|into|its?|just|neither|no-one|none|nor|not|nothing|of|on|only|or"
+    "|over|outside|since|so|than|that|theirs?|them|then|there|these|they|this|those|through|to|under|unless|until|what"
+    r"|whatever|when|whenever|where|whether|which|whichever|while|who|whoever|whose|why|with|within|without|yet)\b"
+)
 # After these nouns, "where" refers to a place and is correct.
 _PLACE = r"(?<!place )(?<!places )(?<!position )(?<!positions )(?<!folder )(?<!line )"
 
@@ -115,9 +127,9 @@ _CHECKS: tuple[Any, ...] = (
     _of_sentences("headless", _headless),
     _of_words("where", "write 'if' for a condition, 'when' for a time", _PLACE + "where"),
     _of_words(
-        "verbs", "{}: a thing is, has, uses or returns", "stands?", "stood", "lies", "lay", "lives?", "lived",
+        "verbs", "{}: a thing is, has, uses or returns", "stands?", "stood", "lies", "lay", "lives", "lived",
         "goes on", "went on", "says", "said", "knows", "knew", "sees", "saw", "dies", "died",
-        r"(?<!you )(?<!to )(?<!cannot )(?:lie(?! in [(\[])|die|say|know)",
+        "live (?:on|in|as|for|with)", r"(?<!you )(?<!to )(?<!cannot )(?:lie(?! in [(\[])|die|say|know)",
     ),
     _of_words(
         "private", "{}: use the word of the field", "saboteurs?", "doors?", "rooms?", "houses?", "witnesses",
@@ -174,9 +186,33 @@ def _of_object(one: Object | Alias) -> Iterator[Passage]:
             yield from _of_object(member)
 
 
+def docstrings_in(package: str) -> Iterator[tuple[str, Docstring]]:
+    """Yield the file and the docstring of each module, class and function of a package."""
+    for path in sorted(ROOT.glob(f"{package}/**/*.py")):
+        source = path.relative_to(ROOT).as_posix()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, _DOCUMENTED) and (text := ast.get_docstring(node)):
+                yield source, Docstring(text, lineno=node.body[0].lineno)
+
+
+def opener_offences(docstrings: Iterable[tuple[str, Docstring]]) -> Iterator[Offence]:
+    """Yield each docstring that begins neither with a verb nor with a noun phrase."""
+    for source, docstring in docstrings:
+        if opener := _OPENER.match(docstring.value):
+            message = f"{opener[0]!r}: begin with a verb, or with a noun phrase that names the result"
+            yield Offence(source, docstring.lineno or 1, "opener", message)
+
+
+def share_with_opener(package: str) -> str:
+    """Return the share of a package's docstrings that begin with a verb or a noun phrase, in words."""
+    docstrings = list(docstrings_in(package))
+    right = len(docstrings) - len(list(opener_offences(docstrings)))
+    return f"{100 * right / len(docstrings):.1f} % of {len(docstrings)} docstrings begin with a verb or a noun phrase"
+
+
 def _of_docstring(docstring: Docstring, source: str) -> Iterator[Passage]:
     line = docstring.lineno or 1
-    for section in docstring.parse("google"):
+    for section in docstring.parse("google", warnings=False):
         if section.kind in _LISTS:
             parts = [part.description for part in section.value]
         else:
@@ -233,25 +269,33 @@ def _pages(*patterns: str) -> Iterator[Passage]:
 
 
 def _errors() -> Iterator[Passage]:
-    packages = ("spec", "reference", "accelerated", "models_integration", "experiments", "conformance", "kvspec")
-    return chain.from_iterable(of_errors(path) for name in packages for path in sorted(ROOT.glob(f"{name}/**/*.py")))
+    return chain.from_iterable(of_errors(path) for name in PACKAGES for path in sorted(ROOT.glob(f"{name}/**/*.py")))
 
 
-GROUPS = {
+def _docstrings(package: str) -> Iterator[Passage]:
+    if package not in WHOLE:
+        return iter(())
+    return chain.from_iterable(_of_docstring(docstring, source) for source, docstring in docstrings_in(package))
+
+
+GROUPS: dict[str, Callable[[], Iterator[Passage]]] = {
     "pages": lambda: _pages("README.md", "CONTRIBUTING.md", "docs/**/*.md"),
     "kvspec --help": lambda: chain(of_help(get_command(app)), of_options(verify(), verify)),
-    "docstrings of kvspec": lambda: of_docstrings("kvspec"),
     "SpecError": _errors,
+    "exported docstrings": lambda: of_docstrings("kvspec"),
+    **{f"docstrings of {package}": partial(_docstrings, package) for package in PACKAGES},
 }
 
 
 def found_in(group: str) -> list[Offence]:
     """Return the offences of a group, without duplicates."""
-    return list(dict.fromkeys(offences(GROUPS[group]())))
+    package = group.removeprefix("docstrings of ")
+    openers = opener_offences(docstrings_in(package)) if package != group else ()
+    return list(dict.fromkeys(chain(openers, offences(GROUPS[group]()))))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the offences and their number for each group. Return 1 if there is an offence."""
+    """Print the offences of each group, and how docstrings begin in each package. Return 1 if there is an offence."""
     argparse.ArgumentParser(prog="lab.style", description=__doc__).parse_args(arguments)
     failed = False
     for group in GROUPS:
@@ -261,6 +305,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(one)
         rules = Counter(one.rule for one in found)
         print(f"{group}: {len(found)} ({', '.join(f'{rule} {number}' for rule, number in sorted(rules.items()))})")
+    for package in PACKAGES:
+        print(f"{package}: {share_with_opener(package)}")
     return int(failed)
 
 

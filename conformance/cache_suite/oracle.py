@@ -252,7 +252,7 @@ def _with(mask: Tensor | None, visible: Tensor, query: Tensor, key: Tensor) -> T
 
 
 def _limited(mask: Tensor, shown: Tensor) -> Tensor:
-    """Return a boolean or additive mask, restricted to the columns where `shown` is True."""
+    """Return a boolean or additive mask that hides all columns for which `shown` is False."""
     return mask & shown if mask.dtype == torch.bool else mask.masked_fill(~shown, torch.finfo(mask.dtype).min)
 
 

@@ -56,7 +56,7 @@ def units(item: str) -> str:
 
 
 def within(name: str, got: Any, want: Any, radius: Any) -> Iterator[str]:
-    """Compare element by element: the difference must be at most the radius, and NaN must be where NaN is expected."""
+    """Compare element by element: the difference must be at most the radius, and NaN must be at the expected places."""
     a, b = floats(plain(got)), floats(want)
     if a.shape != b.shape or ((np.abs(a - b) > radius) | (np.isnan(a) != np.isnan(b))).any():
         yield f"{name} is {a.tolist()}, not {b.tolist()} within {np.max(radius)}"

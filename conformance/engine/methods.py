@@ -69,7 +69,7 @@ def _constants(name: str) -> dict[str, Any]:
 
 @cache
 def method_ops() -> Mapping[str, Op]:
-    """Return the operation of each method, named `methods.NAME`."""
+    """Return the operation of each published policy, named `methods.NAME`."""
     names = [name for name in POLICIES if name not in ("crystalcache", "fullcache")]
     return {f"{FAMILY}.{name}": Op(_arguments(name), "KeptSets") for name in names}
 

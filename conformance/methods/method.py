@@ -1,7 +1,7 @@
 """Published methods as `--as` names them: kept sets by brute force in boxes, and explanations of different kept sets.
 
 `snapkv(W=16, pooling="average")` gives constants and readings by name. A reading is a choice on which published codes
-differ. `Brute.readings` lists the readings of a method. Every method has the reading `ties`. Methods that read
+differ. `Brute.readings` lists the readings of a method. All of them have the reading `ties`. Methods that read
 attention have the reading `sinks`.
 """
 

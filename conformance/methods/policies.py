@@ -1,7 +1,7 @@
 """Published policies by brute force: plain lists, from the papers' text. No code is shared with the reference.
 
-A layer is a dict of q (H lists of rows), k and v (H_kv lists of rows), scaling, softcap and sinks (H numbers, or None).
-A score is a list per kept set, with None for a protected token. Kept sets are sorted lists.
+A layer is a dict of q (H lists of rows), k and v (H_kv lists of rows), scaling, softcap and sinks. `sinks` has H
+numbers, or is None. A score is a list per kept set, with None for a protected token. Kept sets are sorted lists.
 """
 
 

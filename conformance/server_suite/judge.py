@@ -187,7 +187,7 @@ def check_size(reading: Reading) -> None:
 
 
 def _allowed(reading: Reading, seen: int) -> int:
-    """Return the budget in tokens, which a policy that kvspec knows may raise to its floor."""
+    """Return the budget in tokens. A policy of kvspec may raise the budget to its smallest budget."""
     one = reading.statement
     budget = parse_budget(one.budget)
     try:

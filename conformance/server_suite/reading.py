@@ -104,7 +104,7 @@ def policy_of(statement: Statement) -> RetentionPolicy:
     """Return the stated policy, with its constants and budget.
 
     Raises:
-        SpecError: if kvspec does not know the policy, or if a constant or the budget is not valid.
+        SpecError: if kvspec has no such policy, or if a constant or the budget is not valid.
     """
     name, constants = spelled(statement.policy)
     return policy_from_name(name, statement.budget, **constants)
@@ -114,7 +114,7 @@ def policy_sets(model: PreTrainedModel, statement: Statement, seen: Sequence[int
     """Return the sets that a session of the stated policy stores, for each number of tokens in `seen`.
 
     Raises:
-        SpecError: if kvspec does not know the policy, or if the budget is not valid.
+        SpecError: if kvspec has no such policy, or if the budget is not valid.
     """
     policy = policy_of(statement)
     found, ids, n = [], torch.tensor([statement.ids]), len(statement.prompt_ids)

@@ -48,9 +48,9 @@ class Inputs:
 
 
 def drawn(seed: int, n: int | None = None, L: int | None = None, heads: tuple[int, int] | None = None) -> Inputs:
-    """Return normal q, k and v: 1 to 26 tokens, 1 to 3 layers, 1 to 3 KV heads with 1 or 2 query heads each.
+    """Return normal q, k and v of 1 to 26 tokens and 1 to 3 layers.
 
-    A quarter of the seeds has a softcap.
+    A layer has 1 to 3 KV heads with 1 or 2 query heads each. A quarter of the seeds has a softcap.
     """
     rng = np.random.default_rng(seed)
     n = n or int(rng.integers(1, 27))

@@ -56,7 +56,7 @@ def chosen(index: IntMatrix) -> list[list[int]]:
 @pytest.mark.spec("CC-SALIENCE", "CC-CROSS")
 @given(inputs=hot_sets())
 def test_hot_sets_are_exact(stages: CrystalStages, inputs: AttentionInputs) -> None:
-    """If attention is dyadic, salience, sources (ties included) and weights MUST be equal bit for bit."""
+    """Salience, sources (ties included) and weights MUST be equal bit for bit if attention is dyadic."""
     found, want = inputs.run(stages), brute_force(inputs)
     assert found.salience.tolist() == want.salience
     assert chosen(found.cross) == [[j for j, _ in row] for row in want.cross]

@@ -39,7 +39,7 @@ Situation = tuple[DecodeState, CrystalCacheParameters]
 @pytest.mark.spec("CC-DECAY")
 @given(data=st.data(), p=decode_parameters())
 def test_decay_is_equation_36(breath_stages: BreathStages, data: st.DataObject, p: CrystalCacheParameters) -> None:
-    """Check Eq. 36 and its bounds: (1 - beta_0) D <= D' <= D. If beta_0 < 1, D' is 0 exactly where D is 0."""
+    """Check Eq. 36 and its bounds: (1 - beta_0) D <= D' <= D. If beta_0 < 1, D' is 0 if and only if D is 0."""
     m = data.draw(st.integers(0, 8), label="m")
     D, M_bar = data.draw(sixteenths(m), label="D"), data.draw(sixteenths(m, 0, 320), label="Mbar")
     found = breath_stages.decay(D, M_bar, p)

@@ -76,7 +76,7 @@ def test_order_of_tokens_says_nothing(
 @pytest.mark.spec("CC-RARITY")
 @given(count=st.integers(1, 200))
 def test_a_further_mention_lowers_the_impact(stages: CrystalStages, count: int) -> None:
-    """Check that U falls strictly with c and is in (0, 1 / (1 + ln 2)], where 6.406 = 1/2 + 10 U(1)."""
+    """Check that U falls strictly with c and is in (0, 1 / (1 + ln 2)], so that 6.406 = 1/2 + 10 U(1)."""
     S = np.full(count + 1, 1.0)
     fewer = stages.impact(S[:-1], np.zeros(count, dtype=np.int64), PAPER)[0]
     more = stages.impact(S, np.zeros(count + 1, dtype=np.int64), PAPER)[0]

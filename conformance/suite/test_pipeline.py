@@ -264,7 +264,7 @@ def test_a_token_that_occurs_once_has_an_impact_of_5_956_or_more(stages: Crystal
 def test_many_weak_edges_outweigh_a_few_strong_ones(stages: CrystalStages, edges: int, w: float, W: float) -> None:
     """Check the example of B.1.10: 64 edges of .31 between 10 x 10 tokens weigh more than 4 edges of .9.
 
-    The prose of the paper says the contrary.
+    The prose of the paper has the opposite order.
     """
     intra: list[list[tuple[int, float]]] = [[] for _ in range(20)]
     for edge in range(edges):

@@ -145,7 +145,7 @@ def test_extremes_anywhere(stages: CrystalStages, m: int, at: str) -> None:
 @pytest.mark.spec("CC-SCORE")
 @pytest.mark.parametrize("m", TRUNKS)
 def test_the_greater_of_two_paths(stages: CrystalStages, m: int) -> None:
-    """Check that the score is the greater of D and the impact, and equals D bit for bit where D is greater.
+    """Check that the score is the greater of D and the impact, and equals D bit for bit if D is greater.
 
     D is larger in about half of the trunks. With alpha = 0, the score is D in all trunks.
     """

@@ -124,7 +124,7 @@ CASES += [((2, 2_500, 48), replace(SOFT, **changes)) for changes in OTHERS]  # t
 def keys(H_kv: int, n: int, d: int) -> np.ndarray:
     """Return keys around one direction for each head, plus one direction for each passage of 3 to 60 tokens.
 
-    A window of 64 tokens crosses passages everywhere, so the scores show where a window begins. A thirtieth of the
+    A window of 64 tokens crosses passages everywhere, so the scores show the start of a window. A thirtieth of the
     tokens has the opposite direction. These tokens are far from the stable memory, and are the top share of the gap.
     """
     numbers = Numbers(n + d)

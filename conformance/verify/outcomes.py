@@ -212,7 +212,7 @@ class Verdicts:
 def outcomes_of(lines: Iterable[Mapping[str, Any]]) -> list[Outcome]:
     """Return the outcomes of all collected tests.
 
-    If the process died during a test, this test has failed. The later tests did not run.
+    If the process ended during a test, this test has failed. The later tests did not run.
     """
     tests: dict[str, Any] = {}
     said: dict[str, Mapping[str, Any]] = {}

@@ -133,7 +133,7 @@ def judged(request: Request, log: Path) -> list[dict[str, Any]]:
 def _received(connection: socket.socket, process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
     """Yield the lines that a process sends until the process ends.
 
-    If the process died while it wrote a line, this line is left out.
+    If the process ended while it wrote a line, this line is left out.
 
     Raises:
         pytest.UsageError: if pytest cannot have written a line.
@@ -179,7 +179,7 @@ def contradiction(lines: Sequence[Mapping[str, Any]], code: int) -> str:
 
 
 def _complaint(log: Path) -> str:
-    """Return the line of the log that says why pytest stopped."""
+    """Return the line of the log with the reason why pytest stopped."""
     said = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     wrong = [line for line in said if "Error" in line or line.startswith("ERROR")]
     return f"{(wrong or said or ['pytest stopped'])[-1].removeprefix('ERROR: ')}; the log: {log}"

@@ -26,7 +26,7 @@ def features(model, context_ids):
 
 
 def learned(samples, length, seed=1, ridge=1.0):
-    """The least squares of each head over needles that no default seed of `kvspec compare` draws."""
+    """Fit each head by least squares over needles that no default seed of `kvspec compare` draws."""
     model, tokenizer = load_pocket()
     drawn = [draw_sample("needle", tokenizer, length, index, seed) for index in range(samples)]
     x = np.concatenate([features(model, sample.context_ids) for sample in drawn], axis=1)

@@ -20,7 +20,7 @@ llama = Llama(file, n_ctx=decided["seen"] + 512, verbose=False)
 
 
 def ids(text: str) -> list[int]:
-    """The ids that the tokenizer of transformers gives too."""
+    """Return the token ids, which equal those of the tokenizer of transformers."""
     return llama.tokenize(text.encode(), add_bos=False, special=True)
 
 

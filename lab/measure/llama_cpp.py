@@ -87,7 +87,7 @@ def evicted(retention: Retention) -> list[int]:
 
 
 def move_away(context: Any, gone: Sequence[int]) -> None:
-    """Move the cells of these positions from sequence 0 to sequence 1, where sequence 0 no longer attends to them."""
+    """Move the cells of these positions from sequence 0 to sequence 1. Sequence 0 no longer attends to the cells."""
     memory = cpp.llama_get_memory(context)
     for position in gone:
         cpp.llama_memory_seq_cp(memory, 0, 1, position, position + 1)

@@ -173,7 +173,7 @@ def runs_here(name: str) -> bool:
 
 
 def renewed(name: str) -> Cell:
-    """Return an implementation with a cell for each method."""
+    """Return an implementation with a cell for each policy."""
     one = IMPLEMENTATIONS[name]
     one.compile()
     if name == "kvpress":

@@ -1,7 +1,7 @@
 """Written mutants: rows of `rows/*.toml`, one for each reading that the specification rejects.
 
-The module also selects the tests of each mutant, finds the mutants that have changed since the last accepted run, and
-writes the paragraph of docs/results.
+The module also selects the tests of each mutant, and finds the mutants that have changed since the last accepted run.
+`page` writes the paragraph of docs/results.
 """
 
 import ast

@@ -49,7 +49,7 @@ def code(value: float, step: float, bits: int) -> int:
 def quantised_region(half: str, first: int, last: int, layers: int, n: int) -> list[list[int]]:
     """Return the layers and tokens, counted one by one, as the first and one past the last.
 
-    An empty range of tokens begins where a longer one would begin.
+    An empty range of tokens begins at the first token of the longer range.
     """
     chosen = [layer for layer in range(layers) if half == "all" or (2 * layer + 1 < layers) == (half == "lower")]
     low = min(first, n)

@@ -10,5 +10,5 @@ The files are the only source of inputs. A new test is a **draft** in its group,
 - `bits`, the grid of long results.
 
 `--write` adds the results of the brute-force oracles in plain Python, never those of the reference. It also adds three
-tests for each method without tests. A published test never changes, so `--write` fails if one has changed.
+tests for each policy without tests. A published test never changes, so `--write` fails if one has changed.
 """

@@ -131,7 +131,7 @@ def bits_of(test: Json, name: str) -> int:
 
 
 def new_methods() -> list[Json]:
-    """Return a group of drafts for each method without a vector, at the method's small constants."""
+    """Return a group of drafts for each policy without a vector, at the policy's small constants."""
     published = list(files.published())
     shown = {item for _, _, test in published for item in test.get("items", [])}
     tcId = max(test["tcId"] for stage, _, test in published if stage == "policies")

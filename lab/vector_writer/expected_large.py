@@ -1,4 +1,4 @@
-"""Expected results for large inputs, from the full-size oracles where those in plain Python are too slow."""
+"""Expected results for large inputs. If the oracle in plain Python is too slow, the full-size oracle is used."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -219,7 +219,8 @@ def check_input(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _check_tensor(name: object, tensor: object) -> None:
-    """
+    """Check that a tensor can be stored.
+
     Raises:
         SpecError: if the bytes of the tensor cannot be stored in a file.
     """

@@ -28,16 +28,16 @@ _UNSPACED = (
 
 
 def _ordered(names: Sequence[str], scores: Sequence[float]) -> list[str]:
-    """A total order: equal scores, up to rounding, by name."""
+    """Return the names by descending score. Names with equal scores, up to rounding, are sorted."""
     pairs = sorted((-round(float(score), 6), name) for name, score in zip(names, scores, strict=True))
     return [name for _, name in pairs]
 
 
 def lexical(corpus: Mapping[str, str]) -> Ranker:
-    """BM25 over words, and over single letters and pairs of them in scripts without spaces; needs no weights.
+    """Return a ranking by BM25 over words. In scripts without spaces, terms are letters and pairs of letters.
 
-    Upper and lower case, and the forms that Unicode has of one letter, are the same. A query that shares nothing with
-    any chunk, an empty one too, ranks all chunks by name.
+    BM25 needs no weights. Case and Unicode's different forms of one letter make no difference. If no chunk has a term
+    of the query, the chunks are sorted by name.
     """
     import bm25s
 
@@ -56,7 +56,7 @@ def lexical(corpus: Mapping[str, str]) -> Ranker:
 
 
 def _terms(text: str) -> list[str]:
-    """What BM25 counts: words, and of unspaced scripts letters and pairs of neighbours."""
+    """Return the terms for BM25: words, and letters and pairs of letters in scripts without spaces."""
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
     return [term for kind, letters in groupby(folded, _kind) if kind for term in _cut(kind, "".join(letters))]
 
@@ -71,16 +71,17 @@ def _cut(kind: str, run: str) -> Iterator[str]:
 
 @lru_cache(maxsize=65536)
 def _kind(letter: str) -> str:
-    """Whether a letter belongs to a word, to an unspaced run, or stands between them. Marks belong to their letters."""
+    """Return "word", "unspaced", or "" for a separator. Marks belong to their letters."""
     if unicodedata.name(letter, "").startswith(_UNSPACED) and unicodedata.category(letter)[0] in "LMN":
         return "unspaced"
     return "word" if letter.isalnum() or unicodedata.category(letter)[0] == "M" else ""
 
 
 def static(corpus: Mapping[str, str]) -> Ranker:
-    """Cosines of WordLlama's mean token vectors, whose weights are in its wheel (the extra `wordllama`): no download.
+    """Return a ranking by cosines of WordLlama's mean token vectors.
 
-    Static vectors: they see synonyms, and neither the order of words nor what a sentence says about them.
+    The wheel of the extra `wordllama` contains the weights, so nothing is downloaded. The vectors are static: synonyms
+    have similar vectors, and the order of words makes no difference.
     """
     encoder = _wordllama()
 
@@ -91,11 +92,11 @@ def static(corpus: Mapping[str, str]) -> Ranker:
 
 
 def _wordllama() -> Any:
-    """The encoder from the installed package's own folder: by itself it looks there for its weights alone."""
+    """Load the encoder from the folder of the installed package. WordLlama looks there only for weights."""
     handlers, level = list(logging.root.handlers), logging.root.level
     import wordllama
 
-    # Its import configures everybody's logging.
+    # The import of wordllama calls logging.basicConfig, which would change the log of the user's program.
     logging.root.handlers[:] = handlers
     logging.root.setLevel(level)
     return wordllama.WordLlama.load(cache_dir=Path(wordllama.__file__).parent, disable_download=True)
@@ -110,10 +111,12 @@ def _cosines(corpus: Mapping[str, str], embedded: Callable[[str], Tensor]) -> Ra
 
 
 def dense(corpus: Mapping[str, str], path: Path) -> Ranker:
-    """Cosines of mean-pooled states of a sentence encoder, one text at a time: no batch changes a score.
+    """Return a ranking by cosines of mean-pooled states of a sentence encoder.
+
+    The encoder processes one text at a time, so that no score depends on a batch.
 
     Raises:
-        SpecError: when weights are missing or left over.
+        SpecError: if the folder lacks weights of the model.
     """
     model, tokenizer = _loaded(AutoModel, path)
 
@@ -129,10 +132,10 @@ def dense(corpus: Mapping[str, str], path: Path) -> Ranker:
 
 
 def reranked(corpus: Mapping[str, str], path: Path) -> Callable[[str, Sequence[str]], list[str]]:
-    """A cross-encoder's order of some chunks, in float32 and one pair at a time.
+    """Return a function that ranks chunks with a cross-encoder, in float32 and one pair at a time.
 
     Raises:
-        SpecError: when weights are missing: a head that was never trained orders at random.
+        SpecError: if the folder lacks weights of the model, because an untrained head ranks at random.
     """
     model, tokenizer = _loaded(AutoModelForSequenceClassification, path)
 
@@ -156,5 +159,5 @@ def _loaded(kind: Any, path: Path) -> tuple[Any, Any]:
 
 
 def retrieved(query: str, rankers: Sequence[Ranker], candidates: int) -> list[str]:
-    """The first candidates of the joined rankings."""
+    """Return the first candidates of the joined rankings."""
     return [name for name, _ in fused([ranker(query)[:candidates] for ranker in rankers])][:candidates]

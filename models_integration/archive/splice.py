@@ -55,15 +55,15 @@ class Chunk:
 def computed(
     model: PreTrainedModel, ids: Sequence[int], rotary: Rotary, hidden: int = 0, markers: Sequence[int] = (),
 ) -> Chunk:
-    """The canonical archive of a wrapped chunk: one forward that sees nothing else, from position 0.
+    """Compute the canonical archive of a wrapped chunk, in a separate forward pass from position 0.
 
-    Of a model that slides, only the full-attention layers are kept: a window that has moved on sees no chunk.
+    Only full-attention layers are stored. In a sliding-window layer, later tokens would not attend to the chunk.
 
     Args:
-        rotary: of the model, as `recognise` gives it.
+        rotary: rotary embedding of the model, from `recognise`.
 
     Raises:
-        SpecError: when every token is hidden, or no layer of the model attends to all that it has read.
+        SpecError: if every token is hidden, or if the model has no full-attention layer.
     """
     if not 0 <= hidden < len(ids):
         raise SpecError("hidden", hidden, f"must lie in [0, {len(ids)}), the tokens of the chunk")
@@ -132,7 +132,7 @@ def compacted(chunk: Chunk, retention: Retention) -> Chunk:
 
 
 def taken(x: Tensor, places: Tensor) -> Tensor:
-    """Of x (heads, n, d), the tokens at these places (sets, stored): (heads, stored, d), 0 where a place is EMPTY."""
+    """Return the tokens of x (heads, n, d) at the places (sets, stored): (heads, stored, d). EMPTY places give 0."""
     whose = places.to(x.device).expand(len(x), -1)[..., None]
     return x.gather(1, whose.clamp(min=0).expand(-1, -1, x.shape[2])).masked_fill(whose == EMPTY, 0)
 
@@ -193,7 +193,7 @@ def _check_takes(cache: RetainedCache, chunks: Sequence[Chunk], full: Sequence[i
 
 
 def _added(index: int, chunks: Sequence[Chunk], starts: Sequence[int], live: Rotary) -> list[SplicedTokens]:
-    """What one layer gets of each chunk that has it."""
+    """Return the tokens that each chunk adds to a layer. Chunks without the layer are left out."""
     added = []
     for chunk, start in zip(chunks, starts, strict=True):
         if index in chunk.layers:
@@ -206,7 +206,7 @@ def _added(index: int, chunks: Sequence[Chunk], starts: Sequence[int], live: Rot
 
 
 def _grown(layer: RetainedLayer, added: Sequence[SplicedTokens], seen: int) -> RetainedLayer:
-    """The layer with these behind what it stores; a ragged one in its place, if its heads differ from now on."""
+    """Return the layer with the added tokens at the end, as a ragged layer if the heads now store different tokens."""
     if isinstance(layer, DenseLayer) and any(len(chunk.positions) > 1 for chunk in added):
         if not layer.is_initialized:
             keys, values = (tensor[None, :, :0] for tensor in added[0][:2])
@@ -217,9 +217,9 @@ def _grown(layer: RetainedLayer, added: Sequence[SplicedTokens], seen: int) -> R
 
 
 def _noted(cache: RetainedCache, chunks: Sequence[Chunk], seen: int) -> Continuation:
-    """CrystalCache's states with the chunks behind `seen` tokens; nothing where they did not know those.
+    """Return CrystalCache's states with the chunks after `seen` tokens, or no state if the states lack tokens.
 
-    Layers that differ now have no states, and the records that other policies keep of each stored token know no chunk.
+    There is also no state if the layers differ now, or if the policy is a different one.
     """
     states = cache.continuation if seen else CrystalStates()
     if cache.layers_differ or not isinstance(states, CrystalStates) or (seen and not states.covers(seen)):
@@ -231,7 +231,7 @@ def _noted(cache: RetainedCache, chunks: Sequence[Chunk], seen: int) -> Continua
 
 
 def _differ(layers: Sequence[RetainedLayer]) -> bool:
-    """Whether layers, or their heads, store different positions."""
+    """Return True if layers, or heads of a layer, store different positions."""
     if any(isinstance(layer, RaggedLayer) for layer in layers):
         return True
     first, *others = (layer.stored_positions() for layer in layers)
@@ -239,7 +239,7 @@ def _differ(layers: Sequence[RetainedLayer]) -> bool:
 
 
 def _moved(chunk: Chunk, index: int, start: int, live: Rotary) -> tuple[Tensor, Tensor]:
-    """One layer of a chunk, its first token at `start`; what does not turn is not touched."""
+    """Return keys and values of a layer of a chunk, rotated so that the first token is at `start`."""
     rule = chunk.rotary.layers[index]
     if rule.slot is None or rule.buffer is None or rule.style is None:
         return chunk.layers[index]

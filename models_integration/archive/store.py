@@ -95,7 +95,7 @@ class Archive(AbstractContextManager["Archive"]):
         self._objects = _ProvedObjects(self._files, keyring)
 
     def __exit__(self, *error: object) -> None:
-        """Nothing is held open."""
+        """Leave the context. No file stays open between calls."""
 
     def put(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> str:
         """Store a chunk and return its key. An undamaged object with the same key is not written again.
@@ -275,37 +275,37 @@ class Archive(AbstractContextManager["Archive"]):
             report.read += 1
 
     def _was_replaced(self, key: str, file: File | None) -> bool:
-        """Whether another process has put the object, and erased the one that was read."""
+        """Return True if a different process has replaced the object since it was read."""
         return self._files.describe(self._files.path(key)) not in (None, file)
 
     def _restored(self, key: str) -> bool:
-        """Whether something that a killed reader set aside is in its place again.
+        """Put back a file that a killed reader had set aside, and return True if there was one.
 
         Raises:
-            ArchiveError, OSError: where it cannot be put back; it may be a whole object.
+            ArchiveError, OSError: if the file, which may be an undamaged object, cannot be put back.
         """
         with named_errors(self._files.path(key)):
             return self._files.restore(key)
 
     def _quarantine(self, key: str, file: File | None) -> None:
-        """Put a damaged object away; where nothing can be written, it stays, and is a miss whenever it is read."""
+        """Move a damaged object to the quarantine. If the folder is read-only, the object stays, and reads miss it."""
         with suppress(OSError):
             self._files.put_away(key, file)
 
 
 class _ProvedObjects:
-    """Whose the objects of a folder are, and whether they are whole, under the keys of a ring."""
+    """Objects of a folder, with checks of their tenants and of their integrity under the keys of a ring."""
 
     def __init__(self, files: ObjectFolder, keyring: Keyring | None) -> None:
         self._files, self._keyring = files, keyring
 
     @property
     def encrypted(self) -> bool:
-        """Whether objects in the clear are refused."""
+        """Return True if unencrypted objects raise NotEncrypted."""
         return self._keyring is not None or self._files.has_keys
 
     def cipher(self, tenant: str, create: bool = False) -> Cipher | None:
-        """The tenant's, or None in an archive in the clear; errors as of `Keyring.cipher`."""
+        """Return the cipher of a tenant, or None in an unencrypted archive. Errors are those of `Keyring.cipher`."""
         if self._keyring is not None:
             return self._keyring.cipher(tenant, create)
         if create and self.encrypted:
@@ -313,16 +313,16 @@ class _ProvedObjects:
         return None
 
     def is_of(self, key: str, tenant: str) -> bool:
-        """Whether a key is the tenant's; told by its digits."""
+        """Return True if the digits of a key are those of the tenant."""
         if is_sealed(key):
             return self._keyring is not None and self._keyring.is_of(key, tenant)
         return is_of(key, tenant.encode(), CLEAR)
 
     def check_opens(self, key: str) -> None:
-        """An encrypted object's key that is not the tenant's may be that of another ring, or there is none.
+        """Check the master key before an encrypted object of a different tenant is reported as a miss.
 
         Raises:
-            KeyUnavailable: if so; whether there is such an object makes no difference.
+            KeyUnavailable: if there is no master key, or a wrong one, for existing and missing objects alike.
         """
         if is_sealed(key) and key_in(key) == key:
             if self._keyring is None:
@@ -330,10 +330,10 @@ class _ProvedObjects:
             self._keyring.check_master()
 
     def check_knows(self, tenant: str) -> None:
-        """The tenant's encrypted objects can be told from others'.
+        """Check that the encrypted objects of the tenant can be recognised.
 
         Raises:
-            KeyUnavailable: for no master key, another one, or one that neither a salt nor an object proves.
+            KeyUnavailable: if there is no master key, a wrong one, or one that neither a salt nor an object proves.
         """
         sealed = [key for key in self._files.object_keys() if is_sealed(key)]
         if self._keyring is None:
@@ -345,11 +345,11 @@ class _ProvedObjects:
             raise KeyUnavailable("no salt and no object of the tenant is here, which would prove the master key")
 
     def read(self, key: str, tenant: str) -> Stored:
-        """A tenant's object; errors as of `read_object`, and NotEncrypted."""
+        """Read an object of a tenant. Errors are those of `read_object`, and NotEncrypted."""
         return self._read(key, lambda _: self.cipher(tenant))
 
     def is_whole(self, key: str, tenant: str) -> bool:
-        """Whether there is an object that `read` would give."""
+        """Return True if `read` would return an object."""
         try:
             self.read(key, tenant)
         except (Damaged, ForeignVersion, KeyUnavailable, OSError):
@@ -357,15 +357,15 @@ class _ProvedObjects:
         return True
 
     def prove(self, key: str) -> None:
-        """Read anybody's object; errors as of `read`."""
+        """Check an object of any tenant. Errors are those of `read`."""
         ring = self._keyring
         self._read(key, lambda claim: None if ring is None else ring.cipher_of(key, claim.nonce, claim.mark))
 
     def entry(self, key: str) -> Entry | None:
-        """An object as its header has it; None for none that could be read.
+        """Return the description of an object from its header, or None if `read` could not return the object.
 
         Raises:
-            OSError: from the file system.
+            OSError: if the file cannot be read.
         """
         path = self._files.path(key)
         try:
@@ -377,8 +377,7 @@ class _ProvedObjects:
         return Entry(key, claim.tenant, claim.tokens, file.bytes, claim.created)
 
     def holds(self, path: Path, tenant: str) -> bool:
-        """Whether a file is the tenant's by its name or by what it says; or nobody's, having no key and saying nothing.
-        """
+        """Return True if the name or the header of a file names the tenant, or if neither names any tenant."""
         key = key_in(path.name)
         if key is not None and self.is_of(key, tenant):
             return True

@@ -31,7 +31,7 @@ class Continuation:
 
 
 class Pending(Enum):
-    """How the model processed the pending tokens."""
+    """Mode in which the model processed the pending tokens."""
 
     DECODED = "decoded"
     """In decode steps. D decays after each step."""

@@ -322,7 +322,7 @@ def replaced(module: nn.Module, name: str, value: object) -> Iterator[None]:
 
 @contextmanager
 def _copied_as(module: nn.Module, change: Callable[[State], State]) -> Iterator[None]:
-    """During the block, copy and pickle the module with the state `change(state)` instead of `state`."""
+    """Context manager: inside the block, copies and pickles of the module have `change(state)` instead of `state`."""
     own, getstate = vars(module), cast(Callable[[], State], module.__getstate__)
     had = {"__getstate__": getstate} if "__getstate__" in own else {}
 

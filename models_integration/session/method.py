@@ -99,7 +99,7 @@ class Method:
             raise SpecError("attention_mask", "zeros", f"{reason}: pass questions of equal length, or one at a time")
 
     def flush_pending(self, cache: RetainedCache) -> None:
-        """Before a later segment, update the state of the policy in the cache to include all tokens seen so far."""
+        """Update the state of the policy in the cache with all tokens seen so far, before a later segment."""
 
     def decide_turn(self, observed: ObservedSegment) -> Decision:
         """Select the kept tokens of later segments, from the tokens that each set of kept tokens stores."""

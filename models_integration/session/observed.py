@@ -118,7 +118,7 @@ class ObservedSegment(Watcher):
             self.recorder.hidden = int((~is_token).sum(dim=1).max())
 
     def rehearse(self) -> None:
-        """After the prompts, let the model repeat the prompts if the policy needs repetition."""
+        """Let the model repeat the prompts at their end, if the policy needs the repetition."""
         rehearsal = self.recorder.needs.rehearsal
         if rehearsal is not None:
             with self.watch.stage("rehearsal"):
@@ -242,7 +242,7 @@ class _Watcher(Watcher):
         self.norms: dict[int, Tensor] = {}
 
     def attended(self, module: nn.Module, seen: Attended) -> None:
-        """After the attention of a layer, keep the queries and keys of the repeat, and restore the layer."""
+        """Store the queries and keys of the repeat after the attention of a layer, and restore the layer."""
         index, r = seen.layer, seen.query.shape[2]
         self.attention[index] = seen.query.detach(), seen.key[:, :, -r:].detach().clone()
         self.cache.layers[index] = copy.copy(self._before.layers[index])

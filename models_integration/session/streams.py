@@ -39,7 +39,7 @@ class Stream:
         return self.C is not None
 
     def begin(self) -> None:
-        """Before a forward pass, discard the outputs of an earlier forward pass that failed."""
+        """Discard the outputs of an earlier forward pass that failed, before a new forward pass."""
         if not self._inside:
             self._outputs = []
 

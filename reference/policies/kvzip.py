@@ -122,8 +122,10 @@ class KVzipPlus:
     score: Callable[..., DeviceArray] = kvzip_plus_score
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
-        """Raises:
-        SpecError: as in `kvzip_plus_score`, or if a rehearsed token has no score because a norm on a device is 0.
+        """Return the scores of KVzip+.
+
+        Raises:
+            SpecError: as in `kvzip_plus_score`, or if a rehearsed token has no score because a norm on a device is 0.
         """
         scores = stacked(observation, [
             self.score(view, self.N_sink, self.W_o[layer], self.largest) for layer, view in observation.layers.items()

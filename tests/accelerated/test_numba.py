@@ -42,7 +42,7 @@ def run(q: Array, k: Array, C: int = 128, lse: Array | None = None, k_cross: int
 
 
 def sized(inputs: AttentionInputs, **sizes: Any) -> CoAttention:
-    """In blocks and tiles of other sizes: at their real ones one holds any prompt of the common suite."""
+    """Check S1 with small blocks and tiles. The real blocks contain any prompt of the common suite."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in sizes.items():
             patch.setattr(s1, name, value)
@@ -169,7 +169,7 @@ def test_with_a_given_lse_only_maxima_are_left_to_find(monkeypatch: pytest.Monke
 @compiled
 @pytest.mark.spec("CC-CROSS")
 def test_the_bound_skips_no_edge(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With every tile active the sources are the same; with the bound, most rows of tiles are skipped."""
+    """Check that the bound skips most rows of tiles. The sources are the same as with every tile active."""
     q, k = first_layer(700, 4, 2, 64, "mixed")
     plain = run(q, k)
     visited: list[int] = []
@@ -196,7 +196,7 @@ def test_the_bound_skips_no_edge(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @sparingly
 def test_lists_are_the_strongest_of_all_tiles(weights: list[list[int]], k: int, tau: float, split: int) -> None:
-    """Two tiles one after the other, many ties: the largest first, on a tie the lower key; strictly above tau."""
+    """Check two tiles with many ties: the largest weight above tau is first, and the lower key if weights tie."""
     W = np.array(weights, np.float32) / 8
     rows = np.arange(len(W))
     index, weight = np.full((len(W), k), -1), np.zeros((len(W), k), np.float32)

@@ -81,7 +81,7 @@ def test_kept_sets_that_are_chosen_on_the_device_are_those_of_brute_force(name: 
 
 
 def of_type(inputs: Inputs, make: Callable[[Any], Any]) -> Inputs:
-    """The same with q, k, v and sinks of another type."""
+    """Return the layer with q, k, v and sinks of a different dtype."""
     layers = [
         replace(
             view, q=make(view.q), k=make(view.k), v=make(view.v),
@@ -92,13 +92,13 @@ def of_type(inputs: Inputs, make: Callable[[Any], Any]) -> Inputs:
 
 
 def values(policy: Policy, inputs: Inputs) -> Any:
-    """The scores of both stages."""
+    """Return the scores of both stages."""
     found = policy.scorer(replace(observation(policy, inputs), B=9), policy.protection(inputs.n))
     return np.concatenate([found.values, *([] if found.second is None else [found.second])])
 
 
 def close(found: Any, want: Any) -> bool:
-    """Within 2^-15 of the row's largest score: a sum of half precision is at 2^-12 or more."""
+    """Check scores to 2^-15 of the row's largest score. A sum in half precision differs by 2^-12 or more."""
     finite = np.isfinite(want)
     gap = np.abs(found[finite] - want[finite]).max(initial=0.0)
     same = np.array_equal(found[~finite], want[~finite], equal_nan=True)

@@ -236,7 +236,7 @@ SENT = READINGS["sent"]
 
 
 def first_by_day(rows: Sequence[tuple[str, ...]]) -> list[Any]:
-    """Return one row for each method.
+    """Return one row for each published policy.
 
     The remaining rows run in the nightly profile, because they test only the suite.
     """

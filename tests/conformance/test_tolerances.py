@@ -228,7 +228,7 @@ def test_a_weight_near_the_threshold_may_fall_either_way(chosen: list[int], acce
 
 
 def test_an_exact_tie_goes_to_the_lower_index() -> None:
-    """With radius 0, equal keys leave exactly one list."""
+    """Check that equal keys leave exactly one list if the radius is 0."""
     tied = boxes(0.5, 0.5, 0.5, radius=0.0)
     assert list_is_realisable([0, 1], tied, 2, 0.3)
     assert not list_is_realisable([1, 0], tied, 2, 0.3)

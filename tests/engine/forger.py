@@ -1,8 +1,8 @@
-"""An engine that fails every request and tries to forge its verdict: `python forger.py`.
+"""Engine that fails every request and tries to forge the verdict: `python forger.py`.
 
-It looks for the outcomes of its tests in the argument lists, the environment and the open files of the processes that
-started it, and in the files that it inherited; what it finds it replaces by results that passed. It is what
-spec/certificate.md says that an engine of a command cannot do.
+The engine searches for the outcomes of the tests. It reads the argument lists, the environment and the open files of
+the processes that started it, and all inherited files. It replaces each outcome by a passed test. According to
+spec/certificate.md, an engine that is started by a command cannot do this.
 """
 
 import json
@@ -40,7 +40,7 @@ def named_files() -> Iterator[Path]:
 
 
 def forged(lines: list[dict[str, Any]]) -> bytes:
-    """The lines, with a result that passed for every test."""
+    """Return the lines with each outcome replaced by a passed test."""
     collected = next((line for line in lines if "collected" in line), {"collected": {
         "test_tiny.py::test_known[a]": {"items": ["DV-GREEDY", "DV-COSINE"], "exceptions": []},
     }})

@@ -55,7 +55,7 @@ class _Crashing(Over):
 
 
 class _ManyHeads(Over):
-    """Heads beyond the sixteenth say nothing."""
+    """Ignore all heads after the sixteenth."""
 
     def received_attention(self, q: Any, k: Any, scaling: float, softcap: float | None, sinks: Any = None, /) -> Any:
         found = self._right.received_attention(q, k, scaling, softcap, sinks)

@@ -1,8 +1,14 @@
-"""An engine that says what its arguments say, without NumPy: `python scripted.py HELLO ANSWER...`.
+"""Engine that answers with the lines of its arguments, without NumPy: `python scripted.py HELLO ANSWER...`.
 
-An answer is a line; `%` in it stands for the id of the request. `die` ends the process, `hang` waits for ever, as does
-`child`, whose child holds standard output, in a session of its own; `orphan` leaves such a child behind; `flood` ends
-no line; `complain` fills standard error; `environment` answers with the variables that begin with its own name.
+An answer is a line, in which `%` is replaced by the id of the request. Some answers are actions:
+
+- `die` ends the process.
+- `hang` waits forever.
+- `child` waits forever, and starts a child in a separate session. The child keeps standard output open.
+- `orphan` starts such a child and ends.
+- `flood` writes a line without an end.
+- `complain` fills standard error.
+- `environment` answers with the environment variables whose names begin with the name of the engine.
 """
 
 import json

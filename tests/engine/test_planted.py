@@ -1,8 +1,8 @@
-"""spec/protocol.md: its examples and tables; mistakes that are made in processes are named by the items they break.
+"""Tests of the examples and tables in spec/protocol.md, and of engines with planted errors.
 
-`python -m tests.engine.test_planted REPORT.json [NAME=COMMAND]...` runs the suite on several engines in one
-process. The report has, of each planted backend and of each example's command, how many tests passed, and the items and
-the message of each that failed.
+The suite names the items that an error breaks. `python -m tests.engine.test_planted REPORT.json [NAME=COMMAND]...` runs
+the suite on several engines in one process. For each planted backend and each command, the report has the number of
+passed tests. For each failed test, the report has the items and the message.
 """
 
 import inspect
@@ -64,7 +64,7 @@ LEFT_OUT = ["--deselect", str(SUITE / "test_diversity.py::test_larger_sets_are_t
 
 
 class _Recorder:
-    """What a run says of its tests."""
+    """Return the outcomes of the tests of a run."""
 
     def __init__(self) -> None:
         self.passed = 0
@@ -168,7 +168,7 @@ def test_what_is_wrong_in_many_heads_alone_is_right_in_few(reports: Reports) -> 
     ("example", "needs", "tests"), [("c", "cc", 81), ("javascript", "node", 82), ("cpp", "g++", 5)],
 )
 def test_the_examples_conform(reports: Reports, example: str, needs: str, tests: int) -> None:
-    """On what they offer: tests of their families, all their vectors, and methods."""
+    """Check the number of passed tests: tests of the offered families, all their vectors, and the policies."""
     if example not in reports:
         pytest.skip(f"{needs} is not installed")
     assert reports[example]["failed"] == {}
@@ -180,7 +180,7 @@ PAGE = (SPEC / "protocol.md").read_text(encoding="utf-8")
 
 @pytest.mark.law("as-it-is-described")
 def test_the_examples_of_the_page() -> None:
-    """What an engine with one family is asked there, and what it answers; a method needs no family."""
+    """Check the requests to an engine with one family, and the answers. The test of a policy needs no family."""
     lines = re.findall(r"^([<>]) (.+)$", PAGE, re.MULTILINE)
     assert [mark for mark, _ in lines] == [">", "<"] * 4
     greedy = Backend("greedy", diversity=BACKEND.diversity)
@@ -296,7 +296,7 @@ ARGUMENTS: Mapping[str, Any] = {
     ("Trunks", {"offsets": [0, 1, 3], "impact": [1, 1, 1]}, "offsets is of shape [3]"),
 ])
 def test_a_result_is_checked(kind: str, value: Any, complaint: str | None) -> None:
-    """Against the sizes of the arguments: here m = 3."""
+    """Check the shape against the sizes of the arguments, here m = 3."""
     check = checked(sizes(ops.OPS["crystal.score"], ARGUMENTS))
     if complaint is None:
         decode(kind, value, check)

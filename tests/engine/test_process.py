@@ -85,7 +85,7 @@ def ask(backend: Backend, n: int = 3) -> list[int]:
 def test_a_failure_is_named_with_its_request(
     started: list[Engine], answer: str, verdict: type[EngineFailure], words: str,
 ) -> None:
-    """And the engine is there again for the next one."""
+    """Check that the engine is started again for the next request."""
     backend = subject(started, answer, answer, seconds=0.5 if answer == "hang" else 20.0)
     for _ in range(1 if answer == "hang" else 2):
         with pytest.raises(EngineFailure) as caught:
@@ -99,7 +99,7 @@ def test_a_failure_is_named_with_its_request(
 
 @pytest.mark.parametrize(("answer", "words"), [("child", "no answer within 0.5 s"), ("orphan", "exit code 0")])
 def test_a_child_that_holds_the_output_holds_nobody_up(started: list[Engine], answer: str, words: str) -> None:
-    """It is in a session of its own, which no signal to the engine reaches, and lives for 40 seconds."""
+    """Check a child in a separate session, which no signal to the engine reaches. The child runs for 40 seconds."""
     backend, before = subject(started, answer, seconds=0.5 if answer == "child" else 20.0), time.monotonic()
     with pytest.raises(EngineFailure, match=words):
         ask(backend)
@@ -110,7 +110,7 @@ def test_a_child_that_holds_the_output_holds_nobody_up(started: list[Engine], an
 def test_an_operation_that_hangs_costs_few_timeouts(
     started: list[Engine], monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All are one failure to Hypothesis, of one type and line; the first request is told; other operations go on."""
+    """Check that Hypothesis treats all requests as one failure, of one type and line. Later operations still run."""
     backend, exchange = subject(started, "hang", seconds=0.3), process.Process.exchange
     lines, waits = set(), list[float]()
 
@@ -133,7 +133,7 @@ def test_an_operation_that_hangs_costs_few_timeouts(
 
 
 def test_an_engine_that_reads_nothing_is_late_as_well(started: list[Engine]) -> None:
-    """Its pipe is full before the request is."""
+    """Check a request that is longer than the pipe of the engine."""
     with pytest.raises(EngineTimeout):
         ask(subject(started, "hang", seconds=0.5), n=1_000_000)
 
@@ -160,7 +160,7 @@ def test_names_of_an_engine_are_one_line_without_control_characters(started: lis
 
 
 def test_a_signal_to_the_judge_ends_the_engine(tmp_path: Path) -> None:
-    """It has read hello and hangs; it would not see that its input has ended."""
+    """Check an engine that hangs after hello, so that it does not notice the end of the input."""
     (tmp_path / "engine.py").write_text(
         f"import os, runpy, sys\nopen('pid', 'w').write(str(os.getpid()))\nsys.argv[1:] = ['{{}}', 'hang']\n"
         f"runpy.run_path({scripted.__file__!r}, run_name='__main__')\n", encoding="utf-8",
@@ -201,7 +201,7 @@ def _becomes(so: Callable[[], bool]) -> bool:
 
 
 def test_after_a_failure_the_next_request_is_answered(started: list[Engine]) -> None:
-    """Of two answers the second is garbage; a new process gives the first again."""
+    """Check an invalid second answer. A new process gives the first answer again."""
     backend = subject(started, RIGHT, "garbage")
     assert ask(backend) == [0, 2]
     with pytest.raises(EngineGarbage):
@@ -238,7 +238,7 @@ def test_it(judged, n):
 
 @pytest.mark.parametrize("ends", ["die", "hang"])
 def test_nothing_is_left_in_the_temporary_folder(ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But pytest's own folder, which pytest keeps of the last three runs; also after a signal."""
+    """Check that only the folder of pytest remains, also after a signal. pytest keeps the folders of three runs."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
@@ -262,7 +262,7 @@ def test_nothing_is_left_in_the_temporary_folder(ends: str, tmp_path: Path, monk
 
 
 def test_standard_error_is_bounded_and_its_end_is_shown(started: list[Engine]) -> None:
-    """An engine that complains for ever is late, without a file that grows, and is heard when it dies."""
+    """Check an endless standard error. The request times out, no file grows, and the error has the last lines."""
     with pytest.raises(EngineTimeout) as caught:
         ask(subject(started, "complain", seconds=1.0))
     assert str(caught.value).endswith("!" * 100)
@@ -301,7 +301,7 @@ def test_what_cannot_be_judged_is_refused_in_one_line(line: str, words: str) -> 
 
 
 class Options(dict[str, Any]):
-    """Of a configuration, what the plugin asks it for."""
+    """Part of a pytest configuration that the plugin reads."""
 
     getoption = dict.__getitem__
 
@@ -319,7 +319,7 @@ def test_options_that_do_not_fit_are_refused_in_one_line(changes: dict[str, Any]
 
 
 def test_the_suite_says_whom_it_judges_and_in_what_precision(tmp_path: Path) -> None:
-    """The engine's own precision, unless the option says another one."""
+    """Check that the precision is that of the engine, unless the option has a different precision."""
     test = "def test_it(judged, precision):\n    assert (judged.name, precision) == ('scripted 1', 'float32')\n"
     (tmp_path / "test_outside.py").write_text(test, encoding="utf-8")
     line = command(precision="float32")
@@ -336,7 +336,7 @@ def test_an_engine_whose_hello_is_an_error_is_ended(tmp_path: Path) -> None:
 
 
 def test_the_answer_of_an_engine_that_ends_at_once_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It writes and ends after a look at its output, and before the next look at whether it runs."""
+    """Check an engine that writes and ends between two checks: of the output, and of the process."""
     engine, look, looks = process.Process("sh -c 'read one; read two; echo {}'"), select.select, list[int]()
 
     def late(*given: Any) -> Any:

@@ -10,9 +10,11 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from griffe import Docstring
+
 from lab import quick
 from lab.layers import forbidden_imports, read_modules
-from lab.style import of_markdown, of_options, offences
+from lab.style import docstrings_in, of_markdown, of_options, offences, opener_offences
 from lab.trace import accept, main, read_lock, read_tree
 
 
@@ -297,6 +299,26 @@ def test_a_broken_rule_is_named_with_its_line(rule: str) -> None:
 @pytest.mark.parametrize("sentence", KEPT)
 def test_a_sentence_that_keeps_the_rules_is_not_named(sentence: str) -> None:
     assert list(offences(of_markdown(sentence, "page.md", 1))) == []
+
+
+@pytest.mark.law("as-it-is-described")
+@pytest.mark.parametrize(
+    ("text", "opener"),
+    [
+        ("Whether a key is the tenant's.", "Whether"), ("Of x, the tokens at these places.", "Of"),
+        ("What a layer gets.", "What"), ("Its scores.", "Its"), ("Return x.", None), ("Number of rows.", None),
+        ("The page.", None), ("Object of a tenant.", None), ("Item of the specification.", None),
+    ],
+)
+def test_a_docstring_begins_with_a_verb_or_a_noun(text: str, opener: str | None) -> None:
+    broken = list(opener_offences([("a.py", Docstring(text, lineno=3))]))
+    assert [(one.line, one.message.split(":")[0]) for one in broken] == ([(3, repr(opener))] if opener else [])
+
+
+@pytest.mark.law("as-it-is-described")
+def test_every_docstring_of_a_package_is_read() -> None:
+    read = {docstring.value.splitlines()[0] for source, docstring in docstrings_in("lab") if source == "lab/style.py"}
+    assert {"Rule that a passage breaks.", "Yield the passages of a Markdown file, without its code."} <= read
 
 
 @pytest.mark.law("as-it-is-described")

@@ -61,7 +61,7 @@ def test_each_lemma_that_reads_a_source_falls_with_an_edit_of_it() -> None:
 
 
 def test_an_edit_is_a_surprise() -> None:
-    """If the code had > instead of >= in Eq. 32, the proof would fail."""
+    """Check that the proof fails if the code has > instead of >= in Eq. 32."""
     edited = Code({STEP: ("size - c >= N_min", "size - c > N_min")})
     lemmas = [claim for claim in source_claims(edited) if claim.item == "CC-ALLOCATE" and claim.true]
     surprises = [verdict for verdict in map(decide, lemmas) if verdict.surprising]

@@ -1,4 +1,4 @@
-"""Common spellings of names, and likely mistakes in Python: one sentence says what to type."""
+"""Tests of common spellings of names, and of likely mistakes in Python: the error contains the correct input."""
 
 import re
 from pathlib import Path

@@ -263,7 +263,7 @@ HOSTS: dict[str, Host] = {
 @sparingly
 @given(seed=seeds, B=st.integers(1, 24))
 def test_without_penalty_the_hosts_set_stays(name: str, seed: int, B: int) -> None:
-    """With lambda = 0, the set must equal the host's set, including ties and protection."""
+    """Check that lambda = 0 gives the set of the host policy, including ties and protection."""
     inputs = drawn(seed)
     host = HOSTS[name](inputs)
     assert decided(policies.diverse(host, 0.0), inputs, B) == decided(host, inputs, B)

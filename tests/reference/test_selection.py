@@ -1,4 +1,4 @@
-"""From scores to kept sets: budgets and selectors on given scores, policies from a function or a file of scores."""
+"""Tests of budgets and selectors on given scores, and of policies from a function or a file of scores."""
 
 import math
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def test_units_of_several_sizes_stay_whole(units: list[tuple[int, bool, int]], B
 
 @pytest.mark.spec("PO-ADAPTIVE-BUDGET", "PO-COMPETITION-BUDGET")
 def test_the_two_safeguards_differ() -> None:
-    """For the same scores, a quota gives [7, 1] and a blend gives [6, 2].
+    """Check that the same scores give [7, 1] with a quota and [6, 2] with a blend.
 
     kvpress uses the safeguard as a quota. A safeguard of 1 gives even shares.
     """
@@ -78,7 +78,7 @@ def test_a_total_that_does_not_divide_is_met(total: int, seed: int) -> None:
 @pytest.mark.spec("PO-PYRAMID-OFFICIAL")
 @pytest.mark.parametrize(("L", "total", "first", "last"), [(32, 4016, 234, 17), (80, 12400, 234, 76)])
 def test_the_official_pyramid_overspends(L: int, total: int, first: int, last: int) -> None:
-    """With 128 tokens and a window of 8, the official code exceeds the budget.
+    """Check that the official code exceeds the budget for 128 tokens and a window of 8.
 
     The excess is 4.6 % for 32 layers and 29.2 % for 80 layers. kvspec's pyramid is exact.
     """

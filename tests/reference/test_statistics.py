@@ -103,7 +103,7 @@ def test_no_resample_is_refused(run: object) -> None:
 
 @pytest.mark.spec("IN-POWER")
 def test_power_equals_scipy() -> None:
-    """With the paper's discordance, 385 pairs have a power of 64 %, not 80 %."""
+    """Check that 385 pairs have a power of 64 %, not 80 %, with the paper's discordance."""
     binom = pytest.importorskip("scipy.stats").binom
     m = np.arange(386)
     # This is the smallest k with P(X <= k) >= 0.025. The limit is k - 1, unless equality holds.

@@ -44,7 +44,7 @@ def rows(heading: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_tables_are_those_of_the_code_and_the_vectors(page: Path) -> None:
-    """After a change of a parameter, a bound, a vector's inputs or an operation, run the module again."""
+    """Check the tables. After a change of a parameter, bound, operation or input of a vector, run the module again."""
     text = page.read_text(encoding="utf-8")
     assert filled(page) == text
     assert all(f"<!-- {name}: made by" in text and f"<!-- end of {name} -->" in text for name in PAGES[page])

@@ -194,7 +194,7 @@ def test_a_policy_is_found_by_attribute_and_by_entry_point(name: str, here: Path
 @pytest.mark.usefixtures("reference_items")
 @pytest.mark.spec("PO-RETAIN")
 def test_a_digest_is_of_the_code_that_runs(here: Path) -> None:
-    """If a file changes while its code runs, the results of this code keep their name."""
+    """Check that results keep their name if the file of their code changes while the code runs."""
     first = own_policy("users_own:MINE").digest
     (here / "users_own.py").write_text(OWN_MODULE + "\n# later, and longer\n", encoding="utf-8")
     assert own_policy("users_own:MINE").digest == own_policy("theirs").digest == first

@@ -309,10 +309,10 @@ def _own(rules: Rules) -> Iterator[bytes]:
 
 
 def check_fields(argument: str, kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The types of a dataclass's fields, by name, if it can be made of the given ones.
+    """Return the types of the fields of a dataclass by name, if the given values fit.
 
     Raises:
-        SpecError: where one is missing or unknown.
+        SpecError: if a field is missing or unknown.
     """
     types = {field.name: field.type for field in fields(kind)}
     needed = {one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING}

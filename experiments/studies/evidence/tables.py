@@ -166,9 +166,10 @@ def _right_and_unlikely(samples: Samples, cell: tuple[str, str]) -> str:
 
 
 def lost_at(samples: Samples, stages: Sequence[Stage], budget: str) -> Int64[IntVector, " n"]:
-    """For each sample with evidence the stage that loses it: from there on less than half of its tokens is kept.
+    """Return, for each sample with evidence, the index of the stage that loses the evidence.
 
-    The number of stages stands for none: the last one keeps it.
+    Evidence is lost if less than half of its tokens is kept from this stage on. If the last stage keeps the evidence,
+    the index is the number of stages.
     """
     some = samples.with_evidence()
     tokens = np.array([row["evidence_tokens"] for row in some.rows])

@@ -119,7 +119,7 @@ class _Axes(NamedTuple):
 
 
 def legend(names: Sequence[str], references: Collection[str] = ()) -> str:
-    """A box for each policy, in the order of their keys, that hides its curves; and one box for all intervals."""
+    """Return a check box for each policy, in the order of the keys, and one for all intervals. A box hides curves."""
     keys = "".join(
         f'<label class="key {(kind := _classes(key, name in references))}"><input type="checkbox" checked>'
         f'<svg viewBox="0 0 28 10"><g class="curve {kind}">'

@@ -62,7 +62,7 @@ def explain_html(
     shown: dict[str, Any], texts: Sequence[str], title: str, run: str,
     beside: tuple[str, Retention] | None = None,
 ) -> str:
-    """The page.
+    """Return the page.
 
     Args:
         shown: the `record` of the run.

@@ -1,4 +1,4 @@
-"""Kept sets of kvpress. Its presses are run unchanged, on a stand-in for an attention module."""
+"""Kept sets of kvpress. The presses run unchanged, on a replacement of the attention module."""
 
 import logging
 from collections.abc import Callable

@@ -39,7 +39,7 @@ Answer: TypeAlias = Callable[[Json, CrystalCacheParameters], Any]
 
 @dataclass(frozen=True)
 class Side:
-    """Source of answers: a backend for the stages, and a function for the items, in which None stands for an error."""
+    """Source of answers: a backend for the stages, and a function for the items, which returns None for an error."""
 
     backend: Backend
     item: Callable[[str, Json, Mapping[str, Json]], Any]

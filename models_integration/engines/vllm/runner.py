@@ -80,7 +80,7 @@ class _Model:
             self._compact(job)
 
     def prepare(self, counts: Any) -> None:
-        """After the batch is prepared: subtract the shifts, and note which queries and decisions belong to whom."""
+        """Subtract the shifts from the prepared batch, and note the queries and decisions of each request."""
         names, batch = self.runner.input_batch.req_ids, self.runner.input_batch
         shifts = np.array([self.shifts.get(name, 0) for name in names])
         if shifts.any():
@@ -104,7 +104,7 @@ class _Model:
             assert self.shifts.get(name) == done - kept.shape[1], f"{name} goes on after {done} tokens without eviction"
 
     def decide(self) -> None:
-        """After the forward pass, make the decisions of this step."""
+        """Make the decisions of this step, after the forward pass."""
         self._pieces = []
         for name, end in self._ends:
             decider = self.deciders[name]

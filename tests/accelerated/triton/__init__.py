@@ -1,4 +1,4 @@
-"""Tests of the Triton backend beside the common suite; each asks where it can run, and is skipped with the reason."""
+"""Tests of the Triton backend beyond the common suite. Tests that cannot run are skipped with the reason."""
 
 import os
 from importlib.util import find_spec
@@ -7,14 +7,14 @@ import pytest
 
 
 def require_packages() -> None:
-    """Skip the module where torch or triton is not installed."""
+    """Skip the module if torch or triton is not installed."""
     for name in ("torch", "triton"):
         if find_spec(name) is None:
             pytest.skip(f"{name} is not installed: pip install 'kvspec[triton]'", allow_module_level=True)
 
 
 def require_runtime() -> None:
-    """Skip the module where no kernel can run."""
+    """Skip the module if no kernel can run."""
     require_packages()
     import torch
 

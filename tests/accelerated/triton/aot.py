@@ -1,7 +1,6 @@
-"""The kernels compiled for sm_90 without a GPU: `python -m tests.accelerated.triton.aot [widths]`.
+"""Compilation of the kernels for sm_90 without a GPU: `python -m tests.accelerated.triton.aot [widths]`.
 
-It must run where TRITON_INTERPRET is not set: an interpreted kernel cannot be compiled. `--json` is for the
-test.
+TRITON_INTERPRET must not be set, because an interpreted kernel cannot be compiled. The test uses `--json`.
 """
 
 import argparse
@@ -49,7 +48,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler says of a kernel; `local` and `spilled` are bytes a thread."""
+    """Resources of a compiled kernel. `local` and `spilled` are bytes per thread."""
 
     kernel: str
     element: str
@@ -118,7 +117,7 @@ def _type_of(argument: str, job: Job) -> str:
 
 
 def _compiled(job: Job, ones: set[str]) -> Any:
-    """The kernel with these arguments equal to 1, which Triton makes constants of."""
+    """Compile the kernel with these arguments equal to 1, which Triton treats as constants."""
     kernel = getattr(job.module, job.kernel)
     names = kernel.arg_names
     values = {**job.constants, **{name: 1 for name in names if name in ones}}
@@ -151,7 +150,7 @@ def compile_job(job: Job) -> Compiled:
 
 
 def _resources(cubin: bytes) -> tuple[int, int, int]:
-    """Registers, stack and local bytes of a thread."""
+    """Return the number of registers, stack bytes and local bytes of a thread."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

@@ -1,4 +1,4 @@
-"""S1 over what its kernels take: widths of heads, types, strides, tiles, stripes; and what it refuses."""
+"""Tests of S1 on all inputs that the kernels accept: head sizes, dtypes, strides, tiles, stripes. Also errors."""
 
 # ruff: noqa: E402 - the imports below need what is asked for first
 
@@ -96,7 +96,7 @@ def test_strides_are_read_as_they_are(inputs: AttentionInputs) -> None:
 
 
 def right_lse(inputs: AttentionInputs) -> torch.Tensor:
-    """What a right attention kernel returns beside its output, (H, n) in float32."""
+    """Return the log-sum-exp of a correct attention kernel, (H, n) in float32."""
     at = inputs.positions.tolist()
     rows = s1.log_sum_exp(
         inputs.q.tolist(), inputs.k.tolist(), at[-inputs.q.shape[1] :], at, inputs.scaling, inputs.softcap
@@ -165,7 +165,7 @@ def longer(n: int = 90) -> AttentionInputs:
 
 @pytest.mark.spec("CC-CROSS")
 def test_the_bound_skips_no_edge(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With every tile active the result is the same to the bit; with the bound, tiles are skipped."""
+    """Check that the bound skips tiles. The result equals that with every tile active, bit for bit."""
     inputs = replace(longer(), parameters=replace(TINY, C=24, tau_cross=0.1))
     plain = run(inputs)
     monkeypatch.setattr(launch, "SLACK", -1.0)
@@ -177,7 +177,7 @@ def test_the_bound_skips_no_edge(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.spec("CC-CROSS")
 def test_the_bound_is_sharp() -> None:
-    """With one head a tile's bound is its largest weight: a threshold just below it MUST keep the edge."""
+    """Check one head: a tile's bound is its largest weight. A threshold just below the bound MUST keep the edge."""
     inputs = wide(16, 1)
     one = replace(inputs, q=inputs.q[:1], k=inputs.k[:1])
     weights = run(one).cross_weight[:, 0]
@@ -192,7 +192,7 @@ def test_the_bound_is_sharp() -> None:
 @pytest.mark.spec("CC-COATTENTION")
 @pytest.mark.parametrize("scratch", [1, 40_000])
 def test_stripes_of_whole_chunks(monkeypatch: pytest.MonkeyPatch, scratch: int) -> None:
-    """However little scratch memory there is, S1 is the same within its box."""
+    """Check that S1 stays within its box for any size of the scratch memory."""
     inputs = longer()
     monkeypatch.setattr(launch, "SCRATCH", scratch)
     assert not list(stage_checks.coattention(run(inputs), inputs, "float32"))
@@ -246,7 +246,7 @@ def test_types_and_values_are_refused_by_name() -> None:
 
 @pytest.mark.spec("CC-PREFILL")
 def test_a_device_with_too_little_shared_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is named, with what it has, what is needed and where that is, before any kernel is launched."""
+    """Check that the error names the device, the needed device and the option, before any kernel is launched."""
     monkeypatch.setattr(device, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L4")
@@ -266,7 +266,7 @@ def test_this_device_says_how_much_shared_memory_it_has() -> None:
 @pytest.mark.spec("CC-COATTENTION")
 @pytest.mark.parametrize("name", ["q", "k"])
 def test_a_tensor_elsewhere_is_refused_by_name(name: str) -> None:
-    """Whichever of the two it is: nothing is copied behind the caller's back."""
+    """Check that neither q nor k is copied."""
     x = {"q": torch.zeros(1, 4, 8, device=default_device()), "k": torch.zeros(1, 4, 8, device=default_device())}
     elsewhere = "cpu" if default_device().type == "cuda" else "meta"
     with pytest.raises(SpecError, match=f"{name} = '{elsewhere}': must be on the device {default_device().type}"):

@@ -48,7 +48,7 @@ BAND = 4096  # four steps of the widest kernel: what runs over an end still land
 
 @pytest.fixture(autouse=True)
 def same_tensors() -> None:
-    """What torch draws in a test is the same whichever tests came before it."""
+    """Seed torch, so that random values do not depend on earlier tests."""
     torch.manual_seed(0)
 
 
@@ -62,20 +62,20 @@ class Field:
         self.tensor = self.memory[BAND : BAND + size].view(like.dtype).view(like.shape)
 
     def is_whole(self) -> bool:
-        """Whether the bands hold their poison, to the bit."""
+        """Return True if the bands are unchanged, bit for bit."""
         bands = torch.cat([self.memory[:BAND], self.memory[BAND + self.tensor.numel() :]])
         return bool((bands == self.poison).all())
 
 
 def guarded(values: torch.Tensor, fields: list[Field]) -> torch.Tensor:
-    """A copy of the values inside a new field."""
+    """Return a copy of the values inside a new field."""
     fields.append(Field(values))
     return fields[-1].tensor.copy_(values)
 
 
 @contextmanager
 def poisoned_allocations(module: ModuleType) -> Iterator[list[Field]]:
-    """Inside, whatever this module uploads or allocates lies in the fields that are given."""
+    """Context manager that puts each uploaded or allocated tensor of a module into the given fields."""
     fields: list[Field] = []
     make = {name: getattr(torch, name) for name in ("empty", "full", "zeros", "empty_like")}
 
@@ -118,7 +118,7 @@ def run(inputs: AttentionInputs, q: Any, k: Any, lse: Any = None) -> CoAttention
 @pytest.mark.spec("CC-COATTENTION")
 @given(inputs=st.one_of(attention_inputs(), later_segments()), with_lse=st.booleans())
 def test_attention_stays_inside_its_arrays(inputs: AttentionInputs, with_lse: bool) -> None:
-    """S1: every input, buffer and output between bands; the same bits as without them."""
+    """Check S1 with every input, buffer and output between bands. The result equals that without bands, bit for bit."""
     q, k = device.attention_tensors(inputs.q, inputs.k)
     # Any numbers do: what is asked is where they are read.
     lse = torch.linspace(0, 9, q.shape[0] * q.shape[1], device=q.device).view(q.shape[:2]) if with_lse else None
@@ -134,7 +134,7 @@ def test_attention_stays_inside_its_arrays(inputs: AttentionInputs, with_lse: bo
 @pytest.mark.spec("CC-COATTENTION")
 @given(inputs=attention_inputs())
 def test_a_run_repeats_to_the_bit_and_leaves_its_inputs(inputs: AttentionInputs) -> None:
-    """Tensors are read where they are; nothing is written to them."""
+    """Check that tensors are neither copied nor written."""
     q, k = device.attention_tensors(inputs.q, inputs.k)
     before = q.clone(), k.clone()
     first = run(inputs, q, k)
@@ -207,7 +207,7 @@ def test_the_ends_of_a_row_are_found_through_ties() -> None:
 
 @pytest.mark.spec("NK-NESTEDKV")
 def test_the_policy_is_shown_tensors_where_they_are() -> None:
-    """Its scorer takes what the kernels take, and its kept sets are those of its own scores."""
+    """Check that the scorer accepts all inputs of the kernels, and that the kept sets follow from the scores."""
     view = drawn(5, 30, L=1, heads=(2, 1)).layers[0]
     policy = policy_of(NESTED, BACKEND)
     k = torch.tensor(view.k, dtype=torch.float32, device=default_device())

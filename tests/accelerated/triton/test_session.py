@@ -1,4 +1,4 @@
-"""Tensors through the prefill, and a session that hands its model's q and k to the kernels where they are."""
+"""Tests of prefill with tensors, and of a session that passes the q and k of the model to the kernels uncopied."""
 
 # ruff: noqa: E402 - the imports below need what is asked for first
 
@@ -55,7 +55,7 @@ class Spy:
 
 
 def read(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> tuple[Session, Spy, list[Tensor], list[int]]:
-    """A prompt under the spy; the queries that the model attended with; sizes of what was copied to the host."""
+    """Run a prompt. Return the observation, the queries of the model, and the sizes of all copies to the host."""
     spy, model = Spy(), build("llama", dtype=dtype)
     model.to(default_device())  # type: ignore[arg-type]
     queries: list[Tensor] = []
@@ -101,7 +101,7 @@ def test_q_and_k_are_never_copied_to_the_host(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.spec("CC-PREFILL")
 def test_what_the_kernels_do_not_take_goes_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Float64, and bfloat16 where the interpreter would compute it wrongly."""
+    """Check float64, and bfloat16 in cases that the interpreter would compute wrongly."""
     for dtype in (torch.float64, torch.bfloat16) if INTERPRETED else (torch.float64,):
         _, spy, _, _ = read(dtype, monkeypatch)
         ((q, k, _),) = spy.given

@@ -170,7 +170,7 @@ def test_side_by_side_is_one_by_one(subject: Subject, measured: Any) -> None:
 
 @pytest.mark.law("parts-equal-the-whole")
 def test_cells_that_keep_the_same_are_read_once(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without evidence, the control of the evidence is the random set."""
+    """Check that the control of the evidence is the random set if there is no evidence."""
     reading = []
 
     def noted(model: Any, cache: Any, ids: torch.Tensor, *arguments: Any, **options: Any) -> Any:

@@ -290,7 +290,7 @@ def test_rows_that_are_none_are_refused_in_python(rows: Any, words: str, pocket:
 
 @pytest.mark.parametrize("missing", [None, float("nan"), pd.NA])
 def test_a_missing_text_is_not_read_as_a_word(missing: object, pocket: Pocket) -> None:
-    """None was once read as the text "None"."""
+    """Check None, which was once read as the text "None"."""
     rows = [{**CODE, "text": TEXT}, {**MONTH, "text": missing, "evidence": ""}]
     with pytest.raises(SpecError, match="row 2': has an empty text"):
         kvspec.compare(*pocket, rows)

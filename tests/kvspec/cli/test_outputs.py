@@ -165,7 +165,7 @@ def test_force_replaces_a_file_of_the_user(tmp_path: Path) -> None:
 
 @pytest.mark.law("figures-are-counted-right")
 def test_positions_are_those_of_the_file(tmp_path: Path) -> None:
-    r"""In many vocabularies, \r\n has more than one token. A text with \n would have different positions."""
+    r"""Check text with \r\n, which has more than one token in many vocabularies. With \n, positions would differ."""
     data = b"A line of a file.\r\nAnother line.\rA third one.\r\n" * 6
     (tmp_path / "crlf.txt").write_bytes(data)
     assert read_text("PROMPT", tmp_path / "crlf.txt").encode() == data

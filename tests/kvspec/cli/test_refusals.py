@@ -1,4 +1,4 @@
-"""Every error of the command line is one line that says what to type, and appears before any work."""
+"""Tests of the errors of the command line: one line with the correct input, before any work."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The walk over families sees what it should: who holds, who is refused for what it is, and any third outcome."""
+"""Tests of the run over model families: families that pass, unsupported families, and any third outcome."""
 
 import re
 from collections.abc import Callable
@@ -109,13 +109,13 @@ def test_what_cannot_be_built_is_said() -> None:
 
 
 def other_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oracle is told that a different sink was kept."""
+    """Plant an error: the oracle receives a kept set with a different sink."""
     kept = run._kept
     monkeypatch.setattr(run, "_kept", lambda *given: [[[0, 2, *own[2:]] for own in sets] for sets in kept(*given)])
 
 
 def broken_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After entry, when three tokens are read."""
+    """Raise an error in the forward pass of three tokens, after the session has started."""
     stock = RetainedCache.update
 
     def update(cache: RetainedCache, keys: Tensor, *others: Any, **options: Any) -> Any:

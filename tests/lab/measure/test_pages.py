@@ -1,4 +1,4 @@
-"""What measurements publish: defects, certificates of others, the site, the matrix, and comparisons with kvpress."""
+"""Tests of published measurements: defects, certificates, the site, the matrix, and comparisons with kvpress."""
 
 import pytest
 
@@ -110,7 +110,7 @@ def test_an_unknown_name_is_refused() -> None:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder from which the site is built."""
+    """Return the folder from which the site is built."""
     out = tmp_path_factory.mktemp("site") / "pages"
     write(out)
     return out
@@ -196,7 +196,7 @@ def test_our_pyramid_on_one_layer_is_what_the_policy_keeps_there(seed: int) -> N
 
 @pytest.mark.parametrize("press", OURS)
 def test_every_reading_gives_kept_sets_on_every_input(press: str) -> None:
-    """Also where a pyramid's line has no token left for its last layer, of which no budget can be made."""
+    """Check budgets of a pyramid, also if no token is left for the last layer."""
     ours, readings = OURS[press]
     for seed in range(30):
         inputs = drawn(seed, 40)

@@ -113,7 +113,7 @@ def test_an_encrypted_object_of_the_version_before_is_foreign_and_stays(tmp_path
 
 
 def test_marks_of_one_tenant_are_not_alike(tmp_path: Path) -> None:
-    """Without the master key, the objects of one tenant cannot be recognised."""
+    """Check that the objects of one tenant cannot be recognised without the master key."""
     with opened(tmp_path) as archive:
         claims = [read_claim(path_of(tmp_path, archive.put(*chunk(seed)))) for seed in range(4)]
     (salt,) = [path.read_bytes() for path in (tmp_path / "keys").iterdir()]

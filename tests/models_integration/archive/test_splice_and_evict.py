@@ -235,7 +235,7 @@ def test_a_compacted_chunk_keeps_its_positions_and_its_room(family: str) -> None
 
 @pytest.mark.law("the-proof-has-teeth")
 def test_closed_gaps_fail_the_oracle() -> None:
-    """A chunk that takes only the room of its stored tokens moves all later tokens to wrong positions."""
+    """Plant an error: a chunk counts only its stored tokens, which moves all later tokens to wrong positions."""
     model = build("Llama")
     rotary = recognise(model)
     oracle = block_masked(model, SESSION, CHUNKS, QUERY, evicted=evicted_positions(len(SESSION)))

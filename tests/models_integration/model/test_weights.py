@@ -302,7 +302,7 @@ def test_it_can_be_saved_and_is_then_read_as_any_folder(source: LlamaForCausalLM
     [("the 749", ["the", "Ġ", "7", "4", "9"]), ("  7", ["ĠĠ", "7"]), ("  t", ["Ġ", "Ġ", "t"])],
 )
 def test_digits_are_split_off_first(text: str, tokens: list[str], file: Path) -> None:
-    """Before a digit, spaces are separate tokens. Before a letter, the last space belongs to the letter."""
+    """Check spaces: before a digit they are separate tokens, and before a letter the last one belongs to the letter."""
     _, tokenizer = read_gguf(file)
     assert tokenizer.convert_ids_to_tokens(tokenizer(text).input_ids) == tokens
 

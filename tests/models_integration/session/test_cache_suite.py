@@ -1,4 +1,4 @@
-"""The suite of caches accepts kvspec's cache, accepts a plain cache where it can work, and finds each known mistake."""
+"""Tests of the cache suite: kvspec's cache passes, a plain cache passes in part, and each planted error fails."""
 
 import json
 import shutil
@@ -186,7 +186,7 @@ def at_least_four(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
 
 
 def eight_at_a_time(prompt: list[int], kept: Kept, following: list[int], folder: str) -> Tensor:
-    """If there are more than eight next tokens, let the ninth and later tokens attend to the whole prompt."""
+    """Let the ninth next token, and all later ones, attend to the whole prompt."""
     found = after_eviction(prompt, kept, following, folder)
     if len(following) > 8:
         found[8:] = after_eviction(prompt, everything(prompt, kept), following, folder)[8:]
