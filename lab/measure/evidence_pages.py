@@ -24,6 +24,7 @@ from experiments.studies.evidence.splits import FEWEST, ORDER, SPLITS
 from experiments.studies.evidence.tables import lost_at
 from experiments.studies.report import SAME_CACHE, format_p
 from lab.measure.evidence_papers import PAPER_TABLES
+from lab.measure.evidence_place import PLACE_PAGE, PLACE_TABLES, write_pictures
 from lab.measure.evidence_rows import (
     DELAYED,
     FACT,
@@ -39,7 +40,7 @@ from lab.measure.evidence_rows import (
 )
 from reference.statistics import mcnemar
 
-PAGES = (ROOT / "README.md", HOME / "README.md", HOME / "erratum.md", HOME / "papers.md")
+PAGES = (ROOT / "README.md", HOME / "README.md", HOME / "erratum.md", HOME / "papers.md", PLACE_PAGE)
 
 
 class Column(NamedTuple):
@@ -314,7 +315,7 @@ TABLES: dict[str, Callable[[], list[list[str]]]] = {
     **{name: partial(decided, study) for name, study in CLAIMS.items()},
     **{name: partial(split, *asked) for name, asked in SPLIT.items()}, "paper-templates": templates,
 }
-TABLES |= PAPER_TABLES
+TABLES |= PAPER_TABLES | PLACE_TABLES
 _MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -351,10 +352,11 @@ def stale(pages: Sequence[Path] = PAGES) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the tables if asked, and print the tables that differ. Return 1 if there is one."""
+    """Write the tables and pictures if asked, and print the tables that differ. Return 1 if there is one."""
     if "--write" in arguments:
         for page in PAGES:
             page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")
+        write_pictures()
     differing = list(stale())
     print("\n".join(differing) or "every table of the pages is that of the rows")
     return bool(differing)

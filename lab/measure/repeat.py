@@ -29,17 +29,21 @@ from conformance.cache_suite.oracle import Masked
 from conformance.methods import brutes
 from conformance.oracles.pipeline import prefill
 from conformance.strategies.policy_inputs import Inputs, Kept
+from experiments.studies.evidence.kept import BLIND, FULL
 from experiments.studies.evidence.rules import load_rules
 from experiments.studies.evidence.run import Item, items
 from experiments.studies.subject import Loading, Subject
 from experiments.tasks import place
+from models_integration.policies.methods import spelled
 from spec.parameters import CrystalCacheParameters
 from spec.policy import LayerView
 
 BOUND = 1e-4
 """Largest difference of two log-likelihoods of an answer, in nats."""
-POLICIES = ("fullcache", "blind", "crystalcache", "streamingllm", "knorm", "keydiff", "snapkv", "chunkkv", "nestedkv")
-"""Policies that can be repeated: they need no constant from the model, and their brute force takes minutes at most."""
+CONTROLS = (FULL, BLIND)
+POLICIES = ("crystalcache", "streamingllm", "knorm", "keydiff", "snapkv", "chunkkv", "nestedkv")
+"""Policies that can be repeated, with any constants: their brute force takes minutes at most, and needs no
+calibration."""
 
 
 class Repeated(NamedTuple):
@@ -49,13 +53,14 @@ class Repeated(NamedTuple):
     budget: str
     context: int
     stored: float
+    """Log-likelihood in the row, or NaN if the study reads no answers."""
     likelihood: float
     same_counts: bool
 
     @property
     def agrees(self) -> bool:
-        """True if the likelihoods agree."""
-        return abs(self.stored - self.likelihood) <= BOUND
+        """True if the likelihoods agree, or if the study reads no answers."""
+        return bool(np.isnan(self.stored)) or abs(self.stored - self.likelihood) <= BOUND
 
 
 _RECORDS: dict[int, LayerView] = {}
@@ -87,15 +92,17 @@ def recorded(model: PreTrainedModel, prompt: Tensor) -> Inputs:
 
 def sets(policy: str, budget: str, inputs: Inputs, sentence_ends: frozenset[int]) -> Kept:
     """Return the kept positions by brute force: one set, one for each layer, or one for each KV head of each layer."""
-    if policy == "fullcache":
+    if policy == FULL:
         return [list(range(inputs.n))]
-    if policy == "crystalcache":
-        view, parameters = inputs.layers[1], CrystalCacheParameters()
+    name, constants = spelled(policy)
+    if name == "crystalcache":
+        parameters = CrystalCacheParameters(**constants)
+        view = inputs.layers[parameters.observed_layer]
         q, k, ids = view.q.tolist(), view.k.tolist(), inputs.token_ids.tolist()
         return [prefill(q, k, ids, sentence_ends, Fraction(budget), parameters, view.scaling).eviction.kept]
-    (brute,) = (one for one in brutes() if one.name == policy)
+    (brute,) = (one for one in brutes() if one.name == name)
     B = ceil(Fraction(budget) * inputs.n)
-    return brute.kept(inputs, B, **{**brute.small, **brute.published})
+    return brute.kept(inputs, B, **{**brute.small, **brute.published, **constants})
 
 
 def _for_layers(kept: Kept, inputs: Inputs) -> list[Kept]:
@@ -111,7 +118,7 @@ def _for_layers(kept: Kept, inputs: Inputs) -> list[Kept]:
 def repeated(subject: Subject, item: Item, cell: Mapping[str, Any]) -> Repeated:
     """Repeat a cell of the row of an item with brute force and masks."""
     placement, gold = place(item.sample, item.placement), item.sample.answer_ids
-    masked, blind = Masked(subject.model), cell["policy"] == "blind"
+    masked, blind = Masked(subject.model), cell["policy"] == BLIND
     prompt, same, columns = torch.tensor([placement.prompt_ids]), True, list[Tensor]()
     if not blind:
         inputs, seen = recorded(subject.model, prompt), prompt.shape[1] - placement.dropped_slots
@@ -127,7 +134,11 @@ def repeated(subject: Subject, item: Item, cell: Mapping[str, Any]) -> Repeated:
     columns.append(masked.read(torch.tensor([[*fed, *gold[:-1]]])))
     said = torch.cat(columns, dim=1)[0, -len(gold) :].double().log_softmax(dim=-1)
     likelihood = float(said.gather(1, torch.tensor(gold)[:, None]).sum())
-    return Repeated(cell["policy"], cell["budget"], item.index, cell["likelihood"], likelihood, same)
+    return Repeated(cell["policy"], cell["budget"], item.index, cell.get("likelihood", float("nan")), likelihood, same)
+
+
+def _is_known(policy: str) -> bool:
+    return policy in CONTROLS or policy.partition("(")[0] in POLICIES
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -147,7 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
     subject = Loading(rules.models[0], dtype="float32").subject()
     rows = [row for row in _lines(given.rows) if row["model"] == subject.name]
     subject = replace(subject, backend=rows[0]["backend"] if rows else subject.backend)
-    every = [(row, cell) for row in rows for cell in row["cells"] if cell["policy"] in POLICIES]
+    every = [(row, cell) for row in rows for cell in row["cells"] if _is_known(cell["policy"])]
     drawn = np.random.default_rng(given.seed).permutation(len(every))[: given.count]
     of_rows = {(item.digest, item.placement): item for item in items(rules, subject, ("dev", "confirm"))}
     print("policy\tbudget\tcontext\tstored\trepeated\tdifference\tsame numbers of kept tokens", flush=True)

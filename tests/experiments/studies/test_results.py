@@ -26,7 +26,7 @@ from experiments.studies.evidence.run import merged, study_unit
 from experiments.studies.leases import Leases
 from experiments.studies.report import summary
 from experiments.studies.results import Row, append_row, load_rows
-from lab.measure import evidence_pages, evidence_rows
+from lab.measure import evidence_pages, evidence_place, evidence_rows
 from spec.errors import SpecError
 from spec.tables import result_table
 from tests.processes import started
@@ -241,6 +241,27 @@ def test_every_table_is_that_of_the_rows(tmp_path: Path, monkeypatch: pytest.Mon
     page.write_text(readme.replace("| CrystalCache | 308 | 53: ", "| CrystalCache | 308 | 54: "), encoding="utf-8")
     monkeypatch.setattr(evidence_pages, "ROOT", tmp_path)
     assert "README.md: table few" in evidence_pages.stale([page])
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_the_sentences_about_places_are_those_of_the_rows() -> None:
+    """Of docs/results/place.md: at the start impact keeps the fact, and later random trunks keep more."""
+    whole: dict[tuple[str, str, bool], list[bool]] = {}
+    for row in rows_of("place"):
+        if (row["part"], row["placement"]) == ("confirm", "paper"):
+            for cell in row["cells"]:
+                asked = cell["policy"], row["metadata"]["mentions"], row["metadata"]["depth"] == 0
+                whole.setdefault(asked, []).append(cell["evidence_kept"] == row["evidence_tokens"])
+    for mentions in ("high", "low", "none"):
+        assert sum(whole["crystalcache", mentions, True]) >= 26
+        assert all(whole['crystalcache(graph="zero")', mentions, True])
+        assert not any(whole['crystalcache(impact="uniform")', mentions, True])
+        assert all(whole["streamingllm(N_sink=60)", mentions, True])
+        assert sum(whole["crystalcache", mentions, False]) < sum(whole["random-trunks", mentions, False])
+    assert {len(own) for own in whole.values()} == {28, 4 * 28}
+    lines = evidence_place.picture("place").axes[0].get_lines()
+    drawn = [round(float(np.asarray(line.get_ydata())[0]) * 28) for line in lines]
+    assert drawn == [sum(whole[policy, "high", True]) for policy in evidence_place.KEPT]
 
 
 @pytest.mark.law("figures-are-counted-right")

@@ -1,0 +1,105 @@
+"""Tables and pictures of docs/results/place.md: does CrystalCache keep what is associated, or what stands early?"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from experiments.studies.evidence.claims import Verdict, verdicts
+from experiments.studies.evidence.protocol import commits_with_rules
+from experiments.studies.evidence.rules import PARTS, load_rules
+from experiments.studies.evidence.samples import Samples
+from experiments.studies.page.figures import curve_style
+from lab.measure.evidence_rows import HOME, ROOT, samples_of
+
+__all__ = ["PICTURES", "PLACE_PAGE", "PLACE_TABLES", "whole", "write_pictures"]
+
+PLACE_PAGE = ROOT / "docs" / "results" / "place.md"
+DEPTHS = (0.0, 0.15, 0.3, 0.5, 0.7)
+MENTIONS = {"high": "four mentions", "low": "two hints", "none": "no mention"}
+KEPT = {
+    "crystalcache": "CrystalCache as in the paper",
+    'crystalcache(impact="uniform")': "association alone (M = 1)",
+    'crystalcache(graph="zero")': "impact alone (D = 0)",
+    "streamingllm(N_sink=60)": "first 60 tokens, and recent ones",
+    "random-trunks": "random trunks",
+}
+BUDGET = "0.3"
+PICTURES = {"place": "place"}
+"""Files beside the page, each with the study that it shows."""
+
+
+def whole(samples: Samples, policy: str, depth: float, mentions: str) -> tuple[int, int]:
+    """Return in how many samples a policy keeps every token of the fact, and the number of samples."""
+    rows = samples.about("depth", depth).about("mentions", mentions).rows
+    asked = policy, BUDGET
+    cells = [(row, cell) for row in rows for cell in row["cells"] if (cell["policy"], cell["budget"]) == asked]
+    return sum(cell["evidence_kept"] == row["evidence_tokens"] for row, cell in cells), len(cells)
+
+
+def kept_facts(study: str, placement: str) -> list[list[str]]:
+    """Return the samples in which the whole fact is kept, by policy, mentions and place of the fact."""
+    some = samples_of(study).where(placement=(placement,))
+    lines = [["policy", "mentions", *(f"fact at {depth:g}" for depth in DEPTHS)]]
+    for policy, title in KEPT.items():
+        for mentions, text in MENTIONS.items():
+            counts = (whole(some, policy, depth, mentions) for depth in DEPTHS)
+            lines.append([title, text, *(f"{kept} of {n}" for kept, n in counts)])
+    return lines
+
+
+def kept_tokens(study: str) -> list[list[str]]:
+    """Return the mean number of tokens that each policy keeps of a prompt, beside the budget."""
+    some = samples_of(study)
+    prompt = sum(row["prompt_tokens"] for row in some.rows) / len(some.rows)
+    lines = [["policy", f"tokens kept, budget {float(BUDGET) * prompt:.0f}"]]
+    return [*lines, *([title, f"{some.prompt_kept((policy, BUDGET)):.0f}"] for policy, title in KEPT.items())]
+
+
+def claims(study: str) -> list[list[str]]:
+    """Return every claim of a study with its difference and its outcome."""
+    dev, confirm = (samples_of(study, part) for part in PARTS)
+    rules = load_rules(HOME / f"{study}.toml")
+    lines = [["claim", "difference", "claimed", "p (Holm)", "outcome", "kind"]]
+    found = verdicts(rules.claims, dev, confirm, commits_with_rules(rules, confirm.rows))
+    return [*lines, *map(_claim_line, found)]
+
+
+def _claim_line(one: Verdict) -> list[str]:
+    outcome = f"{one.outcome} ({one.flag})" if one.flag else one.outcome
+    return [one.claim.name, str(one.difference), f"{one.claim.difference:g}", one.corrected_text, outcome, one.kind]
+
+
+def picture(study: str, placement: str = "paper") -> Figure:
+    """Draw the share of whole facts over the place of the fact, with a panel for each number of mentions."""
+    some = samples_of(study).where(placement=(placement,))
+    figure = Figure(figsize=(6.75, 2.6), layout="constrained")
+    for at, (mentions, text) in enumerate(MENTIONS.items()):
+        axes: Any = figure.add_subplot(1, 3, at + 1)
+        for number, (policy, title) in enumerate(KEPT.items()):
+            counts = [whole(some, policy, depth, mentions) for depth in DEPTHS]
+            shares = [kept / n for kept, n in counts]
+            axes.plot(DEPTHS, shares, label=title, markersize=3, **curve_style(number, policy))
+        axes.set(title=text, xlabel="place of the fact", ylim=(-0.05, 1.05), xticks=DEPTHS)
+        if at == 0:
+            axes.set_ylabel("whole fact kept")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+def write_pictures(folder: Path = PLACE_PAGE.parent) -> None:
+    """Write the pictures of the page as SVG."""
+    with mpl.rc_context({"svg.hashsalt": "kvspec", "font.size": 8, "xtick.labelsize": 7, "ytick.labelsize": 7}):
+        for name, study in PICTURES.items():
+            picture(study).savefig(folder / f"{name}.svg", metadata={"Creator": "kvspec", "Date": None})
+
+
+PLACE_TABLES: dict[str, Callable[[], list[list[str]]]] = {
+    name: table for study in PICTURES.values() for name, table in {
+        f"{study}-kept": partial(kept_facts, study, "paper"), f"{study}-after": partial(kept_facts, study, "after"),
+        f"{study}-tokens": partial(kept_tokens, study), f"{study}-claims": partial(claims, study),
+    }.items()
+}
