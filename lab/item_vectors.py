@@ -25,7 +25,7 @@ from conformance.vectors.subject import STAGES
 from lab.policy_vectors import POLICY_ITEMS, Result, kept
 from lab.vector_writer.brute_force import Operation
 from lab.vector_writer.expected import OPERATIONS
-from reference import directions, diversity, policies, statistics
+from reference import directions, diversity, policies, positions, statistics
 from reference import nestedkv as nk
 from reference.backend import BACKEND
 from reference.calibration import Calibration, Identity
@@ -242,6 +242,13 @@ PLAIN_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     "IN-BASELINES": lambda i: {
         name: list(value) if isinstance(value, tuple) else value for name, value in vars(splicing.held(**i)).items()
     },
+    "POS-KEPT": lambda i: named(
+        ["positions", "following"], positions.kept_positions([*map(integers, i["kept"])], i["seen"])
+    ),
+    "POS-RENUMBERED": lambda i: named(
+        ["positions", "following"],
+        positions.renumbered_positions([*map(integers, i["kept"])], i["seen"], i["base"]),
+    ),
     "IN-KEY-COSINE": lambda i: named(["raw", "unrotated"], cosines(i)),
     "IN-BANDS": lambda i: {name: list(band) for name, band in diagnostics.bands(i["depth"]).items()},
 }

@@ -49,7 +49,7 @@ DEVICES = ("accelerated/triton_gpu",)
 TORCH = "accelerated/torch_device"
 """Folder of plain torch code. Triton uses its stages of policies. Its score functions are not required of a backend."""
 
-_ID = re.compile(r"[A-Z]{2}(-[A-Z0-9]+)+")
+_ID = re.compile(r"[A-Z]{2,3}(-[A-Z0-9]+)+")
 _MARKED = re.compile(r"(?:pytest\.mark\.spec|Brute|Case)\(")
 _IMPLEMENTS = re.compile(r"^[ \t]*Implements: (.+)$", re.MULTILINE)
 

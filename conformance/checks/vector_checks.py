@@ -227,6 +227,10 @@ BOUNDED: Mapping[str, Bound] = {
     "anomaly_score": Bound({"score": "absolute: the bound of NK-SCORE, see below"}, anomaly_score),
     "TA-SCORE": Bound({"score": f"{LARGEST} of its row"}, scored),
     "IN-HALF-SPLIT": TURNED, "IN-INTERLEAVED": TURNED,
+    "POS-TURN": at_radius(
+        "turned", "absolute `16 u x`, x the norm of the token's channels",
+        lambda want, i, p: tolerances.turn_radius(floats(i["keys"])),
+    ),
     "IN-KEY-COSINE": at_radius(
         "raw unrotated", "absolute `64 d u`",
         lambda want, i, p: tolerances.key_cosine_error(len(i["fresh"][0][0])),

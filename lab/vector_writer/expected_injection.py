@@ -1,4 +1,4 @@
-"""Expected results of the injection operations, from the oracles."""
+"""Expected results of the operations in injection.md and positions.md, from the oracles."""
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -90,7 +90,7 @@ def fractions(i: Json) -> Json:
     return {"n": i["n"], **{name: Fraction(i[name]) for name in ("discordance", "difference", "alpha")}}
 
 
-HERE, COUNTED = "lab.oracles.injection.", "lab.oracles.statistics."
+HERE, COUNTED, PLACES = "lab.oracles.injection.", "lab.oracles.statistics.", "lab.oracles.positions."
 
 ROTATION, SPLICING = "injection.rotation.", "injection.splicing."
 
@@ -135,6 +135,10 @@ OPERATIONS: Mapping[str, Operation] = {
     ),
     "IN-PLACES": direct(HERE + "placed", "positions following", SPLICING + "placed"),
     "IN-BASELINES": direct(HERE + "held", ""),
+    "POS-KEPT": direct(PLACES + "kept_positions", "positions following"),
+    "POS-RENUMBERED": direct(PLACES + "renumbered_positions", "positions following"),
+    "POS-BASE": direct(PLACES + "base_of_stream", "base", "positions.base_of_stream"),
+    "POS-TURN": direct(PLACES + "turn_keys", "turned", "positions.turn_keys"),
     "IN-LEGOLINK": direct(HERE + "first_tokens", "positions", SPLICING + "first_tokens"),
     "IN-CACHEBLEND": direct(HERE + "most_deviating", "positions", SPLICING + "most_deviating"),
     "IN-ENTROPY": of(

@@ -63,6 +63,22 @@ def turned(given: Any, start: int) -> dict[str, Any]:
     return {"x": x.tolist(), "angles": oracle.shift_angles(x.shape[1], start, theta.tolist())}
 
 
+def renumbered(given: Any, start: int, style: str) -> dict[str, Any]:
+    """Return inputs for a turn. The last key stays at the computed position."""
+    x, theta = given
+    computed = [*range(start, start + x.shape[1])]
+    assigned = [*(7 * at - 3 * start for at in computed[:-1]), computed[-1]]
+    return {
+        "keys": x.tolist(), "computed": computed, "assigned": assigned, "inverse_frequencies": theta.tolist(),
+        "style": style,
+    }
+
+
+def kept_sets(n: int) -> st.SearchStrategy[list[list[int]]]:
+    """Return a strategy for kept sets of different sizes, ascending, in range(n)."""
+    return st.lists(st.sets(st.integers(0, n - 1)).map(sorted), min_size=1, max_size=4)
+
+
 def moved(given: Any, start: int) -> dict[str, Any]:
     """Return inputs for the angles of a shift. The archive's keys have four times the live frequencies."""
     (x, theta), names = given, ("inverse_frequencies", "archived")
@@ -280,6 +296,22 @@ CASES = [
     Case("IN-BASELINES", of(
         arm=st.sampled_from(sorted(ARMS)), session=tokens, prefix=tokens, raw=st.lists(tokens, max_size=3),
         wrapped=st.lists(tokens, max_size=3),
+    )),
+    Case("POS-KEPT", of(kept=kept_sets(12), seen=st.integers(13, 40))),
+    Case("POS-RENUMBERED", made(
+        lambda kept, seen, share: {"kept": kept, "seen": seen, "base": share * (seen - max(map(len, kept))) // 8},
+        kept=kept_sets(12), seen=st.integers(13, 40), share=st.integers(0, 8),
+    )),
+    Case("POS-BASE", made(
+        lambda base, more, longest, tokens, room: {
+            "seen": base + longest + more, "base": base, "longest": longest, "tokens": tokens,
+            "limit": longest + tokens + room,
+        },
+        base=st.integers(0, 90), more=st.integers(0, 9), longest=st.integers(0, 20), tokens=st.integers(1, 9),
+        room=st.integers(0, 9),
+    )),
+    Case("POS-TURN", made(
+        renumbered, given=keys(), start=starts, style=st.sampled_from(["half_split", "interleaved"]),
     )),
     Case("IN-LEGOLINK", of(
         start=st.integers(0, 20), lengths=st.lists(st.integers(1, 6), max_size=4), k=st.integers(0, 7),

@@ -33,7 +33,8 @@ SCHEMA = json.loads((files.HOME / "schema.json").read_text(encoding="utf-8"))
 PAGES = [
     path.read_text(encoding="utf-8")
     for pattern in (
-        "crystalcache*.md", "policies.md", "injection.md", "nestedkv.md", "diversity.md", "triattention.md"
+        "crystalcache*.md", "policies.md", "injection.md", "nestedkv.md", "diversity.md", "triattention.md",
+        "positions.md",
     )
     for path in SPEC.glob(pattern)
 ]
