@@ -292,10 +292,12 @@ def lint(session: nox.Session) -> None:
 def trace(session: nox.Session) -> None:
     """Check that each item of the specification has code, a test, a vector, mutants and an accepted text.
 
-    Check also that the results matrix judges each method, backend and example engine.
+    Check also that the results matrix judges each method, backend and example engine, and that studies have only the
+    defects that their pages state.
     """
     run(session, "lab.trace", *session.posargs)
     run(session, "lab.measure.matrix", "check")
+    run(session, "kvspec", "study", "--audit", "docs/results")
 
 
 @rare

@@ -166,10 +166,9 @@ def main(arguments: list[str] | None = None) -> int:
     for at in drawn:
         row, cell = every[at]
         found.append(one := repeated(subject, of_rows[row["sample"], row["placement"]], cell))
-        print(
-            f"{one.policy}\t{one.budget}\t{one.context}\t{one.stored:.6f}\t{one.likelihood:.6f}\t"
-            f"{one.likelihood - one.stored:+.1e}\t{'yes' if one.same_counts else 'NO'}", flush=True,
-        )
+        read = [one.stored, one.likelihood, one.likelihood - one.stored]
+        shown = [""] * 3 if np.isnan(one.stored) else [f"{read[0]:.6f}", f"{read[1]:.6f}", f"{read[2]:+.1e}"]
+        print(one.policy, one.budget, one.context, *shown, "yes" if one.same_counts else "NO", sep="\t", flush=True)
     likelihoods, counts = sum(one.agrees for one in found), sum(one.same_counts for one in found)
     print(f"{likelihoods} of {len(found)} likelihoods agree within {BOUND} nats, {counts} numbers of kept tokens")
     return 0 if likelihoods == counts == len(found) else 1

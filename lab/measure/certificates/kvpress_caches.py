@@ -37,7 +37,7 @@ class Told(ScorerPress):  # type: ignore[misc]
 
 @dataclass
 class Masked(BasePress):  # type: ignore[misc]
-    """Mark the keys to hide, as AdaKVPress does. kvpress replaces the marked keys by fake keys."""
+    """Says which keys are to be hidden, as AdaKVPress does: kvpress replaces them by fake keys."""
 
     kept: Kept = field(default_factory=dict)
 
@@ -70,5 +70,5 @@ def gathered(prompt: list[int], kept: Kept, following: list[int], model: str) ->
 
 
 def masked(prompt: list[int], kept: Kept, following: list[int], model: str) -> Tensor:
-    """Fake keys, which hide any set of tokens for each head. No memory is freed."""
+    """Fake keys: any set, by head; nothing is freed."""
     return _answer(Masked(kept=kept), prompt, following, model)

@@ -1,8 +1,8 @@
-"""Ten presses of kvpress as subjects of `kvspec verify --policy`. Each press runs unchanged, layer by layer.
+"""Ten presses of kvpress as subjects of `kvspec verify --policy`: each decides as it is, layer by layer.
 
-A budget of B of n tokens is the ratio 1 - B / n of a press. The promises come from kvpress's docstrings. The ratio is
-"the fraction of pairs to remove", the lowest scores "will be pruned", sinks and windows are kept. The methods
-themselves imply that heads are independent. Chunks and a pyramid promise no exact budget.
+B of n tokens is asked of a press as the ratio 1 - B / n. What is promised is read from its docstrings: the ratio is
+"the fraction of pairs to remove", the lowest scores "will be pruned", sinks and windows stay. Independence, and heads
+that take their kept sets along, are of the methods' nature. Chunks and a pyramid promise no exact budget.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ ALL = Promises(
 
 
 def _shown(view: LayerView, layer: int, layers: int) -> Inputs:
-    """Layer as a press receives it. The rotary tables rotate nothing, because the queries are already rotated."""
+    """A layer as a press is given it; its rotary tables turn nothing, as queries come rotated."""
     idle = np.zeros(view.k.shape[2] // 2)
     return Inputs(0, "0", layer, view.q, view.k, np.asarray(view.v), idle, replace(SMALL, layers=layers))
 
@@ -56,7 +56,7 @@ class PressScorer:
 
 @dataclass(frozen=True)
 class PressSelector:
-    """Return the tokens that the press keeps at the ratio of the budget."""
+    """What the press keeps at the ratio of the budget."""
 
     press: str
 

@@ -23,7 +23,7 @@ def stored_equally(kept: Kept) -> dict[int, Tensor]:
     """Kept slots (1, H_kv, m) by layer.
 
     Raises:
-        NotImplementedError: if heads or layers keep different numbers of tokens.
+        NotImplementedError: where heads or layers keep other numbers of tokens.
     """
     if len({len(own) for sets in kept.values() for own in sets}) > 1:
         raise NotImplementedError("every head stores as many tokens")
@@ -71,17 +71,17 @@ def _of_fp8(layer: Any, slots: Tensor) -> None:
 
 
 def dynamic(prompt: list[int], kept: Kept, following: list[int], model: str) -> Tensor:
-    """DynamicCache, with explicit `position_ids` for later tokens."""
+    """DynamicCache, with explicit `position_ids` behind it."""
     return _answer(lambda config, _: DynamicCache(config=config), _of_dynamic, prompt, kept, following, model)
 
 
 def dynamic_default_positions(prompt: list[int], kept: Kept, following: list[int], model: str) -> Tensor:
-    """DynamicCache without `position_ids`. The model computes positions from the number of stored tokens."""
+    """The same, with positions left to the model, which counts what is stored."""
     return _answer(lambda config, _: DynamicCache(config=config), _of_dynamic, prompt, kept, following, model, False)
 
 
 def static(prompt: list[int], kept: Kept, following: list[int], model: str) -> Tensor:
-    """StaticCache with slots for all tokens, with explicit `position_ids`."""
+    """StaticCache with room for all tokens, with explicit `position_ids`."""
     return _answer(
         lambda config, tokens: StaticCache(config, max_cache_len=tokens), _of_static, prompt, kept, following, model
     )
