@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import wraps
 from threading import Lock, RLock, get_ident
 from typing import Any, TypeAlias, cast
+from warnings import warn
 from weakref import WeakMethod
 
 from torch import Tensor, nn
@@ -203,11 +204,15 @@ class Hold:
             raise SpecError("generate", "still running", reason)
 
     def abandon(self) -> None:
-        """Remove the hooks of a session that was entered by hand, never left, and is no longer referenced."""
+        """Remove the hooks of a session that was entered by hand, never left, and is no longer referenced, and warn."""
         if self.is_open:
             self._block.close()
             self.is_open = False
             self._release()
+            warn(
+                f"nothing holds the session of this {type(self._model).__name__}, so the model evicts nothing from now "
+                "on: write `with policy(model) as run:`", RuntimeWarning, stacklevel=2,
+            )
 
     def _is_generating(self) -> bool:
         """Return True if a different thread runs a `generate` that was looked up outside the block."""

@@ -25,7 +25,10 @@ def test_a_session_that_nobody_holds_ends(policy: str) -> None:
     run = method(policy)(model).__enter__()
     greedy(model, prompt(40), 3)
     assert decoder in BUSY
+    held = [run]
     del run
+    with pytest.warns(RuntimeWarning, match="evicts nothing from now on: write `with policy"):
+        held.clear()
     gc.collect()
     assert decoder not in BUSY
     assert not decoder._forward_pre_hooks
@@ -34,6 +37,14 @@ def test_a_session_that_nobody_holds_ends(policy: str) -> None:
     with method(policy)(model) as run:
         greedy(model, prompt(40), 3)
     assert run.bytes_freed > 0
+
+
+@pytest.mark.law("the-model-stays-as-it-was")
+def test_a_session_that_is_entered_and_thrown_away_warns_at_once() -> None:
+    """Without a warning, `generate` would use a full cache in silence."""
+    model: Any = build("llama")
+    with pytest.warns(RuntimeWarning, match="nothing holds the session of this LlamaForCausalLM"):
+        method("snapkv")(model).__enter__()
 
 
 @pytest.mark.law("refused-before-anything-changes")
