@@ -47,7 +47,7 @@ EXTRAS = {
 }
 # What is installed for the tests inside vLLM, and how many seconds an installation and the tests may take in CI.
 VLLM_PINS = ROOT / "tests" / "models_integration" / "engines" / "vllm" / "requirements.txt"
-VLLM_VERSION, VLLM_INSTALL, VLLM_TESTS = "0.32.0", 420, 480
+VLLM_VERSION, VLLM_INSTALL, VLLM_TESTS = "0.32.0", 600, 480
 WORKERS = ["-n", "2", "--dist", "worksteal"]
 # Shapes and types of each call, which doubles the time: on another Python in CI, and in all tests at night.
 CHECKED = "--jaxtyping-packages=reference,beartype.beartype"
@@ -94,6 +94,7 @@ NIGHTLY = {
     "mutants": ["lab.mutants", "run", "--again"],
     "families": ["lab.measure.families"],
     "coq-engine": ["lab.proofs.coq", "judge"],
+    "vllm": [*MARKED, str(VLLM_PINS.parent)],
 }
 
 # Of `lab`, what one command is, with its options behind it.
@@ -260,7 +261,8 @@ def nightly(session: nox.Session) -> None:
         session.error(f"unknown case {', '.join(unknown)}: choose from {', '.join(NIGHTLY)}")
     for name in chosen:
         session.log(f"{name}: {' '.join(NIGHTLY[name])}")
-        run(session, *NIGHTLY[name])
+        python = vllm_python(session) if name == "vllm" else shared_python(session)
+        session.run(python, "-m", *NIGHTLY[name], external=True)
 
 
 @rare
@@ -349,7 +351,7 @@ def vllm_python(session: nox.Session) -> str:
     python, mark = str(interpreter_of(home)), home / hashlib.sha256(VLLM_PINS.read_bytes()).hexdigest()
     if not mark.exists():
         shutil.rmtree(home, ignore_errors=True)
-        pip = ["timeout", str(VLLM_INSTALL), python, "-m", "pip", "install", "--quiet"]
+        pip = ["timeout", str(VLLM_INSTALL), python, "-m", "pip", "install", "--quiet", "--no-compile"]
         try:
             session.run(sys.executable, "-m", "venv", str(home), external=True)
             session.run(*pip, "-c", "constraints.txt", "torch", external=True)

@@ -62,6 +62,7 @@ class EvictingManager(FullAttentionManager):
             Job for the worker, or None if blocks are lacking. Then nothing has changed.
         """
         pool, source = self.block_pool, self.req_to_blocks[request_id]
+        assert len(source) * self.block_size >= event - self.plans[request_id].shift, "more slots than blocks"
         need = -(-kept // self.block_size)
         own = [block for block in source if block.ref_cnt == 1]
         target = [block for block in own if block.block_hash is None][:need]

@@ -100,6 +100,7 @@ class Plan:
 
         While decoding, the worker reads each token that it has not seen before in a separate step.
         """
+        assert self.done <= done, f"{self.shift} tokens count as evicted after {done} of {self.done} tokens"
         if self.failed:
             return tokens
         if done < self.n:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-SECONDS = 240
+SECONDS = 400
 
 
 @pytest.fixture(autouse=True)

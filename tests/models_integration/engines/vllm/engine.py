@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from conformance.paths import ROOT, SPEC
+from conformance.server_suite.judge import Reading, Witness, check_policy
+from conformance.witness.client import Answer, Server
 from conformance.witness.statement import Statement, digest_of, parse_statement
 from models_integration.pocket import ASSETS, load_pocket
 from tests.models_integration.session.masked import MaskedModel, Row
@@ -52,6 +54,9 @@ class Engine:
         settings: settings of kvspec.
         blocks: number of blocks in the pool, without the null block.
         options: options of vLLM.
+
+    Attributes:
+        preempted: number of preemptions so far.
     """
 
     def __init__(self, settings: Mapping[str, Any] | None = None, blocks: int = 400, **options: Any) -> None:
@@ -73,7 +78,13 @@ class Engine:
         core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler, self.runner = core.scheduler, core.model_executor.driver_worker.worker.model_runner
         self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.preempted, self._preempt = 0, self.scheduler._preempt_request
+        self.scheduler._preempt_request = self._count
         ALIVE.append(self)
+
+    def _count(self, *args: Any, **kwargs: Any) -> None:
+        self.preempted += 1
+        self._preempt(*args, **kwargs)
 
     def answer(self, prompts: Sequence[list[int]], parameters: Sequence[Any]) -> list[Any]:
         """Return the outputs of all requests, and check that no block is lost."""
@@ -83,6 +94,12 @@ class Engine:
         self.check_nothing_left()
         assert self.pool.get_num_free_blocks() == free
         return outputs
+
+    def check_blocks(self) -> None:
+        """Check that each block except the null block is free, or held by a request."""
+        rows = self.scheduler._manager.req_to_blocks.values()
+        held = {block.block_id for row in rows for block in row}
+        assert self.pool.get_num_free_blocks() + len(held) == self.pool.num_gpu_blocks - 1, "a block was lost"
 
     def check_nothing_left(self) -> None:
         """Check that no data of ended requests is left."""
@@ -124,11 +141,6 @@ def parsed(prompt: Sequence[int], answer: Sequence[int], body: Mapping[str, Any]
     return found
 
 
-def kept(prompt: Sequence[int], body: Mapping[str, Any]) -> list[list[list[int]]]:
-    """Return the positions that the first eviction keeps, by layer and KV head."""
-    return parsed(prompt, [], body).evictions[0].positions(*SHAPE)
-
-
 @cache
 def masked_model() -> MaskedModel:
     model, _ = load_pocket()
@@ -157,3 +169,23 @@ def check_masked(prompt: Sequence[int], output: Any) -> float:
     return worst
 
 
+@cache
+def witness() -> Witness:
+    model, _ = load_pocket()
+    return Witness(model, Server("", "pocket"))
+
+
+def reading(prompt: Sequence[int], output: Any) -> Reading:
+    """Return what `kvspec verify --server` judges of an answer."""
+    found = output.outputs[0]
+    logprobs = [own[token].logprob for token, own in zip(found.token_ids, found.logprobs, strict=True)]
+    return Reading(witness(), Answer([*prompt], [*found.token_ids], logprobs, stated(output)))
+
+
+def check_sets(prompt: Sequence[int], output: Any) -> None:
+    """Check that the stated sets are those that a session keeps for the same text, up to rounding."""
+    if stated(output)["evictions"]:
+        try:
+            check_policy(reading(prompt, output))
+        except pytest.skip.Exception as undecided:
+            raise AssertionError(str(undecided)) from undecided
