@@ -6,17 +6,19 @@ from typing import Any
 
 import pytest
 
-SECONDS = 400
+SECONDS, AT_NIGHT = 240, 2400
 
 
 @pytest.fixture(autouse=True)
-def limit() -> Iterator[None]:
-    """Stop a test that takes longer than SECONDS."""
+def limit(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Stop a test that takes longer than SECONDS, or AT_NIGHT."""
+    seconds = AT_NIGHT if request.node.get_closest_marker("nightly") else SECONDS
+
     def stop(*_: Any) -> None:
-        raise TimeoutError(f"the test took more than {SECONDS} s")
+        raise TimeoutError(f"the test took more than {seconds} s")
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(SECONDS)
+    signal.alarm(seconds)
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)

@@ -67,7 +67,8 @@ def test_kept_sets_are_those_of_a_session(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(("name", "constants"), [
-    ("h2o", {}), ("tova", {}), ("morphkv", {}), ("rkv", {"every": 16}), ("diverse-tova", {}),
+    ("h2o", {}), ("tova", {}), ("morphkv", {}), ("rkv", {"every": 16}),
+    pytest.param("diverse-tova", {}, marks=pytest.mark.nightly),
 ])
 def test_tokens_are_evicted_while_the_answer_is_generated(
     engine: Engine, name: str, constants: dict[str, Any],
@@ -124,7 +125,7 @@ def test_preempted_requests_keep_the_same_sets(small: Engine) -> None:
 
 def test_the_witness_names_what_is_not_served(engine: Engine) -> None:
     (output,) = engine.answer([cut(97)], [asking("adakv", budget=0.3)])
-    with pytest.raises(AssertionError, match="kept all 97 tokens of a budget of 29: adakv keeps more tokens in some"):
+    with pytest.raises(AssertionError, match="kept all 97 tokens of a budget of 32: adakv keeps more tokens in some"):
         check_size(reading(cut(97), output))
 
 
