@@ -62,7 +62,8 @@ def test_a_batch_of_policies(engine: Engine) -> None:
 @pytest.mark.law("decided-as-the-reference")
 def test_kept_sets_are_those_of_a_session(engine: Engine) -> None:
     prompts = [cut(*one) for one in PROMPTS[:3]]
-    asked = [asking(name, budget=0.3, **({"W": 16} if "snapkv" in name else {})) for name in EQUAL for _ in prompts]
+    constants: dict[str, dict[str, Any]] = {name: {"W": 16} if "snapkv" in name else {} for name in EQUAL}
+    asked = [asking(name, budget=0.3, **constants[name]) for name in EQUAL for _ in prompts]
     assert all(one["evictions"] for one in run(engine, prompts * len(EQUAL), asked))
 
 
