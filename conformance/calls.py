@@ -285,14 +285,14 @@ def arrays_of(value: Any) -> Iterator[Array]:
         yield from arrays_of(member)
 
 
-def _with_arrays(value: Any, made: Callable[[Array], Array]) -> Any:
+def _with_arrays(value: Any, convert: Callable[[Array], Array]) -> Any:
     """Return the value with each array of numbers or bools replaced."""
     if type(value) is np.ndarray and value.dtype.kind in "biuf":
-        return made(value)
+        return convert(value)
     members = _members(value)
     if members is None or not any(True for _ in arrays_of(value)):
         return value
-    new = [_with_arrays(member, made) for member in members]
+    new = [_with_arrays(member, convert) for member in members]
     return tuple(new) if type(value) is tuple else type(value)(*new)
 
 
@@ -332,7 +332,7 @@ class _Turns:
 
 def in_turns(stage: Stage, calls: tuple[Call, Call], stride: int) -> list[Any]:
     """Return the results or exceptions of two calls in two threads that take turns at every stride-th line."""
-    turns, found = _Turns(), list[Any]([None, None])
+    turns, result = _Turns(), list[Any]([None, None])
 
     def ask(at: int) -> None:
         lines = iter(range(1, sys.maxsize))
@@ -343,29 +343,29 @@ def in_turns(stage: Stage, calls: tuple[Call, Call], stride: int) -> list[Any]:
 
         turns.begin(at)
         try:
-            found[at] = traced(stage, calls[at], at_line)
+            result[at] = traced(stage, calls[at], at_line)
         except BaseException as error:
-            found[at] = error
+            result[at] = error
         finally:
             turns.end(at)
 
     _run([Thread(target=ask, args=(at,), daemon=True) for at in range(2)])
-    return found
+    return result
 
 
 def side_by_side(stage: Stage, calls: Sequence[Call], seconds: float) -> list[tuple[int, Any]]:
     """Return index and result, or exception, of calls that run in one thread each, at least once and for `seconds`."""
-    start, until, found = Barrier(len(calls)), monotonic() + seconds, list[tuple[int, Any]]()
+    start, until, result = Barrier(len(calls)), monotonic() + seconds, list[tuple[int, Any]]()
 
     def ask(at: int) -> None:
         start.wait()
         again = True
         try:
             while again:
-                found.append((at, stage(*calls[at])))
+                result.append((at, stage(*calls[at])))
                 again = monotonic() < until
         except BaseException as error:
-            found.append((at, error))
+            result.append((at, error))
 
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH)
@@ -373,7 +373,7 @@ def side_by_side(stage: Stage, calls: Sequence[Call], seconds: float) -> list[tu
         _run([Thread(target=ask, args=(at,), daemon=True) for at in range(len(calls))])
     finally:
         sys.setswitchinterval(before)
-    return found
+    return result
 
 
 def _run(threads: list[Thread]) -> None:

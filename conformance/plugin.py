@@ -133,10 +133,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if engine is not None:
         signal.signal(signal.SIGTERM, lambda number, _: _end_with(engine, number))
     file = config.getoption("--kvspec-exceptions")
-    found: list[exceptions.Exemption] = []
+    result: list[exceptions.Exemption] = []
     if file:
-        found = exceptions.read(Path(file), known_items(), known_vectors())
-    config.stash[_exceptions] = found
+        result = exceptions.read(Path(file), known_items(), known_vectors())
+    config.stash[_exceptions] = result
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -157,10 +157,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _leave_out(config, [item for item in items if not judges(item, subject_of(config))], items)
     if profile_of(config) != "nightly":
         _leave_out(config, [item for item in items if item.get_closest_marker("nightly")], items)
-    found = config.stash[_exceptions]
-    exceptions.apply(found, items)
+    result = config.stash[_exceptions]
+    exceptions.apply(result, items)
     if not any("::" in argument for argument in config.args):
-        exceptions.refuse_unknown(found, items)
+        exceptions.refuse_unknown(result, items)
 
 
 def pytest_collection_finish() -> None:
@@ -172,8 +172,8 @@ def pytest_collection_finish() -> None:
     # This function is private, and older versions of Hypothesis do not have it.
     providers: Any = sys.modules.get("hypothesis.internal.conjecture.providers")
     if hasattr(providers, "_get_local_constants"):
-        found = providers._get_local_constants()
-        providers._get_local_constants = lambda: found
+        result = providers._get_local_constants()
+        providers._get_local_constants = lambda: result
 
 
 def judges(item: pytest.Item, backend: str) -> bool:
@@ -276,10 +276,10 @@ def subject(request: pytest.FixtureRequest, method_engine: "Engine | None") -> "
     from spec.backend import FAMILIES, resolve
     from spec.errors import BackendUnavailable
 
-    found = backend_of(method_engine) if method_engine else resolve(subject_of(request.config))
-    if all(getattr(found, family) is None for family in FAMILIES):
-        raise BackendUnavailable(f"backend {found.name!r} has no stage family, so kvspec cannot test the backend")
-    return guarded(found)
+    result = backend_of(method_engine) if method_engine else resolve(subject_of(request.config))
+    if all(getattr(result, family) is None for family in FAMILIES):
+        raise BackendUnavailable(f"backend {result.name!r} has no stage family, so kvspec cannot test the backend")
+    return guarded(result)
 
 
 @pytest.fixture(scope="session")

@@ -335,8 +335,8 @@ def nestedkv_radius(head: Sequence[Sequence[float]], p: NestedKVParameters, prec
     a block, and for a window three sums of W unit keys. A cosine divides the error by the memory's length, and a
     normalised value by the range. The oracle's error is added in float64.
     """
-    found = nestedkv.traced(head, p)
-    return traced_radius(len(head), len(head[0]), found.raw, found.shortest, found.deviation, p, precision)
+    result = nestedkv.traced(head, p)
+    return traced_radius(len(head), len(head[0]), result.raw, result.shortest, result.deviation, p, precision)
 
 
 def traced_radius(

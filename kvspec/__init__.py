@@ -27,8 +27,8 @@ def _check_packages() -> None:
     """
     home = Path(__file__).resolve().parents[1]
     for name in _PACKAGES:
-        found = find_spec(name)
-        origin = None if found is None else found.origin
+        result = find_spec(name)
+        origin = None if result is None else result.origin
         if origin is not None and Path(origin).resolve().parent != home / name:
             raise ImportError(f"{origin} hides the package {name!r} of kvspec: rename that file or folder", name=name)
 

@@ -84,12 +84,12 @@ class Faults:
 @contextmanager
 def faults(at: int, number: int) -> Iterator[Faults]:
     """Context manager in which the system call number `at` fails. With 0 no call fails."""
-    made = Faults(at, number)
+    created = Faults(at, number)
     with pytest.MonkeyPatch.context() as patch:
         for module, names in CALLS.items():
             for name in names:
-                patch.setattr(module, name, made.wrap(name, getattr(module, name)))
-        yield made
+                patch.setattr(module, name, created.wrap(name, getattr(module, name)))
+        yield created
 
 
 class Fault(NamedTuple):
@@ -151,12 +151,12 @@ class _File:
 
     def survive(self, chance: Callable[[], bool]) -> bytes:
         """Return the bytes with a random part of the pending writes."""
-        found = bytearray(self.durable)
+        result = bytearray(self.durable)
         for at, data in self.pending:
             if chance():
-                found.extend(bytes(max(0, at - len(found))))
-                found[at : at + len(data)] = data
-        return bytes(found)
+                result.extend(bytes(max(0, at - len(result))))
+                result[at : at + len(data)] = data
+        return bytes(result)
 
 
 @dataclass
@@ -174,11 +174,11 @@ class _Folder:
 
     def survive(self, chance: Callable[[], bool]) -> dict[str, "_File | Path"]:
         """Return the names with a random part of the pending changes. A rename is one change."""
-        found: dict[str, _File | Path | None] = dict(self.durable)
+        result: dict[str, _File | Path | None] = dict(self.durable)
         for change in self.pending:
             if chance():
-                found |= change
-        return {name: thing for name, thing in found.items() if thing is not None}
+                result |= change
+        return {name: thing for name, thing in result.items() if thing is not None}
 
 
 class Disk:

@@ -42,11 +42,11 @@ def meanings(path: str) -> Mapping[str, str]:
     """Return the description of each field of a module's class, which is the text below the field."""
     module = ast.parse(Path(path).read_text(encoding="utf-8"))
     (record,) = (node for node in module.body if isinstance(node, ast.ClassDef))
-    found = {}
+    result = {}
     for field, below in zip(record.body, record.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
-            found[ast.unparse(field.target)] = str(ast.literal_eval(below.value)).replace("\n", " ")
-    return found
+            result[ast.unparse(field.target)] = str(ast.literal_eval(below.value)).replace("\n", " ")
+    return result
 
 
 def shown(value: object) -> str:
@@ -80,10 +80,10 @@ def parameters_of(module: str, profiles: Profiles) -> Mapping[str, Any]:
 
 
 def parameters(module: str, profiles: Profiles) -> str:
-    found = parameters_of(module, profiles)
+    result = parameters_of(module, profiles)
     rows = [
         [f"`{name}`", *(shown(row[title]) for title in profiles), row["admitted"], row["what"]]
-        for name, row in found.items()
+        for name, row in result.items()
     ]
     return table(["Parameter", *(title[0].upper() + title[1:] for title in profiles), "Admitted", "What"], rows)
 
@@ -91,12 +91,12 @@ def parameters(module: str, profiles: Profiles) -> str:
 @cache
 def operations() -> Mapping[str, Sequence[Any]]:
     """Return the published tests of each operation. Large tests are left out, because their inputs are compact."""
-    found: dict[str, list[Any]] = {}
+    result: dict[str, list[Any]] = {}
     for _, group, test in files.published():
         if is_compact(list(test["inputs"].values())):
             continue
-        found.setdefault(group["operation"], []).append(test)
-    return found
+        result.setdefault(group["operation"], []).append(test)
+    return result
 
 
 def kind_of(values: Sequence[Any]) -> str:
@@ -133,11 +133,11 @@ INPUT_KINDS = {"budget": "budget", "softcap": "float or null"}
 
 def members_of(maps: Sequence[Mapping[str, Any]], known: Mapping[str, str]) -> Mapping[str, str]:
     """Return the type of each name. `?` marks names that may be left out."""
-    found = {}
+    result = {}
     for name in dict.fromkeys(name for one in maps for name in one):
         values = [one[name] for one in maps if name in one]
-        found[name + "?" * (len(values) < len(maps))] = known.get(name) or kind_of(values)
-    return found
+        result[name + "?" * (len(values) < len(maps))] = known.get(name) or kind_of(values)
+    return result
 
 
 def named(maps: Sequence[Mapping[str, Any]], known: Mapping[str, str]) -> Mapping[str, str]:
@@ -284,12 +284,12 @@ def exports(package: Path = EXPORTS.parent) -> str:
     head, names = (package / "__init__.py").read_text(encoding="utf-8").partition("\n\n")[0], list[str]()
     lines = [head, ""]
     for path in sorted(package.glob("*.py")):
-        found = exported(ast.parse(path.read_text(encoding="utf-8"))) if path.name != "__init__.py" else []
-        line = f"from reference.policies.{path.stem} import {', '.join(found)}"
+        result = exported(ast.parse(path.read_text(encoding="utf-8"))) if path.name != "__init__.py" else []
+        line = f"from reference.policies.{path.stem} import {', '.join(result)}"
         if len(line) > 120:
             line = line.replace(" import ", " import (\n    ").replace(", ", ",\n    ") + ",\n)"
-        lines += [line] if found else []
-        names += found
+        lines += [line] if result else []
+        names += result
     listed = ", ".join(f'"{name}"' for name in sorted(names)) + ","
     listed = textwrap.fill(listed, 120, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
     return "\n".join([*lines, "", "__all__ = [", listed, "]", ""])

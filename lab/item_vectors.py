@@ -78,8 +78,8 @@ def unit_cosines(i: Json) -> Result:
 def variant_b(i: Json) -> Result:
     V, n = floats(i["V"]), len(i["s"])
     scores = Scores(floats([i["s"]]), np.arange(n + 1), signatures=V[None])
-    found = TowardMean(i["lam"])(scores, np.array([i["B"]]), np.zeros(n, dtype=np.bool_))
-    return {"prior": diversity.toward_mean(V), "kept": found.positions}
+    result = TowardMean(i["lam"])(scores, np.array([i["B"]]), np.zeros(n, dtype=np.bool_))
+    return {"prior": diversity.toward_mean(V), "kept": result.positions}
 
 
 def rope(i: Json) -> Result:
@@ -107,8 +107,8 @@ def ranking(i: Json) -> Result:
 def triattention(i: Json) -> Result:
     identity = Identity("vector", floats(i["inv_freq"]))
     layers = tuple(range(len(i["k"])))
-    found = Calibration(identity, layers, floats(i["mean"]), floats(i["magnitude"]))
-    return kept(i, policies.triattention(found, identity, i["mode"], i["pin_prompt"]))
+    result = Calibration(identity, layers, floats(i["mean"]), floats(i["magnitude"]))
+    return kept(i, policies.triattention(result, identity, i["mode"], i["pin_prompt"]))
 
 
 def vocabulary(words: Mapping[str, Sequence[int]]) -> wrappers.Vocabulary:
@@ -122,13 +122,13 @@ def words(i: Json) -> wrappers.Vocabulary:
 
 
 def wrapped(i: Json) -> Result:
-    found = wrappers.wrap(wrappers.FORMS[i["form"]], i["chunk"], words(i))
-    return {**vars(found), "ids": list(found.ids), "markers": list(found.markers)}
+    result = wrappers.wrap(wrappers.FORMS[i["form"]], i["chunk"], words(i))
+    return {**vars(result), "ids": list(result.ids), "markers": list(result.markers)}
 
 
 def region(i: Json) -> Result:
-    found = quantisers.quantised_region(quantisers.ARMS[i["arm"]], i["layers"], i["tokens"])
-    return {name: [run.start, run.stop] for name, run in zip(("layers", "tokens"), found, strict=True)}
+    result = quantisers.quantised_region(quantisers.ARMS[i["arm"]], i["layers"], i["tokens"])
+    return {name: [run.start, run.stop] for name, run in zip(("layers", "tokens"), result, strict=True)}
 
 
 def fused(i: Json) -> Result:
@@ -142,8 +142,8 @@ def cosines(i: Json) -> tuple[Any, Any]:
     return diagnostics.key_cosine(floats(i["archived"]), floats(i["fresh"]), at, theta, i["style"])
 
 
-def resampled(found: Interval) -> Result:
-    return {"interval": [found.low, found.high], "positive": found.positive}
+def resampled(result: Interval) -> Result:
+    return {"interval": [result.low, result.high], "positive": result.positive}
 
 
 def interface(i: Json, p: CrystalCacheParameters) -> Result:
@@ -159,8 +159,8 @@ def interface_edges(i: Json, p: CrystalCacheParameters) -> Result:
 def covered(i: Json, p: CrystalCacheParameters) -> Result:
     offsets, ratio, D = integers(i["offsets"]), floats(i["ratio"]), floats(i["D"])
     reserve = coverage.coverage_reserve(np.diff(offsets), flags(i["protected"]), i["B"], p.coverage)
-    found = coverage.backfill(Dissolution(integers(i["kept"]), ratio, ratio * D), offsets, D, reserve)
-    return {"reserve": reserve, **vars(found)}
+    result = coverage.backfill(Dissolution(integers(i["kept"]), ratio, ratio * D), offsets, D, reserve)
+    return {"reserve": reserve, **vars(result)}
 
 
 def merge_threshold(i: Json, p: CrystalCacheParameters) -> Result:
@@ -185,9 +185,9 @@ def crystallized(i: Json, p: CrystalCacheParameters) -> Result:
 
 def start(i: Json, p: CrystalCacheParameters) -> Result:
     q, k, ids = floats(i["q"]), floats(i["k"]), integers(i["token_ids"])
-    found = prefill(q, k, ids, frozenset(i["sentence_ends"]), i["budget"], p, scaling=i["scaling"])
+    result = prefill(q, k, ids, frozenset(i["sentence_ends"]), i["budget"], p, scaling=i["scaling"])
     budget = parse_budget(i["budget"])
-    return fields_of(live.start_state(found, ids, activation.inverse_key_norms(k), budget, p))
+    return fields_of(live.start_state(result, ids, activation.inverse_key_norms(k), budget, p))
 
 
 def chunk_trunks(i: Json, p: CrystalCacheParameters) -> Result:

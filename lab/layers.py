@@ -82,14 +82,14 @@ def imported_names(source: str) -> Iterator[tuple[int, str]]:
 
 def read_modules(root: Path) -> dict[str, Module]:
     """Return all modules of the packages under `root`, by dotted name."""
-    found = {}
+    result = {}
     for package in PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
             source = path.relative_to(root)
             parts = source.with_suffix("").parts
             name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            found[name] = Module(name, source.as_posix(), tuple(imported_names(path.read_text(encoding="utf-8"))))
-    return found
+            result[name] = Module(name, source.as_posix(), tuple(imported_names(path.read_text(encoding="utf-8"))))
+    return result
 
 
 def room_of(name: str) -> str:

@@ -50,12 +50,12 @@ def diversity(inputs: Inputs, B: int) -> Kept:
 
 
 def diversity_heads(inputs: Inputs, B: int) -> Kept:
-    V, found = signatures(plain_values(inputs), "head"), list[list[int]]()
+    V, result = signatures(plain_values(inputs), "head"), list[list[int]]()
     for view in inputs.layers:
         scores = snapkv(plain(view), W, KERNEL)
         for row, b in zip(scores, adaptive_shares(scores, B, SAFEGUARD), strict=True):
-            found.append(alpha_kept(row, V[len(found)], b, LAM))
-    return found
+            result.append(alpha_kept(row, V[len(result)], b, LAM))
+    return result
 
 
 TAU = 0.4
@@ -154,8 +154,8 @@ def turned(policy: Policy, inputs: Inputs, live: Live, budget: Budget) -> Retent
     return policies.retain_turn(policy, budget, [np.array(own) for own in live], observations, inputs.H_kv)
 
 
-def sets(found: Retention) -> Live:
-    return [found.group(g).tolist() for g in range(found.groups)]
+def sets(result: Retention) -> Live:
+    return [result.group(g).tolist() for g in range(result.groups)]
 
 
 def kept_of(policy: Policy, inputs: Inputs, live: Live, budget: Budget) -> Live:
@@ -167,8 +167,8 @@ def after_records(policy: Policy, inputs: Inputs, budget: Budget) -> tuple[Live,
     groups = groups_of(policy, inputs)
     _, running = policies.start(policy, budget, shown(policy, inputs, [list(range(N))] * groups, N, 0))
     live = np.column_stack([running.live, np.tile(np.arange(N, SEEN), (groups, 1))])
-    found, after = policies.advance_turn(policy, budget, running, shown(policy, inputs, live, SEEN, N), TURN)
-    return running.live.tolist(), sets(found), after.live.tolist()
+    result, after = policies.advance_turn(policy, budget, running, shown(policy, inputs, live, SEEN, N), TURN)
+    return running.live.tolist(), sets(result), after.live.tolist()
 
 
 def after_reading(policy: Policy, inputs: Inputs, budget: Budget) -> tuple[Live, Live]:

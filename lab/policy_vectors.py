@@ -32,7 +32,6 @@ from reference.policies.criticalkv import two_stages
 from reference.policies.kvcrush import scored_or_representative
 from reference.policies.kvzip import rehearsal_chunks
 from reference.policies.kvzip_heads import FullHeads, head_scores
-from reference.policies.parts import join_budgets
 from reference.policies.protections import SinkAndRecent
 from reference.policies.selectors import best_blocks, fill_units, top_units
 from spec.budget import Budget
@@ -48,8 +47,8 @@ def kept(i: Json, policy: Policy) -> Result:
 
 def rehearsal(i: Json) -> Result:
     given = Rehearsal(i["template"], i["N_sink"], i["N_recent"], i["chunk"], i["overlap"])
-    found = rehearsal_chunks(np.array(i["token_ids"]), given)
-    return {"chunks": [[start, stop] for start, stop, _ in found], "read": [ids.tolist() for _, _, ids in found]}
+    result = rehearsal_chunks(np.array(i["token_ids"]), given)
+    return {"chunks": [[start, stop] for start, stop, _ in result], "read": [ids.tolist() for _, _, ids in result]}
 
 
 def scores(i: Json) -> tuple[Scores, Any]:
@@ -59,8 +58,8 @@ def scores(i: Json) -> tuple[Scores, Any]:
     return Scores(values, np.arange(values.shape[1] + 1), heads=len(values)), protected
 
 
-def lists(found: Selection) -> Result:
-    return {"kept": [part.tolist() for part in np.split(found.positions, found.offsets[1:-1])]}
+def lists(result: Selection) -> Result:
+    return {"kept": [part.tolist() for part in np.split(result.positions, result.offsets[1:-1])]}
 
 
 def topped(i: Json) -> Result:
@@ -101,8 +100,8 @@ def of_heads(i: Json) -> Result:
     nothing = np.zeros((len(scores), 1, 2))
     taken = Calibration(identity, tuple(range(len(scores))), nothing, nothing[:, :, :1], scores)
     policy = policies.kvzip_heads(taken, identity, i["N_sink"], i["N_recent"])
-    found = policies.retain(policy, Budget(count=i["B"]), Observation(i["n"], scores.size, None, {}))
-    return {"kept": [found.group(g).tolist() for g in range(found.groups)]}
+    result = policies.retain(policy, Budget(count=i["B"]), Observation(i["n"], scores.size, None, {}))
+    return {"kept": [result.group(g).tolist() for g in range(result.groups)]}
 
 
 def staged(i: Json) -> Result:
@@ -128,12 +127,6 @@ def pyramid(i: Json) -> Result:
     return {"shares": Pyramid(i["W"], i["beta"])(i["B"] * i["L"], given)}
 
 
-def composed(i: Json) -> Result:
-    """Return the shares of a pyramid over layers, then of Ada-KV's rule over the heads of each layer."""
-    budgets = join_budgets(Pyramid(i["W"], i["beta"]), Adaptive(Fraction(i["safeguard"])), i["W"])
-    return shared(i, lambda total, own, /: budgets(total, replace(own, heads=i["heads"])))
-
-
 def observed(i: Json) -> Result:
     (view,) = layers_of(i).layers
     return {"window": observed_attention(view, i["W"]), "accumulated": accumulated_attention(view)}
@@ -147,8 +140,8 @@ def turned(i: Json) -> Result:
         for k in i["k"]
     ]
     live = [np.array(own, dtype=np.int64) for own in i["positions"]]
-    found = policies.retain_turn(policy, Budget(count=i["B"]), live, shown, len(live))
-    return {"kept": [found.group(g).tolist() for g in range(found.groups)]}
+    result = policies.retain_turn(policy, Budget(count=i["B"]), live, shown, len(live))
+    return {"kept": [result.group(g).tolist() for g in range(result.groups)]}
 
 
 def read(i: Json) -> Result:
@@ -181,7 +174,6 @@ POLICY_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     "PO-REPRESENTATIVES": crushed,
     "PO-WHOLE-SHARES": lambda i: {"shares": largest_remainder([Fraction(target) for target in i["targets"]])},
     "PO-PYRAMID-BUDGET": pyramid,
-    "PO-COMPOSE": composed,
     "PO-ADAPTIVE-BUDGET": lambda i: shared(i, Adaptive(Fraction(i["safeguard"]))),
     "PO-COMPETITION-BUDGET": lambda i: shared(i, Competition(Fraction(i["safeguard"]))),
     "PO-THRESHOLD": lambda i: shared(i, Above(i["tau"])),

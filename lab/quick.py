@@ -25,13 +25,13 @@ def changed_files(since: str) -> set[str]:
     Raises:
         SystemExit: if the repository has no such commit.
     """
-    found = set[str]()
+    result = set[str]()
     for command in (["diff", "--name-only", since, "--"], ["ls-files", "--others", "--exclude-standard"]):
-        told = subprocess.run(["git", *command], check=False, cwd=ROOT, capture_output=True, text=True)
-        if told.returncode:
-            raise SystemExit(f"quick: {told.stderr.strip()}")
-        found |= set(told.stdout.splitlines())
-    return found
+        completed = subprocess.run(["git", *command], check=False, cwd=ROOT, capture_output=True, text=True)
+        if completed.returncode:
+            raise SystemExit(f"quick: {completed.stderr.strip()}")
+        result |= set(completed.stdout.splitlines())
+    return result
 
 
 def is_test(path: str) -> bool:
@@ -48,13 +48,13 @@ def judging(changed: Collection[str]) -> list[str]:
     """Return the test modules to run for the changed files."""
     modules, trace = _tree()
     names = {name for name, module in modules.items() if module.source in changed}
-    found = {
+    result = {
         module.source for name, module in modules.items() if is_test(module.source)
         and (name in names or any(module_of(imported, modules) in names for _, imported in module.imports))
     }
     items = {item for item, places in trace.functions.items() if {place.split(":")[0] for place in places} & {*changed}}
     places = {place.split(":")[0] for item in items for place in trace.tests[item]}
-    return sorted(found | {place for place in places if is_test(place)})
+    return sorted(result | {place for place in places if is_test(place)})
 
 
 def main(arguments: list[str]) -> int:

@@ -75,30 +75,30 @@ class Trace:
 
     def problems(self) -> list[str]:
         """Return all problems, one line each, sorted by item."""
-        found = [f"{name}: defined twice" for name in self.repeated]
+        result = [f"{name}: defined twice" for name in self.repeated]
         for name, digest in self.items.items():
             if not any(place.startswith(TRUSTED) for place in self.functions.get(name, [])):
-                found.append(f"{name}: no reference function")
+                result.append(f"{name}: no reference function")
             if name not in self.tests:
-                found.append(f"{name}: no test")
-            found += [f"{name}: no function in {backend}" for backend in self.backends if self.lacks(name, backend)]
+                result.append(f"{name}: no test")
+            result += [f"{name}: no function in {backend}" for backend in self.backends if self.lacks(name, backend)]
             if name not in self.vectors:
-                found.append(f"{name}: no vector")
+                result.append(f"{name}: no vector")
             if len(self.mutants.get(name, [])) < MUTANTS:
-                found.append(f"{name}: fewer than {MUTANTS} mutants")
+                result.append(f"{name}: fewer than {MUTANTS} mutants")
             if name not in self.lock:
-                found.append(f"{name}: not in {LOCK.as_posix()}; read it, then --accept {name}")
+                result.append(f"{name}: not in {LOCK.as_posix()}; read it, then --accept {name}")
             elif self.lock[name] != digest:
-                found.append(f"{name}: text changed; read it again, then --accept {name}")
+                result.append(f"{name}: text changed; read it again, then --accept {name}")
         named = (
             ("implemented", self.functions), ("tested", self.tests), ("shown", self.vectors),
             ("mutated", self.mutants), ("proved", self.theorems),
         )
         for kind, places in named:
             for name in places.keys() - self.items.keys():
-                found.append(f"{name}: unknown id, {kind} by {', '.join(places[name])}")
-        found += [f"{name}: locked, but no item" for name in self.lock.keys() - self.items.keys()]
-        return sorted(found)
+                result.append(f"{name}: unknown id, {kind} by {', '.join(places[name])}")
+        result += [f"{name}: locked, but no item" for name in self.lock.keys() - self.items.keys()]
+        return sorted(result)
 
     def lacks(self, name: str, backend: str) -> bool:
         """Return True if a stage uses the item, but the backend has no function that implements it."""
@@ -193,15 +193,15 @@ def read_lock(text: str) -> dict[str, str]:
 def read_tree(root: Path) -> Trace:
     """Read the specification, the code and the tests under `root`."""
     pages = [path.read_text(encoding="utf-8") for path in sorted((root / "spec").glob("*.md"))]
-    found = [item for page in pages for item in items_of(page)]
-    names = [name for name, _ in found]
+    result = [item for page in pages for item in items_of(page)]
+    names = [name for name, _ in result]
     proved: Places = {}
     for theorem in theorems(root / THEOREMS, names):
         proved.setdefault(theorem.item or theorem.name, []).append(f"{theorem.file}:{theorem.line}")
     lock = root / LOCK
     page = (root / STAGES).read_text(encoding="utf-8") if (root / STAGES).exists() else ""
     return Trace(
-        {name: normative_hash(text) for name, text in found},
+        {name: normative_hash(text) for name, text in result},
         read_lock(lock.read_text(encoding="ascii")) if lock.exists() else {},
         _places(root, (path for package in IMPLEMENTING for path in (root / package).rglob("*.py")), implementations),
         _places(root, (path for room in TESTING for path in (root / room).rglob("*.py")), markers),
@@ -217,11 +217,11 @@ def read_tree(root: Path) -> Trace:
 
 def _places(root: Path, files: Iterable[Path], read: Callable[[str], Iterable[tuple[str, object]]]) -> Places:
     """Return the places of each id in the files, as `file:place`."""
-    found: Places = {}
+    result: Places = {}
     for path in sorted(files):
         for name, place in read(path.read_text(encoding="utf-8")):
-            found.setdefault(name, []).append(f"{path.relative_to(root).as_posix()}:{place}")
-    return found
+            result.setdefault(name, []).append(f"{path.relative_to(root).as_posix()}:{place}")
+    return result
 
 
 def accept(root: Path, wanted: list[str]) -> list[str]:

@@ -50,8 +50,8 @@ def judged(item: pytest.Item) -> list[pytest.Mark]:
 
     Markers of the test take precedence over those of its class, and those over the markers of its module.
     """
-    found = [(node, mark) for node, mark in item.iter_markers_with_node() if mark.name in ("spec", "law")]
-    return [mark for node, mark in found if node is found[0][0]]
+    actual = [(node, mark) for node, mark in item.iter_markers_with_node() if mark.name in ("spec", "law")]
+    return [mark for node, mark in actual if node is actual[0][0]]
 
 
 @pytest.hookimpl(tryfirst=True)

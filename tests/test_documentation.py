@@ -87,8 +87,8 @@ def links(page: str) -> Iterator[tuple[Path, str]]:
 
 def anchors(page: Path) -> set[str]:
     """Return the possible targets of links, as GitHub creates them from headings."""
-    found = _HEADING.findall(_FENCE.sub("", page.read_text(encoding="utf-8")))
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+    actual = _HEADING.findall(_FENCE.sub("", page.read_text(encoding="utf-8")))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in actual}
 
 
 SECTIONS = ("A policy", "A backend", "A spec item", "A model family", "A codec")
@@ -134,9 +134,9 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_every_kind_of_contribution_has_an_example_that_asserts_something() -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    found = re.findall(r"^## (.+?)$.*?^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    assert tuple(section for section, _ in found) == SECTIONS
-    assert all(re.search(r"^ *assert ", code, re.MULTILINE) for _, code in found)
+    actual = re.findall(r"^## (.+?)$.*?^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert tuple(section for section, _ in actual) == SECTIONS
+    assert all(re.search(r"^ *assert ", code, re.MULTILINE) for _, code in actual)
 
 
 @pytest.mark.usefixtures("elsewhere")
@@ -184,7 +184,7 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 650
 
 
-@pytest.mark.parametrize("page", [page for page, said in GUIDE.items() if any(map(run_here, said))])
+@pytest.mark.parametrize("page", [page for page, commands in GUIDE.items() if any(map(run_here, commands))])
 def test_the_commands_of_a_guide_run(page: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     from kvspec.cli.app import app
@@ -203,8 +203,8 @@ def test_the_commands_of_a_guide_run(page: str, elsewhere: Path, capsys: pytest.
 
 
 def test_what_is_not_run_stands_in_the_guide() -> None:
-    said = [" ".join(words) for page in GUIDE.values() for words in page]
-    assert [beginning for beginning in NOT_RUN if not any(line.startswith(beginning) for line in said)] == []
+    commands = [" ".join(words) for page in GUIDE.values() for words in page]
+    assert [beginning for beginning in NOT_RUN if not any(line.startswith(beginning) for line in commands)] == []
 
 
 @pytest.mark.parametrize("page", PAGES)

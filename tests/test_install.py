@@ -44,5 +44,5 @@ def test_lm_eval_finds_the_model_by_its_entry_point() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     module, _, name = project["entry-points"]["lm_eval.models"]["kvspec"].partition(":")
     tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
-    (made,) = (one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == name)
-    assert [ast.unparse(one) for one in made.decorator_list] == ["register_model('kvspec')"]
+    (mutated_class,) = (one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == name)
+    assert [ast.unparse(one) for one in mutated_class.decorator_list] == ["register_model('kvspec')"]

@@ -45,6 +45,6 @@ def _plain(value: Any) -> Any:
         return type(value)(*map(_plain, value))
     if is_dataclass(value) and not isinstance(value, type):
         changed = {name: _plain(member) for name, member in vars(value).items() if isinstance(member, np.ndarray)}
-        same = all(made is getattr(value, name) for name, made in changed.items())
+        same = all(created is getattr(value, name) for name, created in changed.items())
         return value if same else replace(value, **changed)
     return value

@@ -46,10 +46,10 @@ class _Cache(FunctionCache):  # type: ignore[misc]
 def compiled(**options: Any) -> Callable[[Function], Function]:
     """Return the decorator `njit(cache=True)` with these options. NUMBA_DISABLE_JIT=1 leaves functions unchanged."""
     def decorate(function: Function) -> Function:
-        made: Any = njit(**options)(function)
-        if made is not function:
-            made._cache = _Cache(function)
-        found: Function = made
-        return found
+        created: Any = njit(**options)(function)
+        if created is not function:
+            created._cache = _Cache(function)
+        result: Function = created
+        return result
 
     return decorate

@@ -118,10 +118,10 @@ def add_expected(turned: Floats, k: Floats, linear: Floats, sinks: Floats, weigh
 @compiled(nogil=True, fastmath=FAST)
 def norms(v: Floats) -> Vector:
     """Return the L2 norm of each value of v (n, d)."""
-    found = np.empty(len(v))
+    result = np.empty(len(v))
     for j in range(len(v)):
         square = 0.0
         for x in v[j]:
             square += np.float64(x) * np.float64(x)
-        found[j] = np.sqrt(square)
-    return found
+        result[j] = np.sqrt(square)
+    return result

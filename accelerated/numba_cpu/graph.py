@@ -72,7 +72,7 @@ def surviving_pairs(
     W = np.empty(where[m])
     total = np.zeros(m)
     number = np.zeros(m, dtype=np.int64)
-    found = 0
+    result = 0
     for a in range(m):
         touched = other[where[a] : where[a + 1]]
         for e in range(where[a], where[a + 1]):
@@ -82,11 +82,11 @@ def surviving_pairs(
             if number[b]:
                 w = total[b] / number[b] * np.sqrt(number[b] / (sizes[a] * sizes[b]))
                 if w > tau_edge:
-                    rows[found], columns[found], W[found] = a, b, w
-                    found += 1
+                    rows[result], columns[result], W[result] = a, b, w
+                    result += 1
                 total[b] = 0.0
                 number[b] = 0
-    return rows[:found], columns[:found], W[:found]
+    return rows[:result], columns[:result], W[:result]
 
 
 @compiled()

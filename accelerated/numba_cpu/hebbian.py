@@ -20,13 +20,13 @@ def hebbian(
     m = len(active)
     rows = np.zeros(m + 1, dtype=np.int64)
     columns, after = np.empty_like(indices), np.empty_like(weights)
-    found = 0
+    result = 0
     for g in range(m):
         for e in range(indptr[g], indptr[g + 1]):
             together = active[g] and active[indices[e]]
             w = min(1.0, weights[e] + eta_Hebb) if together else gamma_decay * weights[e]
             if w > tau_edge:
-                columns[found], after[found] = indices[e], w
-                found += 1
-        rows[g + 1] = found
-    return rows, columns[:found].copy(), after[:found].copy()
+                columns[result], after[result] = indices[e], w
+                result += 1
+        rows[g + 1] = result
+    return rows, columns[:result].copy(), after[:result].copy()

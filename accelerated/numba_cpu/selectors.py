@@ -57,15 +57,15 @@ def kept_tokens(values: Matrix, shares: IntVector, pinned: BoolMatrix) -> tuple[
 @compiled(nogil=True)
 def lowest(candidates: Vector, k: int) -> float:
     """Return the k-th lowest candidate."""
-    found = np.full(k, np.inf)
+    result = np.full(k, np.inf)
     for x in candidates:
-        if x < found[k - 1]:
+        if x < result[k - 1]:
             place = k - 1
-            while place > 0 and found[place - 1] > x:
-                found[place] = found[place - 1]
+            while place > 0 and result[place - 1] > x:
+                result[place] = result[place - 1]
                 place -= 1
-            found[place] = x
-    least: float = found[k - 1]
+            result[place] = x
+    least: float = result[k - 1]
     return least
 
 

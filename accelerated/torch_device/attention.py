@@ -27,8 +27,8 @@ def received_attention(
 
     Implements: PO-OBSERVED-ATTENTION
     """
-    found: Matrix = download(received(_on_device(q), _on_device(k), scaling, softcap, sinks), np.float64)
-    return found
+    result: Matrix = download(received(_on_device(q), _on_device(k), scaling, softcap, sinks), np.float64)
+    return result
 
 
 def received(
@@ -52,10 +52,10 @@ def largest_attention(
     Implements: PO-KVZIP, PO-KVZIP-PLUS
     """
     q = _on_device(q)
-    found: Matrix = download(
+    result: Matrix = download(
         largest(q, _on_device(k), upload(norms, np.float64, q.device), scaling, softcap, sinks), np.float64
     )
-    return found
+    return result
 
 
 def largest(
@@ -65,8 +65,8 @@ def largest(
     shares = (norms.min() / norms).float()[:, None]
     most = torch.zeros(len(q), k.shape[1], device=q.device)
     for rows, weights in _blocks(q, k, scaling, softcap, sinks):
-        found = most[:, : weights.shape[-1]]
-        torch.maximum(found, (weights * shares[rows]).amax(dim=2).view_as(found), out=found)
+        result = most[:, : weights.shape[-1]]
+        torch.maximum(result, (weights * shares[rows]).amax(dim=2).view_as(result), out=result)
     return most.double() / norms.min()
 
 
@@ -114,8 +114,8 @@ def expected_attention(
 
     Implements: PO-EXPECTED-ATTENTION
     """
-    found: Matrix = download(expected_weights(q, k, v, at, ahead, inv_freq, factor, scaling, sinks), np.float64)
-    return found
+    result: Matrix = download(expected_weights(q, k, v, at, ahead, inv_freq, factor, scaling, sinks), np.float64)
+    return result
 
 
 def expected_weights(
@@ -127,14 +127,14 @@ def expected_weights(
     pairs = upload(inv_freq, np.float64, q.device)
     turn = upload(at, np.float64, q.device)[:, None] * pairs
     cos, sin = (torch.cos(turn) / factor).float(), (torch.sin(turn) / factor).float()
-    R, G, found = _mean_rotation(upload(ahead, np.float64, q.device), pairs, factor), len(q) // len(k), []
+    R, G, result = _mean_rotation(upload(ahead, np.float64, q.device), pairs, factor), len(q) // len(k), []
     for head, keys in enumerate(k):
         keys = keys.float()
         z = [_expected_logits(own.float(), keys, cos, sin, R, scaling) for own in q[head * G : (head + 1) * G]]
         own = None if sinks is None else sinks[head * G : (head + 1) * G]
         weights = softmax(torch.stack(z), own).mean(dim=0, dtype=torch.float64)
-        found.append(weights * torch.linalg.vector_norm(v[head].double(), dim=1))
-    return torch.stack(found)
+        result.append(weights * torch.linalg.vector_norm(v[head].double(), dim=1))
+    return torch.stack(result)
 
 
 def _expected_logits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, R: Tensor, scaling: float) -> Tensor:

@@ -49,10 +49,10 @@ def coattention(
         for c in range(0, n, p.C)
     ])
     finite = (queries.isfinite().all() & keys.isfinite().all()).to(rows).expand(n, 1)
-    found = download(torch.cat([finite, rows], dim=1), np.float64)
-    if not found[0, 0]:
+    result = download(torch.cat([finite, rows], dim=1), np.float64)
+    if not result[0, 0]:
         check_attention_tensors(q, k)
-    S, *lists = np.split(found[:, 1:], np.cumsum([1, p.k_intra, p.k_intra, p.k_cross]), axis=1)
+    S, *lists = np.split(result[:, 1:], np.cumsum([1, p.k_intra, p.k_intra, p.k_cross]), axis=1)
     intra, intra_weight, cross, cross_weight = lists
     slots = (np.where(one < 0, -1, positions[one.astype(np.int64)]) for one in (intra, cross))
     return CoAttention(
@@ -125,11 +125,11 @@ def strongest(weights: Tensor, k: int, tau: float) -> Tensor:
     columns = torch.topk(order, min(k, weights.shape[1]), dim=1).indices
     best = weights.gather(1, columns)
     passes = best.float() > float(np.float32(tau))
-    found = torch.zeros(len(weights), 2, k, dtype=torch.float64, device=weights.device)
-    found[:, 0] = -1
-    found[:, 0, : columns.shape[1]] = torch.where(passes, columns, -1).double()
-    found[:, 1, : columns.shape[1]] = torch.where(passes, best, 0.0).double()
-    return found.flatten(1)
+    result = torch.zeros(len(weights), 2, k, dtype=torch.float64, device=weights.device)
+    result[:, 0] = -1
+    result[:, 0, : columns.shape[1]] = torch.where(passes, columns, -1).double()
+    result[:, 1, : columns.shape[1]] = torch.where(passes, best, 0.0).double()
+    return result.flatten(1)
 
 
 def inverse_key_norms(k: DeviceArray) -> Vector:
@@ -145,5 +145,5 @@ def inverse_key_norms(k: DeviceArray) -> Vector:
     keys = on_device(k).double()
     largest = keys.abs().amax(dim=2)
     inverse = 1.0 / torch.linalg.vector_norm(keys / largest[:, :, None], dim=2) / largest
-    found: Vector = download(torch.where(largest > 0, inverse, torch.inf).mean(dim=0), np.float64)
-    return found
+    result: Vector = download(torch.where(largest > 0, inverse, torch.inf).mean(dim=0), np.float64)
+    return result

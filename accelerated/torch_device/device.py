@@ -38,8 +38,8 @@ def on_device(x: DeviceArray, device: torch.device | None = None) -> Tensor:
     if not isinstance(x, Tensor):
         x = upload(x, np.float64 if x.dtype.itemsize > 4 else np.float32, device)
     target = device or x.device
-    found: Tensor = x.to(target, torch.promote_types(x.dtype, torch.float32), non_blocking=target.type != "cpu")
-    return found
+    result: Tensor = x.to(target, torch.promote_types(x.dtype, torch.float32), non_blocking=target.type != "cpu")
+    return result
 
 
 def download(tensor: Tensor, dtype: Any) -> Any:

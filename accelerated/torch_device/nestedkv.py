@@ -42,8 +42,8 @@ def anomaly_score(k: DeviceArray, parameters: NestedKVParameters) -> Matrix:
     keys = on_device(k)
     _refuse(~torch.isfinite(keys).all(dim=2), keys, "must be finite, and is not")
     _refuse((keys == 0).all(dim=2), keys, "a zero key has no direction")
-    found: Matrix = download(scores(keys, parameters), np.float64)
-    return found
+    result: Matrix = download(scores(keys, parameters), np.float64)
+    return result
 
 
 def _refuse(lost: Tensor, keys: Tensor, reason: str) -> None:

@@ -336,8 +336,8 @@ def host_score(score: Callable[P, Tensor]) -> Callable[P, Matrix]:
     """Return a function that computes a score and copies the result to the host in float64."""
     @wraps(score)
     def run(*args: P.args, **kwargs: P.kwargs) -> Matrix:
-        found: Matrix = download(score(*args, **kwargs), np.float64)
-        return found
+        result: Matrix = download(score(*args, **kwargs), np.float64)
+        return result
 
     return run
 
@@ -349,12 +349,12 @@ def directed(view: LayerView) -> Matrix:
     Raises:
         SpecError: if a key is zero and therefore has no direction.
     """
-    found = host_score(keydiff_score)(view)
-    if np.isnan(found).any():
+    result = host_score(keydiff_score)(view)
+    if np.isnan(result).any():
         zero = (on_device(view.k) == 0).all(dim=2).nonzero()
         for head, token in zero.tolist():
             raise SpecError("k", 0.0, f"a zero key has no direction: KV head {head}, token {token}")
-    return found
+    return result
 
 
 @wraps(defensive_score)
@@ -364,14 +364,14 @@ def shared(*args: Any) -> Matrix:
     Raises:
         SpecError: if the projected value of a token is zero in every head.
     """
-    found, W = host_score(defensive_score)(*args), args[3]
-    lost = np.isnan(found[:, : max(0, found.shape[1] - W)]).all(axis=0)
+    result, W = host_score(defensive_score)(*args), args[3]
+    lost = np.isnan(result[:, : max(0, result.shape[1] - W)]).all(axis=0)
     if lost.any():
         raise SpecError(
             "v", 0.0,
             f"the projected value of token {int(np.argmax(lost))} is zero in every head, so no share can be computed",
         )
-    return found
+    return result
 
 
 SCORES_OF_LAYERS: Mapping[str, Callable[..., Any]] = {

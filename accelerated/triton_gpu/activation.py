@@ -59,5 +59,5 @@ def inverse_key_norms(k: DeviceArray) -> Vector:
         mean_inverse_norms[triton.cdiv(n, NORMS),](
             keys, norms, heads, n, d, *keys.stride(), NORMS=NORMS, WIDTH=triton.next_power_of_2(d), **FLOAT64
         )
-    found: Vector = download(norms, np.float64)
-    return found
+    result: Vector = download(norms, np.float64)
+    return result

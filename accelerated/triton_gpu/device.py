@@ -143,8 +143,8 @@ def _check_finite(name: str, x: Tensor, given: DeviceArray) -> None:
 
 def _largest(x: Tensor) -> Tensor:
     """Return the largest absolute value of x, or NaN if a value is NaN, without a copy of x."""
-    found: Tensor = torch.linalg.vector_norm(x, ord=float("inf"))
-    return found
+    result: Tensor = torch.linalg.vector_norm(x, ord=float("inf"))
+    return result
 
 
 def _checked(name: str, x: DeviceArray, kept: Sequence[type]) -> Tensor:

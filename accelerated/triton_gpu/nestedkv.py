@@ -301,7 +301,7 @@ def anomaly_score(k: DeviceArray, parameters: NestedKVParameters) -> Matrix:
     inverse = torch.empty(H, n, dtype=torch.float32, device=keys.device)
     sums = torch.empty(H, blocks, d, dtype=torch.float32, device=keys.device)
     stable = torch.empty(H, d, dtype=torch.float32, device=keys.device)
-    found = torch.empty(3, H, n, dtype=torch.float32, device=keys.device)
+    result = torch.empty(3, H, n, dtype=torch.float32, device=keys.device)
     ranges = torch.empty(3 * H, 3, dtype=torch.float64, device=keys.device)
     surprise = torch.empty(H, 3, dtype=torch.float64, device=keys.device)
     score = torch.empty(H, n, dtype=torch.float64, device=keys.device)
@@ -312,13 +312,13 @@ def anomaly_score(k: DeviceArray, parameters: NestedKVParameters) -> Matrix:
         _refuse_zero(inverse)
         stable_direction[(H,)](sums, stable, n, d, blocks, D=D, **FLOAT64)
         anomalies[(triton.cdiv(n, shape["ROWS"]), H)](
-            keys, inverse, sums, stable, found, n, d, b, blocks, p.W, H, *keys.stride(), **shape
+            keys, inverse, sums, stable, result, n, d, b, blocks, p.W, H, *keys.stride(), **shape
         )
         row = searched_row(INTERPRETED)
         scan = {"SCAN": row.columns, "num_warps": row.warps, **FLOAT64}
-        extremes[(3 * H,)](found, ranges, n, m, **scan)
-        surprises[(H,)](found, ranges, surprise, n, H, **scan)
-        routed[(triton.cdiv(n, LANES), H)](found, ranges, surprise, numbers, score, n, H, LANES=LANES, **FLOAT64)
+        extremes[(3 * H,)](result, ranges, n, m, **scan)
+        surprises[(H,)](result, ranges, surprise, n, H, **scan)
+        routed[(triton.cdiv(n, LANES), H)](result, ranges, surprise, numbers, score, n, H, LANES=LANES, **FLOAT64)
     best: Matrix = download(score, np.float64)
     return best
 

@@ -59,9 +59,9 @@ def write_best(best, INDEX, WEIGHT, row, live, TAKE: tl.constexpr):
     for rank in tl.static_range(TAKE):
         top = tl.max(best, 1)
         best = tl.where(best == top[:, None], REMOVED, best)
-        found = top >= 0
-        tl.store(INDEX + at + rank, tl.where(found, (top & LAST) ^ LAST, -1), mask=live)
-        tl.store(WEIGHT + at + rank, tl.where(found, weight_of(top), 0.0), mask=live)
+        result = top >= 0
+        tl.store(INDEX + at + rank, tl.where(result, (top & LAST) ^ LAST, -1), mask=live)
+        tl.store(WEIGHT + at + rank, tl.where(result, weight_of(top), 0.0), mask=live)
 
 
 @triton.jit

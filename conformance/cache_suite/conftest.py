@@ -39,8 +39,8 @@ def found_model(name: str) -> dict[str, str]:
     except SpecError as error:
         raise pytest.UsageError(str(error)) from error
     except (OSError, ValueError) as error:
-        said = " ".join(str(error).split())
-        raise pytest.UsageError(f"model = {name!r}: must be a model on this machine: {said}") from error
+        message = " ".join(str(error).split())
+        raise pytest.UsageError(f"model = {name!r}: must be a model on this machine: {message}") from error
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -74,9 +74,9 @@ def run(request: pytest.FixtureRequest) -> Callable[..., Any]:
     """Return the function of --kvspec-cache."""
     from spec.plugins import find_plugin
 
-    found = find_plugin("cache", request.config.getoption("--kvspec-cache"), "kvspec.caches").value
-    assert callable(found)
-    return found
+    actual = find_plugin("cache", request.config.getoption("--kvspec-cache"), "kvspec.caches").value
+    assert callable(actual)
+    return actual
 
 
 @pytest.fixture(scope="session")

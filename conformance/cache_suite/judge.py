@@ -126,12 +126,12 @@ def _any_length(rng: np.random.Generator, heads: Mapping[int, int], n: int) -> K
 
     The order of the sizes differs by layer.
     """
-    found: Kept = {}
+    result: Kept = {}
     for at, (layer, count) in enumerate(heads.items()):
         sizes = [0, n, 1, *rng.integers(2, max(3, n), count).tolist()]
         sizes = sizes[:count] if count > 1 else [sizes[at % len(sizes)]]
-        found[layer] = [_set(rng, n, min(n, int(size))) for size in rng.permutation(sizes)]
-    return found
+        result[layer] = [_set(rng, n, min(n, int(size))) for size in rng.permutation(sizes)]
+    return result
 
 
 def _older(rng: np.random.Generator, heads: Mapping[int, int], n: int) -> Kept:
@@ -222,10 +222,10 @@ def check(
     """
     case = _visible_case(folder, kind, new, seed, renumbered, length, again)
     try:
-        said = _call(run, case.prompt, copy.deepcopy(case.kept), case.following, folder)
+        answer = _call(run, case.prompt, copy.deepcopy(case.kept), case.following, folder)
     except NotImplementedError as error:
         pytest.skip(f"{kind}: not served ({error})")
-    compare(case, said, kind, folder, renumbered)
+    compare(case, answer, kind, folder, renumbered)
 
 
 def check_first_served(run: Run, folder: str, kinds: Sequence[str], *given: Any) -> None:
@@ -254,26 +254,26 @@ def _call(run: Run, *given: Any, **offered: Any) -> Tensor:
         return torch.as_tensor(run(*given, **offered)).detach().to("cpu", torch.float32)
 
 
-def compare(case: Case, found: Tensor, kind: str, folder: str, renumbered: bool) -> None:
+def compare(case: Case, actual: Tensor, kind: str, folder: str, renumbered: bool) -> None:
     """Check that log-probabilities equal the expected ones of a case.
 
     Raises:
         AssertionError: if they differ. The message has the first step that differs, and if known the layer and head.
     """
-    assert found.shape == case.expected.shape, f"logits are {tuple(found.shape)}, not (new tokens, vocabulary)"
-    said = _log(found)
-    apart = _apart(said, case.expected)
+    assert actual.shape == case.expected.shape, f"logits are {tuple(actual.shape)}, not (new tokens, vocabulary)"
+    logged = _log(actual)
+    apart = _apart(logged, case.expected)
     if not apart <= MASKED_LOGITS:
-        hint = "it is as if nothing were evicted" if _apart(said, case.unmasked) <= MASKED_LOGITS else ""
-        hint = hint or site(case, said, folder, renumbered)
+        hint = "it is as if nothing were evicted" if _apart(logged, case.unmasked) <= MASKED_LOGITS else ""
+        hint = hint or site(case, logged, folder, renumbered)
         raise AssertionError(
             f"{kind}, {len(case.prompt)} and {len(case.following)} tokens: log-probabilities are {apart:.1e} of the"
             f" largest away from those of the model whose evicted tokens are masked, more than {MASKED_LOGITS:.0e}"
-            f"{hint and f'; {hint}'}\n{_example(case, said)}"
+            f"{hint and f'; {hint}'}\n{_example(case, logged)}"
         )
 
 
-def site(case: Case, found: Tensor, folder: str, renumbered: bool) -> str:
+def site(case: Case, result: Tensor, folder: str, renumbered: bool) -> str:
     """Return a description of the first mistake in kept sets that explains the log-probabilities, or an empty string.
 
     Mistakes are tried only for short prompts, because each try reads the prompt again.
@@ -281,7 +281,7 @@ def site(case: Case, found: Tensor, folder: str, renumbered: bool) -> str:
     if len(case.prompt) > PROMPT:
         return ""
     for words, kept in _mistakes(case.kept, len(case.prompt)):
-        if kept != case.kept and _apart(_masked(folder, case, kept, renumbered), found) <= MASKED_LOGITS:
+        if kept != case.kept and _apart(_masked(folder, case, kept, renumbered), result) <= MASKED_LOGITS:
             return f"it is as if {words}"
     return ""
 
@@ -312,15 +312,15 @@ def _masked(folder: str, case: Case, kept: Kept, renumbered: bool) -> Tensor:
     return _log(masked.read(torch.tensor([case.following]))[0])
 
 
-def _example(case: Case, found: Tensor) -> str:
+def _example(case: Case, result: Tensor) -> str:
     """Return a text with the first token that differs, the id with the largest difference, and a layer's kept sets."""
-    off = (found - case.expected).abs().amax(dim=1) / case.expected.abs().max()
+    off = (result - case.expected).abs().amax(dim=1) / case.expected.abs().max()
     token = int((~(off <= MASKED_LOGITS)).int().argmax())
-    word = int((found[token] - case.expected[token]).abs().argmax())
+    word = int((result[token] - case.expected[token]).abs().argmax())
     layer, sets = next(iter(case.kept.items()))
     return (
         f"first at next token {token}, id {word}: expected {case.expected[token, word]:.4f},"
-        f" found {found[token, word]:.4f}\nof {len(case.prompt)} tokens layer {layer} keeps {sets}"
+        f" found {result[token, word]:.4f}\nof {len(case.prompt)} tokens layer {layer} keeps {sets}"
     )
 
 
@@ -359,22 +359,23 @@ def check_ability(
 
 def _check_batch(run: Run, folder: str, cases: Sequence[Case], ability: str, renumbered: bool) -> None:
     given = ([getattr(case, name) for case in cases] for name in ("prompt", "kept", "following"))
-    said = _call(run, *copy.deepcopy([*given]), folder, batch=True)
-    assert len(said) == len(cases), f"logits are {tuple(said.shape)}, not (rows, new tokens, vocabulary)"
-    for row, (case, found) in enumerate(zip(cases, said, strict=True)):
-        compare(case, found, f"{ability}, row {row} of {[len(one.prompt) for one in cases]} tokens", folder, renumbered)
+    answer = _call(run, *copy.deepcopy([*given]), folder, batch=True)
+    assert len(answer) == len(cases), f"logits are {tuple(answer.shape)}, not (rows, new tokens, vocabulary)"
+    for row, (case, result) in enumerate(zip(cases, answer, strict=True)):
+        where = f"{ability}, row {row} of {[len(one.prompt) for one in cases]} tokens"
+        compare(case, result, where, folder, renumbered)
 
 
 def _check_saved(run: Run, folder: str, case: Case, path: Path, renumbered: bool) -> None:
     """Check a saved cache. The loaded cache reads different tokens, because the file contains only the prompt."""
-    said = _call(run, case.prompt, copy.deepcopy(case.kept), case.following, folder, save_to=str(path))
-    compare(case, said, "a cache that was saved", folder, renumbered)
+    answer = _call(run, case.prompt, copy.deepcopy(case.kept), case.following, folder, save_to=str(path))
+    compare(case, answer, "a cache that was saved", folder, renumbered)
     assert path.exists(), f"there is no file {path.name} after save_to"
     other = replace(case, following=case.following[::-1])
     full = {layer: [list(range(len(case.prompt)))] * len(sets) for layer, sets in case.kept.items()}
     expected, unmasked = (_masked(folder, other, kept, renumbered) for kept in (case.kept, full))
-    said = _call(run, [], {}, other.following, folder, load_from=str(path))
-    compare(replace(other, expected=expected, unmasked=unmasked), said, "a cache that was loaded", folder, renumbered)
+    answer = _call(run, [], {}, other.following, folder, load_from=str(path))
+    compare(replace(other, expected=expected, unmasked=unmasked), answer, "a cache that was loaded", folder, renumbered)
 
 
 def _log(logits: Tensor) -> Tensor:
@@ -382,7 +383,7 @@ def _log(logits: Tensor) -> Tensor:
     return logits.to(torch.float64).log_softmax(dim=-1)
 
 
-def _apart(found: Tensor, expected: Tensor) -> float:
+def _apart(actual: Tensor, expected: Tensor) -> float:
     """Return the largest difference, relative to the largest expected value. NaN counts as infinite."""
-    worst = float((found - expected).abs().max() / expected.abs().max())
+    worst = float((actual - expected).abs().max() / expected.abs().max())
     return worst if worst == worst else float("inf")

@@ -143,8 +143,8 @@ class Masked:
 
 def _said(name: str, module: Any) -> int:
     """Return the layer index of a module, or -1 if the module has none."""
-    said = getattr(module, "layer_idx", None)
-    return said if isinstance(said, int) else -1
+    index = getattr(module, "layer_idx", None)
+    return index if isinstance(index, int) else -1
 
 
 def _placed(name: str, module: Any) -> int:
@@ -194,8 +194,8 @@ def frequencies(model: nn.Module) -> Tensor:
     """
     for module in model.modules():
         for name in ("full_attention_inv_freq", "inv_freq"):
-            if isinstance(found := getattr(module, name, None), Tensor):
-                return found
+            if isinstance(result := getattr(module, name, None), Tensor):
+                return result
     raise UnknownRotation("the judge finds no rotary frequencies in this model: it cannot renumber positions")
 
 

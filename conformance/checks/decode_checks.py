@@ -39,10 +39,10 @@ BOUNDED = ("impact", "trunk_impact", "D", "weights")
 
 def model(state: DecodeState) -> Model:
     """Return the oracle's model of a state. The budget of the model is the exact fraction."""
-    found = model_of({**{name: plain(value) for name, value in fields_of(state).items()}, "budget": 1})
+    result = model_of({**{name: plain(value) for name, value in fields_of(state).items()}, "budget": 1})
     share = state.budget.fraction
-    found.budget = int(state.budget.tokens(0)) if share is None else Fraction(share)
-    return found
+    result.budget = int(state.budget.tokens(0)) if share is None else Fraction(share)
+    return result
 
 
 def same_bits(a: DecodeState, b: DecodeState) -> bool:
@@ -51,12 +51,12 @@ def same_bits(a: DecodeState, b: DecodeState) -> bool:
     return a.budget == b.budget and all(plain(one[name]) == plain(other[name]) for name in STATE)
 
 
-def state(found: DecodeState, want: Model, loose: Any = 0.0) -> Iterator[str]:
+def state(actual: DecodeState, want: Model, loose: Any = 0.0) -> Iterator[str]:
     """Compare a state with the oracle's state.
 
     `loose` is the absolute radius of each D, and of mu and sigma together.
     """
-    got, expected = fields_of(found), results_of(want)
+    got, expected = fields_of(actual), results_of(want)
     for name in STATE:
         a, b = plain(got[name]), expected[name]
         if name in BOUNDED:
@@ -91,10 +91,10 @@ def eviction(
 ) -> Iterator[str]:
     """Check the eviction from a given table: the scores within their bound, and Algorithm 1 with these scores."""
     mask = np.array(safe, dtype=np.bool_)
-    found = backend.require_crystal().score(before.D, before.live.trunk_impact, mask, p)
-    yield from stage_checks.score(found, before.D, before.live.trunk_impact, mask, p)
+    result = backend.require_crystal().score(before.D, before.live.trunk_impact, mask, p)
+    yield from stage_checks.score(result, before.D, before.live.trunk_impact, mask, p)
     want = model(before)
-    decode.evict_by(want, {g: x for g, x in enumerate(found.tolist()) if not safe[g]}, safe, p)
+    decode.evict_by(want, {g: x for g, x in enumerate(result.tolist()) if not safe[g]}, safe, p)
     yield from state(after, want)
     yield from size_bounds(before, after, safe, p)
 
@@ -124,14 +124,14 @@ def breath(
 
 
 def segment(
-    before: DecodeState, after: DecodeState, found: CoAttention, ids: IntVector, norms: Vector,
+    before: DecodeState, after: DecodeState, result: CoAttention, ids: IntVector, norms: Vector,
     ends: frozenset[int], p: CrystalCacheParameters, backend: Backend,
 ) -> Iterator[str]:
     """Check a segment with given co-attention: the table from `before`, and the eviction from the table."""
-    table = add_segment(join_tail(before, ends, p, backend), found, ids, ends, norms, p, backend)
+    table = add_segment(join_tail(before, ends, p, backend), result, ids, ends, norms, p, backend)
     want = model(before)
-    edges = stage_checks.edges_of(found)
-    decode.add_segment(want, edges, found.salience.tolist(), ids.tolist(), norms.tolist(), ends, p)
+    edges = stage_checks.edges_of(result)
+    decode.add_segment(want, edges, result.salience.tolist(), ids.tolist(), norms.tolist(), ends, p)
     degree = np.array(decode.degrees(want))
     yield from state(table, want, tolerances.settled_radius(degree, p.s, p.epsilon))
     yield from eviction(table, after, decode.in_windows(model(table), p), p, backend)
@@ -211,11 +211,11 @@ class Life(RuleBasedStateMachine):
         k = np.stack([*(self.keys[i] for i in before.stored.tolist()), *new.transpose(1, 0, 2)], axis=1)
         after = extend(before, q, k, ids, ENDS, self.p, self.backend)
         self.remember(ids.tolist(), new)
-        found = self.backend.require_crystal().coattention(
+        result = self.backend.require_crystal().coattention(
             q, k, np.concatenate([before.stored, np.arange(before.seen, after.seen)]), self.p, 0.5, None
         )
         norms = np.array(self.norms[before.seen :])
-        complaints = list(segment(before, after, found, ids, norms, ENDS, self.p, self.backend))
+        complaints = list(segment(before, after, result, ids, norms, ENDS, self.p, self.backend))
         self.become(after, complaints)
         assert after.step == before.step
 

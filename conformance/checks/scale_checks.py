@@ -20,16 +20,17 @@ DECIDED = 0.95
 SHOWN = 3  # Complaints of one kind: more wrong rows add no information.
 
 
-def salience(found: Vector, want: Scored, p: CrystalCacheParameters, precision: str, strict: bool) -> Iterator[str]:
+def salience(result: Vector, want: Scored, p: CrystalCacheParameters, precision: str, strict: bool) -> Iterator[str]:
     """Check CC-SALIENCE.
 
     If attention is exact, salience must be exact too, unless a bound of the clip is not a float32.
     """
-    spread = np.zeros(len(found)) if strict else want.unclipped
+    spread = np.zeros(len(result)) if strict else want.unclipped
     radius = tolerances.moved_salience_radius(spread, want.moves, p.C, p.k_heads, p.M_min, precision)
-    wrong = np.flatnonzero(~(np.abs(found - want.salience) <= radius))
+    wrong = np.flatnonzero(~(np.abs(result - want.salience) <= radius))
     for i in wrong[:SHOWN].tolist():
-        yield f"salience of token {i} is {found[i]}, not {want.salience[i]} within {radius[i]} ({len(wrong)} are wrong)"
+        expected = f"{want.salience[i]} within {radius[i]}"
+        yield f"salience of token {i} is {result[i]}, not {expected} ({len(wrong)} are wrong)"
 
 
 def neighbours(
@@ -66,8 +67,8 @@ def neighbours(
 def chosen(want: Ranked, k: int, tau: float) -> IntMatrix:
     """Return the list of each token, padded with -1."""
     index, weight = want.index[:, :k], want.weight[:, :k]
-    found: IntMatrix = np.where(weight.astype(np.float32) > np.float32(tau), index, -1)
-    return found
+    result: IntMatrix = np.where(weight.astype(np.float32) > np.float32(tau), index, -1)
+    return result
 
 
 def _realisable(index: Any, want: Ranked, i: int, k: int, tau: float) -> bool:
@@ -130,8 +131,8 @@ def boxed(inputs: AttentionInputs, precision: str) -> Scored:
         return tolerances.weight_error(mass, d, RANKS, inputs.softcap, precision, inputs.sinks)
 
     def cosines(error: Vector, Q: int) -> Matrix:
-        found: Matrix = tolerances.cosine_error(error[:, None], error[None, :], min(Q, RANKS), H, precision)
-        return found
+        result: Matrix = tolerances.cosine_error(error[:, None], error[None, :], min(Q, RANKS), H, precision)
+        return result
 
     return coattention(
         inputs.q, inputs.k, inputs.positions, inputs.parameters, inputs.scaling, inputs.softcap, weights, cosines,
@@ -139,34 +140,34 @@ def boxed(inputs: AttentionInputs, precision: str) -> Scored:
     )
 
 
-def upper(found: TrunkGraph) -> tuple[IntVector, IntVector, Vector]:
+def upper(result: TrunkGraph) -> tuple[IntVector, IntVector, Vector]:
     """Return each pair of trunks once, ascending, with its weight."""
-    rows = np.repeat(np.arange(len(found.degree)), np.diff(found.indptr))
-    once = rows < found.indices
-    return rows[once], found.indices[once], found.weights[once]
+    rows = np.repeat(np.arange(len(result.degree)), np.diff(result.indptr))
+    once = rows < result.indices
+    return rows[once], result.indices[once], result.weights[once]
 
 
 def free_weights(given: CoAttention, among: Trunks) -> tuple[oracle.Pairs, Vector]:
     """Return the pairs of trunks with an edge, and Eq. 25 of each pair before the prune."""
-    found = oracle.pairs(oracle.edge_columns(given), among.offsets[:-1])
-    return found, oracle.pair_weights(found, among.sizes)
+    result = oracle.pairs(oracle.edge_columns(given), among.offsets[:-1])
+    return result, oracle.pair_weights(result, among.sizes)
 
 
 def near(free: Vector, tau: float) -> BoolVector:
     """Return a mask of the weights that rounding may move to either side of tau_edge."""
-    found: BoolVector = np.abs(free - tau) < 2.0**-40  # A coarse selection; the bound itself decides below
-    found[found] = [tolerances.close("CC-TRUNK-WEIGHT", [w], [tau]) for w in free[found].tolist()]
-    return found
+    result: BoolVector = np.abs(free - tau) < 2.0**-40  # A coarse selection; the bound itself decides below
+    result[result] = [tolerances.close("CC-TRUNK-WEIGHT", [w], [tau]) for w in free[result].tolist()]
+    return result
 
 
-def pairs(found: TrunkGraph, given: CoAttention, among: Trunks, p: CrystalCacheParameters) -> Iterator[str]:
+def pairs(result: TrunkGraph, given: CoAttention, among: Trunks, p: CrystalCacheParameters) -> Iterator[str]:
     """Check CC-TRUNK-EDGES: W contains exactly the pairs with an edge that are not pruned.
 
     Rows ascend and W is symmetric.
     """
     want, free = free_weights(given, among)
-    a, b, _ = upper(found)
-    m = len(found.degree)
+    a, b, _ = upper(result)
+    m = len(result.degree)
     got, keys = a * m + b, want.a * m + want.b
     unsure = keys[near(free, p.tau_edge)]
     kept = keys[free > p.tau_edge]
@@ -174,36 +175,36 @@ def pairs(found: TrunkGraph, given: CoAttention, among: Trunks, p: CrystalCacheP
         wrong = np.setdiff1d(np.setdiff1d(one, other), unsure)
         if len(wrong):
             yield f"W {word} {len(wrong)} pairs, ({wrong[0] // m}, {wrong[0] % m}) the first"
-    rows = np.repeat(np.arange(m), np.diff(found.indptr))
-    if (np.diff(rows * m + found.indices) <= 0).any():
+    rows = np.repeat(np.arange(m), np.diff(result.indptr))
+    if (np.diff(rows * m + result.indices) <= 0).any():
         yield "columns do not ascend"
-    back = np.lexsort((rows, found.indices))
-    if not np.array_equal(found.indices[back], rows) or not np.array_equal(found.weights[back], found.weights):
+    back = np.lexsort((rows, result.indices))
+    if not np.array_equal(result.indices[back], rows) or not np.array_equal(result.weights[back], result.weights):
         yield "W is not symmetric"
 
 
-def weights(found: TrunkGraph, given: CoAttention, among: Trunks) -> Iterator[str]:
+def weights(result: TrunkGraph, given: CoAttention, among: Trunks) -> Iterator[str]:
     """Check CC-TRUNK-WEIGHT for the pairs in W."""
     want, free = free_weights(given, among)
-    a, b, w = upper(found)
-    m = len(found.degree)
+    a, b, w = upper(result)
+    m = len(result.degree)
     at = np.minimum(np.searchsorted(want.a * m + want.b, a * m + b), max(0, len(free) - 1))
     if len(w) and not tolerances.close("CC-TRUNK-WEIGHT", w, free[at]):
         wrong = int(np.argmax(np.abs(w - free[at])))
         yield f"W({a[wrong]}, {b[wrong]}) is {w[wrong]}, not {free[at][wrong]}"
 
 
-def degrees(found: TrunkGraph) -> Iterator[str]:
+def degrees(result: TrunkGraph) -> Iterator[str]:
     """Check CC-DEGREE of the rows in W, summed by ascending neighbour: the bits must be equal."""
-    want = oracle.degrees(found.indptr, found.weights)
-    if not tolerances.close("CC-DEGREE", found.degree, want):
-        wrong = np.flatnonzero(found.degree != want)
-        yield f"degree of trunk {wrong[0]} is {found.degree[wrong[0]]}, not {want[wrong[0]]} ({len(wrong)} are wrong)"
+    want = oracle.degrees(result.indptr, result.weights)
+    if not tolerances.close("CC-DEGREE", result.degree, want):
+        wrong = np.flatnonzero(result.degree != want)
+        yield f"degree of trunk {wrong[0]} is {result.degree[wrong[0]]}, not {want[wrong[0]]} ({len(wrong)} are wrong)"
 
 
-def D(found: TrunkGraph, p: CrystalCacheParameters) -> Iterator[str]:
+def D(result: TrunkGraph, p: CrystalCacheParameters) -> Iterator[str]:
     """Check CC-CRYSTALLIZATION of the degrees in the record."""
-    want = oracle.crystallization(found.degree, p)
-    off = np.abs(found.D - want)
-    if not (off <= tolerances.crystallization_radius(found.degree, p.s, p.epsilon)).all():
-        yield f"D of trunk {int(np.argmax(off))} is {found.D[np.argmax(off)]}, not {want[np.argmax(off)]}"
+    want = oracle.crystallization(result.degree, p)
+    off = np.abs(result.D - want)
+    if not (off <= tolerances.crystallization_radius(result.degree, p.s, p.epsilon)).all():
+        yield f"D of trunk {int(np.argmax(off))} is {result.D[np.argmax(off)]}, not {want[np.argmax(off)]}"

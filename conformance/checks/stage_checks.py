@@ -26,28 +26,28 @@ def trunk_lists(trunks: Trunks) -> list[s2.Trunk]:
     return [list(range(start, stop)) for start, stop in itertools.pairwise(offsets)]
 
 
-def edges_of(found: CoAttention) -> list[s1.Edge]:
+def edges_of(result: CoAttention) -> list[s1.Edge]:
     """Return the triples of Eq. 15, read from the padded arrays one by one."""
     def rows(index: IntMatrix, weight: Matrix) -> list[list[tuple[int, float]]]:
         pairs = (zip(row, weights, strict=True) for row, weights in zip(index.tolist(), weight.tolist(), strict=True))
         return [[(j, w) for j, w in row if j >= 0] for row in pairs]
 
     return s1.edges(s1.Segment(
-        found.start, [], rows(found.intra, found.intra_weight), rows(found.cross, found.cross_weight)
+        result.start, [], rows(result.intra, result.intra_weight), rows(result.cross, result.cross_weight)
     ))
 
 
-def dense(found: TrunkGraph) -> Matrix:
+def dense(result: TrunkGraph) -> Matrix:
     """Return W as a matrix."""
-    m = len(found.degree)
+    m = len(result.degree)
     W: Matrix = np.zeros((m, m))
     for g in range(m):
-        row = slice(int(found.indptr[g]), int(found.indptr[g + 1]))
-        W[g, found.indices[row]] = found.weights[row]
+        row = slice(int(result.indptr[g]), int(result.indptr[g + 1]))
+        W[g, result.indices[row]] = result.weights[row]
     return W
 
 
-def coattention(found: CoAttention, inputs: AttentionInputs, precision: str) -> Iterator[str]:
+def coattention(result: CoAttention, inputs: AttentionInputs, precision: str) -> Iterator[str]:
     """Compare S1 with the oracle, inside the certified box."""
     p, q, k = inputs.parameters, inputs.q.tolist(), inputs.k.tolist()
     positions = inputs.positions.tolist()
@@ -56,14 +56,14 @@ def coattention(found: CoAttention, inputs: AttentionInputs, precision: str) -> 
     error = tolerances.attention_error(
         inputs.q, inputs.k, inputs.scaling, inputs.softcap, precision, inputs.sinks
     ).tolist()
-    if found.start != positions[before]:
-        yield f"S1: start is {found.start}, not {positions[before]}"
+    if result.start != positions[before]:
+        yield f"S1: start is {result.start}, not {positions[before]}"
     for name in ("salience", "intra", "intra_weight", "cross", "cross_weight"):
-        want, kind = np.int64 if name in ("intra", "cross") else np.float64, getattr(found, name).dtype
+        want, kind = np.int64 if name in ("intra", "cross") else np.float64, getattr(result, name).dtype
         if kind != want:
             yield f"S1: {name} is of {kind}"
     for name in ("intra", "cross"):
-        index, weight = getattr(found, name), getattr(found, f"{name}_weight")
+        index, weight = getattr(result, name), getattr(result, f"{name}_weight")
         if (index < -1).any() or weight[index < 0].any():
             yield f"S1: an empty place of {name} is not -1 with weight 0"
     for c in range(0, n, p.C):
@@ -73,19 +73,19 @@ def coattention(found: CoAttention, inputs: AttentionInputs, precision: str) -> 
             [head[c:stop] for head in q], [head[:last] for head in k], positions[first:last], positions[:last],
             inputs.scaling, inputs.softcap, inputs.sinks,
         )
-        yield from _chunk(found, A, range(c, stop), positions, before, error, p, precision)
+        yield from _chunk(result, A, range(c, stop), positions, before, error, p, precision)
 
 
 def _chunk(
-    found: CoAttention, A: list[list[list[float]]], tokens: range, positions: list[int], before: int,
+    result: CoAttention, A: list[list[list[float]]], tokens: range, positions: list[int], before: int,
     error: list[float], p: CrystalCacheParameters, precision: str,
 ) -> Iterator[str]:
     c, stop, first = tokens.start, tokens.stop, before + tokens.start
     own = [[row[first:] for row in head] for head in A]
     radius = tolerances.salience_radius(own, error[c:stop], p.k_heads, p.M_min, precision, p.heads)
     for i, (S, r) in zip(tokens, zip(s1.salience(own, p), radius, strict=True), strict=True):
-        if found.salience[i] not in Interval.around(S, r):
-            yield f"S1: salience of token {i} is {found.salience[i]}, not {S} within {r}"
+        if result.salience[i] not in Interval.around(S, r):
+            yield f"S1: salience of token {i} is {result.salience[i]}, not {S} within {r}"
     mean = s1.head_mean(A)
     rows = s1.row_normalise([row[first:] for row in mean], p.epsilon)
     for i in tokens:
@@ -97,13 +97,13 @@ def _chunk(
             for j in range(stop - c) if j != i - c
         }
         yield from _neighbours(
-            f"S1: neighbours of token {i} inside its chunk", found.intra[i], found.intra_weight[i], cosines,
+            f"S1: neighbours of token {i} inside its chunk", result.intra[i], result.intra_weight[i], cosines,
             p.tau_intra,
         )
         share = error[i] + tolerances.gamma(len(A) + 2, precision) + tolerances.gamma(len(A) + 2, "float64")
         sources = {positions[j]: _around(mean[i - c][j], share) for j in range(first)}
         yield from _neighbours(
-            f"S1: sources of token {i} in earlier chunks", found.cross[i], found.cross_weight[i], sources,
+            f"S1: sources of token {i} in earlier chunks", result.cross[i], result.cross_weight[i], sources,
             p.tau_cross,
         )
 
@@ -128,36 +128,36 @@ def _neighbours(
             yield f"{what}: {chosen} with {weight.tolist()} is not in order above {tau}"
 
 
-def impact(found: Vector, salience: Vector, ids: IntVector, p: CrystalCacheParameters) -> Iterator[str]:
+def impact(result: Vector, salience: Vector, ids: IntVector, p: CrystalCacheParameters) -> Iterator[str]:
     """Check S3 from given salience."""
     want = s3.impact(salience.tolist(), ids.tolist(), p)
     exact = p.impact in ("salience", "uniform") or p.rarity == "reciprocal"
-    if found.tolist() != want if exact else not tolerances.close("CC-IMPACT", found, want):
-        yield f"S3: M is {found.tolist()}, not {want}"
+    if result.tolist() != want if exact else not tolerances.close("CC-IMPACT", result, want):
+        yield f"S3: M is {result.tolist()}, not {want}"
 
 
 def trunks(
-    found: Trunks, given: CoAttention, M: Vector, ends: BoolVector, p: CrystalCacheParameters,
+    result: Trunks, given: CoAttention, M: Vector, ends: BoolVector, p: CrystalCacheParameters,
 ) -> Iterator[str]:
     """Check S2 from given edges and M: the trunks must be exact."""
     want = s2.trunks(ends.tolist(), edges_of(given), p, given.start)
-    if trunk_lists(found) != want:
-        yield f"S2: offsets are {found.offsets.tolist()}, not {[g[0] for g in want]}"
+    if trunk_lists(result) != want:
+        yield f"S2: offsets are {result.offsets.tolist()}, not {[g[0] for g in want]}"
         return
     M_bar = s3.unit_trunk_impact([s3.trunk_impact(M.tolist(), [i - given.start for i in g]) for g in want], p)
-    if not tolerances.close("CC-TRUNK-IMPACT", found.impact, M_bar):
-        yield f"S2: trunk impact is {found.impact.tolist()}, not {M_bar}"
+    if not tolerances.close("CC-TRUNK-IMPACT", result.impact, M_bar):
+        yield f"S2: trunk impact is {result.impact.tolist()}, not {M_bar}"
 
 
-def graph(found: TrunkGraph, given: CoAttention, among: Trunks, p: CrystalCacheParameters) -> Iterator[str]:
+def graph(result: TrunkGraph, given: CoAttention, among: Trunks, p: CrystalCacheParameters) -> Iterator[str]:
     """Check S4 from given edges and trunks. D is checked from the degrees that the stage reports."""
     lists, E = trunk_lists(among), edges_of(given)
-    if (np.diff(found.indptr) < 0).any() or any(
-        (np.diff(found.indices[found.indptr[g] : found.indptr[g + 1]]) <= 0).any() for g in range(len(lists))
+    if (np.diff(result.indptr) < 0).any() or any(
+        (np.diff(result.indices[result.indptr[g] : result.indptr[g + 1]]) <= 0).any() for g in range(len(lists))
     ):
-        yield f"S4: rows {found.indptr.tolist()} {found.indices.tolist()} do not ascend"
+        yield f"S4: rows {result.indptr.tolist()} {result.indices.tolist()} do not ascend"
         return
-    W = dense(found)
+    W = dense(result)
     for a, g_a in enumerate(lists):
         for b, g_b in enumerate(lists):
             free = 0.0 if a == b else s4.unpruned_weight(s4.cross_weights(E, g_a, g_b), len(g_a), len(g_b))
@@ -170,33 +170,33 @@ def graph(found: TrunkGraph, given: CoAttention, among: Trunks, p: CrystalCacheP
     if (W != W.T).any():
         yield f"S4: W is not symmetric: {W.tolist()}"
     deg = s4.degree(W.tolist())
-    if not tolerances.close("CC-DEGREE", found.degree, deg):
-        yield f"S4: degrees are {found.degree.tolist()}, not {deg}"
-    D = np.array(s4.crystallization(found.degree.tolist(), p))
-    radius = 0.0 if p.graph == "zero" else tolerances.crystallization_radius(found.degree, p.s, p.epsilon)
-    if (np.abs(found.D - D) > radius).any():
-        yield f"S4: D is {found.D.tolist()}, not {D.tolist()}"
+    if not tolerances.close("CC-DEGREE", result.degree, deg):
+        yield f"S4: degrees are {result.degree.tolist()}, not {deg}"
+    D = np.array(s4.crystallization(result.degree.tolist(), p))
+    radius = 0.0 if p.graph == "zero" else tolerances.crystallization_radius(result.degree, p.s, p.epsilon)
+    if (np.abs(result.D - D) > radius).any():
+        yield f"S4: D is {result.D.tolist()}, not {D.tolist()}"
 
 
 def score(
-    found: Vector, D: Vector, M_bar: Vector, protected: BoolVector, p: CrystalCacheParameters,
+    result: Vector, D: Vector, M_bar: Vector, protected: BoolVector, p: CrystalCacheParameters,
 ) -> Iterator[str]:
     """Check S5 from given D and trunk impact."""
-    if not np.isnan(found[protected]).all():
-        yield f"S5: {found.tolist()} scores a protected trunk"
+    if not np.isnan(result[protected]).all():
+        yield f"S5: {result.tolist()} scores a protected trunk"
     alive = np.flatnonzero(~protected).tolist()
     want = s5.score(D.tolist(), M_bar.tolist(), alive, p)
     if not alive:
         return
     radius = p.alpha * tolerances.normalised_radius([M_bar[g] for g in alive], p.epsilon)
     for g in alive:
-        by_D = want[g] == D[g] and found[g] == D[g]
-        if not by_D and not abs(found[g] - want[g]) <= radius:
-            yield f"S5: score of trunk {g} is {found[g]}, not {want[g]} within {radius}"
+        by_D = want[g] == D[g] and result[g] == D[g]
+        if not by_D and not abs(result[g] - want[g]) <= radius:
+            yield f"S5: score of trunk {g} is {result[g]}, not {want[g]} within {radius}"
 
 
 def dissolution(
-    found: Dissolution, given: Vector, among: Trunks, M: Vector, D: Vector, protected: BoolVector, B: int,
+    result: Dissolution, given: Vector, among: Trunks, M: Vector, D: Vector, protected: BoolVector, B: int,
     p: CrystalCacheParameters,
 ) -> Iterator[str]:
     """Check S6 from given scores: the kept set must be exact."""
@@ -204,37 +204,37 @@ def dissolution(
     lists = [[i - first for i in g] for g in trunk_lists(among)]
     scores = {g: x for g, x in enumerate(given.tolist()) if not protected[g]}
     want = s6.evict(lists, scores, M.tolist(), D.tolist(), protected.tolist(), B, p)
-    if found.kept.tolist() != [first + i for i in want.kept]:
-        yield f"S6: kept {found.kept.tolist()}, not {want.kept}"
-    if found.ratio.tolist() != [float(r) for r in want.ratio]:
-        yield f"S6: r is {found.ratio.tolist()}, not {[float(r) for r in want.ratio]}"
-    if not tolerances.close("CC-DISSOLVE-D", found.D, want.D):
-        yield f"S6: D is {found.D.tolist()}, not {want.D}"
+    if result.kept.tolist() != [first + i for i in want.kept]:
+        yield f"S6: kept {result.kept.tolist()}, not {want.kept}"
+    if result.ratio.tolist() != [float(r) for r in want.ratio]:
+        yield f"S6: r is {result.ratio.tolist()}, not {[float(r) for r in want.ratio]}"
+    if not tolerances.close("CC-DISSOLVE-D", result.D, want.D):
+        yield f"S6: D is {result.D.tolist()}, not {want.D}"
 
 
-def eviction(found: Dissolution, given: EvictionProblem) -> Iterator[str]:
+def eviction(result: Dissolution, given: EvictionProblem) -> Iterator[str]:
     """Check S6 of a drawn problem."""
     g = given
-    yield from dissolution(found, g.score, g.trunks, g.impact, g.D, g.protected, g.budget, g.parameters)
+    yield from dissolution(result, g.score, g.trunks, g.impact, g.D, g.protected, g.budget, g.parameters)
 
 
-def retention(found: CrystalRetention, prompt: Prompt, precision: str) -> Iterator[str]:
+def retention(result: CrystalRetention, prompt: Prompt, precision: str) -> Iterator[str]:
     """Check all stages of one prefill."""
     p, ids = prompt.inputs.parameters, prompt.token_ids
     n = len(ids)
     ends = np.isin(ids, sorted(prompt.sentence_ends))
-    yield from coattention(found.coattention, prompt.inputs, precision)
-    yield from impact(found.impact, found.coattention.salience, ids, p)
-    yield from trunks(found.trunks, found.coattention, found.impact, ends, p)
-    yield from graph(found.graph, found.coattention, found.trunks, p)
-    protected = s6.protected(trunk_lists(found.trunks), n, p.N_sink, p.W_recent)
-    if found.protected.tolist() != protected:
-        yield f"S6: protected {found.protected.tolist()}, not {protected}"
+    yield from coattention(result.coattention, prompt.inputs, precision)
+    yield from impact(result.impact, result.coattention.salience, ids, p)
+    yield from trunks(result.trunks, result.coattention, result.impact, ends, p)
+    yield from graph(result.graph, result.coattention, result.trunks, p)
+    protected = s6.protected(trunk_lists(result.trunks), n, p.N_sink, p.W_recent)
+    if result.protected.tolist() != protected:
+        yield f"S6: protected {result.protected.tolist()}, not {protected}"
     B = s6.effective_budget(prompt.share, n, p.N_sink, p.W_recent)
-    if found.budget != B:
-        yield f"S6: B is {found.budget}, not {B}"
-    yield from score(found.scores, found.graph.D, found.trunks.impact, found.protected, p)
-    given = Dissolution(found.kept, found.ratio, found.D)
+    if result.budget != B:
+        yield f"S6: B is {result.budget}, not {B}"
+    yield from score(result.scores, result.graph.D, result.trunks.impact, result.protected, p)
+    given = Dissolution(result.kept, result.ratio, result.D)
     yield from dissolution(
-        given, found.scores, found.trunks, found.impact, found.graph.D, found.protected, B, p
+        given, result.scores, result.trunks, result.impact, result.graph.D, result.protected, B, p
     )

@@ -64,11 +64,11 @@ def within(name: str, got: Any, want: Any, radius: Any) -> Iterator[str]:
 
 def relative(item: str, *groups: str) -> Bound:
     """Return a bound by which each of these results is within the item's bound of the expected result."""
-    def judge(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+    def judge(actual: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
         for name in (name for names in groups for name in names.split()):
-            got, expected = (np.atleast_1d(floats(plain(side[name]))) for side in (found, want))
+            got, expected = (np.atleast_1d(floats(plain(side[name]))) for side in (actual, want))
             if not tolerances.close(item, got, expected):
-                yield f"{name} is {plain(found[name])}, not {want[name]}"
+                yield f"{name} is {plain(actual[name])}, not {want[name]}"
 
     return Bound(dict.fromkeys(groups, units(item)), judge)
 
@@ -78,25 +78,25 @@ def at_radius(names: str, says: str, radius: Callable[[Any, Any, CrystalCachePar
 
     The function `radius` computes the radius from the expected result, the inputs and the parameters.
     """
-    def judge(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+    def judge(result: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
         for name in names.split():
-            yield from within(name, found[name], want[name], radius(floats(want[name]), i, p))
+            yield from within(name, result[name], want[name], radius(floats(want[name]), i, p))
 
     return Bound({names: says}, judge)
 
 
 def by_scale(name: str) -> Bound:
     """Return a bound at the scale of a result's largest entry."""
-    def judge(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
-        if not tolerances.scores_agree(floats(plain(found[name])).ravel(), floats(want[name]).ravel().tolist()):
-            yield f"{name} is {plain(found[name])}, not {want[name]}"
+    def judge(result: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+        if not tolerances.scores_agree(floats(plain(result[name])).ravel(), floats(want[name]).ravel().tolist()):
+            yield f"{name} is {plain(result[name])}, not {want[name]}"
 
     return Bound({name: LARGEST}, judge)
 
 
-def scored(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+def scored(actual: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
     """Compare scores row by row, at the scale of the largest entry of the row."""
-    for got, expected in zip(plain(found["score"]), want["score"], strict=True):
+    for got, expected in zip(plain(actual["score"]), want["score"], strict=True):
         if not tolerances.scores_agree(got, expected):
             yield f"score is {got}, not {expected}"
 
@@ -116,16 +116,16 @@ def attention(want: Any, i: Any, p: CrystalCacheParameters) -> Any:
     return want * error[:, None]
 
 
-def weights(found: Any, want: Any) -> Iterator[str]:
-    if not tolerances.close("CC-TRUNK-WEIGHT", found["weights"], want["weights"]):
-        yield f"weights are {plain(found['weights'])}, not {want['weights']}"
+def weights(result: Any, want: Any) -> Iterator[str]:
+    if not tolerances.close("CC-TRUNK-WEIGHT", result["weights"], want["weights"]):
+        yield f"weights are {plain(result['weights'])}, not {want['weights']}"
 
 
-def graph(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+def graph(result: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
     """Check weights by their bound, degrees from the weights in the result, and D from the degrees in the result."""
-    yield from weights(found, want)
+    yield from weights(result, want)
     offsets = integers(i["offsets"])
-    yield from stage_checks.graph(TrunkGraph(**found), record(i), Trunks(offsets, np.ones(len(offsets) - 1)), p)
+    yield from stage_checks.graph(TrunkGraph(**result), record(i), Trunks(offsets, np.ones(len(offsets) - 1)), p)
 
 
 def impact_radius(M_bar: Any, protected: Any, p: CrystalCacheParameters) -> float:
@@ -133,24 +133,24 @@ def impact_radius(M_bar: Any, protected: Any, p: CrystalCacheParameters) -> floa
     return tolerances.normalised_radius(alive, p.epsilon)
 
 
-def score(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+def score(result: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
     """Check scores: a score that is D must be exact, and a score from impact is bounded."""
     radius = p.alpha * impact_radius(i["impact"], i["protected"], p)
     by_D = floats(want["score"]) == floats(i["D"])
-    yield from within("score", found["score"], want["score"], np.where(by_D, 0, radius))
+    yield from within("score", result["score"], want["score"], np.where(by_D, 0, radius))
 
 
-def coattention(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
-    yield from stage_checks.coattention(CoAttention(**found), attention_inputs(i, p), precision)
+def coattention(result: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+    yield from stage_checks.coattention(CoAttention(**result), attention_inputs(i, p), precision)
 
 
-def prefill(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+def prefill(result: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
     """Check every record of the run, each from the record before it."""
-    yield from stage_checks.retention(found["record"], prompt(i, p), precision)
+    yield from stage_checks.retention(result["record"], prompt(i, p), precision)
 
 
-def key_norms(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
-    got, expected = floats(plain(found["inverse_norms"])), floats(want["inverse_norms"])
+def key_norms(actual: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+    got, expected = floats(plain(actual["inverse_norms"])), floats(want["inverse_norms"])
     finite = np.isfinite(expected)
     if np.isfinite(got).tolist() != finite.tolist():
         yield f"inverse_norms is {got.tolist()}, not {expected.tolist()}"
@@ -159,10 +159,10 @@ def key_norms(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precisio
         yield from within("inverse_norms", got[finite], expected[finite].tolist(), radius)
 
 
-def anomaly_score(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+def anomaly_score(result: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
     for h, head in enumerate(i["k"]):
         radius = tolerances.nestedkv_radius(head, nestedkv_parameters(i), precision)
-        yield from within(f"score of head {h}", found["score"][h], want["score"][h], radius)
+        yield from within(f"score of head {h}", result["score"][h], want["score"][h], radius)
 
 
 def resampled(want: Any, i: Any, p: CrystalCacheParameters) -> float:
@@ -270,7 +270,7 @@ def problems(
 
 
 def complaints(
-    found: Mapping[str, Any], test: Json, bound: Bound | None, p: CrystalCacheParameters, precision: str,
+    result: Mapping[str, Any], test: Json, bound: Bound | None, p: CrystalCacheParameters, precision: str,
 ) -> Iterator[str]:
     """Yield the complaints about the results of one decoded test.
 
@@ -280,16 +280,16 @@ def complaints(
     short = {name: want for name, want in test["expected"].items() if is_compact(want)}
     bounded = [name for name in test.get("bounded", []) if name not in short]
     wrong = [
-        problem for name, want in short.items() for problem in mismatches(name, plain(found[name]), want)
+        problem for name, want in short.items() for problem in mismatches(name, plain(result[name]), want)
     ]
     wrong += [
-        f"{name} is {plain(found[name])}, not {want}" for name, want in test["expected"].items()
-        if name not in bounded and name not in short and not same(plain(found[name]), want)
+        f"{name} is {plain(result[name])}, not {want}" for name, want in test["expected"].items()
+        if name not in bounded and name not in short and not same(plain(result[name]), want)
     ]
     yield from wrong
     if bounded and not wrong:
         assert bound is not None
-        yield from bound.judge(found, test["expected"], test["inputs"], p, precision)
+        yield from bound.judge(result, test["expected"], test["inputs"], p, precision)
 
 
 def same(got: Any, want: Any) -> bool:

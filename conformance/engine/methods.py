@@ -63,8 +63,8 @@ _KINDS = {int: "int", float: "float", str: "text", Fraction: "text", NestedKVPar
 def _constants(name: str) -> dict[str, Any]:
     """Return the constants of a policy with their defaults, without the constants that depend on the model."""
     row = POLICIES[name]
-    found = {key: one.default for key, one in signature(row.make).parameters.items()}
-    return {key: value for key, value in found.items() if key not in {*row.of_model, *row.decided, *_UNSENT}}
+    result = {key: one.default for key, one in signature(row.make).parameters.items()}
+    return {key: value for key, value in result.items() if key not in {*row.of_model, *row.decided, *_UNSENT}}
 
 
 @cache
@@ -83,21 +83,21 @@ def _calibrated(name: str) -> dict[str, str]:
 
 def _arguments(name: str) -> dict[str, str]:
     needs, of_model, calibrated = example_policy(name).scorer.needs, POLICIES[name].of_model, _calibrated(name)
-    found = {"g": "int", "n": "int", "B": "int"}
+    result = {"g": "int", "n": "int", "B": "int"}
     if needs.layers == "all" and calibrated != _HEADS:
-        found["k"] = "float[L, H_kv, n, d]"
+        result["k"] = "float[L, H_kv, n, d]"
     if needs.query_rows != 0:
-        found |= {
+        result |= {
             "q": "float[L, H, m, d]", "scaling": "float", "softcap": "float or null", "sinks": "float[L, H] or null",
         }
     if name in DECODED:
-        found |= {"steps": "int", "k": "float[L, H_kv, t, d]"}
+        result |= {"steps": "int", "k": "float[L, H_kv, t, d]"}
     if needs.values:
-        found["v"] = f"float[L, H_kv, {'t' if name in DECODED else 'n'}, d]"
+        result["v"] = f"float[L, H_kv, {'t' if name in DECODED else 'n'}, d]"
     if needs.rehearsal is not None:
-        found |= _REPEATS | ({"norms": "float[L, r]"} if needs.values else {})
-    found |= calibrated | {key: kind for key, kind in _OF_MODEL.items() if key in of_model}
-    return found | {key: _KINDS[type(value)] for key, value in _constants(name).items()}
+        result |= _REPEATS | ({"norms": "float[L, r]"} if needs.values else {})
+    result |= calibrated | {key: kind for key, kind in _OF_MODEL.items() if key in of_model}
+    return result | {key: _KINDS[type(value)] for key, value in _constants(name).items()}
 
 
 def arguments_of(name: str, observation: Observation, B: int, constants: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,18 +106,18 @@ def arguments_of(name: str, observation: Observation, B: int, constants: Mapping
     `constants` also contains the constants that depend on the model, and the number of decode steps.
     """
     views = list(observation.layers.values())
-    found: dict[str, Any] = {"g": observation.groups, "n": observation.seen - constants.get("steps", 0), "B": B}
+    result: dict[str, Any] = {"g": observation.groups, "n": observation.seen - constants.get("steps", 0), "B": B}
     if views:
-        found |= {"scaling": views[0].scaling, "softcap": views[0].softcap, "sinks": None}
-        found |= {one: np.stack([np.asarray(getattr(view, one)) for view in views]) for one in ("q", "k", "v", "sinks")
+        result |= {"scaling": views[0].scaling, "softcap": views[0].softcap, "sinks": None}
+        result |= {one: np.stack([np.asarray(getattr(view, one)) for view in views]) for one in ("q", "k", "v", "sinks")
                   if getattr(views[0], one) is not None}
-        found |= _repeats_as_arguments(views)
+        result |= _repeats_as_arguments(views)
     own = {**_constants(name), **constants}
     if "W_o" in own:
         own["W_o"] = np.stack([own["W_o"][at] for at in sorted(own["W_o"])])
     if "calibration" in own:
         own |= {**vars(own["calibration"]), **vars(own["calibration"].identity)}
-    return {**own, **found}
+    return {**own, **result}
 
 
 def _repeats_as_arguments(views: Sequence[LayerView]) -> dict[str, Any]:
@@ -125,14 +125,14 @@ def _repeats_as_arguments(views: Sequence[LayerView]) -> dict[str, Any]:
     if views[0].repeats is None:
         return {}
     parts = views[0].repeats
-    found = {
+    result = {
         "chunks": np.array([(part.start, part.stop) for part in parts], np.int64).reshape(-1, 2),
         "repeats": np.cumsum([0, *(len(part.norms) for part in parts)]),
     }
     for name, axis, none in (("q", 1, views[0].q[:, :0]), ("k", 1, views[0].k[:, :0]), ("norms", 0, np.zeros(0))):
         rows = [np.concatenate([none, *(getattr(one, name) for one in view.repeats or ())], axis) for view in views]
-        found["norms" if name == "norms" else f"repeat_{name}"] = np.stack(rows)
-    return found
+        result["norms" if name == "norms" else f"repeat_{name}"] = np.stack(rows)
+    return result
 
 
 def answered(op: str, given: Mapping[str, Any], backend: Backend) -> KeptSets:
@@ -144,24 +144,24 @@ def answered(op: str, given: Mapping[str, Any], backend: Backend) -> KeptSets:
         kept = decoded(policy, layers, given["g"], given["B"], given["n"])[-1]
         return KeptSets(np.concatenate(kept), np.cumsum([0, *map(len, kept)]))
     observed = _observation(policy, given)
-    found = policies.retain(policy, Budget(count=given["B"]), observed)
+    result = policies.retain(policy, Budget(count=given["B"]), observed)
     seen = replace(shown_to(policy.scorer.needs, observed), B=given["B"])
     scores = policy.scorer(seen, policy.protection(given["n"])).values
-    return KeptSets(found.positions, found.offsets, scores if scores.shape[1] == given["n"] else None)
+    return KeptSets(result.positions, result.offsets, scores if scores.shape[1] == given["n"] else None)
 
 
 def _made_from(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the constants of a policy from the arguments of its operation."""
     row, kinds = POLICIES[name], method_ops()[f"{FAMILY}.{name}"].arguments
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         key: Fraction(given[key]) if kinds[key] == "text" and given[key][0].isdigit() else given[key]
         for key in (*_constants(name), *(row.of_model & given.keys()))
     }
-    if "W_o" in found:
-        found["W_o"] = dict(enumerate(found["W_o"]))
+    if "W_o" in result:
+        result["W_o"] = dict(enumerate(result["W_o"]))
     if "chunks" in given:
-        found["template"] = ((), (), ())
-    return found | (_calibration(given) if _calibrated(name) else {})
+        result["template"] = ((), (), ())
+    return result | (_calibration(given) if _calibrated(name) else {})
 
 
 def _calibration(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,8 +228,8 @@ def decoded(
     first = 0 if rows is None else max(0, prompt - rows)
     seen = shown(layers, [range(prompt)] * groups, prompt, first)
     if policy.cadence.every is None:
-        found = policies.retain(policy, budget, seen)
-        kept = [found.group(g).tolist() for g in range(groups)]
+        result = policies.retain(policy, budget, seen)
+        kept = [result.group(g).tolist() for g in range(groups)]
         return [[[*own, *range(prompt, at)] for own in kept] for at in range(prompt, n + 1)]
     _, running = policies.start(policy, budget, seen)
     history = [running.live.tolist()]

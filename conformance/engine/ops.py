@@ -47,10 +47,10 @@ class KeptSets:
 @cache
 def array_of(text: str) -> Array | None:
     """Parse the type of a number or an array. Return None for the name of a record or of parameters."""
-    found = re.fullmatch(r"(float|int|bool)(?:\[(.+?)\])?((?: or \w+)*)", text)
-    if found is None:
+    match = re.fullmatch(r"(float|int|bool)(?:\[(.+?)\])?((?: or \w+)*)", text)
+    if match is None:
         return None
-    kind, axes, beside = found.groups()
+    kind, axes, beside = match.groups()
     return Array(kind, tuple(axes.split(", ")) if axes else (), frozenset(beside.split(" or ")[1:]))
 
 

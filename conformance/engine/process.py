@@ -86,8 +86,8 @@ def hello_of(answer: Json) -> Hello:
     Raises:
         ValueError: if the answer is malformed, has another protocol, or offers a part of a family.
     """
-    said = answer.get("protocol") if isinstance(answer, dict) else None
-    if type(said) is not int or said != PROTOCOL:
+    protocol = answer.get("protocol") if isinstance(answer, dict) else None
+    if type(protocol) is not int or protocol != PROTOCOL:
         raise ValueError(f"must be an object with protocol = {PROTOCOL}")
     texts = {name: answer.get(name, "") for name in ("spec", "name", "version", "precision")}
     for name, text in texts.items():
@@ -233,8 +233,8 @@ class Engine:
         try:
             self.hello = self._start()
         except (ValueError, EngineFailure) as error:
-            reason, said = getattr(error, "reason", str(error)), getattr(error, "complaint", "").splitlines()
-            bound = "must start an engine of spec/protocol.md: " + "; it says: ".join([reason, *said[-1:]])
+            reason, complaint = getattr(error, "reason", str(error)), getattr(error, "complaint", "").splitlines()
+            bound = "must start an engine of spec/protocol.md: " + "; it says: ".join([reason, *complaint[-1:]])
             raise SpecError("--command", command, bound) from error
 
     def _start(self) -> Hello:
@@ -319,16 +319,16 @@ def outcome(answer: bytes, number: int, read: Callable[[Json], T]) -> T:
         EngineFailure: if the answer reports an error or is malformed.
     """
     try:
-        said = parsed(answer)
-        if not isinstance(said, dict) or type(said.get("id")) is not int or said["id"] != number:
+        reply = parsed(answer)
+        if not isinstance(reply, dict) or type(reply.get("id")) is not int or reply["id"] != number:
             raise ValueError(f"must be an object with id = {number}")
-        if said.keys() == {"id", "result"}:
-            return read(said["result"])
-        if said.keys() == {"id", "error"}:
-            raise EngineError(f"the engine failed: {str(said['error'])[:SHOWN]}")
+        if reply.keys() == {"id", "result"}:
+            return read(reply["result"])
+        if reply.keys() == {"id", "error"}:
+            raise EngineError(f"the engine failed: {str(reply['error'])[:SHOWN]}")
         refusal = {"argument": str, "value": object, "bound": str}
-        given = said.get("refusal")
-        if said.keys() != {"id", "refusal"} or not isinstance(given, dict) or given.keys() != refusal.keys():
+        given = reply.get("refusal")
+        if reply.keys() != {"id", "refusal"} or not isinstance(given, dict) or given.keys() != refusal.keys():
             raise ValueError("must have one of result, error, and refusal with argument, value and bound")
         if not all(isinstance(given[name], kind) for name, kind in refusal.items()):
             raise ValueError("must name the argument and the bound as text")

@@ -31,12 +31,12 @@ def answer(backend: Backend, precision: str, line: str, methods: Sequence[str] |
         request = json.loads(line)
         number = request["id"]
         hello = request["op"] == "hello"
-        said = {"result": _hello(backend, precision, methods) if hello else _result(backend, request)}
+        reply = {"result": _hello(backend, precision, methods) if hello else _result(backend, request)}
     except SpecError as error:
-        said = {"refusal": {"argument": error.argument, "value": _plain(error.value), "bound": error.bound}}
+        reply = {"refusal": {"argument": error.argument, "value": _plain(error.value), "bound": error.bound}}
     except Exception:
-        said = {"error": traceback.format_exc()}
-    return json.dumps({"id": number, **said})
+        reply = {"error": traceback.format_exc()}
+    return json.dumps({"id": number, **reply})
 
 
 def _hello(backend: Backend, precision: str, methods: Sequence[str] | None) -> Json:

@@ -54,16 +54,16 @@ def parsed(answer: bytes) -> Json:
 
 
 def _finite(text: str) -> float:
-    if not math.isfinite(found := float(text)):
+    if not math.isfinite(result := float(text)):
         raise ValueError(f"{text:.80} is no number of JSON")
-    return found
+    return result
 
 
 def _each_once(members: list[tuple[str, Json]]) -> dict[str, Json]:
-    found = dict(members)
-    if len(found) < len(members):
+    result = dict(members)
+    if len(result) < len(members):
         raise ValueError("an object has a member twice")
-    return found
+    return result
 
 
 def printable(text: str, longest: int = LONGEST_NAME) -> str:
@@ -152,8 +152,8 @@ def decode(kind: str, value: Json, check: Check) -> Any:
     if kind == "text":
         return str(value)
     if kind in PARAMETERS:
-        found = PARAMETER_CLASSES[kind]
-        return found(**{field.name: _parameter_of(field, value[field.name]) for field in fields(found)})
+        result = PARAMETER_CLASSES[kind]
+        return result(**{field.name: _parameter_of(field, value[field.name]) for field in fields(result)})
     if kind in RECORDS:
         return CLASSES[kind](**_members(RECORDS[kind], value, check))
     wanted = array_of(kind)
@@ -167,13 +167,13 @@ def _members(kinds: Mapping[str, str], value: Json, check: Check) -> dict[str, A
     optional = {name for name, kind in kinds.items() if kind.endswith("or null")}
     if not isinstance(value, dict) or value.keys() | optional != kinds.keys():
         raise ValueError(f"must be an object of {', '.join(kinds)}")
-    found = {}
+    result = {}
     for name, kind in kinds.items():
         try:
-            found[name] = decode(kind, value.get(name), check)
+            result[name] = decode(kind, value.get(name), check)
         except ValueError as error:
             raise ValueError(f"{name} {error}") from error
-    return found
+    return result
 
 
 def _parameter_of(field: "Field[Any]", value: Json) -> Any:
@@ -194,8 +194,8 @@ def _array_of(value: Json, wanted: Array) -> np.ndarray[Any, Any]:
             raise ValueError(f"has shape {shape!r:.80}, which is no list of sizes")
         dtype = np.dtype(value["dtype"])
         raw = np.frombuffer(base64.b64decode(value["base64"], validate=True), dtype.newbyteorder("<"))
-        found: np.ndarray[Any, Any] = raw.reshape(shape).astype(dtype)
-        return found
+        result: np.ndarray[Any, Any] = raw.reshape(shape).astype(dtype)
+        return result
     leaves = np.array(value, dtype=object)
     numbers = [number(x) for x in leaves.ravel().tolist()]
     if len({type(x) for x in numbers} - {int, float}) > 0 and {type(x) for x in numbers} != {bool}:
@@ -206,24 +206,24 @@ def _array_of(value: Json, wanted: Array) -> np.ndarray[Any, Any]:
     return np.array(numbers, dtype=DTYPES[kind.__name__]).reshape(leaves.shape)
 
 
-def as_it_is(wanted: Array, found: Any) -> Any:
+def as_it_is(wanted: Array, result: Any) -> Any:
     """Accept any value, because an engine must receive the values that it has to refuse."""
-    return found
+    return result
 
 
 def sizes(op: Op, arguments: Mapping[str, Any]) -> dict[str, int]:
     """Return the sizes of the result's axes that the arguments determine, by name."""
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
     for name, kind in op.arguments.items():
         value, wanted = arguments[name], array_of(kind)
         if kind == "crystalcache":
-            found |= {"k_intra": value.k_intra, "k_cross": value.k_cross}
+            result |= {"k_intra": value.k_intra, "k_cross": value.k_cross}
         elif wanted is not None and isinstance(value, np.ndarray):
             for axis, size in zip(wanted.axes, value.shape, strict=False):
-                found.setdefault(axis.removesuffix(" + 1"), size - axis.endswith(" + 1"))
+                result.setdefault(axis.removesuffix(" + 1"), size - axis.endswith(" + 1"))
         elif kind == "int":
-            found[name] = int(value)
-    return found
+            result[name] = int(value)
+    return result
 
 
 def checked(known: dict[str, int]) -> Check:
@@ -232,10 +232,10 @@ def checked(known: dict[str, int]) -> Check:
     The check adds unknown axes to `known`. The check raises ValueError for another dtype or shape, and for NaN or an
     infinity that the type does not allow.
     """
-    def check(wanted: Array, found: Any) -> Any:
-        if found is None and "null" in wanted.beside:
+    def check(wanted: Array, result: Any) -> Any:
+        if result is None and "null" in wanted.beside:
             return None
-        x = np.asarray(found)
+        x = np.asarray(result)
         if wanted.kind == "float" and x.dtype.kind in "if":
             x = x.astype(np.float64)
         if x.dtype.kind != wanted.kind[0]:

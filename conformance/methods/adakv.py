@@ -27,15 +27,15 @@ def adakv(
     pooled: str = POOLED[0], mask: str = MASKS[0],
 ) -> list[Score]:
     """Return the scores of Ada-KV: the mean over the window and the group, then pooled."""
-    n, past, rows, found = len(layer["k"][0]), window(layer, W), last_rows(layer, W, mask), []
+    n, past, rows, result = len(layer["k"][0]), window(layer, W), last_rows(layer, W, mask), []
     for heads in groups(layer):
         means = [over(column_sums(rows[h])[:past], len(rows[h])) for h in heads]
         if order == SLIPS["order"][0]:
             row = pool(over_group(means, group), kernel, pooling, pooled)
         else:
             row = over_group([pool(own, kernel, pooling, pooled) for own in means], group)
-        found.append(padded(row, n))
-    return found
+        result.append(padded(row, n))
+    return result
 
 
 BRUTES = [

@@ -72,8 +72,8 @@ class Brute:
     def make(self) -> Callable[..., Policy]:
         """Return the function that makes the policy, looked up now, because a test may have replaced it."""
         known = POLICIES[self.name].make
-        found: Callable[..., Policy] = getattr(sys.modules[known.__module__], known.__name__)
-        return found
+        result: Callable[..., Policy] = getattr(sys.modules[known.__module__], known.__name__)
+        return result
 
     def policy(self, inputs: Inputs, constants: Mapping[str, Any] | None = None) -> Policy:
         """Return the policy of the reference."""
@@ -95,11 +95,11 @@ def repeats_of(i: Json, at: int) -> tuple[Repeat, ...] | None:
     """Return the repetitions of a layer's chunks, or None if the vector has none."""
     if "chunks" not in i:
         return None
-    found = []
+    result = []
     for part, (start, stop) in enumerate(i["chunks"]):
         q, k = (floats(i[name][part][at]) for name in ("repeat_q", "repeat_k"))
-        found.append(Repeat(start, stop, q, k, floats(i["norms"][part][at]) if "norms" in i else np.ones(q.shape[1])))
-    return tuple(found)
+        result.append(Repeat(start, stop, q, k, floats(i["norms"][part][at]) if "norms" in i else np.ones(q.shape[1])))
+    return tuple(result)
 
 
 def layers_of(i: Json) -> Inputs:
@@ -156,13 +156,13 @@ def stepwise(score: Callable[..., list[oracle.Score]]) -> Callable[..., Kept]:
     The function decides at the end of the prompt and in every decode step.
     """
     def kept(inputs: Inputs, B: int, decode: str = oracle.DECODE[0], **constants: Any) -> Kept:
-        found, prompt = Kept(), inputs.n - inputs.steps
+        result, prompt = Kept(), inputs.n - inputs.steps
         for layer in map(plain, inputs.layers):
             for g in range(inputs.H_kv):
                 of_head = partial(_score_of_head, score, layer, g, constants)
                 first = oracle.top(of_head(prompt - 1, range(prompt)), B)
-                found.append(oracle.decoded(first, range(prompt, inputs.n), B, of_head, decode))
-        return found
+                result.append(oracle.decoded(first, range(prompt, inputs.n), B, of_head, decode))
+        return result
 
     return kept
 
@@ -180,11 +180,11 @@ def _score_of_head(
 def shared(score: Callable[..., list[oracle.Score]], shares: Callable[..., list[int]]) -> Callable[..., Kept]:
     """Return a function that divides the budget of a layer among its heads, by `shares` and a safeguard."""
     def kept(inputs: Inputs, B: int, safeguard: Fraction = Fraction(0), **constants: Any) -> Kept:
-        found = Kept()
+        result = Kept()
         for view in inputs.layers:
             rows = score(plain(view), **constants)
-            found += [oracle.top(row, b) for row, b in zip(rows, shares(rows, B, safeguard), strict=True)]
-        return found
+            result += [oracle.top(row, b) for row, b in zip(rows, shares(rows, B, safeguard), strict=True)]
+        return result
 
     return kept
 

@@ -35,15 +35,15 @@ def preference(layer: Layer, W: int, tau1: float, tau2: float) -> Any:
 
 def scores(layer: Layer, W: int, kernel: int, gamma: float) -> list[Score]:
     """Return the scores: mean and variance over the window, pooled, averaged over the group."""
-    n, past, rows, found = len(layer["k"][0]), window(layer, W), last_rows(layer, W), []
+    n, past, rows, result = len(layer["k"][0]), window(layer, W), last_rows(layer, W), []
     for group in groups(layer):
         pooled = []
         for h in group:
             before = [row[:past] for row in rows[h]]
             mean = over(column_sums(before), len(before))
             pooled.append(pool(plus(mean, times(variances(before), gamma)), kernel, "average"))
-        found.append(padded([fsum(p[i] for p in pooled) / len(group) for i in range(past)], n))
-    return found
+        result.append(padded([fsum(p[i] for p in pooled) / len(group) for i in range(past)], n))
+    return result
 
 
 def preferred_shares(preferences: Sequence[float], B: int, W: int, n: int) -> list[int]:

@@ -50,15 +50,15 @@ def caote_error(alpha: Row, values: Sequence[Row]) -> list[float]:
 
 
 def caote(layer: Layer) -> list[Score]:
-    rows, n, found = last_rows(layer, 1), len(layer["k"][0]), list[Score]()
+    rows, n, result = last_rows(layer, 1), len(layer["k"][0]), list[Score]()
     for values, group in zip(layer["v"], groups(layer), strict=True):
         alpha = row(list(over(column_sums([rows[h][0] for h in group]), len(group))))
         # The sinks act as one more token, with the value zero.
         beside = [1.0 - fsum(alpha)] if layer.get("sinks") else []
         nothing = [row(leaves(np.zeros(len(values[0])))) for _ in beside]
         errors = caote_error(row([*alpha, *beside]), [*values, *nothing])
-        found.append(list(errors[:n]))
-    return found
+        result.append(list(errors[:n]))
+    return result
 
 
 BRUTES = [

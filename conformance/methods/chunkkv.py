@@ -11,13 +11,13 @@ def chunkkv(inputs: Inputs, B: int, c: int, W: int, N_reuse: int = 1, totals: st
 
     N_reuse layers use the kept set of their first layer.
     """
-    found = []
+    result = []
     for at in range(len(inputs.layers)):
         layer = plain(inputs.layers[at - at % N_reuse])
         past, rows = window(layer, W), last_rows(layer, W)
         members: Score = list(column_sums([q for head in rows for q in head]))[:past]
-        found.append(chunk_selection([*members, *[None] * (inputs.n - past)], c, B, totals))
-    return found
+        result.append(chunk_selection([*members, *[None] * (inputs.n - past)], c, B, totals))
+    return result
 
 
 def described(inputs: Inputs, B: int, c: int) -> Kept:

@@ -28,10 +28,10 @@ def prefill(view: LayerView, ids: Any, B: int, p: CrystalCacheParameters) -> lis
     q, k, n = view.q.astype(np.float64), view.k.astype(np.float64), len(ids)
     if any(getattr(p, form) != getattr(PAPER, form) for form in FORMS):
         sinks = None if view.sinks is None else view.sinks.tolist()
-        found = pipeline.prefill(
+        result = pipeline.prefill(
             q.tolist(), k.tolist(), ids.tolist(), SENTENCE_ENDS, B, p, view.scaling, view.softcap, sinks
         )
-        return found.eviction.kept
+        return result.eviction.kept
     at = np.arange(n)
     ranked = s1.coattention(
         q, k, at, p, view.scaling, view.softcap, lambda q, k: np.zeros(q.shape[1]),
@@ -46,11 +46,11 @@ def prefill(view: LayerView, ids: Any, B: int, p: CrystalCacheParameters) -> lis
     return [int(i) for i in stages.dissolve(scores, bounds, M, D, shut, B, p.N_min).kept]
 
 
-def neighbours(found: s1.Scored, p: CrystalCacheParameters) -> Any:
+def neighbours(result: s1.Scored, p: CrystalCacheParameters) -> Any:
     """Return the neighbour lists of each token: the places whose weights, as float32, are above the threshold."""
-    record: dict[str, Any] = {"start": found.start}
-    for name, ranked, k, tau in (("intra", found.intra, p.k_intra, p.tau_intra),
-                                 ("cross", found.cross, p.k_cross, p.tau_cross)):
+    record: dict[str, Any] = {"start": result.start}
+    for name, ranked, k, tau in (("intra", result.intra, p.k_intra, p.tau_intra),
+                                 ("cross", result.cross, p.k_cross, p.tau_cross)):
         weight = ranked.weight[:, :k]
         record[name] = np.where(weight.astype(np.float32) > np.float32(tau), ranked.index[:, :k], -1)
         record[f"{name}_weight"] = weight
@@ -59,10 +59,10 @@ def neighbours(found: s1.Scored, p: CrystalCacheParameters) -> Any:
 
 def degrees(E: stages.Columns, bounds: Any, p: CrystalCacheParameters) -> Any:
     """Return the degree of each trunk: the sum of its unpruned edges, by ascending neighbour."""
-    found = stages.pairs(E, bounds[:-1])
-    w = stages.pair_weights(found, np.diff(bounds))
+    result = stages.pairs(E, bounds[:-1])
+    w = stages.pair_weights(result, np.diff(bounds))
     there = w > p.tau_edge
-    a, b, w = found.a[there], found.b[there], w[there]
+    a, b, w = result.a[there], result.b[there], w[there]
     rows, others, both = np.concatenate([a, b]), np.concatenate([b, a]), np.concatenate([w, w])
     order = np.lexsort((others, rows))
     return stages.in_groups(rows[order], both[order], len(bounds) - 1)
@@ -75,15 +75,15 @@ def kept(inputs: Inputs, B: int, parameters: CrystalCacheParameters) -> Kept:
         Undecided: if the kept sets differ.
     """
     view = inputs.layers[parameters.observed_layer]
-    found = prefill(view, inputs.token_ids, B, parameters)
+    result = prefill(view, inputs.token_ids, B, parameters)
     if State.unit:
         rng = np.random.default_rng(0)
         for _ in range(ROUNDS):
             q, k = (x * (1 + UNITS * State.unit * rng.uniform(-1, 1, x.shape))
                     for x in (view.q.astype(np.float64), view.k.astype(np.float64)))
-            if prefill(replace(view, q=q, k=k), inputs.token_ids, B, parameters) != found:
+            if prefill(replace(view, q=q, k=k), inputs.token_ids, B, parameters) != result:
                 raise Undecided("a trunk")
-    return [found]
+    return [result]
 
 
 BRUTE = Brute("CC-PREFILL", "crystalcache", kept, {"parameters": PAPER}, published={"parameters": PAPER}, scored=False)

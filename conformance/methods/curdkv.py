@@ -6,22 +6,22 @@ from conformance.oracles.boxes import dot, fsum
 
 
 def leverage_shares(rows: list[Row], window: int) -> list[float]:
-    found: list[float] = []
+    result: list[float] = []
     for start in range(0, len(rows), window):
         squares = [dot(row, row) for row in rows[start : start + window]]
         total = fsum(squares)
-        found += [square / total if total else 0.0 for square in squares]
-    return found
+        result += [square / total if total else 0.0 for square in squares]
+    return result
 
 
 def curdkv(layer: Layer, N_sink: int, window: int, shares: str = "window") -> list[Score]:
     """Return the share of a token's key times the share of its value. The first tokens have no score."""
-    found: list[Score] = []
+    result: list[Score] = []
     for keys, values in zip(layer["k"], layer["v"], strict=True):
         length = len(keys) if shares == "row" else window
         both = zip(leverage_shares(keys, length), leverage_shares(values, length), strict=True)
-        found.append([None if at < N_sink else a * b for at, (a, b) in enumerate(both)])
-    return found
+        result.append([None if at < N_sink else a * b for at, (a, b) in enumerate(both)])
+    return result
 
 
 BRUTES = [

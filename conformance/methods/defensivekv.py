@@ -62,11 +62,11 @@ def defensive(layer: Layer, W_o: Sequence[Sequence[Row]], W: int, kernel: int, B
 
 
 def kept(inputs: Inputs, B: int, W: int, kernel: int) -> Kept:
-    found = Kept()
+    result = Kept()
     for view, W_o in zip(inputs.layers, inputs.W_o, strict=True):
         rows = defensive(plain(view), leaves(W_o), W, kernel, B)
-        found += [top(row, b) for row, b in zip(rows, competition_shares(rows, B, Fraction(0)), strict=True)]
-    return found
+        result += [top(row, b) for row, b in zip(rows, competition_shares(rows, B, Fraction(0)), strict=True)]
+    return result
 
 
 BRUTES = [

@@ -34,8 +34,8 @@ def rotate(x: Row, c: Row, s: Row) -> Row:
     """Rotate both halves of the channels by the angles with these cosines and sines."""
     half, x = len(x) // 2, row(x)
     a, b = x[:half], x[half:]
-    found: Row = behind(minus(times(a, c), times(b, s)), plus(times(b, c), times(a, s)))
-    return found
+    result: Row = behind(minus(times(a, c), times(b, s)), plus(times(b, c), times(a, s)))
+    return result
 
 
 def expected_attention(layer: Layer, inv_freq: Row, factor: float, N_sink: int, N_future: int) -> list[Score]:
@@ -43,7 +43,7 @@ def expected_attention(layer: Layer, inv_freq: Row, factor: float, N_sink: int, 
     n = len(layer["k"][0])
     if n <= N_sink:
         return [[None] * n for _ in layer["k"]]
-    found, inv_freq = list[Score](), row(inv_freq)
+    result, inv_freq = list[Score](), row(inv_freq)
     ahead = range(n, n + N_future)
     future = [waves(p, inv_freq, factor) for p in ahead]
     c, s = (over(column_sums([pair[at] for pair in future]), N_future) for at in (0, 1))
@@ -65,16 +65,16 @@ def expected_attention(layer: Layer, inv_freq: Row, factor: float, N_sink: int, 
             weights = over(normalise(z, sink_of(layer, [h])), len(group))
             total = [a + b for a, b in zip(total, weights, strict=True)]
         norms = [sqrt(dot(v, v)) for v in layer["v"][g][N_sink:]]
-        found.append([*[None] * N_sink, *[a * b for a, b in zip(total, norms, strict=True)]])
-    return found
+        result.append([*[None] * N_sink, *[a * b for a, b in zip(total, norms, strict=True)]])
+    return result
 
 
 def kept(inputs: Inputs, B: int, N_sink: int, N_future: int) -> Kept:
-    found = Kept()
+    result = Kept()
     for view in inputs.layers:
         rows = expected_attention(plain(view), leaves(inputs.inv_freq), inputs.factor, N_sink, N_future)
-        found += [top(row, B) for row in rows]
-    return found
+        result += [top(row, B) for row in rows]
+    return result
 
 
 BRUTES = [

@@ -30,8 +30,8 @@ def unheld(sums: Mapping[int, Any], live: Sequence[int], B: int, kind: str, rece
 
 def rows(inputs: Inputs, B: int) -> list[Score]:
     """Return the scores at the end of a prompt."""
-    found = [row for view in inputs.layers for row in accumulated(plain(view))]
-    return [unheld(dict(enumerate(row)), range(inputs.n), B, "all", "half") for row in found]
+    result = [row for view in inputs.layers for row in accumulated(plain(view))]
+    return [unheld(dict(enumerate(row)), range(inputs.n), B, "all", "half") for row in result]
 
 
 def of_head(layer: Layer, steps: int, B: int, sums: str, recent: str, decode: str) -> Answer:

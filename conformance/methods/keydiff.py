@@ -7,13 +7,13 @@ from conformance.oracles.boxes import column_sums, directions, dot, dots, over, 
 
 
 def keydiff(layer: Layer, anchors: str = "directions") -> list[Score]:
-    found: list[Score] = []
+    result: list[Score] = []
     for head in layer["k"]:
         unit = directions(head)
         anchor = over(column_sums(head if anchors == "keys" else unit), len(unit))
         length = sqrt(dot(anchor, anchor))
-        found.append([-(x / length if length else 0.0) for x in dots(anchor, stacked(unit))])
-    return found
+        result.append([-(x / length if length else 0.0) for x in dots(anchor, stacked(unit))])
+    return result
 
 
 BRUTES = [

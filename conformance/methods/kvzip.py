@@ -31,7 +31,7 @@ def scores(layer: Layer, N_sink: int, W_o: Sequence[Sequence[Row]] | None = None
 
     With W_o, the weights are those of KVzip+.
     """
-    found: list[Score] = [[None] * len(keys) for keys in layer["k"]]
+    result: list[Score] = [[None] * len(keys) for keys in layer["k"]]
     for part in layer["repeats"]:
         G, chunk = len(part["q"]) // len(layer["k"]), slice(part["start"], part["stop"])
         for g, cached in enumerate(layer["k"]):
@@ -41,8 +41,8 @@ def scores(layer: Layer, N_sink: int, W_o: Sequence[Sequence[Row]] | None = None
                 rows = rows_on(layer, h, part["q"][h], keys, range(first + 1, len(keys) + 1))
                 own = [each[N_sink:first] for each in rows]
                 given += own if W_o is None else weighed(own, layer["v"][g][chunk], W_o[h], part["norms"])
-            found[g][chunk] = column_extremes(largest, given)
-    return found
+            result[g][chunk] = column_extremes(largest, given)
+    return result
 
 
 def weighed(own: Any, values: Sequence[Row], W_o: Sequence[Row], norms: Sequence[Score]) -> Any:

@@ -33,7 +33,7 @@ def lagkv(layer: Layer, N_sink: int, lag: int) -> list[Score]:
     Tokens after the last ranked partition have higher scores, and the newest token has the highest. Sinks have no
     score.
     """
-    n, found = len(layer["k"][0]), []
+    n, result = len(layer["k"][0]), []
     starts = list(range(N_sink, n - 2 * lag + 1, lag))
     for keys, values in zip(layer["k"], layer["v"], strict=True):
         score: list[Any] = [None if at < N_sink else 1.0 + at for at in range(n)]
@@ -43,8 +43,8 @@ def lagkv(layer: Layer, N_sink: int, lag: int) -> list[Score]:
             worth = [a + b for a, b in zip(by_key, by_value, strict=True)]
             for at, (fewest, most) in enumerate(places(worth)):
                 score[start + at] = -float(most) if fewest == most else Box(-float(most), -float(fewest), (start, at))
-        found.append(score)
-    return found
+        result.append(score)
+    return result
 
 
 BRUTES = [

@@ -91,10 +91,10 @@ class Method:
         A constant without a published value depends on the model, and has the value of the tests.
         """
         known = {name: value for name, value in self.brute.published.items() if value is not None}
-        found = {name: {**self.brute.small, **known, **self.given}[name] for name in self.brute.small}
+        result = {name: {**self.brute.small, **known, **self.given}[name] for name in self.brute.small}
         if changed := {name: self.given[name] for name in _fields(self.brute) & self.given.keys()}:
-            found["parameters"] = replace(found["parameters"], **changed)
-        return found
+            result["parameters"] = replace(result["parameters"], **changed)
+        return result
 
     @property
     def readings(self) -> dict[str, Any]:
@@ -137,8 +137,8 @@ class Method:
     def __str__(self) -> str:
         """Return the method as `--as` accepts it: every constant, and the given readings."""
         own = {name: value for name, value in self.constants.items() if name not in ("template", "parameters")}
-        told = ", ".join(f"{name}={_text(value)}" for name, value in {**own, **self.given}.items())
-        return f"{self.name}({told})" if told else self.name
+        constants = ", ".join(f"{name}={_text(value)}" for name, value in {**own, **self.given}.items())
+        return f"{self.name}({constants})" if constants else self.name
 
     def reference(self, inputs: Inputs) -> Policy:
         """Return the policy of the reference with these constants."""
@@ -183,9 +183,9 @@ def asked(engine: Engine, method: Method, inputs: Inputs, B: int) -> Kept:
         return _by_stages(engine, method, inputs, B)
     policy = method.reference(inputs)
     values = {**of_model(method.name, inputs), **method.constants, "steps": inputs.steps}
-    found = ask_method(engine, method.name, arguments_of(method.name, observation(policy, inputs), B, values))
-    kept = [Answer(part.tolist()) for part in np.split(found.positions, found.offsets[1:-1])]
-    for answer, scores in zip(kept, () if found.scores is None else found.scores.tolist(), strict=False):
+    result = ask_method(engine, method.name, arguments_of(method.name, observation(policy, inputs), B, values))
+    kept = [Answer(part.tolist()) for part in np.split(result.positions, result.offsets[1:-1])]
+    for answer, scores in zip(kept, () if result.scores is None else result.scores.tolist(), strict=False):
         answer.scores = scores
     return list(kept)
 
@@ -210,11 +210,11 @@ def has_own_code(backend: str, method: str) -> bool:
 
     Otherwise the reference would be tested again.
     """
-    found, row = resolve(backend), POLICIES[method]
-    if backend == "numpy" or (BACKEND in row.constants and getattr(found, row.family) is not None):
+    result, row = resolve(backend), POLICIES[method]
+    if backend == "numpy" or (BACKEND in row.constants and getattr(result, row.family) is not None):
         return True
     policy = METHODS[method].policy(drawn(1))
-    return with_twins(policy, found) is not policy
+    return with_twins(policy, result) is not policy
 
 
 def check_own_code(backend: str, method: str) -> None:
@@ -311,12 +311,12 @@ def explanations(
     single = [(name, value) for name, choices in values.items() for value in choices if value != there[name]]
     inputs = [*telling(method), *([failing] if failing else [])]
     for number in (1, 2):
-        found = [
+        result = [
             str(method.changed(**dict(change))) for change in combinations(single, number)
             if len(dict(change)) == number and _explains(decide, method.changed(**dict(change)), inputs, unit)
         ]
-        if found:
-            return found
+        if result:
+            return result
     return []
 
 

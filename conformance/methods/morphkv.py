@@ -10,12 +10,12 @@ from conformance.oracles.boxes import column_extremes, column_sums, largest, ove
 
 def morphkv(layer: Layer, W: int, fusion: str) -> list[Score]:
     """Return, per key before the window, the sum or maximum over each head's last queries, as a mean over the group."""
-    n, past, rows, found = len(layer["k"][0]), window(layer, W), last_rows(layer, W), []
+    n, past, rows, result = len(layer["k"][0]), window(layer, W), last_rows(layer, W), []
     fuse = partial(column_extremes, largest) if fusion == "max" else column_sums
     for group in groups(layer):
         fused = [fuse([q[:past] for q in rows[h]]) for h in group]
-        found.append(padded(over(column_sums(fused), len(group)), n))
-    return found
+        result.append(padded(over(column_sums(fused), len(group)), n))
+    return result
 
 
 BRUTES = [

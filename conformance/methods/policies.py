@@ -42,8 +42,8 @@ def normalise(logits: Row, beside: Row = ()) -> Row:
     top_logit = largest([largest(logits), *beside])
     powers = each(exp, minus(logits, top_logit))
     total = fsum([fsum(powers), *(exp(x - top_logit) for x in beside)])
-    found: Row = over(powers, total)
-    return found
+    result: Row = over(powers, total)
+    return result
 
 
 def with_heads(layer: Layer, heads: Sequence[int]) -> Layer:
@@ -59,8 +59,8 @@ def sink_of(layer: Layer, heads: Sequence[int]) -> list[float]:
 
 def logits_of(layer: Layer, query: Row, keys: Sequence[Row]) -> Row:
     """Return the logits of one query on some keys, scaled and capped."""
-    cap, found = layer.get("softcap"), times(dots(query, keys), layer["scaling"])
-    capped: Row = found if cap is None else times(each(tanh, over(found, cap)), cap)
+    cap, result = layer.get("softcap"), times(dots(query, keys), layer["scaling"])
+    capped: Row = result if cap is None else times(each(tanh, over(result, cap)), cap)
     return capped
 
 
@@ -79,8 +79,8 @@ def weights(layer: Layer, head: int, query: Row, visible: int) -> Row:
 
 def weights_on(layer: Layer, head: int, query: Row, keys: Sequence[Row], visible: int) -> Row:
     """Return `weights` for given keys."""
-    found: Row = extended(normalise(logits_of(layer, query, keys[:visible]), sink_of(layer, [head])), len(keys))
-    return found
+    result: Row = extended(normalise(logits_of(layer, query, keys[:visible]), sink_of(layer, [head])), len(keys))
+    return result
 
 
 MASKS = ("causal", "none")
@@ -114,8 +114,8 @@ def rows_on(
     """Return `weights` for some queries of a head on given keys."""
     if isinstance(queries, Table) and isinstance(keys, Table):
         beside = sink_of(layer, [head])
-        found: list[Any] = softmax_rows(queries, keys, visible, layer["scaling"], layer.get("softcap"), beside)
-        return found
+        result: list[Any] = softmax_rows(queries, keys, visible, layer["scaling"], layer.get("softcap"), beside)
+        return result
     return [weights_on(layer, head, q, keys, m) for q, m in zip(queries, visible, strict=True)]
 
 
@@ -151,13 +151,13 @@ def padded(row: Row, n: int) -> Score:
 
 def accumulated(layer: Layer) -> list[Score]:
     """Return the attention that each key received from all queries of its group."""
-    found: list[Score] = []
+    result: list[Score] = []
     for group in groups(layer):
         rows = [
             row for h in group for row in rows_of(layer, h, layer["q"][h], range(1, len(layer["q"][h]) + 1))
         ]
-        found.append(list(column_sums(rows)))
-    return found
+        result.append(list(column_sums(rows)))
+    return result
 
 
 def epicache(layer: Layer) -> list[Score]:
@@ -182,9 +182,9 @@ def best(tokens: Sequence[int], score: Sequence[Any], number: int, pinned: Seque
 def top(score: Sequence[float | None], B: int) -> Answer:
     """Return the protected tokens, then the tokens with the highest scores. The lower position comes first."""
     pinned = [i for i, s in enumerate(score) if s is None]
-    found = best([i for i, s in enumerate(score) if s is not None], score, max(0, B - len(pinned)), pinned)
-    found.scores = score
-    return found
+    result = best([i for i, s in enumerate(score) if s is not None], score, max(0, B - len(pinned)), pinned)
+    result.scores = score
+    return result
 
 
 def placed(kept: Answer, live: Sequence[int]) -> Answer:
@@ -346,13 +346,13 @@ def crushed(rows: Sequence[Score], b: int, B: int, share: Fraction, anchor: str)
     far = {run: sum((i in own) is not anchored(g, at) for g, own in enumerate(good) for at, i in enumerate(run))
            for run in free}
     places = max(0, (B - open_) // b - (len(runs) - len(free)))
-    few, found = places * share // 1, []
+    few, result = places * share // 1, []
     for row in rows:
         kept = set(best_blocks(row, b, B - few * b))
         left = sorted((run for run in free if run[0] not in kept), key=lambda run: (far[run], run[0]))
         r = min(few, len(left))
-        found.append(sorted(kept.union(*(left[at * len(left) // r] for at in range(r)))))
-    return found
+        result.append(sorted(kept.union(*(left[at * len(left) // r] for at in range(r)))))
+    return result
 
 
 DIGITS = frozenset("0123456789")

@@ -20,7 +20,7 @@ from conformance.oracles.boxes import column_extremes, directions, dots, fsum, l
 
 def rkv(layer: Layer, W: int, kernel: int, lam: float) -> list[Score]:
     """Return importance minus redundancy of the keys before the last W."""
-    n, past, found = len(layer["k"][0]), window(layer, W), []
+    n, past, result = len(layer["k"][0]), window(layer, W), []
     if past == 0:
         return [[None] * n for _ in layer["k"]]
     for g, group in enumerate(groups(layer)):
@@ -32,8 +32,8 @@ def rkv(layer: Layer, W: int, kernel: int, lam: float) -> list[Score]:
             importance = [a + b / W_now for a, b in zip(importance, A, strict=True)]
         redundancy = rkv_redundancy(keys)
         pooled = pool(importance, kernel, "max")
-        found.append(padded([lam * pooled[i] - (1 - lam) * redundancy[i] for i in range(past)], n))
-    return found
+        result.append(padded([lam * pooled[i] - (1 - lam) * redundancy[i] for i in range(past)], n))
+    return result
 
 
 def rkv_redundancy(keys: Sequence[Row]) -> Row:

@@ -29,7 +29,7 @@ def snapkv(
     group: str = GROUPS[0], pooled: str = POOLED[0], mask: str = MASKS[0], window: str = "kept",
 ) -> list[Score]:
     """Return the scores: sum over the window, pooled per query head, mean over the group."""
-    n, past, rows, found = len(layer["k"][0]), tokens_before(layer, W), last_rows(layer, W, mask), []
+    n, past, rows, result = len(layer["k"][0]), tokens_before(layer, W), last_rows(layer, W, mask), []
     if softmax == "past" and past:
         rows = [rows_of(layer, h, queries[past - n :], [past] * (n - past)) for h, queries in enumerate(layer["q"])]
     scored = past if window == "kept" else n
@@ -39,8 +39,8 @@ def snapkv(
             row = over_group([pool(own, kernel, pooling, pooled) for own in sums], group)
         else:
             row = pool(over_group(sums, group), kernel, pooling, pooled)
-        found.append(padded(row, n))
-    return found
+        result.append(padded(row, n))
+    return result
 
 
 READINGS = {"pooling": ("max", "average"), "softmax": ("all", "past")}

@@ -17,12 +17,12 @@ def kept(
     inputs: Inputs, B: int, last: str = "free", decode: str = DECODE[0], heads: str = GROUPS[0],
 ) -> Kept:
     """Return the kept sets, decided at the end of the prompt and in every decode step."""
-    found, prompt = Kept(), inputs.n - inputs.steps
+    result, prompt = Kept(), inputs.n - inputs.steps
     for layer in map(plain, inputs.layers):
         score = partial(tova, layer, last=last, heads=heads)
         first = top(score(prompt - 1, [*range(prompt)]), B)
-        found.append(decoded(first, range(prompt, inputs.n), B, score, decode))
-    return found
+        result.append(decoded(first, range(prompt, inputs.n), B, score, decode))
+    return result
 
 
 BRUTES = [

@@ -93,8 +93,8 @@ def of_prompt(mode: str) -> Callable[..., Kept]:
     def kept(inputs: Inputs, B: int, pin_prompt: int, prompt: str = "inside") -> Kept:
         """Return the kept sets. The pinned prompt counts in B, or is added to B, as in TensorRT-LLM."""
         places = B + (min(pin_prompt, inputs.n) if prompt == "on top" else 0)
-        found = rows(inputs, mode, lambda g: range(inputs.n), inputs.n, pin_prompt)
-        return [top(around(row, BOUND), places) for row in found]
+        result = rows(inputs, mode, lambda g: range(inputs.n), inputs.n, pin_prompt)
+        return [top(around(row, BOUND), places) for row in result]
 
     return kept
 

@@ -48,7 +48,7 @@ def attention(layer: Layer, W: int, kernel: int) -> list[list[float]]:
     Each query has a softmax over the keys before the window. The queries are averaged and pooled, then the heads are
     averaged.
     """
-    past, n, found = window(layer, W), len(layer["k"][0]), []
+    past, n, result = window(layer, W), len(layer["k"][0]), []
     if past == 0:
         return [[] for _ in layer["k"]]
     before = {**layer, "k": [head[:past] for head in layer["k"]]}
@@ -57,8 +57,8 @@ def attention(layer: Layer, W: int, kernel: int) -> list[list[float]]:
         for h in group:
             rows = rows_of(before, h, layer["q"][h][past - n :], [past] * (n - past))
             heads.append(pool(over(column_sums(rows), len(rows)), kernel, "mean"))
-        found.append([fsum(column) / len(group) for column in zip(*heads, strict=True)])
-    return found
+        result.append([fsum(column) / len(group) for column in zip(*heads, strict=True)])
+    return result
 
 
 def kept(wide: Score, A: Sequence[float], u: Sequence[float], B: int, N_sink: int, share: Fraction) -> list[int]:

@@ -54,11 +54,11 @@ def two_stages(first: Score, second: Sequence[float | None], B: int, share: Frac
 
 def critical(layer: Layer, W_o: Projection, rows: list[Score], shares: Sequence[int]) -> list[list[int]]:
     """Return kept sets: half of each head's share by its scores, the rest by score and output."""
-    found = []
+    result = []
     for row, size, B in zip(rows, output_sizes(layer, W_o), shares, strict=True):
         second = [None if a is None else (a + 1e-4) * b for a, b in zip(row, size, strict=True)]
-        found.append(two_stages(row, second, B, Fraction(1, 2)))
-    return found
+        result.append(two_stages(row, second, B, Fraction(1, 2)))
+    return result
 
 
 def of_vatp(inputs: Inputs, B: int, N_sink: int) -> Kept:
@@ -73,11 +73,11 @@ def of_criticalkv(
 ) -> Callable[..., Kept]:
     """Return a function that computes kept sets in two stages inside each head's share."""
     def kept(inputs: Inputs, B: int, safeguard: Fraction = Fraction(0), **constants: Any) -> Kept:
-        found = Kept()
+        result = Kept()
         for view, W_o in zip(inputs.layers, inputs.W_o, strict=True):
             rows = score(plain(view), **constants)
-            found += critical(plain(view), leaves(W_o), rows, shares(rows, B, safeguard))
-        return found
+            result += critical(plain(view), leaves(W_o), rows, shares(rows, B, safeguard))
+        return result
 
     return kept
 

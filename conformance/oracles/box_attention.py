@@ -32,5 +32,5 @@ def softmax_rows(
         sink = Row(np.full(len(seen), x.lo), np.full(len(seen), x.hi), total.tags)
         total = total + exp(sink - Row(low[:, 0], high[:, 0], top.tags[:, 0]))
     total = Row(total.lo[:, None], total.hi[:, None], total.tags[:, None])
-    found = powers / total
-    return unstacked(Row(np.where(seen, found.lo, 0.0), np.where(seen, found.hi, 0.0), found.tags))
+    result = powers / total
+    return unstacked(Row(np.where(seen, result.lo, 0.0), np.where(seen, result.hi, 0.0), result.tags))

@@ -66,9 +66,9 @@ class Row(Sequence[Any]):
 
     def __sub__(self, other: Any) -> "Row":
         b = other if isinstance(other, Row) else box(other)
-        found = self._with(b, "-", (self.lo - b.hi, self.hi - b.lo))
+        result = self._with(b, "-", (self.lo - b.hi, self.hi - b.lo))
         same = self.tags == (b.tags if isinstance(b, Row) else np.uint64(word(b.tag)))
-        return Row(np.where(same, 0.0, found.lo), np.where(same, 0.0, found.hi), found.tags)
+        return Row(np.where(same, 0.0, result.lo), np.where(same, 0.0, result.hi), result.tags)
 
     def mapped(self, of: Any) -> "Row":
         """Apply an increasing function of NumPy to each number."""

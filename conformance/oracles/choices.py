@@ -30,15 +30,15 @@ def places(values: Sequence[Any]) -> list[tuple[int, int]]:
     same: dict[Any, list[int]] = {}
     for at, x in enumerate(boxes):
         same.setdefault(x.tag, []).append(at)
-    found = []
+    result = []
     for at, x in enumerate(boxes):
         equal = same[x.tag]
         lower = bisect_left(equal, at)
         before = {"lower": lower, "higher": len(equal) - 1 - lower, "any": 0}[State.first]
         after = 0 if State.first == "any" else len(equal) - 1 - before
         higher = len(boxes) - bisect_right(low, x.hi) + before
-        found.append((higher, len(boxes) - 1 - bisect_left(high, x.lo) - after))
-    return found
+        result.append((higher, len(boxes) - 1 - bisect_left(high, x.lo) - after))
+    return result
 
 
 class Answer(list[int]):

@@ -235,8 +235,8 @@ def evict_by(now: Model, score: Mapping[int, float], safe: Sequence[bool], p: Cr
     D = [g.D for g in now.trunks]
     B = s6.effective_budget(now.budget, now.seen, p.N_sink, p.W_recent)
     slots = [[order.index(i) for i in g.members] for g in now.trunks]
-    found = s6.evict(slots, score, [now.M[i] for i in order], D, safe, B, p)
-    keep(now, {order[slot] for slot in found.kept}, found.D)
+    result = s6.evict(slots, score, [now.M[i] for i in order], D, safe, B, p)
+    keep(now, {order[slot] for slot in result.kept}, result.D)
 
 
 def keep(now: Model, left: Set[int], D: Sequence[float]) -> None:

@@ -16,13 +16,13 @@ TINY = Fraction(1, 2**16)
 
 def unit(keys: Sequence[Row]) -> list[list[float]]:
     """Return the directions of keys, even if the squares of a key overflow or underflow a float."""
-    found: list[list[float]] = directions(keys)
-    return found
+    result: list[list[float]] = directions(keys)
+    return result
 
 
 def mean(rows: Sequence[Row]) -> list[float]:
-    found: list[float] = over(column_sums(rows), len(rows))
-    return found
+    result: list[float] = over(column_sums(rows), len(rows))
+    return result
 
 
 def block_of(i: int, N: int, p: Any) -> range:
@@ -69,11 +69,11 @@ def blended(scales: Sequence[Row], gaps: Row, p: Any) -> list[float]:
 
 def surprise(scales: Sequence[Row]) -> list[float]:
     """Return the population deviation of each token's three anomalies."""
-    found = []
+    result = []
     for column in zip(*scales, strict=True):
         centre = fsum(column) / 3
-        found.append(sqrt(fsum((x - centre) ** 2 for x in column) / 3))
-    return found
+        result.append(sqrt(fsum((x - centre) ** 2 for x in column) / 3))
+    return result
 
 
 def rectified(s: Row) -> list[float]:
@@ -88,11 +88,11 @@ def gate(s: float, p: Any) -> float:
 
 
 def routed(scales: Sequence[Row], blend: Row, s: Row, p: Any) -> list[float]:
-    found = []
+    result = []
     for column, mixed, x in zip(zip(*scales, strict=True), blend, s, strict=True):
         alpha = gate(x, p)
-        found.append((1 - alpha) * mixed + alpha * largest(column))
-    return found
+        result.append((1 - alpha) * mixed + alpha * largest(column))
+    return result
 
 
 class Trace(NamedTuple):

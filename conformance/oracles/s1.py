@@ -57,15 +57,15 @@ def log_sum_exp(
 ) -> Rows:
     """Return the natural logarithm of the denominator of Eq. 3 without sinks, by head and query."""
     group = len(q) // len(k)
-    found: Rows = []
+    result: Rows = []
     for h, head in enumerate(q):
         keys = list(zip(k[h // group], key_positions, strict=True))
-        found.append([])
+        result.append([])
         for row, at in zip(head, query_positions, strict=True):
             logits = [_logit(row, key, scaling, softcap) for key, key_at in keys if key_at <= at]
             top = max(logits)
-            found[h].append(top + math.log(math.fsum(math.exp(x - top) for x in logits)))
-    return found
+            result[h].append(top + math.log(math.fsum(math.exp(x - top) for x in logits)))
+    return result
 
 
 def _logit(query: list[float], key: list[float], scaling: float, softcap: float | None) -> float:

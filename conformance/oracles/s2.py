@@ -18,12 +18,12 @@ def sentences(ends: Sequence[bool], start: int = 0) -> list[Trunk]:
 
     An end belongs to the sentence that it ends. Tokens after the last end are one sentence.
     """
-    found: list[Trunk] = [[]]
+    result: list[Trunk] = [[]]
     for i, end in enumerate(ends):
-        found[-1].append(start + i)
+        result[-1].append(start + i)
         if end:
-            found.append([])
-    return [sentence for sentence in found if sentence]
+            result.append([])
+    return [sentence for sentence in result if sentence]
 
 
 def last5(trunk: Trunk) -> Trunk:
@@ -55,23 +55,23 @@ def split(trunk: Trunk, T_max: int) -> list[Trunk]:
     sizes = [0] * pieces
     for token in range(len(trunk)):
         sizes[token % pieces] += 1
-    found, at = [], 0
+    result, at = [], 0
     for size in sizes:
-        found.append(trunk[at : at + size])
+        result.append(trunk[at : at + size])
         at += size
-    return found
+    return result
 
 
 def median_strength(pieces: Sequence[Trunk], E: Sequence[Edge], tau_merge: float) -> float:
     """Return the strength of F4: one of the strengths, exceeded by at most half of the interfaces between sentences."""
-    found = []
+    result = []
     for left, right in itertools.pairwise(pieces):
         weights = interface_weights(left, right, E)
         total = added(weights)
         mean = total / len(weights) if weights else 0.0
-        found.append(math.nextafter(mean, 9.0) if total > mean * len(weights) else mean)
-    for x in sorted(found):
-        if 2 * sum(y > x for y in found) <= len(found):
+        result.append(math.nextafter(mean, 9.0) if total > mean * len(weights) else mean)
+    for x in sorted(result):
+        if 2 * sum(y > x for y in result) <= len(result):
             return x
     return tau_merge
 

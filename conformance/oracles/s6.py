@@ -149,21 +149,21 @@ def reserve(n: int, B: int, B_prot: int, share: Fraction) -> int:
     return 0 if n <= B else math.floor(share * max(0, B - B_prot))
 
 
-def backfill(found: Eviction, trunks: Sequence[Trunk], D: Sequence[float], k: int) -> Eviction:
+def backfill(result: Eviction, trunks: Sequence[Trunk], D: Sequence[float], k: int) -> Eviction:
     """Add the tokens of F3.
 
     The tokens of evicted trunks are split into k runs of nearly equal length. The middle token of each run is kept.
     """
-    gone = [i for g, members in enumerate(trunks) if found.ratio[g] == 0 for i in members]
+    gone = [i for g, members in enumerate(trunks) if result.ratio[g] == 0 for i in members]
     k = min(k, len(gone))
     middle = [Fraction((2 * i + 1) * len(gone), 2 * k) for i in range(k)]
     added = {gone[math.floor(x)] for x in middle}
     ratio = [
         Fraction(len(added & set(members)), len(members)) if r == 0 else r
-        for r, members in zip(found.ratio, trunks, strict=True)
+        for r, members in zip(result.ratio, trunks, strict=True)
     ]
     D_after = [float(r) * D_g for r, D_g in zip(ratio, D, strict=True)]
-    return Eviction(sorted([*found.kept, *added]), ratio, D_after, found.c)
+    return Eviction(sorted([*result.kept, *added]), ratio, D_after, result.c)
 
 
 def evict(
@@ -173,5 +173,5 @@ def evict(
     """Apply Algorithm 1 in the form that the parameters select, then the backfill."""
     B_prot = sum(len(g) for g, shut in zip(trunks, is_protected, strict=True) if shut)
     k = reserve(sum(map(len, trunks)), B, B_prot, Fraction(repr(float(p.coverage))))
-    found = dissolve(trunks, score, M, D, is_protected, B - k, p.N_min, p.allocation)
-    return backfill(found, trunks, D, k)
+    result = dissolve(trunks, score, M, D, is_protected, B - k, p.N_min, p.allocation)
+    return backfill(result, trunks, D, k)

@@ -45,16 +45,16 @@ def reasons(
     inputs = [*telling(method), *([failing] if failing else [])]
     answers = [_answered(decide, each, max(B, method.floor(each))) for each, B in inputs]
     own = _distance(answers, _equation(method, inputs, unit, lambda view: view, {}))
-    found = sorted(
-        (far, at, said) for at, (said, shown, slips) in enumerate(_errors(method))
+    result = sorted(
+        (far, at, message) for at, (message, shown, slips) in enumerate(_errors(method))
         if (far := _distance(answers, _equation(method, inputs, unit, shown, slips))) * CLOSER <= own
     )
-    if not found or not 0 < own < np.inf:
+    if not result or not 0 < own < np.inf:
         return []
-    far, _, said = found[0]
+    far, _, message = result[0]
     if not far:
-        return [f"the step that differs: {said}"]
-    return [f"the nearest known error: {said} ({far} tokens differ instead of {own})"]
+        return [f"the step that differs: {message}"]
+    return [f"the nearest known error: {message} ({far} tokens differ instead of {own})"]
 
 
 def _errors(method: Method) -> Iterator[tuple[str, Callable[[LayerView], LayerView], dict[str, str]]]:
@@ -62,22 +62,22 @@ def _errors(method: Method) -> Iterator[tuple[str, Callable[[LayerView], LayerVi
     for name, (right, *others) in {**method.brute.slips, "ties": ("lower", "higher")}.items():
         for wrong in others:
             yield f"{name}: {wrong} instead of {right}", lambda view: view, {name: wrong}
-    for said, shown in SHOWN.items():
-        yield said, shown, {}
+    for phrase, shown in SHOWN.items():
+        yield phrase, shown, {}
 
 
 def _equation(
     method: Method, inputs: Sequence[tuple[Inputs, int]], unit: float, shown: Callable[[LayerView], LayerView],
     slips: Mapping[str, str],
 ) -> list[Kept | None]:
-    found: list[Kept | None] = []
+    result: list[Kept | None] = []
     for each, B in inputs:
         other = replace(each, layers=[shown(view) for view in each.layers])
         try:
-            found.append(method.wanted(other, max(B, method.floor(each)), unit, **slips))
+            result.append(method.wanted(other, max(B, method.floor(each)), unit, **slips))
         except (Undecided, ValueError, ZeroDivisionError):
-            found.append(None)
-    return found
+            result.append(None)
+    return result
 
 
 def _answered(decide: Decide, inputs: Inputs, B: int) -> Kept | None:
@@ -89,12 +89,12 @@ def _answered(decide: Decide, inputs: Inputs, B: int) -> Kept | None:
 
 def _distance(answers: Sequence[Kept | None], equation: Sequence[Kept | None]) -> Any:
     """Return the number of tokens that differ over all kept sets, or infinity if no kept sets can be compared."""
-    found, compared = 0, 0
+    result, compared = 0, 0
     for kept, wanted in zip(answers, equation, strict=True):
         if kept is None or wanted is None or len(kept) != len(wanted):
             continue
         compared += 1
         for own, right in zip(kept, wanted, strict=True):
             free: frozenset[int] = getattr(right, "open", frozenset())
-            found += len((set(own) ^ set(right)) - free) + abs(len(own) - len(right))
-    return found if compared else np.inf
+            result += len((set(own) ^ set(right)) - free) + abs(len(own) - len(right))
+    return result if compared else np.inf

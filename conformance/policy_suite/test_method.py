@@ -109,14 +109,14 @@ def compared(
         wanted = method.wanted(*given, unit)
     except Undecided:
         return False
-    said, advised = difference(kept, wanted, len(given[0].layers)), ""
-    if said:
+    message, advised = difference(kept, wanted, len(given[0].layers)), ""
+    if message:
         if str(method) not in explained:
             explained[str(method)] = reasons(partial(keeps, method), method, unit, given)
         advised = "".join(f"\n{reason}" for reason in explained[str(method)])
-    elif not (said := other_score(method, kept, wanted, scored)):
+    elif not (message := other_score(method, kept, wanted, scored)):
         return True
-    raise AssertionError(f"not {method} with {described}: {said}{advised}")
+    raise AssertionError(f"not {method} with {described}: {message}{advised}")
 
 
 def difference(kept: Kept, wanted: Kept, layers: int = 1) -> str:

@@ -82,7 +82,7 @@ TIES += [Draw(9, 0, 0, 2, 1, 0, seed, "long") for seed in range(8)]  # The budge
 
 def with_examples(draws: Sequence[Draw]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that runs a test on these inputs, the last first, before the drawn inputs."""
-    return lambda test: reduce(lambda found, draw: example(draw=draw)(found), draws, test)
+    return lambda test: reduce(lambda result, draw: example(draw=draw)(result), draws, test)
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,9 @@ class Own:
 def test_a_promise_holds(column: str, judged_policy: Callable[[Inputs], Policy], draw: Draw) -> None:
     case = Own(judged_policy)
     with boundary("the policy"):
-        said, protected = promised(case.made, column), len(case.guaranteed(LONG, LONG))
-    if said != "yes":
-        pytest.skip(f"{column}: {'N/A' if said == 'N/A' else 'not promised'}")
+        promise, protected = promised(case.made, column), len(case.guaranteed(LONG, LONG))
+    if promise != "yes":
+        pytest.skip(f"{column}: {'N/A' if promise == 'N/A' else 'not promised'}")
     if column == "protection holds" and not protected:
         pytest.skip(f"{column}: N/A, for no token is protected")
     inputs = draw.inputs(protected, case.fewest_layers)

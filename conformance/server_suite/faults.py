@@ -15,7 +15,7 @@ _PAIRS = 64
 
 
 def name_fault(
-    reader: Reader, statement: Statement, events: Sequence[Event], found: Tensor, tolerance: float,
+    reader: Reader, statement: Statement, events: Sequence[Event], result: Tensor, tolerance: float,
     others: Sequence[Sequence[Event]] = (),
 ) -> str:
     """Return the name of the first fault that explains the log-probabilities of a server.
@@ -30,7 +30,7 @@ def name_fault(
     """
     ids, n = statement.ids, len(statement.prompt_ids)
     for name, changed, rule in _hypotheses(events, statement.positions, others):
-        if apart(reader.logprobs(ids, n, changed, rule), found) <= tolerance:
+        if apart(reader.logprobs(ids, n, changed, rule), result) <= tolerance:
             return name
     return "no known fault explains the log-probabilities: a different set, or different weights"
 
@@ -97,10 +97,10 @@ def _fitted(event: Event, other: Event) -> Event:
 def _pairs(events: Sequence[Event]) -> list[tuple[int, int, int]]:
     """Return pairs of KV heads that keep different tokens, as (layer, head, head)."""
     sets = events[0].sets if events else []
-    found = [
+    result = [
         (layer, a, b) for layer, own in enumerate(sets) for a, b in combinations(range(len(own)), 2) if own[a] != own[b]
     ]
-    return found[:_PAIRS]
+    return result[:_PAIRS]
 
 
 def _exchanged(event: Event, layer: int, a: int, b: int) -> Event:

@@ -117,7 +117,7 @@ def policy_sets(model: PreTrainedModel, statement: Statement, seen: Sequence[int
         SpecError: if kvspec has no such policy, or if the budget is not valid.
     """
     policy = policy_of(statement)
-    found, ids, n = [], torch.tensor([statement.ids]), len(statement.prompt_ids)
+    result, ids, n = [], torch.tensor([statement.ids]), len(statement.prompt_ids)
     with torch.no_grad(), policy(model) as run:
         model(input_ids=ids[:, :n])
         for at in range(n, max(seen) + 1):
@@ -126,9 +126,9 @@ def policy_sets(model: PreTrainedModel, statement: Statement, seen: Sequence[int
             if at in seen:
                 assert run.cache is not None
                 layers = run.cache.full_layers
-                found.append([[layer.head_positions(0, head).tolist() for head in range(layer.heads)]
+                result.append([[layer.head_positions(0, head).tolist() for head in range(layer.heads)]
                               for layer in layers])
-    return found
+    return result
 
 
 def with_noise(model: PreTrainedModel, noise: float, seed: int) -> PreTrainedModel:

@@ -75,12 +75,12 @@ class Shape(NamedTuple):
         """
         if self.dtype == "float64":
             return x.astype(np.float32).astype(np.float64)
-        found = x.astype(np.float32)
+        result = x.astype(np.float32)
         if self.dtype == "bfloat16":
-            found = (found.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+            result = (result.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
         else:
-            found = found * np.float32(size)
-        return found
+            result = result * np.float32(size)
+        return result
 
 
 SHAPES = (

@@ -155,7 +155,7 @@ def keys(seed: int, H_kv: int, n: int, d: int = 4) -> Any:
 def token_ids(n: int) -> st.SearchStrategy[IntVector]:
     """Draw n ids out of few, so that most ids repeat. Occasionally an id is very large."""
     ids = st.lists(st.one_of(st.integers(0, ALPHABET - 1), st.just(128_000)), min_size=n, max_size=n)
-    return ids.map(lambda found: np.array(found, dtype=np.int64))
+    return ids.map(lambda result: np.array(result, dtype=np.int64))
 
 
 def sentence_ends() -> st.SearchStrategy[frozenset[int]]:
@@ -170,7 +170,7 @@ def end_masks(n: int) -> st.SearchStrategy[BoolVector]:
         st.lists(st.sampled_from([False, False, False, True]), min_size=n, max_size=n),
         st.just([False] * n), st.just([True] * n),
     )
-    return masks.map(lambda found: np.array(found, dtype=np.bool_))
+    return masks.map(lambda result: np.array(result, dtype=np.bool_))
 
 
 Words = np.ndarray[tuple[int], np.dtype[np.uint64]]
@@ -184,8 +184,8 @@ def mixed(seed: Words, t: IntVector) -> Words:
     z = seed + t.astype(np.uint64) * GOLDEN
     z = (z ^ (z >> np.uint64(30))) * FIRST
     z = (z ^ (z >> np.uint64(27))) * SECOND
-    found: Words = z ^ (z >> np.uint64(31))
-    return found
+    result: Words = z ^ (z >> np.uint64(31))
+    return result
 
 
 class Numbers:

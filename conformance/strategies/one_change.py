@@ -42,7 +42,7 @@ class Calls:
     def with_parameters(self, **changes: tuple[Any, ...]) -> "Calls":
         """Return the calls with more changes: each of the given values of a parameter."""
         p = self.arguments["parameters"]
-        more = {f"{at} {x}": {"parameters": replace(p, **{at: x})} for at, found in changes.items() for x in found}
+        more = {f"{at} {x}": {"parameters": replace(p, **{at: x})} for at, result in changes.items() for x in result}
         return replace(self, changes={**self.changes, **more})
 
     def with_arrays(self, **changes: Any) -> "Calls":
@@ -56,9 +56,9 @@ def drawn(*shape: int, seed: int = 0) -> Any:
 
 def within(array: Any, *place: Any, value: Any) -> Any:
     """Return a copy with one changed element or row. Callers never change the first or the last element."""
-    found = array.copy()
-    found[place] = value
-    return found
+    result = array.copy()
+    result[place] = value
+    return result
 
 
 def coattention(weight: float = 0.75, n: int = 24, place: int = 3) -> CoAttention:

@@ -83,9 +83,9 @@ def without_sinks(inputs: Inputs) -> Inputs:
 
 def few_values(k: Array, seed: int) -> Array:
     """Return keys of nine directions in a plane, so that tokens tie. No key is zero."""
-    found = np.zeros_like(k)
-    found[..., :2] = np.random.default_rng(seed).integers(-1, 2, (*k.shape[:-1], 2)) + np.array([0, 3])
-    return found
+    result = np.zeros_like(k)
+    result[..., :2] = np.random.default_rng(seed).integers(-1, 2, (*k.shape[:-1], 2)) + np.array([0, 3])
+    return result
 
 
 def same_keys(k: Array, seed: int) -> Array:
@@ -96,10 +96,10 @@ def same_keys(k: Array, seed: int) -> Array:
 
 def axes(k: Array, seed: int) -> Array:
     """Return unit vectors along an axis. Products with these vectors are exact, so equal keys tie in any arithmetic."""
-    found = np.zeros_like(k)
+    result = np.zeros_like(k)
     at = np.random.default_rng(seed).integers(0, k.shape[-1], k.shape[:-1])
-    np.put_along_axis(found, at[..., None], 1.0, axis=-1)
-    return found
+    np.put_along_axis(result, at[..., None], 1.0, axis=-1)
+    return result
 
 
 KINDS: Mapping[str, Callable[[Array, int], Array]] = {
@@ -127,8 +127,8 @@ def another(inputs: Inputs, seed: int) -> Inputs:
     rng = np.random.default_rng(seed)
 
     def normal(x: Any, size: float = 1.0) -> Array:
-        found: Array = size * rng.standard_normal(np.shape(x))
-        return found
+        result: Array = size * rng.standard_normal(np.shape(x))
+        return result
 
     layers = [replace(x, q=normal(x.q, 2.0), k=normal(x.k), v=normal(x.v), repeats=None) for x in inputs.layers]
     return replace(inputs, layers=layers, token_ids=rng.permutation(inputs.token_ids))
@@ -146,8 +146,8 @@ def identity(inputs: Inputs) -> Identity:
 
 def calibrated(inputs: Inputs) -> Calibration:
     """Return a calibration, as if the queries of the inputs were the unrotated queries of a calibration text."""
-    found = [band_statistics(view.q) for view in inputs.layers]
-    mean, magnitude = (np.stack([pair[at] for pair in found]) for at in (0, 1))
+    result = [band_statistics(view.q) for view in inputs.layers]
+    mean, magnitude = (np.stack([pair[at] for pair in result]) for at in (0, 1))
     of_heads = np.stack([np.abs(view.k).max(axis=(1, 2)) for view in inputs.layers])
     return Calibration(identity(inputs), tuple(range(len(inputs.layers))), mean, magnitude, of_heads)
 
@@ -180,12 +180,12 @@ def named(name: str, inputs: Inputs, method: str = "") -> Policy:
         SpecError: if the name is unknown, the module cannot be loaded, or the function returns no policy.
     """
     if method and name not in NAMES:
-        made = find_plugin("policy", name, ENTRY_POINTS, NAMES).value
-        if callable(made) and not isinstance(made, Policy):
-            found = made(**of_model(method, inputs))
-            if isinstance(found, Policy):
-                return found
-            raise SpecError("policy", name, f"must return a Policy; returns a {type(found).__name__}")
+        created = find_plugin("policy", name, ENTRY_POINTS, NAMES).value
+        if callable(created) and not isinstance(created, Policy):
+            result = created(**of_model(method, inputs))
+            if isinstance(result, Policy):
+                return result
+            raise SpecError("policy", name, f"must return a Policy; returns a {type(result).__name__}")
     return make_policy(check_name(name, "policy"), of_model(name, inputs))
 
 
@@ -203,11 +203,11 @@ def repeats(inputs: Inputs, view: LayerView, rehearsal: Rehearsal) -> tuple[Repe
     """
     if view.repeats is not None:
         return view.repeats
-    found = []
+    result = []
     for start, stop, ids in rehearsal_chunks(inputs.token_ids, rehearsal):
         like = (start + 5 * np.arange(len(ids)) + ids) % inputs.n
-        found.append(Repeat(start, stop, view.q[:, like], 2.0 * view.k[:, like], (1 + like).astype(np.float64)))
-    return tuple(found)
+        result.append(Repeat(start, stop, view.q[:, like], 2.0 * view.k[:, like], (1 + like).astype(np.float64)))
+    return tuple(result)
 
 
 def in_chunks(inputs: Inputs, rehearsal: Rehearsal) -> Inputs:
@@ -243,10 +243,10 @@ def decided_in_turn(policy: Policy, inputs: Inputs, live: Array, seen: int, B: i
     asking = inputs.layers[0].q.shape[1]
     first = 0 if rows is None else max(0, asking - rows)
     layers = {at: replace(view, q=inputs.layers[at].q[:, first:]) for at, view in shown.layers.items()}
-    found = retain_turn(
+    result = retain_turn(
         policy, Budget(count=B), [live] * shown.groups, [replace(shown, seen=seen, layers=layers, positions=live)],
     )
-    return [found.group(g).tolist() for g in range(found.groups)]
+    return [result.group(g).tolist() for g in range(result.groups)]
 
 
 def retained(policy: Policy, inputs: Inputs, B: int) -> Retention:
@@ -259,5 +259,5 @@ def decided(policy: Policy, inputs: Inputs, B: int) -> Kept:
     if inputs.steps:
         groups = groups_of(policy, inputs)
         return decoded_sets(policy, inputs.layers, groups, B, inputs.n - inputs.steps)[-1]
-    found = retained(policy, inputs, B)
-    return [found.group(g).tolist() for g in range(found.groups)]
+    result = retained(policy, inputs, B)
+    return [result.group(g).tolist() for g in range(result.groups)]

@@ -114,7 +114,7 @@ def _cluster_heads(n: int, C: int, numbers: Numbers) -> IntVector:
 
     A cluster has 1 to about a hundred members. All members of a cluster tie, except those before a list's last place.
     """
-    found = np.arange(n)
+    result = np.arange(n)
     for c in range(0, n, C):
         stop = min(c + C, n)
         kinds = max(1, (stop - c) // 24)
@@ -124,12 +124,12 @@ def _cluster_heads(n: int, C: int, numbers: Numbers) -> IntVector:
             length = int(numbers.integers(5, 48, 1)[0])
             block = range(at, min(at + length, stop))
             if runs:
-                found[block] = at
+                result[block] = at
             else:
                 names = (kinds * numbers.fractions(len(block)) ** 2).astype(np.int64).tolist()
-                found[block] = [leader.setdefault(name, i) for name, i in zip(names, block, strict=True)]
+                result[block] = [leader.setdefault(name, i) for name, i in zip(names, block, strict=True)]
             at, runs = block.stop, not runs
-    return found
+    return result
 
 
 def text_of(inputs: AttentionInputs, budget: str, seed: int) -> Prompt:

@@ -61,8 +61,8 @@ def _inside(shape: Lists, numbers: Numbers, at: IntVector, first: IntVector, siz
         step = 1 + numbers.below(span)[:, None] + np.arange(k) * (span[:, None] // k + 1)
     place = (at - first)[:, None] + step
     kept = (place >= 0) & (place < size[:, None]) & (step != 0) if shape.near else np.abs(step) < size[:, None]
-    found: IntMatrix = np.where(kept, first[:, None] + place % size[:, None], -1)
-    return np.take_along_axis(found, np.argsort(found < 0, axis=1, kind="stable"), axis=1)
+    result: IntMatrix = np.where(kept, first[:, None] + place % size[:, None], -1)
+    return np.take_along_axis(result, np.argsort(result < 0, axis=1, kind="stable"), axis=1)
 
 
 def _across(shape: Lists, numbers: Numbers, at: IntVector, first: IntVector) -> IntMatrix:
@@ -94,8 +94,8 @@ def some_ends(n: int, every: int, seed: int) -> BoolVector:
     """Return a mask in which one token in `every` ends a sentence. 1 means all tokens, 0 means none."""
     if every == 0:
         return np.zeros(n, dtype=np.bool_)
-    found: BoolVector = Numbers(seed).integers(0, every, n) == 0
-    return found
+    result: BoolVector = Numbers(seed).integers(0, every, n) == 0
+    return result
 
 
 def of_sizes(sizes: Any, start: int = 0) -> Trunks:

@@ -190,7 +190,7 @@ def coattentions(draw: st.DrawFn, n: int, p: CrystalCacheParameters, start: int 
 
 def dyadic_impacts(n: int) -> st.SearchStrategy[Vector]:
     """Draw M_i of few values, so that tokens tie."""
-    return st.lists(st.integers(1, 9), min_size=n, max_size=n).map(lambda found: np.array(found) / 4)
+    return st.lists(st.integers(1, 9), min_size=n, max_size=n).map(lambda result: np.array(result) / 4)
 
 
 @st.composite
@@ -215,7 +215,7 @@ def partitions(draw: st.DrawFn, n: int) -> Trunks:
 def degrees() -> st.SearchStrategy[Vector]:
     """Draw degrees of 1 to 12 trunks, in multiples of 1/4 that are often equal."""
     quarters = st.one_of(st.integers(0, 3), st.integers(0, 400))
-    return st.lists(quarters, min_size=1, max_size=DEGREES).map(lambda found: np.array(found) / 4)
+    return st.lists(quarters, min_size=1, max_size=DEGREES).map(lambda result: np.array(result) / 4)
 
 
 ENDS = frozenset({2, 7})
@@ -228,11 +228,11 @@ def ends() -> frozenset[int]:
 
 def sixteenths(m: int, low: int = 0, high: int = 16) -> st.SearchStrategy[Vector]:
     """Draw m multiples of 1/16, so that products and sums are often exact and ties are common."""
-    return st.lists(st.integers(low, high), min_size=m, max_size=m).map(lambda found: np.array(found) / 16)
+    return st.lists(st.integers(low, high), min_size=m, max_size=m).map(lambda result: np.array(result) / 16)
 
 
 def flags(m: int) -> st.SearchStrategy[BoolVector]:
-    return st.lists(st.booleans(), min_size=m, max_size=m).map(lambda found: np.array(found, dtype=np.bool_))
+    return st.lists(st.booleans(), min_size=m, max_size=m).map(lambda result: np.array(result, dtype=np.bool_))
 
 
 @st.composite
@@ -259,7 +259,7 @@ def csr_of_matrix(W: Matrix) -> TrunkWeights:
 def inverse_norms(n: int) -> st.SearchStrategy[Vector]:
     """Draw positive multiples of 1/8, and occasionally infinity, the inverse norm of a zero key."""
     value = st.one_of(st.integers(1, 16).map(lambda x: x / 8), st.just(float("inf")))
-    return st.lists(value, min_size=n, max_size=n).map(lambda found: np.array(found, dtype=np.float64))
+    return st.lists(value, min_size=n, max_size=n).map(lambda result: np.array(result, dtype=np.float64))
 
 
 @st.composite

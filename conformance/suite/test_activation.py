@@ -55,13 +55,13 @@ def active_by_force(live: LiveTrunks, p: CrystalCacheParameters) -> list[bool]:
 @given(k=keys())
 def test_inverse_norms_lie_in_their_bound(breath_stages: BreathStages, k: Any) -> None:
     """Check the mean over heads of 1 / ||k||, in float64 for any type of the keys. It is infinite for a zero key."""
-    found = breath_stages.inverse_key_norms(k)
+    actual = breath_stages.inverse_key_norms(k)
     want = np.array([decode.inverse_norm(list(token)) for token in k.astype(np.float64).transpose(1, 0, 2).tolist()])
-    assert found.dtype == np.float64
-    assert np.isinf(found).tolist() == np.isinf(want).tolist()
+    assert actual.dtype == np.float64
+    assert np.isinf(actual).tolist() == np.isinf(want).tolist()
     finite = np.isfinite(want)
     radius = tolerances.key_norm_error(len(k), k.shape[2]) * want[finite]
-    assert (np.abs(found[finite] - want[finite]) <= radius).all()
+    assert (np.abs(actual[finite] - want[finite]) <= radius).all()
 
 
 @pytest.mark.spec("CC-KEY-NORM")
@@ -80,10 +80,10 @@ def test_norms_whose_squares_float64_does_not_hold(breath_stages: BreathStages, 
     """Check very short and very long keys next to a head of usual length, with a channel that is nearly 0."""
     k = np.array([[[1.0, 0.7, 0.0, 1e-30], [-0.6, 0.0, 0.0, 0.8]], [[1.0, 0.0, 2.0, 0.0], [0.0, 0.0, 0.0, 0.0]]])
     k[0] *= size
-    found, radius = breath_stages.inverse_key_norms(k), tolerances.key_norm_error(2, 4)
+    actual, radius = breath_stages.inverse_key_norms(k), tolerances.key_norm_error(2, 4)
     want = (1 / (size * math.hypot(1.0, 0.7)) + 5**-0.5) / 2
-    assert abs(found[0] - want) <= radius * want
-    assert found[1] == np.inf
+    assert abs(actual[0] - want) <= radius * want
+    assert actual[1] == np.inf
     alone = breath_stages.inverse_key_norms(k[:1])
     lengths = size * np.hypot(k[0, :, 0] / size, np.hypot(k[0, :, 1] / size, k[0, :, 3] / size))
     assert (np.abs(alone * lengths - 1) <= radius).all()
@@ -91,9 +91,9 @@ def test_norms_whose_squares_float64_does_not_hold(breath_stages: BreathStages, 
 
 @pytest.mark.spec("CC-KEY-NORM")
 def test_norms_beyond_the_bound_are_counted_as_small_and_large(breath_stages: BreathStages) -> None:
-    found = breath_stages.inverse_key_norms(np.array([[[5e-324, 0.0], [2.0**-1022, 0.0], [1.7e308, 1.7e308]]]))
-    assert (found[:2] >= 2.0**1000).all()
-    assert 0 <= found[2] <= 2.0**-1000
+    actual = breath_stages.inverse_key_norms(np.array([[[5e-324, 0.0], [2.0**-1022, 0.0], [1.7e308, 1.7e308]]]))
+    assert (actual[:2] >= 2.0**1000).all()
+    assert 0 <= actual[2] <= 2.0**-1000
 
 
 @pytest.mark.spec("CC-KEY-NORM")
@@ -141,17 +141,17 @@ FORMS: list[Callable[[Vector, float, float], Any]] = [
 def test_a_quotient_is_compared(breath_stages: BreathStages, theta: float, size: float) -> None:
     """Check norms near theta times the largest norm, for which each different formula has wrong results."""
     for form in FORMS:
-        told = 0
+        count = 0
         for top in size * (1 + Numbers(17).fractions(400)):
             x = theta * top + np.spacing(theta * top) * np.arange(-2.0, 3.0)
             if (form(x, top, theta) != (x / top > theta)).any():
-                told += 1
+                count += 1
                 live = table([1] * 6, np.append(x, top))
-                found = breath_stages.activation(live, replace(PAPER, theta_act=theta))
-                assert found.tolist() == [*(x / top > theta).tolist(), True]
-            if told == 3:
+                actual = breath_stages.activation(live, replace(PAPER, theta_act=theta))
+                assert actual.tolist() == [*(x / top > theta).tolist(), True]
+            if count == 3:
                 break
-        assert told, "no input has a different result with this formula"
+        assert count, "no input has a different result with this formula"
 
 
 @pytest.mark.spec("CC-ACTIVATION")

@@ -87,8 +87,8 @@ def test_arrays_filled_anew_are_read_anew(judged: Backend, subject: Backend, op:
         for array, other in zip(arrays_of(own), arrays_of(new) if list(arrays_of(own)) else (), strict=True):
             array[...] = other
     rest = [new if not list(arrays_of(own)) else own for own, new in zip(given, wanted, strict=True)]
-    found = parts(stage(*rest))
-    assert found == parts(stage(*deepcopy(wanted)))
+    actual = parts(stage(*rest))
+    assert actual == parts(stage(*deepcopy(wanted)))
 
 
 @pytest.mark.parametrize("op", STAGES)
@@ -101,8 +101,8 @@ def test_threads_have_results_of_their_own(judged: Backend, subject: Backend, to
     wanted = [parts(stage(*call)) for call in calls]
     if not together:
         return
-    found = [pair for stride in STRIDES for pair in enumerate(in_turns(stage, calls, stride))]
-    for at, result in [*found, *side_by_side(stage, calls, SECONDS)]:
+    actual = [pair for stride in STRIDES for pair in enumerate(in_turns(stage, calls, stride))]
+    for at, result in [*actual, *side_by_side(stage, calls, SECONDS)]:
         assert not isinstance(result, BaseException), f"a thread failed: {result!r}"
         assert parts(result) == wanted[at], "another thread's call changed the result"
 

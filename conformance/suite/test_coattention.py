@@ -57,10 +57,11 @@ def chosen(index: IntMatrix) -> list[list[int]]:
 @given(inputs=hot_sets())
 def test_hot_sets_are_exact(stages: CrystalStages, inputs: AttentionInputs) -> None:
     """Salience, sources (ties included) and weights MUST be equal bit for bit if attention is dyadic."""
-    found, want = inputs.run(stages), brute_force(inputs)
-    assert found.salience.tolist() == want.salience
-    assert chosen(found.cross) == [[j for j, _ in row] for row in want.cross]
-    assert [[w for w in row if w] for row in found.cross_weight.tolist()] == [[w for _, w in row] for row in want.cross]
+    actual, want = inputs.run(stages), brute_force(inputs)
+    assert actual.salience.tolist() == want.salience
+    assert chosen(actual.cross) == [[j for j, _ in row] for row in want.cross]
+    weights = [[w for w in row if w] for row in actual.cross_weight.tolist()]
+    assert weights == [[w for _, w in row] for row in want.cross]
 
 
 @pytest.mark.spec("CC-ATTENTION", "CC-SALIENCE", "CC-CROSS")
@@ -106,9 +107,9 @@ def test_one_token_lies_in_the_certified_box(
     """
     first = -1 if alone else 0
     one = replace(inputs, q=inputs.q[:, -1:], k=inputs.k[:, first:], positions=inputs.positions[first:])
-    found = one.run(stages)
-    assert (found.intra == -1).all()
-    assert not list(stage_checks.coattention(found, one, precision))
+    actual = one.run(stages)
+    assert (actual.intra == -1).all()
+    assert not list(stage_checks.coattention(actual, one, precision))
 
 
 @pytest.mark.spec("CC-EDGES")
@@ -132,9 +133,9 @@ def test_edges_are_a_set_of_directed_triples(stages: CrystalStages, inputs: Atte
 @given(inputs=attention_inputs())
 def test_edges_are_ordered_by_owner_and_rank(stages: CrystalStages, inputs: AttentionInputs) -> None:
     """E MUST list intra edges as (owner, neighbour), then cross edges as (source, owner), by owner and rank."""
-    found = inputs.run(stages)
-    triples = zip(*(column.tolist() for column in found.edges()), strict=True)
-    assert list(triples) == stage_checks.edges_of(found)
+    actual = inputs.run(stages)
+    triples = zip(*(column.tolist() for column in actual.edges()), strict=True)
+    assert list(triples) == stage_checks.edges_of(actual)
 
 
 @pytest.mark.spec("CC-SALIENCE")
@@ -187,9 +188,9 @@ def test_a_cross_weight_equal_to_the_threshold_is_no_edge(stages: CrystalStages)
     p = replace(TINY, C=2, k_cross=1, tau_cross=0.5)
     assert (one_head(rows, p).run(stages).cross == -1).all()
     for below in (0.25, float(np.nextafter(np.float32(0.5), np.float32(0)))):
-        found = one_head(rows, replace(p, tau_cross=below)).run(stages)
-        assert found.cross.tolist() == [[-1], [-1], [0], [0]]
-        assert stage_checks.edges_of(found)[-2:] == [(0, 2, 0.5), (0, 3, 0.5)]
+        actual = one_head(rows, replace(p, tau_cross=below)).run(stages)
+        assert actual.cross.tolist() == [[-1], [-1], [0], [0]]
+        assert stage_checks.edges_of(actual)[-2:] == [(0, 2, 0.5), (0, 3, 0.5)]
 
 
 @pytest.mark.spec("CC-ROW-NORM")
@@ -207,17 +208,17 @@ def test_epsilon_stands_outside_the_norm(stages: CrystalStages) -> None:
     Rows with 5e-5 of their mass in their chunk have a cosine of 0.7. With epsilon under the root, it would be 0.2.
     """
     q, k = np.ones((1, 4, 1), dtype=np.float32), np.array([[[9.25], [9.25], [0.0], [0.0]]], dtype=np.float32)
-    found = AttentionInputs(q, k, np.arange(4), replace(TINY, C=2, tau_intra=0.6), 1.0, None).run(stages)
-    assert found.intra[2:, 0].tolist() == [3, 2]
+    actual = AttentionInputs(q, k, np.arange(4), replace(TINY, C=2, tau_intra=0.6), 1.0, None).run(stages)
+    assert actual.intra[2:, 0].tolist() == [3, 2]
 
 
 @pytest.mark.spec("CC-ROW-NORM")
 def test_a_row_without_mass_in_its_chunk_has_no_neighbour(stages: CrystalStages) -> None:
     """Check that epsilon keeps a zero row at zero, so that no number becomes NaN."""
     p = replace(TINY, C=2, tau_intra=0.0, M_min=0.0)
-    found = one_head([[0], [1], [0], [0]], p).run(stages)
-    assert (found.intra[2:] == -1).all()
-    assert found.salience.tolist() == [1, 1, 0, 0]
+    actual = one_head([[0], [1], [0], [0]], p).run(stages)
+    assert (actual.intra[2:] == -1).all()
+    assert actual.salience.tolist() == [1, 1, 0, 0]
 
 
 @pytest.mark.spec("CC-ATTENTION")
@@ -240,8 +241,8 @@ def test_query_heads_share_keys_by_consecutive_groups(stages: CrystalStages) -> 
 def test_the_soft_cap_is_of_the_scaled_logit(stages: CrystalStages) -> None:
     """Check logits far above the cap and far below its negative: the second key gets 1 / (1 + e^2cap) = 1/4."""
     q, k = np.full((1, 2, 1), 1_000.0, dtype=np.float32), np.array([[[1.0], [-1.0]]], dtype=np.float32)
-    found = AttentionInputs(q, k, np.arange(2), TINY, 0.5, float(np.log(3.0)) / 2).run(stages)
-    assert np.abs(found.salience - [1.75, 0.25]).max() < 1e-5
+    actual = AttentionInputs(q, k, np.arange(2), TINY, 0.5, float(np.log(3.0)) / 2).run(stages)
+    assert np.abs(actual.salience - [1.75, 0.25]).max() < 1e-5
 
 
 @pytest.mark.spec("CC-SALIENCE")
@@ -291,14 +292,14 @@ def test_lists_are_as_long_as_they_may_be(stages: CrystalStages, k: int) -> None
     C = k + 3
     p = replace(TINY, C=C, k_intra=k, k_cross=k, tau_intra=0.0, tau_cross=0.0)
     try:
-        found = one_head([list(range(i + 1)) for i in range(C + 2)], p).run(stages)
+        actual = one_head([list(range(i + 1)) for i in range(C + 2)], p).run(stages)
     except SpecError as refused:
         if k > 64 and refused.argument in ("k_intra", "k_cross"):
             return
         raise
     alike = one_head([[0]] * C, p).run(stages)
     assert alike.intra.tolist() == [[j for j in range(C) if j != i][:k] for i in range(C)]
-    assert found.cross[C:].tolist() == [list(range(k))] * 2
+    assert actual.cross[C:].tolist() == [list(range(k))] * 2
 
 
 @pytest.mark.spec("CC-COATTENTION", "CC-CROSS")
@@ -307,9 +308,9 @@ def test_the_oldest_live_keys_are_sources(stages: CrystalStages, live: int) -> N
     """Check queries after many live keys that send half of their weight to the fourth key."""
     q, k = np.ones((1, 8, 1), dtype=np.float32), np.zeros((1, live + 8, 1), dtype=np.float32)
     k[0, 3] = np.log(live)
-    found = AttentionInputs(q, k, np.arange(live + 8), replace(TINY, k_cross=1, tau_cross=0.25), 1.0, None).run(stages)
-    assert found.cross.tolist() == [[3]] * 8
-    assert (np.abs(found.cross_weight - 0.5) < 0.03).all()
+    actual = AttentionInputs(q, k, np.arange(live + 8), replace(TINY, k_cross=1, tau_cross=0.25), 1.0, None).run(stages)
+    assert actual.cross.tolist() == [[3]] * 8
+    assert (np.abs(actual.cross_weight - 0.5) < 0.03).all()
 
 
 @pytest.mark.spec("CC-SALIENCE")
@@ -322,8 +323,8 @@ def test_many_heads_are_summed(stages: CrystalStages, k_heads: int, S: list[floa
     q = np.zeros((16, 2, 2), dtype=np.float32)
     q[:, 0, 0], q[::2, 1, 0], q[1::2, 1, 1] = HOT, HOT, HOT
     p = replace(TINY, k_heads=k_heads, M_max=128.0, M_min=0.0)
-    found = AttentionInputs(q, np.eye(2, dtype=np.float32)[None], np.arange(2), p, 1.0, None).run(stages)
-    assert found.salience.tolist() == S
+    actual = AttentionInputs(q, np.eye(2, dtype=np.float32)[None], np.arange(2), p, 1.0, None).run(stages)
+    assert actual.salience.tolist() == S
 
 
 @pytest.mark.spec("CC-CROSS")

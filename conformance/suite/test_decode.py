@@ -42,21 +42,21 @@ def test_decay_is_equation_36(breath_stages: BreathStages, data: st.DataObject, 
     """Check Eq. 36 and its bounds: (1 - beta_0) D <= D' <= D. If beta_0 < 1, D' is 0 if and only if D is 0."""
     m = data.draw(st.integers(0, 8), label="m")
     D, M_bar = data.draw(sixteenths(m), label="D"), data.draw(sixteenths(m, 0, 320), label="Mbar")
-    found = breath_stages.decay(D, M_bar, p)
+    actual = breath_stages.decay(D, M_bar, p)
     want = np.array([decode.decay(x, y, p) for x, y in zip(D.tolist(), M_bar.tolist(), strict=True)])
-    assert (np.abs(found - want) <= tolerances.decay_radius(D)).all()
-    assert ((found <= D) & (found >= 0)).all()
+    assert (np.abs(actual - want) <= tolerances.decay_radius(D)).all()
+    assert ((actual <= D) & (actual >= 0)).all()
     if p.beta_0 < 1:
-        assert ((found == 0) == (D == 0)).all()
+        assert ((actual == 0) == (D == 0)).all()
     assert breath_stages.decay(D, M_bar, replace(p, beta_0=0.0)).tolist() == D.tolist()
 
 
 @pytest.mark.spec("CC-DECAY")
 def test_impact_and_D_slow_the_decay(breath_stages: BreathStages) -> None:
     """Check that a trunk without impact loses a twentieth at beta_0 = 0.05, and that D' rises with Mbar and D."""
-    found = breath_stages.decay(np.array([0.5, 0.5, 0.5]), np.array([0.0, 4.0, 20.0]), PAPER)
-    assert found[0] == 0.475
-    assert (np.diff(found) > 0).all()
+    actual = breath_stages.decay(np.array([0.5, 0.5, 0.5]), np.array([0.0, 4.0, 20.0]), PAPER)
+    assert actual[0] == 0.475
+    assert (np.diff(actual) > 0).all()
     low, high = breath_stages.decay(np.array([0.5, 0.75]), np.array([4.0, 4.0]), PAPER)
     assert low < high
 

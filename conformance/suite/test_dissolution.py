@@ -49,9 +49,9 @@ def test_dissolution_equals_algorithm_1(stages: CrystalStages, problem: Eviction
     """Kept positions and r MUST be equal to Algorithm 1, ties included."""
     for corner in corners(problem, problem.expected()):
         event(corner)
-    found = problem.run(stages)
-    assert not list(stage_checks.eviction(found, problem))
-    assert found.kept.dtype == np.int64
+    actual = problem.run(stages)
+    assert not list(stage_checks.eviction(actual, problem))
+    assert actual.kept.dtype == np.int64
 
 
 @pytest.mark.spec("CC-DISSOLVE", "CC-ALLOCATE")
@@ -70,18 +70,18 @@ def test_every_small_eviction_through_the_stage(stages: CrystalStages, every: in
     """Check all partitions of totals up to 8 and all budgets against the closed form of the prefix sum."""
     cases = [case for total in range(1, 9) for case in itertools.product(partitions_of(total), range(total + 1))]
     for sizes, B in cases[::every]:
-        found = bare(sizes, B).run(stages)
+        actual = bare(sizes, B).run(stages)
         kept = s6.closed_form(sizes, sum(sizes) - B, 3)
         starts = np.cumsum([0, *sizes[:-1]]).tolist()
-        assert found.kept.tolist() == [i for a, k in zip(starts, kept, strict=True) for i in range(a, a + k)]
+        assert actual.kept.tolist() == [i for a, k in zip(starts, kept, strict=True) for i in range(a, a + k)]
 
 
 @pytest.mark.spec("CC-ALLOCATE")
 @given(n=st.integers(1, 12), B=st.integers(0, 14), N_min=st.integers(0, 5))
 def test_single_tokens_fill_the_budget(stages: CrystalStages, n: int, B: int, N_min: int) -> None:
     """Check that T_max = 1 has no partial trunk and keeps min(n, B) tokens, for any N_min."""
-    found = bare([1] * n, B, N_min).run(stages)
-    assert found.kept.tolist() == list(range(max(0, n - B), n))
+    actual = bare([1] * n, B, N_min).run(stages)
+    assert actual.kept.tolist() == list(range(max(0, n - B), n))
 
 
 @pytest.mark.spec("CC-DISSOLVE")
@@ -124,9 +124,9 @@ def test_a_count_of_any_ratio_is_the_count(stages: CrystalStages) -> None:
     pairs = [(s, k) for s in range(4, 129) for k in range(3, s) if k / s * s != k or (1 - (s - k) / s) * s != k]
     assert any(k / s * s < k for s, k in pairs if s <= 32)
     for s, k in [*[pair for pair in pairs if pair[0] <= 32], *pairs[::29]]:
-        found = bare([s], k).run(stages)
-        assert found.kept.tolist() == list(range(k))
-        assert found.ratio.tolist() == [k / s]
+        actual = bare([s], k).run(stages)
+        assert actual.kept.tolist() == list(range(k))
+        assert actual.ratio.tolist() == [k / s]
 
 
 @pytest.mark.spec("CC-DISSOLVE", "CC-KEEP-COUNT")
@@ -179,9 +179,9 @@ def test_a_ratio_of_tiers_that_floats_round_down(stages: CrystalStages, less: in
         1 - np.arange(m) / 1024, Trunks(np.cumsum([0, *sizes.tolist()]), np.ones(m)), np.arange(n) / 8, np.ones(m),
         np.zeros(m, dtype=np.bool_), 133 + 177 + 31 - less, replace(PAPER, allocation="tiers", N_min=1),
     )
-    found = problem.run(stages)
-    assert round(float(found.ratio[at]) * 59) == 31
-    assert not list(stage_checks.eviction(found, problem))
+    actual = problem.run(stages)
+    assert round(float(actual.ratio[at]) * 59) == 31
+    assert not list(stage_checks.eviction(actual, problem))
 
 
 @pytest.mark.spec("CC-TIERS", "CC-TIER-COUNT")

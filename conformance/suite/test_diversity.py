@@ -41,8 +41,8 @@ def selections(draw: st.DrawFn) -> tuple[Any, Any, Any, int, float]:
 def test_the_sets_are_those_of_algorithm_1(selector: DiversityStages, given_: tuple[Any, Any, Any, int, float]) -> None:
     """Equal gains MUST go to the lower position, for any form of the implementation."""
     s, V, retained, k, lam = given_
-    found = selector.diverse(s, V, retained, k, lam)
-    assert found.tolist() == brute.alpha(s.tolist(), V.tolist(), np.flatnonzero(retained).tolist(), k, lam)
+    actual = selector.diverse(s, V, retained, k, lam)
+    assert actual.tolist() == brute.alpha(s.tolist(), V.tolist(), np.flatnonzero(retained).tolist(), k, lam)
 
 
 UP, RIGHT, LEFT, NAN = [0.0, 1.0], [1.0, 0.0], [-1.0, 0.0], float("nan")
@@ -70,8 +70,8 @@ def test_two_of_three(
     A copy of a kept token is selected later, and a tie goes to the lower position. An opposite direction MUST NOT get
     a bonus, and NaN is last.
     """
-    found = selector.diverse(np.array(s), np.array(V), np.zeros(3, dtype=np.bool_), 2, lam)
-    assert found.tolist() == kept
+    actual = selector.diverse(np.array(s), np.array(V), np.zeros(3, dtype=np.bool_), 2, lam)
+    assert actual.tolist() == kept
 
 
 @pytest.mark.spec("DV-GREEDY")
@@ -101,8 +101,8 @@ def test_close_signatures_are_told_apart(selector: DiversityStages, n: int) -> N
     V = np.ones((n, 2))
     V[1:, 0] = 1 - 2.0**-40 * (1 + np.random.default_rng(n).permutation(n - 1))
     retained, k = np.arange(n) == 0, min(n - 1, 5)
-    found = selector.diverse(np.ones(n), V, retained, k, 0.5)
-    assert np.array_equal(found, scale.diverse(np.ones(n), V, retained, k, 0.5))
+    actual = selector.diverse(np.ones(n), V, retained, k, 0.5)
+    assert np.array_equal(actual, scale.diverse(np.ones(n), V, retained, k, 0.5))
 
 
 @pytest.mark.spec("DV-COSINE", "DV-GREEDY")
@@ -140,8 +140,8 @@ def test_what_redundancy_costs_is_rounded(selector: DiversityStages, lam: float)
 def test_the_retained_alone_are_kept(selector: DiversityStages) -> None:
     """Check that k retained tokens are kept even if they have the lowest scores and equal vectors."""
     retained = np.array([True, False, True])
-    found = selector.diverse(np.array([0.25, 1.0, 0.0]), np.array([UP, RIGHT, UP]), retained, 2, 0.5)
-    assert found.tolist() == [0, 2]
+    actual = selector.diverse(np.array([0.25, 1.0, 0.0]), np.array([UP, RIGHT, UP]), retained, 2, 0.5)
+    assert actual.tolist() == [0, 2]
 
 
 @pytest.mark.spec("DV-GREEDY", "DV-COSINE")
@@ -150,8 +150,8 @@ def test_larger_sets_are_those_of_algorithm_1(selector: DiversityStages) -> None
     rng = np.random.default_rng(8)
     V = diversity.unit_rows(rng.standard_normal((9, 6))[rng.integers(0, 9, 300)] + 0.1 * rng.standard_normal((300, 6)))
     s, retained = rng.standard_normal(300), np.arange(300) < 3
-    found = selector.diverse(s, V, retained, 150, 0.5)
-    assert found.tolist() == brute.alpha(s.tolist(), V.tolist(), [0, 1, 2], 150, 0.5)
+    actual = selector.diverse(s, V, retained, 150, 0.5)
+    assert actual.tolist() == brute.alpha(s.tolist(), V.tolist(), [0, 1, 2], 150, 0.5)
 
 
 @pytest.mark.spec("DV-GREEDY")
@@ -159,8 +159,8 @@ def test_larger_sets_are_those_of_algorithm_1(selector: DiversityStages) -> None
 def test_more_retained_tokens_than_a_panel(selector: DiversityStages, held: int) -> None:
     """The last retained token MUST count from the first choice on. It equals the best candidate."""
     V = np.array([LEFT] * (held - 1) + [UP, UP] + [RIGHT] * 9)
-    found = selector.diverse(np.arange(len(V), 0.0, -1.0), V, np.arange(len(V)) < held, held + 1, 1e3)
-    assert found.tolist() == [*range(held), held + 1]
+    actual = selector.diverse(np.arange(len(V), 0.0, -1.0), V, np.arange(len(V)) < held, held + 1, 1e3)
+    assert actual.tolist() == [*range(held), held + 1]
 
 
 @pytest.mark.spec("DV-GREEDY")

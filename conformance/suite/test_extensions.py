@@ -40,9 +40,9 @@ def test_mean_salience_is_exact_where_attention_is_dyadic(
 ) -> None:
     """Check that the mean of 1, 2 or 4 heads is exact and clipped after the division, if attention is dyadic."""
     p = replace(inputs.parameters, heads="mean", k_heads=k_heads, M_min=0.0, M_max=M_max)
-    found = stages.coattention(inputs.q, inputs.k, inputs.positions, p, 1.0, None)
+    actual = stages.coattention(inputs.q, inputs.k, inputs.positions, p, 1.0, None)
     want = s1.coattention(inputs.q.tolist(), inputs.k.tolist(), inputs.positions.tolist(), p, 1.0, None)
-    assert found.salience.tolist() == want.salience
+    assert actual.salience.tolist() == want.salience
 
 
 @st.composite
@@ -86,10 +86,10 @@ def test_a_scale_of_salience_says_nothing(
 def test_unit_trunk_impact_equals_the_brute_force(stages: CrystalStages, text: Text) -> None:
     """Check that the trunks equal the trunks of the paper. Their impact is in [0, 1), and the least is 0."""
     p = replace(text.parameters, trunk_impact="unit")
-    found = stages.trunks(text.coattention, text.impact, text.ends, p)
-    assert not list(stage_checks.trunks(found, text.coattention, text.impact, text.ends, p))
-    assert found.impact.min() == 0
-    assert found.impact.max() < 1
+    actual = stages.trunks(text.coattention, text.impact, text.ends, p)
+    assert not list(stage_checks.trunks(actual, text.coattention, text.impact, text.ends, p))
+    assert actual.impact.min() == 0
+    assert actual.impact.max() < 1
 
 
 @pytest.mark.spec("CC-TIERS", "CC-TIER-COUNT")
@@ -109,8 +109,8 @@ def test_dissolution_in_tiers_equals_the_brute_force(stages: CrystalStages, prob
 def test_a_prefill_in_any_form_equals_its_chain(backend: Backend, prompt: Prompt, p: Any, precision: str) -> None:
     """Check a whole prefill. Each stage is tested against the result of the stage before it."""
     formed = replace(prompt, inputs=replace(prompt.inputs, parameters=p))
-    found = prefill(backend=backend, **formed.arguments)
-    assert not list(stage_checks.retention(found, formed, precision))
+    actual = prefill(backend=backend, **formed.arguments)
+    assert not list(stage_checks.retention(actual, formed, precision))
 
 
 @pytest.mark.spec("CC-TIERS")
@@ -119,13 +119,13 @@ def test_the_essay_runs_end_to_end(backend: Backend) -> None:
     rng = np.random.default_rng(7)
     q, k = (rng.standard_normal((h, 300, 8)).astype(np.float32) for h in (4, 2))
     ids = rng.zipf(1.5, 300).clip(0, 40).astype(np.int64)
-    found = {
+    actual = {
         name: prefill(q, k, ids, frozenset({2, 7}), 0.7, p, backend) for name, p in (("e", ESSAY), ("p", PAPER))
     }
-    partial = {name: int(((x.ratio > 0) & (x.ratio < 1)).sum()) for name, x in found.items()}
+    partial = {name: int(((x.ratio > 0) & (x.ratio < 1)).sum()) for name, x in actual.items()}
     assert partial["p"] <= 1 < partial["e"]
-    assert all(x.budget - 2 <= len(x.kept) <= x.budget == 210 for x in found.values())
-    assert found["e"].trunks.impact.max() < 1
+    assert all(x.budget - 2 <= len(x.kept) <= x.budget == 210 for x in actual.values())
+    assert actual["e"].trunks.impact.max() < 1
 
 
 @pytest.mark.spec("CC-TIERS")
@@ -166,11 +166,11 @@ def trunks_of(stages: CrystalStages, text: Text, merge: str, S1: CoAttention | N
 def test_all_forms_order_alike(stages: CrystalStages, ids: IntVector, S: float) -> None:
     """Check that, at equal salience, a rarer token never has less impact, in each of the three forms."""
     salience, c = np.full(len(ids), S), impact.token_counts(ids)
-    found = {
+    actual = {
         form: stages.impact(salience, ids, replace(PAPER, rarity=form))  # type: ignore[arg-type]
         for form in ("logarithm", *RARITIES)
     }
-    for form, M in found.items():
+    for form, M in actual.items():
         p = replace(PAPER, rarity=form)  # type: ignore[arg-type]
         assert not list(stage_checks.impact(M, salience, ids, p))
         assert (M[np.argsort(-c, kind="stable")] == np.sort(M)).all()
@@ -193,8 +193,8 @@ def test_impact_of_an_exact_rarity_is_exact(stages: CrystalStages) -> None:
 def test_the_adaptive_merge_equals_the_brute_force(stages: CrystalStages, text: Text) -> None:
     """Check that S2 with the threshold of the segment equals the brute force exactly."""
     p = replace(text.parameters, merge="median")
-    found = trunks_of(stages, text, "median")
-    assert not list(stage_checks.trunks(found, text.coattention, text.impact, text.ends, p))
+    actual = trunks_of(stages, text, "median")
+    assert not list(stage_checks.trunks(actual, text.coattention, text.impact, text.ends, p))
 
 
 @pytest.mark.spec("CC-ADAPTIVE-MERGE")
@@ -267,14 +267,14 @@ def test_a_share_is_the_decimal_that_is_written(stages: CrystalStages, share: fl
     The product of floats is 28.999999999999996, which would be 28 tokens.
     """
     problem = of_sizes([5] * (room // 5 + 30), room, share)
-    found, bare = problem.run(stages), covered(replace(problem, budget=room - k), 0.0).run(stages)
-    assert len(found.kept) - len(bare.kept) == k
-    assert not list(stage_checks.eviction(found, problem))
+    actual, bare = problem.run(stages), covered(replace(problem, budget=room - k), 0.0).run(stages)
+    assert len(actual.kept) - len(bare.kept) == k
+    assert not list(stage_checks.eviction(actual, problem))
 
 
 @pytest.mark.spec("CC-COVERAGE")
 @pytest.mark.parametrize(("gone", "k"), PLACES)
 def test_spacing_is_counted_in_whole_tokens(stages: CrystalStages, gone: int, k: int) -> None:
     """Check that the middle tokens of k equal parts of `gone` tokens come back. A step in floats misses one token."""
-    found = of_sizes([1] * (gone + k), 2 * k, 0.5).run(stages)
-    assert found.kept.tolist() == [(2 * i + 1) * gone // (2 * k) for i in range(k)] + list(range(gone, gone + k))
+    actual = of_sizes([1] * (gone + k), 2 * k, 0.5).run(stages)
+    assert actual.kept.tolist() == [(2 * i + 1) * gone // (2 * k) for i in range(k)] + list(range(gone, gone + k))

@@ -34,8 +34,8 @@ def score(stages: CrystalStages, D: list[float], M_bar: list[float]) -> list[flo
 @pytest.mark.spec("CC-ALLOCATE")
 def test_loss_is_not_proportional_to_the_score(stages: CrystalStages) -> None:
     """Check FC1: ten trunks of ten tokens at B = 45. Five are evicted wholly, one in part, and four are kept."""
-    found = evict(stages, [10] * 10, [g / 16 for g in range(10)], 45)
-    assert found.ratio.tolist() == [0.0] * 5 + [0.5] + [1.0] * 4
+    actual = evict(stages, [10] * 10, [g / 16 for g in range(10)], 45)
+    assert actual.ratio.tolist() == [0.0] * 5 + [0.5] + [1.0] * 4
 
 
 @pytest.mark.spec("CC-ALLOCATE")
@@ -50,18 +50,18 @@ def test_the_protected_set_may_exceed_the_budget(stages: CrystalStages) -> None:
     p = replace(TINY, N_sink=1, W_recent=1)
     offsets = np.array([0, 4, 6, 10])
     protected = protected_trunks(offsets, 10, p.N_sink, p.W_recent)
-    found = stages.dissolve(
+    actual = stages.dissolve(
         np.array([np.nan, 0.5, np.nan]), Trunks(offsets, np.ones(3)), np.ones(10), np.ones(3), protected, 5, p
     )
-    assert found.kept.tolist() == [0, 1, 2, 3, 6, 7, 8, 9]
+    assert actual.kept.tolist() == [0, 1, 2, 3, 6, 7, 8, 9]
 
 
 @pytest.mark.spec("CC-SPLIT")
 def test_the_split_does_not_bound_the_number_of_trunks(stages: CrystalStages) -> None:
     """Check FC5: a text of full stops has one trunk for each token."""
     n = 50
-    found = record([1.0] * n, [[] for _ in range(n)], [[] for _ in range(n)], 8, 4)
-    assert len(stages.trunks(found, np.ones(n), np.ones(n, dtype=np.bool_), PAPER).impact) == n
+    actual = record([1.0] * n, [[] for _ in range(n)], [[] for _ in range(n)], 8, 4)
+    assert len(stages.trunks(actual, np.ones(n), np.ones(n, dtype=np.bool_), PAPER).impact) == n
 
 
 @pytest.mark.spec("CC-NORMALISED-IMPACT")
@@ -100,8 +100,8 @@ def test_a_single_cross_chunk_edge_does_not_link_two_trunks(
     n = 2 * size
     cross: list[list[tuple[int, float]]] = [[] for _ in range(n)]
     cross[size] = [(0, weight)]
-    found = record([1.0] * n, [[] for _ in range(n)], cross, 8, 4)
-    graph = stages.graph(found, Trunks(np.array([0, size, n]), np.ones(2)), PAPER)
+    actual = record([1.0] * n, [[] for _ in range(n)], cross, 8, 4)
+    graph = stages.graph(actual, Trunks(np.array([0, size, n]), np.ones(2)), PAPER)
     assert len(graph.weights) == edges
 
 
@@ -118,16 +118,16 @@ def test_a_token_may_stand_in_every_edge(stages: CrystalStages) -> None:
     q, k = np.zeros((1, 9, 2)), np.ones((1, 9, 2))
     k[0, 0] = 9
     q[:] = 1
-    found = stages.coattention(q, k, np.arange(9), p, 1.0, None)
-    assert found.edges().first.tolist() == [0] * 8
+    actual = stages.coattention(q, k, np.arange(9), p, 1.0, None)
+    assert actual.edges().first.tolist() == [0] * 8
 
 
 @pytest.mark.spec("CC-ALLOCATE")
 def test_half_of_the_tokens_need_not_remain(stages: CrystalStages) -> None:
     """Check FC17: at B = 501 of 1001 tokens, a remnant of two tokens is evicted, and 499 tokens are kept."""
     sizes = [502, *[31] * 16, 3]
-    found = evict(stages, sizes, [0.0, *[1.0] * 17], 501)
-    assert (sum(sizes), len(found.kept)) == (1001, 499)
+    actual = evict(stages, sizes, [0.0, *[1.0] * 17], 501)
+    assert (sum(sizes), len(actual.kept)) == (1001, 499)
 
 
 @pytest.mark.spec("CC-ALLOCATE")

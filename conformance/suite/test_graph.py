@@ -29,8 +29,8 @@ def star(*weights: float) -> tuple[Text, Trunks]:
     """Return trunks of single tokens, of which trunk i + 1 has one edge to trunk 0."""
     n = len(weights) + 1
     intra: list[list[tuple[int, float]]] = [[], *([(0, w)] if w else [] for w in weights)]
-    found = record([1.0] * n, intra, [[] for _ in range(n)], 8, 4)
-    text = Text(found, np.ones(n), np.ones(n, dtype=np.bool_), replace(PAPER, tau_edge=0.0))
+    result = record([1.0] * n, intra, [[] for _ in range(n)], 8, 4)
+    text = Text(result, np.ones(n), np.ones(n, dtype=np.bool_), replace(PAPER, tau_edge=0.0))
     return text, Trunks(np.arange(n + 1), np.ones(n))
 
 
@@ -44,9 +44,9 @@ def D_of(stages: CrystalStages, degree: list[float], p: CrystalCacheParameters =
     intra: list[list[tuple[int, float]]] = []
     for g, w in enumerate(degree):
         intra += [[(2 * g + 1, w)] if w else [], []]
-    found = record([1.0] * len(intra), intra, [[] for _ in intra], 8, 4)
+    result = record([1.0] * len(intra), intra, [[] for _ in intra], 8, 4)
     trunks = Trunks(np.arange(len(intra) + 1), np.ones(len(intra)))
-    return stages.graph(found, trunks, replace(p, tau_edge=0.0)).D[::2]
+    return stages.graph(result, trunks, replace(p, tau_edge=0.0)).D[::2]
 
 
 @pytest.mark.spec("CC-CRYSTALLIZATION", "CC-TRUNK-EDGES", "CC-TRUNK-WEIGHT", "CC-DEGREE")
@@ -64,22 +64,22 @@ def test_the_graph_is_symmetric_and_pruned(stages: CrystalStages, case: tuple[Te
 
     Degrees satisfy 0 <= degree <= sqrt 2 (m - 1).
     """
-    found = run(stages, case)
-    W = stage_checks.dense(found)
+    actual = run(stages, case)
+    W = stage_checks.dense(actual)
     top = math.sqrt(2) * (1 + tolerances.gamma(8, "float64"))
     assert (W == W.T).all()
     assert not W.diagonal().any()
-    assert (found.weights > case[0].parameters.tau_edge).all()
-    assert (found.weights <= top).all()
-    assert found.degree.min() >= 0
-    assert found.degree.max() <= top * (len(W) - 1)
+    assert (actual.weights > case[0].parameters.tau_edge).all()
+    assert (actual.weights <= top).all()
+    assert actual.degree.min() >= 0
+    assert actual.degree.max() <= top * (len(W) - 1)
 
 
 @pytest.mark.spec("CC-TRUNK-EDGES")
 def test_a_mutual_pair_counts_twice(stages: CrystalStages) -> None:
     """Check that a mutual pair of single tokens has W = w sqrt 2, because the multiset is additive."""
-    found = record([1.0, 1.0], [[(1, 0.5)], [(0, 0.5)]], [[], []], 1, 1)
-    W = stages.graph(found, Trunks(np.arange(3), np.ones(2)), PAPER).weights
+    actual = record([1.0, 1.0], [[(1, 0.5)], [(0, 0.5)]], [[], []], 1, 1)
+    W = stages.graph(actual, Trunks(np.arange(3), np.ones(2)), PAPER).weights
     assert tolerances.close("CC-TRUNK-WEIGHT", W, [0.5 * math.sqrt(2)] * 2)
 
 
@@ -90,8 +90,8 @@ def test_equal_weights_of_different_pairs_both_count(stages: CrystalStages) -> N
     Edges inside a trunk do not count.
     """
     intra = [[(1, 1.0), (2, 0.5)], [(3, 0.5)], [(3, 1.0)], []]
-    found = record([1.0] * 4, intra, [[] for _ in range(4)], 2, 1)
-    W = stages.graph(found, Trunks(np.array([0, 2, 4]), np.ones(2)), PAPER).weights
+    actual = record([1.0] * 4, intra, [[] for _ in range(4)], 2, 1)
+    W = stages.graph(actual, Trunks(np.array([0, 2, 4]), np.ones(2)), PAPER).weights
     assert tolerances.close("CC-TRUNK-WEIGHT", W, [0.5 * math.sqrt(0.5)] * 2)
 
 
@@ -102,8 +102,8 @@ def test_a_weight_must_exceed_tau_edge(stages: CrystalStages, tau_edge: float, e
 
     One edge of 1/2 between trunks of two tokens has W = 1/4.
     """
-    found = record([1.0] * 4, [[(2, 0.5)], [], [], []], [[] for _ in range(4)], 2, 1)
-    graph = stages.graph(found, Trunks(np.array([0, 2, 4]), np.ones(2)), replace(PAPER, tau_edge=tau_edge))
+    actual = record([1.0] * 4, [[(2, 0.5)], [], [], []], [[] for _ in range(4)], 2, 1)
+    graph = stages.graph(actual, Trunks(np.array([0, 2, 4]), np.ones(2)), replace(PAPER, tau_edge=tau_edge))
     assert len(graph.weights) == edges
 
 
@@ -116,8 +116,8 @@ def test_tau_edge_is_a_float64(stages: CrystalStages, tau_edge: float, near: flo
     In float32, 0.05 is rounded up, and 0.7 is rounded down. W = w, because the trunks are single tokens.
     """
     text, trunks = star(tau_edge * near)
-    found = run(stages, (replace(text, parameters=replace(PAPER, tau_edge=tau_edge)), trunks))
-    assert len(found.weights) == edges
+    actual = run(stages, (replace(text, parameters=replace(PAPER, tau_edge=tau_edge)), trunks))
+    assert len(actual.weights) == edges
 
 
 @pytest.mark.spec("CC-TRUNK-WEIGHT")
@@ -125,10 +125,10 @@ def test_tau_edge_is_a_float64(stages: CrystalStages, tau_edge: float, near: flo
 def test_no_edges_survive_above_the_largest_weight(stages: CrystalStages, case: tuple[Text, Trunks]) -> None:
     """Check that every degree is 0 and every D is 1/2 if tau_edge >= sqrt 2."""
     text, trunks = case
-    found = run(stages, (replace(text, parameters=replace(text.parameters, tau_edge=1.5)), trunks))
-    assert found.indptr.tolist() == [0] * (len(trunks.sizes) + 1)
-    assert found.degree.tolist() == [0.0] * len(trunks.sizes)
-    assert found.D.tolist() == [0.5] * len(trunks.sizes)
+    actual = run(stages, (replace(text, parameters=replace(text.parameters, tau_edge=1.5)), trunks))
+    assert actual.indptr.tolist() == [0] * (len(trunks.sizes) + 1)
+    assert actual.degree.tolist() == [0.0] * len(trunks.sizes)
+    assert actual.D.tolist() == [0.5] * len(trunks.sizes)
 
 
 @pytest.mark.spec("CC-CRYSTALLIZATION")
@@ -137,11 +137,11 @@ def test_D_lies_in_the_unit_interval_and_follows_the_degree(
     stages: CrystalStages, case: tuple[Text, Trunks],
 ) -> None:
     """Check 0 <= D <= 1, and that D does not fall as the degree rises."""
-    found = run(stages, case)
-    order = np.argsort(found.degree, kind="stable")
-    assert (np.diff(found.D[order]) >= 0).all()
-    assert found.D.min() >= 0
-    assert found.D.max() <= 1
+    actual = run(stages, case)
+    order = np.argsort(actual.degree, kind="stable")
+    assert (np.diff(actual.D[order]) >= 0).all()
+    assert actual.D.min() >= 0
+    assert actual.D.max() <= 1
 
 
 @pytest.mark.spec("CC-CRYSTALLIZATION")
@@ -185,8 +185,8 @@ def test_a_deviation_of_epsilon_stays(stages: CrystalStages) -> None:
 @pytest.mark.spec("CC-CRYSTALLIZATION")
 def test_one_trunk_and_equal_degrees_have_D_of_a_half(stages: CrystalStages) -> None:
     """Check that D is exactly 1/2 for one trunk and for three equal degrees."""
-    found = record([1.0, 1.0], [[(1, 1.0)], []], [[], []], 8, 4)
-    assert stages.graph(found, Trunks(np.array([0, 2]), np.ones(1)), PAPER).D.tolist() == [0.5]
+    actual = record([1.0, 1.0], [[(1, 1.0)], []], [[], []], 8, 4)
+    assert stages.graph(actual, Trunks(np.array([0, 2]), np.ones(1)), PAPER).D.tolist() == [0.5]
     assert D_of(stages, [0.75, 0.75, 0.75]).tolist() == [0.5] * 3
 
 
@@ -236,18 +236,18 @@ def test_a_steep_logistic_does_not_overflow(stages: CrystalStages) -> None:
 @pytest.mark.spec("CC-DEGREE")
 def test_degrees_add_the_surviving_weights(stages: CrystalStages) -> None:
     """Check Eq. 26 exactly for a star of single tokens."""
-    found = run(stages, star(0.5, 0.25, 0.0, 1.0))
-    assert found.degree.tolist() == [1.75, 0.5, 0.25, 0.0, 1.0]
-    assert found.indices.tolist() == [1, 2, 4, 0, 0, 0]
-    assert found.indptr.tolist() == [0, 3, 4, 5, 5, 6]
+    actual = run(stages, star(0.5, 0.25, 0.0, 1.0))
+    assert actual.degree.tolist() == [1.75, 0.5, 0.25, 0.0, 1.0]
+    assert actual.indices.tolist() == [1, 2, 4, 0, 0, 0]
+    assert actual.indptr.tolist() == [0, 3, 4, 5, 5, 6]
 
 
 @pytest.mark.spec("CC-TRUNK-EDGES")
 @pytest.mark.parametrize("weights", [(0.1, 0.2, 0.3), (0.3, 0.2, 0.1)])
 def test_weights_are_added_in_the_order_of_E(stages: CrystalStages, weights: tuple[float, float, float]) -> None:
     """Check that W is the mean of three edges to token 0, bit for bit, because the density is 1."""
-    found = record([1.0] * 4, [[], *([(0, w)] for w in weights)], [[] for _ in range(4)], 8, 4)
-    W = stages.graph(found, Trunks(np.array([0, 1, 4]), np.ones(2)), PAPER).weights
+    actual = record([1.0] * 4, [[], *([(0, w)] for w in weights)], [[] for _ in range(4)], 8, 4)
+    W = stages.graph(actual, Trunks(np.array([0, 1, 4]), np.ones(2)), PAPER).weights
     assert W.tolist() == [(weights[0] + weights[1] + weights[2]) / 3] * 2
 
 
@@ -258,9 +258,9 @@ def test_a_degree_is_added_from_the_left(stages: CrystalStages, m: int) -> None:
 
     For m = 150, a different order has different last bits.
     """
-    found = run(stages, star(*(0.1 + 0.8 * Numbers(m).fractions(m)).tolist()))
-    row = found.weights[: found.indptr[1]]
-    assert found.degree[0] == np.cumsum(row)[-1]
+    actual = run(stages, star(*(0.1 + 0.8 * Numbers(m).fractions(m)).tolist()))
+    row = actual.weights[: actual.indptr[1]]
+    assert actual.degree[0] == np.cumsum(row)[-1]
     assert m != 150 or np.cumsum(row)[-1] not in (np.sum(row), np.cumsum(row[::-1])[-1])
 
 
@@ -275,6 +275,6 @@ def test_degrees_that_are_close_have_a_spread(stages: CrystalStages) -> None:
     S1 = record([1.0] * n, [sorted(row, key=lambda edge: -edge[1]) for row in rows], [[]] * n, n, 1)
     p = replace(PAPER, k_intra=n, k_cross=1)
     text, trunks = Text(S1, np.ones(n), np.ones(n, dtype=np.bool_), p), Trunks(np.arange(n + 1), np.ones(n))
-    found = run(stages, (text, trunks))
-    assert tolerances.crystallization_radius(found.degree, p.s, p.epsilon) < 1e-6
-    assert not list(stage_checks.graph(found, S1, trunks, p))
+    actual = run(stages, (text, trunks))
+    assert tolerances.crystallization_radius(actual.degree, p.s, p.epsilon) < 1e-6
+    assert not list(stage_checks.graph(actual, S1, trunks, p))

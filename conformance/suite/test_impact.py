@@ -115,9 +115,9 @@ def test_rarity_of_given_counts(
     ), label="counts")
     more = data.draw(forms(), label="forms")
     p = replace(p, rarity=more.rarity, impact="unit" if more.impact == "unit" else p.impact)
-    found = breath_stages.impact(S, np.array(counts), p)
+    actual = breath_stages.impact(S, np.array(counts), p)
     want = [s3.token_impact(x, s3.rarity_of(c, p), p, S.max()) for x, c in zip(S.tolist(), counts, strict=True)]
-    assert tolerances.close("CC-IMPACT", found, want)
+    assert tolerances.close("CC-IMPACT", actual, want)
 
 
 @pytest.mark.spec("CC-IMPACT")
@@ -136,9 +136,9 @@ def test_given_counts_are_as_good_as_ids(
 def test_impact_is_an_array_of_its_own(stages: CrystalStages, form: Literal["mixture", "salience", "uniform"]) -> None:
     """Check that M does not share memory with S, so that a later change of M does not change S."""
     S = np.array([0.5, 1.0, 2.0])
-    found = stages.impact(S, np.array([3, 4, 3]), replace(PAPER, impact=form))
-    assert not np.shares_memory(found, S)
-    assert found.dtype == np.float64
+    actual = stages.impact(S, np.array([3, 4, 3]), replace(PAPER, impact=form))
+    assert not np.shares_memory(actual, S)
+    assert actual.dtype == np.float64
 
 
 @pytest.mark.spec("CC-IMPACT")
@@ -158,12 +158,12 @@ def test_trunk_impact_is_the_mean_of_the_best_three(
     """Check that trunk impact is exactly the mean of the three largest impacts, and rises with each member."""
     offsets = data.draw(partitions(12), label="trunks").offsets
     ends = np.isin(np.arange(1, 13), offsets)
-    found = record([1.0] * 12, [[] for _ in M], [[] for _ in M], 8, 4)
-    trunks = stages.trunks(found, M, ends, PAPER)
+    actual = record([1.0] * 12, [[] for _ in M], [[] for _ in M], 8, 4)
+    trunks = stages.trunks(actual, M, ends, PAPER)
     at = data.draw(st.integers(0, 11), label="token")
     raised = M.copy()
     raised[at] += data.draw(st.integers(0, 8), label="raise") / 4
-    higher = stages.trunks(found, raised, ends, PAPER).impact
+    higher = stages.trunks(actual, raised, ends, PAPER).impact
     assert trunks.offsets.tolist() == offsets.tolist()
     for g, (start, stop) in enumerate(itertools.pairwise(offsets)):
         best = sorted(M[start:stop].tolist(), reverse=True)[:3]
@@ -182,9 +182,9 @@ def test_impact_of_a_token_that_occurs_so_often(stages: CrystalStages, count: in
 @pytest.mark.spec("CC-TRUNK-IMPACT")
 def test_the_best_three_are_added_from_the_largest_down(stages: CrystalStages) -> None:
     """Check that impacts are added in descending order: (.3 + .2) + .1 is .6. Ascending, it is the next float."""
-    found = record([1.0] * 4, [[] for _ in range(4)], [[] for _ in range(4)], 8, 4)
+    actual = record([1.0] * 4, [[] for _ in range(4)], [[] for _ in range(4)], 8, 4)
     M = np.array([0.1, 0.3, 0.05, 0.2])
-    assert stages.trunks(found, M, np.arange(4) == 3, PAPER).impact.tolist() == [0.6 / 3] != [(0.1 + 0.2 + 0.3) / 3]
+    assert stages.trunks(actual, M, np.arange(4) == 3, PAPER).impact.tolist() == [0.6 / 3] != [(0.1 + 0.2 + 0.3) / 3]
 
 
 COUNTS = [*range(1, 130), *[2**bits + more for bits in range(8, 12) for more in (-1, 0, 1)], 708, 745, 746, 4_097]
@@ -198,12 +198,12 @@ def test_rarity_alone(stages: CrystalStages, form: Literal["logarithm", "recipro
     p = replace(PAPER, rarity=form, M_min=0.0)
     ids = np.repeat(np.arange(len(COUNTS)), COUNTS)
     order = np.random.default_rng(0).permutation(len(ids))
-    found = np.empty(len(ids))
-    found[order] = stages.impact(np.zeros(len(ids)), ids[order], p)
+    actual = np.empty(len(ids))
+    actual[order] = stages.impact(np.zeros(len(ids)), ids[order], p)
     starts = np.cumsum([0, *COUNTS[:-1]])
-    assert (found == np.repeat(found[starts], COUNTS)).all()
+    assert (actual == np.repeat(actual[starts], COUNTS)).all()
     want = [s3.token_impact(0.0, s3.rarity_of(c, p), p, 0.0) for c in COUNTS]
-    assert tolerances.close("CC-IMPACT", found[starts], want)
+    assert tolerances.close("CC-IMPACT", actual[starts], want)
 
 
 @pytest.mark.spec("CC-RARITY", "CC-RARITY-FORMS", "CC-IMPACT")
@@ -214,5 +214,5 @@ def test_rarity_of_given_counts_alone(
     """Check M without salience, for counts up to 1 100 and around every power of two up to 2^53."""
     p = replace(PAPER, rarity=form, M_min=0.0)
     counts = [*range(1, 1_100), *[2**bits + more for bits in range(11, 54) for more in (-1, 0, 1)]]
-    found = breath_stages.impact(np.zeros(len(counts)), np.array(counts), p)
-    assert tolerances.close("CC-IMPACT", found, [s3.token_impact(0.0, s3.rarity_of(c, p), p, 0.0) for c in counts])
+    actual = breath_stages.impact(np.zeros(len(counts)), np.array(counts), p)
+    assert tolerances.close("CC-IMPACT", actual, [s3.token_impact(0.0, s3.rarity_of(c, p), p, 0.0) for c in counts])

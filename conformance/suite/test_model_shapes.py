@@ -102,8 +102,8 @@ def test_attention_that_is_expected(
     want, mass = oracle.expected(q, k, v, at, at + n, inv_freq, 1.25, 4 / d)
     error = expected_error(mass, n, d, n, precision)
     assert error < 0.05, "the error bound is too large for a test"
-    found = policy_stages.expected_attention(q, k, v, at, at + n, inv_freq, 1.25, 4 / d)
-    assert (np.abs(found - want) <= error * want).all()
+    actual = policy_stages.expected_attention(q, k, v, at, at + n, inv_freq, 1.25, 4 / d)
+    assert (np.abs(actual - want) <= error * want).all()
 
 
 @large
@@ -112,10 +112,10 @@ def test_attention_that_is_expected(
 def test_the_first_stage(stages: CrystalStages, precision: str, H: int, H_kv: int, d: int, n: int) -> None:
     p: CrystalCacheParameters = CrystalCacheParameters(**{**vars(PAPER), "C": 128})
     inputs = laddered(Shape("models", H, H_kv, d, n, p))
-    found, want = inputs.run(stages), scale_checks.boxed(inputs, precision)
-    assert not list(scale_checks.salience(found.salience, want, p, precision, strict=False))
+    actual, want = inputs.run(stages), scale_checks.boxed(inputs, precision)
+    assert not list(scale_checks.salience(actual.salience, want, p, precision, strict=False))
     for name in ("intra", "cross"):
-        index, weight = getattr(found, name), getattr(found, f"{name}_weight")
+        index, weight = getattr(actual, name), getattr(actual, f"{name}_weight")
         k, tau = getattr(p, f"k_{name}"), getattr(p, f"tau_{name}")
         assert not list(scale_checks.neighbours(index, weight, getattr(want, name), k, tau, strict=False))
 

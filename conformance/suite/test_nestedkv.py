@@ -25,10 +25,11 @@ def names_a_place(text: str, head: int, token: int) -> bool:
     """Return True if a text names both numbers, after the words "head" and "token", or in this order."""
     if f"{head}" not in re.findall(r"\d+", text) or f"{token}" not in re.findall(r"\d+", text):
         return False
-    said = {(word, int(number)) for word, number in re.findall(r"\b(head|token)\b\D*?(\d+)", text.lower())}
-    if not said:
+    numbers = {(word, int(number)) for word, number in re.findall(r"\b(head|token)\b\D*?(\d+)", text.lower())}
+    if not numbers:
         return re.search(rf"\b{head}\b.*\b{token}\b", text) is not None
-    return all((word, number) in said for word, number in (("head", head), ("token", token)) if word in dict(said))
+    expected = (("head", head), ("token", token))
+    return all((word, number) in numbers for word, number in expected if word in dict(numbers))
 
 
 @pytest.mark.spec("NK-UNIT-KEYS", "NK-SCORE")
@@ -60,9 +61,9 @@ def test_keys_that_are_not_finite_are_refused_anywhere(nestedkv_stages: NestedKV
             nestedkv_stages.anomaly_score(k, NESTED)
 
 
-def inside(found: Any, k: Any, p: NestedKVParameters, precision: str) -> None:
+def inside(result: Any, k: Any, p: NestedKVParameters, precision: str) -> None:
     """Check that the scores of each head are within the radius of brute force."""
-    for head, got in zip(k, found, strict=True):
+    for head, got in zip(k, result, strict=True):
         radius = nestedkv_radius(head.tolist(), p, precision)
         assert (np.abs(got - np.array(oracle.scores(head.tolist(), p))) <= radius).all()
         assert (got >= -radius).all()
@@ -84,10 +85,10 @@ def test_a_score_lies_within_its_radius(
     At tau = 0 the gate is half open if the surprise is 0, so an error in the rectified values changes the score.
     """
     k, p = keys(seed, H_kv, n), replace(NESTED, W=W, tau=tau)
-    found = nestedkv_stages.anomaly_score(k, p)
-    assert found.dtype == np.float64
-    assert found.shape == (H_kv, n)
-    inside(found, k, p, precision)
+    actual = nestedkv_stages.anomaly_score(k, p)
+    assert actual.dtype == np.float64
+    assert actual.shape == (H_kv, n)
+    inside(actual, k, p, precision)
 
 
 @pytest.mark.spec(
@@ -117,8 +118,8 @@ def test_opposite_keys_have_no_mean(nestedkv_stages: NestedKVStages) -> None:
     """Check keys k, -k, k, -k, of which only windows of odd length have a mean other than 0."""
     k = np.array([[[1.0, 2.0], [-1.0, -2.0]] * 3], np.float32)
     p = replace(NESTED, b_min=6, b_max=6, W=2)
-    found = nestedkv_stages.anomaly_score(k, p)
-    assert scores_agree(found[0], oracle.scores(k[0].tolist(), p)) or found[0, 0] < found[0, 1:].min()
+    actual = nestedkv_stages.anomaly_score(k, p)
+    assert scores_agree(actual[0], oracle.scores(k[0].tolist(), p)) or actual[0, 0] < actual[0, 1:].min()
 
 
 @pytest.mark.spec("NK-SCORE")

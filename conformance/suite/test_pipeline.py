@@ -43,12 +43,12 @@ def brute_force(prompt: Prompt) -> pipeline.Prefill:
 
 def same_records(a: CrystalRetention, b: CrystalRetention) -> bool:
     """Return True if all records are equal bit for bit."""
-    def arrays(found: CrystalRetention) -> list[np.ndarray[Any, Any]]:
-        S1, S4 = found.coattention, found.graph
+    def arrays(result: CrystalRetention) -> list[np.ndarray[Any, Any]]:
+        S1, S4 = result.coattention, result.graph
         return [
-            found.kept, found.offsets, found.ratio, found.scores, found.D, found.protected, found.impact,
-            S1.salience, S1.intra, S1.intra_weight, S1.cross, S1.cross_weight, found.trunks.offsets,
-            found.trunks.impact, S4.indptr, S4.indices, S4.weights, S4.degree, S4.D,
+            result.kept, result.offsets, result.ratio, result.scores, result.D, result.protected, result.impact,
+            S1.salience, S1.intra, S1.intra_weight, S1.cross, S1.cross_weight, result.trunks.offsets,
+            result.trunks.impact, S4.indptr, S4.indices, S4.weights, S4.degree, S4.D,
         ]
 
     return (a.budget, a.over_budget) == (b.budget, b.over_budget) and all(
@@ -61,10 +61,10 @@ def same_records(a: CrystalRetention, b: CrystalRetention) -> bool:
 @given(prompt=prompts())
 def test_a_prefill_equals_algorithm_2(backend: Backend, precision: str, prompt: Prompt) -> None:
     """Kept positions MUST be those of Algorithm 2, or follow from results of S1 inside the certified box."""
-    found, want = run(backend, prompt), brute_force(prompt)
-    same = found.kept.tolist() == want.eviction.kept
+    actual, want = run(backend, prompt), brute_force(prompt)
+    same = actual.kept.tolist() == want.eviction.kept
     event("kept as the brute force" if same else "kept as a near tie allows")
-    assert not list(stage_checks.retention(found, prompt, precision))
+    assert not list(stage_checks.retention(actual, prompt, precision))
 
 
 @pytest.mark.spec("CC-PREFILL")
@@ -109,11 +109,11 @@ def test_ids_are_names(backend: Backend, prompt: Prompt, data: st.DataObject) ->
 @given(prompt=prompts())
 def test_the_result_says_how_far_it_is_over_budget(backend: Backend, prompt: Prompt) -> None:
     """Check B_prot <= |R| <= max(B, B_prot), and that over_budget is the excess. Sink and window are kept."""
-    found, p, n = run(backend, prompt), prompt.inputs.parameters, len(prompt.token_ids)
-    B_prot = int(found.trunks.sizes[found.protected].sum())
-    assert B_prot <= len(found.kept) <= max(found.budget, B_prot)
-    assert found.over_budget == max(0, len(found.kept) - found.budget) == max(0, min(B_prot, n) - found.budget)
-    assert {*range(min(n, p.N_sink)), *range(max(0, n - p.W_recent), n)} <= set(found.kept.tolist())
+    actual, p, n = run(backend, prompt), prompt.inputs.parameters, len(prompt.token_ids)
+    B_prot = int(actual.trunks.sizes[actual.protected].sum())
+    assert B_prot <= len(actual.kept) <= max(actual.budget, B_prot)
+    assert actual.over_budget == max(0, len(actual.kept) - actual.budget) == max(0, min(B_prot, n) - actual.budget)
+    assert {*range(min(n, p.N_sink)), *range(max(0, n - p.W_recent), n)} <= set(actual.kept.tolist())
 
 
 @pytest.mark.spec("CC-SCORE", "CC-NORMALISED-IMPACT", "CC-IMPACT")
@@ -127,7 +127,7 @@ def test_uniform_impact_equals_alpha_0(backend: Backend, prompt: Prompt) -> None
     assert np.array_equal(uniform.scores, D_only.scores, equal_nan=True)
     assert uniform.ratio.tolist() == D_only.ratio.tolist()
     for g, members in enumerate(stage_checks.trunk_lists(uniform.trunks)):
-        a, b = (np.intersect1d(members, found.kept).tolist() for found in (uniform, D_only))
+        a, b = (np.intersect1d(members, actual.kept).tolist() for actual in (uniform, D_only))
         partial = 0 < uniform.ratio[g] < 1
         assert a == (members[: len(b)] if partial else b)
     assert uniform.trunks.offsets.tolist() == D_only.trunks.offsets.tolist()
@@ -159,18 +159,18 @@ def test_without_edges_D_is_a_half(backend: Backend, prompt: Prompt) -> None:
     """Check that D = 1/2 if E is empty or tau_edge >= sqrt 2, so that score = max(1/2, alpha M~)."""
     bare = varied(backend, prompt, k_intra=0, k_cross=0, graph="degree")
     pruned = varied(backend, prompt, tau_edge=1.5, graph="degree")
-    for found in (bare, pruned):
-        assert found.graph.D.tolist() == [0.5] * len(found.trunks.sizes)
-        assert (found.scores[~found.protected] >= 0.5).all()
+    for actual in (bare, pruned):
+        assert actual.graph.D.tolist() == [0.5] * len(actual.trunks.sizes)
+        assert (actual.scores[~actual.protected] >= 0.5).all()
 
 
 @pytest.mark.spec("CC-PROTECTED")
 @given(prompt=prompts())
 def test_no_sink_and_no_window_protect_nothing(backend: Backend, prompt: Prompt) -> None:
     """Check that N_sink = W_recent = 0 protects no trunk, and that B is then only the ceiling."""
-    found = varied(backend, prompt, N_sink=0, W_recent=0)
-    assert not found.protected.any()
-    assert found.budget == -(-prompt.share.numerator * len(prompt.token_ids) // prompt.share.denominator)
+    actual = varied(backend, prompt, N_sink=0, W_recent=0)
+    assert not actual.protected.any()
+    assert actual.budget == -(-prompt.share.numerator * len(prompt.token_ids) // prompt.share.denominator)
 
 
 @pytest.mark.spec("CC-PREFILL")
@@ -178,11 +178,11 @@ def test_no_sink_and_no_window_protect_nothing(backend: Backend, prompt: Prompt)
 @pytest.mark.parametrize("group", [1, 2, 4, 7, 8])
 def test_two_tokens_and_every_head_group(backend: Backend, dtype: type, group: int) -> None:
     """Check the shortest segment in each floating type."""
-    found = prefill(
+    actual = prefill(
         np.ones((group, 2, 3), dtype), np.ones((1, 2, 3), dtype), np.array([1, 2]), frozenset({2}), 0.5, TINY, backend
     )
-    assert found.kept.tolist() == [0, 1]
-    assert found.kept.dtype == np.int64
+    assert actual.kept.tolist() == [0, 1]
+    assert actual.kept.dtype == np.int64
 
 
 @pytest.mark.spec("CC-PREFILL", "CC-ATTENTION")
@@ -199,8 +199,8 @@ def test_the_default_scaling_is_one_over_the_root_of_d(backend: Backend, prompt:
 def test_every_form_of_a_budget(backend: Backend, prompt: Prompt, tokens: int) -> None:
     """Check that a float, a decimal, a percentage and a Budget mean the same share. An int is a number of tokens."""
     forms = [float(prompt.budget), prompt.budget, f"{float(prompt.share) * 100:g}%", parse_budget(prompt.budget)]
-    found = [run(backend, prompt, budget=form) for form in forms]
-    assert all(same_records(found[0], other) for other in found[1:])
+    actual = [run(backend, prompt, budget=form) for form in forms]
+    assert all(same_records(actual[0], other) for other in actual[1:])
     p = prompt.inputs.parameters
     assert run(backend, prompt, budget=tokens).budget == max(p.N_sink + p.W_recent, tokens)
 
@@ -226,9 +226,9 @@ def test_five_parts_compose_to_the_prefill(backend: Backend, prompt: Prompt) -> 
     policy = crystalcache(prompt.sentence_ends, prompt.inputs.parameters, backend)
     assert policy.name == "crystalcache"
     assert policy.scorer.needs == Needs("observed", None, token_ids=True, takes=backend.takes)
-    found = retain(policy, parse_budget(prompt.budget), observation(prompt))
-    assert isinstance(found, CrystalRetention)
-    assert same_records(found, run(backend, prompt))
+    actual = retain(policy, parse_budget(prompt.budget), observation(prompt))
+    assert isinstance(actual, CrystalRetention)
+    assert same_records(actual, run(backend, prompt))
 
 
 @pytest.mark.spec("PO-RETAIN")
@@ -246,10 +246,10 @@ def test_its_scores_serve_another_selector(backend: Backend, prompt: Prompt) -> 
 def test_paper_parameters_on_a_prompt_longer_than_the_floor(backend: Backend, precision: str) -> None:
     """Check PAPER with 240 tokens: B = max(132, 168), and tokens are evicted."""
     prompt = replace(random_prompt(np.random.default_rng(7), PAPER, 240), budget="0.7")
-    found = run(backend, prompt)
-    assert found.budget == 168
-    assert 166 <= len(found.kept) <= 168
-    assert not list(stage_checks.retention(found, prompt, precision))
+    actual = run(backend, prompt)
+    assert actual.budget == 168
+    assert 166 <= len(actual.kept) <= 168
+    assert not list(stage_checks.retention(actual, prompt, precision))
 
 
 @pytest.mark.spec("CC-IMPACT")
@@ -269,7 +269,7 @@ def test_many_weak_edges_outweigh_a_few_strong_ones(stages: CrystalStages, edges
     intra: list[list[tuple[int, float]]] = [[] for _ in range(20)]
     for edge in range(edges):
         intra[edge % 10].append((10 + edge // 10, w))
-    found = record([1.0] * 20, intra, [[] for _ in range(20)], 8, 4)
-    graph = stages.graph(found, Trunks(np.array([0, 10, 20]), np.ones(2)), PAPER)
+    actual = record([1.0] * 20, intra, [[] for _ in range(20)], 8, 4)
+    graph = stages.graph(actual, Trunks(np.array([0, 10, 20]), np.ones(2)), PAPER)
     assert tolerances.close("CC-TRUNK-WEIGHT", graph.weights, [w * math.sqrt(edges / 100)] * 2)
     assert round(float(graph.weights[0]), 3) == W

@@ -40,10 +40,10 @@ def test_received_attention(policy_stages: PolicyStages, precision: str, seed: i
     for m in {1, (n + 1) // 2, n}:
         late = q[:, n - m :]
         want = oracle.attended(late, k, 0.5, softcap, sinks).reshape(len(k), -1, n).sum(axis=1)
-        found = policy_stages.received_attention(late, k, 0.5, softcap, sinks)
-        assert found.shape == (len(k), n)
-        assert found.dtype == np.float64
-        assert all(scores_agree(got, row, precision) for got, row in zip(found, want.tolist(), strict=True))
+        actual = policy_stages.received_attention(late, k, 0.5, softcap, sinks)
+        assert actual.shape == (len(k), n)
+        assert actual.dtype == np.float64
+        assert all(scores_agree(got, row, precision) for got, row in zip(actual, want.tolist(), strict=True))
 
 
 @pytest.mark.spec("PO-OBSERVED-ATTENTION")
@@ -69,10 +69,10 @@ def test_largest_attention(policy_stages: PolicyStages, precision: str, seed: in
     for m in {1, (n + 1) // 2, n}:
         late = q[:, n - m :]
         want = (oracle.attended(late, k, 0.5, softcap, sinks) / norms[n - m :, None]).max(axis=1)
-        found = policy_stages.largest_attention(late, k, norms[n - m :], 0.5, softcap, sinks)
-        assert found.shape == (len(q), n)
-        assert found.dtype == np.float64
-        assert all(scores_agree(got, row, precision) for got, row in zip(found, want.tolist(), strict=True))
+        actual = policy_stages.largest_attention(late, k, norms[n - m :], 0.5, softcap, sinks)
+        assert actual.shape == (len(q), n)
+        assert actual.dtype == np.float64
+        assert all(scores_agree(got, row, precision) for got, row in zip(actual, want.tolist(), strict=True))
 
 
 @pytest.mark.spec("PO-KVZIP", "PO-KVZIP-PLUS")
@@ -98,25 +98,25 @@ def test_expected_attention(policy_stages: PolicyStages, precision: str, seed: i
     for m in {1, n}:
         at, ahead = np.arange(n + 1 - m, n + 1), np.arange(n + 1, n + 4)
         want, _ = oracle.expected(q[:, n - m :], k, v, at, ahead, inv_freq, factor, 0.5, sinks)
-        found = policy_stages.expected_attention(q[:, n - m :], k, v, at, ahead, inv_freq, factor, 0.5, sinks)
-        assert found.shape == (len(k), n)
-        assert found.dtype == np.float64
-        assert all(scores_agree(got, row, precision) for got, row in zip(found, want.tolist(), strict=True))
+        actual = policy_stages.expected_attention(q[:, n - m :], k, v, at, ahead, inv_freq, factor, 0.5, sinks)
+        assert actual.shape == (len(k), n)
+        assert actual.dtype == np.float64
+        assert all(scores_agree(got, row, precision) for got, row in zip(actual, want.tolist(), strict=True))
 
 
 def best(values: Matrix, shares: IntVector, pinned: BoolMatrix) -> list[list[int]]:
     """Return the best tokens of each row, sorted by: pinned first, then with a score, larger score, lower index."""
-    found = []
+    result = []
     for row, B, own in zip(values.tolist(), shares.tolist(), pinned.tolist(), strict=True):
         order = sorted(range(len(row)), key=lambda j: (not own[j], row[j] != row[j], -row[j], j))
-        found.append(sorted(order[: max(B, sum(own))]))
-    return found
+        result.append(sorted(order[: max(B, sum(own))]))
+    return result
 
 
 def kept(stages: PolicyStages, values: Matrix, shares: IntVector, pinned: BoolMatrix) -> list[list[int]]:
-    found = stages.best_tokens(values, shares, pinned)
-    assert len(found.offsets) == len(values) + 1
-    return [found.positions[low:high].tolist() for low, high in zip(found.offsets, found.offsets[1:], strict=False)]
+    actual = stages.best_tokens(values, shares, pinned)
+    assert len(actual.offsets) == len(values) + 1
+    return [actual.positions[low:high].tolist() for low, high in zip(actual.offsets, actual.offsets[1:], strict=False)]
 
 
 @pytest.mark.spec("PO-TOP-UNITS")
@@ -148,20 +148,20 @@ def test_expected_attention_of_many_heads_and_channels(
     inv_freq, at, ahead = np.linspace(1.0, 0.3, d // 2), np.arange(10, 34), np.arange(35, 43)
     q, scaling = single(q / 4 + 1), 2.0 / d
     want, mass = oracle.expected(q, k, v, at, ahead, inv_freq, 1.5, scaling)
-    found = policy_stages.expected_attention(q, k, v, at, ahead, inv_freq, 1.5, scaling)
+    actual = policy_stages.expected_attention(q, k, v, at, ahead, inv_freq, 1.5, scaling)
     error = expected_error(mass, 24, d, 30, precision)
     assert error < 0.05, "the error bound is too large for a test"
-    assert (np.abs(found - want) <= error * want).all()
+    assert (np.abs(actual - want) <= error * want).all()
 
 
 @pytest.mark.spec("PO-OBSERVED-ATTENTION")
 @pytest.mark.parametrize("n", [1_025, 1_100, 1_400])
 def test_half_precision_beyond_a_thousand_keys(policy_stages: PolicyStages, n: int) -> None:
     """Check that float16 keys are read exactly, and that sums over the keys are not computed in float16."""
-    found = policy_stages.received_attention(np.ones((2, 3, 4), np.float16), np.ones((1, n, 4), np.float16), 0.5, None)
+    actual = policy_stages.received_attention(np.ones((2, 3, 4), np.float16), np.ones((1, n, 4), np.float16), 0.5, None)
     shares = [1 / (n - 2), 1 / (n - 1), 1 / n]
     want = 2 * np.array([sum(shares)] * (n - 2) + [sum(shares[1:]), shares[2]])
-    assert (np.abs(found[0] - want) <= 2e-6 * want).all()
+    assert (np.abs(actual[0] - want) <= 2e-6 * want).all()
 
 
 @pytest.mark.spec("PO-TOP-UNITS")
@@ -214,8 +214,8 @@ def test_each_of_many_queries_counts_once(policy_stages: PolicyStages, precision
     np.maximum.at(largest, target, 1 / norms)
     q, k = single(q), single(k)
     assert policy_stages.received_attention(q, k, 1.0, None).tolist() == [np.bincount(target, minlength=n).tolist()]
-    found = policy_stages.largest_attention(q, k, norms, 1.0, None)
-    assert (np.abs(found[0] - largest) <= 4 * UNIT_ROUNDOFF[precision] * largest).all()
+    actual = policy_stages.largest_attention(q, k, norms, 1.0, None)
+    assert (np.abs(actual[0] - largest) <= 4 * UNIT_ROUNDOFF[precision] * largest).all()
 
 
 @pytest.mark.spec("PO-EXPECTED-ATTENTION")
@@ -226,8 +226,8 @@ def test_queries_far_from_the_start(policy_stages: PolicyStages, precision: str,
     n, inv_freq = k.shape[1], np.round(np.array([0.9, 0.0137]) * 2.0**bits) / 2.0**bits
     at, ahead = first + 1 + np.arange(n), first + n + 1 + np.arange(3)
     want, _ = oracle.expected(q, k, v, at, ahead, inv_freq, 1.0, 0.5)
-    found = policy_stages.expected_attention(q, k, v, at, ahead, inv_freq, 1.0, 0.5)
-    assert all(scores_agree(got, row, precision) for got, row in zip(found, want.tolist(), strict=True))
+    actual = policy_stages.expected_attention(q, k, v, at, ahead, inv_freq, 1.0, 0.5)
+    assert all(scores_agree(got, row, precision) for got, row in zip(actual, want.tolist(), strict=True))
 
 
 @pytest.mark.spec("PO-OBSERVED-ATTENTION", "PO-KVZIP", "PO-KVZIP-PLUS")
@@ -244,8 +244,8 @@ def test_attention_of_every_type_and_size(policy_stages: PolicyStages, precision
         (policy_stages.received_attention(q, k, scaling, None), weights.reshape(2, -1, 12).sum(axis=1)),
         (policy_stages.largest_attention(q, k, norms, scaling, None), (weights / norms[:, None]).max(axis=1)),
     ]
-    for found, want in pairs:
-        assert all(scores_agree(got, row, precision) for got, row in zip(found, want.tolist(), strict=True))
+    for actual, want in pairs:
+        assert all(scores_agree(got, row, precision) for got, row in zip(actual, want.tolist(), strict=True))
 
 
 @pytest.mark.spec("PO-OBSERVED-ATTENTION", "PO-KVZIP", "PO-KVZIP-PLUS", "PO-EXPECTED-ATTENTION")
@@ -265,13 +265,13 @@ def test_a_longer_type_is_not_rounded_to_float16(
         q, k = np.array([[[4097.0, -4096.0]]], own), np.array([[[0.0, 0.0], [1.0, 1.0]]], other)
     one, want = np.ones(1), np.exp([-1.0, 0.0]) / (1 + np.exp(-1.0))
     turn, v = (np.array([2]), np.array([2]), np.zeros(1), 1.0, 1.0), np.array([[[1.0, 0.0], [0.0, 1.0]]], own)
-    for found, error in (
+    for actual, error in (
         (policy_stages.received_attention(q, k, 1.0, None), attention_error(q, k, 1.0, None, precision)[0]),
         (policy_stages.largest_attention(q, k, one, 1.0, None), attention_error(q, k, 1.0, None, precision)[0]),
         (policy_stages.expected_attention(q, k, v, *turn), expected_error(8_193.0, 1, 2, 2, precision)),
     ):
         assert error < 0.2
-        assert (np.abs(found[0] - want) <= error * want).all()
+        assert (np.abs(actual[0] - want) <= error * want).all()
 
 
 @pytest.mark.spec("PO-EXPECTED-ATTENTION")
@@ -287,5 +287,5 @@ def test_expected_attention_of_every_type_and_size(
     at, ahead, inv_freq, scaling = np.arange(3, 12), np.arange(12, 20), np.array([1.0, 0.25]), 0.5 / (large * small)
     wide = [x.astype(np.float64) for x in (q, k, v)]
     want, _ = oracle.expected(wide[0], wide[1], wide[2], at, ahead, inv_freq, 1.25, scaling)
-    found = policy_stages.expected_attention(q, k, v, at, ahead, inv_freq, 1.25, scaling)
-    assert all(scores_agree(got, row, precision) for got, row in zip(found, want.tolist(), strict=True))
+    actual = policy_stages.expected_attention(q, k, v, at, ahead, inv_freq, 1.25, scaling)
+    assert all(scores_agree(got, row, precision) for got, row in zip(actual, want.tolist(), strict=True))

@@ -101,11 +101,11 @@ def test_edges_grow_together_and_fade_apart(
     _, W, active = case
     names = list(range(len(active)))
     before = rows(W)
-    found = breath_stages.hebbian(W, active, p)
+    actual = breath_stages.hebbian(W, active, p)
     together = set(np.flatnonzero(active).tolist())
-    assert rows(found) == csr_of(decode.hebb(pairs_of(before, names), together, p), names)
+    assert rows(actual) == csr_of(decode.hebb(pairs_of(before, names), together, p), names)
     assert rows(W) == before
-    assert (found.weights > p.tau_edge).all() or p.hebb == "static"
+    assert (actual.weights > p.tau_edge).all() or p.hebb == "static"
 
 
 @pytest.mark.spec("CC-HEBB")
@@ -148,8 +148,8 @@ def test_degrees_of_all_trunks_that_are_close_have_a_spread(breath_stages: Breat
     radius = tolerances.crystallization_radius(degree, PAPER.s, PAPER.epsilon)
     assert radius < 1e-6
     z = (degree - degree.mean()) / degree.std()
-    found = breath_stages.segment_crystallization(degree, 2, PAPER)
-    assert (np.abs(found - 1 / (1 + np.exp(-PAPER.s * z[2:]))) <= radius).all()
+    actual = breath_stages.segment_crystallization(degree, 2, PAPER)
+    assert (np.abs(actual - 1 / (1 + np.exp(-PAPER.s * z[2:]))) <= radius).all()
 
 
 @pytest.mark.spec("CC-DECAY", "CC-ACTIVATION", "CC-RESONANCE", "CC-HEBB")

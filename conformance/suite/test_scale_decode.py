@@ -41,10 +41,10 @@ def test_norms_of_every_head_and_channel(breath_stages: BreathStages, H_kv: int,
     k *= np.linspace(0.5, 2, H_kv)[:, None, None]
     k[-1, n - 2] = 0.0
     k = k.astype(kind)
-    found, want = breath_stages.inverse_key_norms(k), oracle.inverse_norms(k)
-    assert np.isinf(found).tolist() == np.isinf(want).tolist()
+    actual, want = breath_stages.inverse_key_norms(k), oracle.inverse_norms(k)
+    assert np.isinf(actual).tolist() == np.isinf(want).tolist()
     there = np.isfinite(want)
-    assert (np.abs(found[there] - want[there]) <= tolerances.key_norm_error(H_kv, d) * want[there]).all()
+    assert (np.abs(actual[there] - want[there]) <= tolerances.key_norm_error(H_kv, d) * want[there]).all()
 
 
 def table(sizes: IntVector, norms: Vector) -> LiveTrunks:
@@ -65,9 +65,9 @@ def test_more_than_half_of_a_wide_trunk(breath_stages: BreathStages, size: int) 
     norms = np.concatenate([np.repeat([0.1, 0.9], [size - a, a]) for a in above])
     norms[-1] = 1.0
     live = table(np.full(6, size), norms)
-    found = breath_stages.activation(live, PAPER)
-    assert found.tolist() == oracle.activation(norms, live.offsets, PAPER.theta_act).tolist()
-    assert found.tolist()[:4] == [False, True, True, size == 1]
+    actual = breath_stages.activation(live, PAPER)
+    assert actual.tolist() == oracle.activation(norms, live.offsets, PAPER.theta_act).tolist()
+    assert actual.tolist()[:4] == [False, True, True, size == 1]
 
 
 @pytest.mark.spec("CC-ACTIVATION")
@@ -92,8 +92,8 @@ def test_the_largest_norm_anywhere(breath_stages: BreathStages, n: int, at: str)
     for top, others in ((2.0, False), (1.0, True)):
         norms = np.full(n, 0.5)
         norms[0 if at == "first" else -1] = top
-        found = breath_stages.activation(table(np.ones(n, dtype=np.int64), norms), PAPER)
-        assert found.sum() == (n if others else 1)
+        actual = breath_stages.activation(table(np.ones(n, dtype=np.int64), norms), PAPER)
+        assert actual.sum() == (n if others else 1)
 
 
 @pytest.mark.spec("CC-ETA")
@@ -283,14 +283,14 @@ def test_edges_to_older_trunks(breath_stages: BreathStages, case: Segment) -> No
     nothing = np.zeros(0, dtype=np.int64)
     W = network(old, 3, 8) if old else TrunkWeights(np.zeros(1, dtype=np.int64), nothing, np.zeros(0))
     p = replace(PAPER, k_intra=5, k_cross=4, tau_edge=0.01)
-    found = breath_stages.segment_graph(given, bounds, live, W, p)
+    actual = breath_stages.segment_graph(given, bounds, live, W, p)
     want, _ = oracle.segment_graph(stages.edge_columns(given), bounds, live, W, p)
-    assert np.array_equal(found.indptr, want[0])
-    assert np.array_equal(found.indices, want[1])
+    assert np.array_equal(actual.indptr, want[0])
+    assert np.array_equal(actual.indices, want[1])
     rows = np.repeat(np.arange(len(live)), np.diff(want[0]))
     before = (rows < old) & (want[1] < old)
-    assert np.array_equal(found.weights[before], want[2][before])
-    assert tolerances.close("CC-TRUNK-WEIGHT", found.weights, want[2])
+    assert np.array_equal(actual.weights[before], want[2][before])
+    assert tolerances.close("CC-TRUNK-WEIGHT", actual.weights, want[2])
 
 
 @pytest.mark.spec("CC-SEGMENT-D")
@@ -299,9 +299,9 @@ def test_D_of_a_segment_behind_many_trunks(breath_stages: BreathStages, m: int) 
     """Check that mean and deviation are those of all trunks, and that the stage returns only D of the new trunks."""
     degree = np.linspace(0.1, 3, m) ** 2
     old = m - min(m, 5)
-    found = breath_stages.segment_crystallization(degree, old, PAPER)
+    actual = breath_stages.segment_crystallization(degree, old, PAPER)
     radius = tolerances.crystallization_radius(degree, PAPER.s, PAPER.epsilon)
-    assert (np.abs(found - stages.crystallization(degree, PAPER)[old:]) <= radius).all()
+    assert (np.abs(actual - stages.crystallization(degree, PAPER)[old:]) <= radius).all()
 
 
 ENDS = frozenset({7, 2**32 + 1})
@@ -389,7 +389,7 @@ def test_a_turn(decoder: Backend, seen: int, H: int, H_kv: int) -> None:
     inputs = addressed(Shape("turn", H, H_kv, 64, 120, p, before=len(stored)))
     ids = np.concatenate([np.tile(FAR_IDS, 5), 3 + np.arange(90) % 31])
     positions = np.concatenate([stored, seen + np.arange(120)])
-    found = decoder.require_crystal().coattention(inputs.q, inputs.k, positions, p, inputs.scaling, None)
+    actual = decoder.require_crystal().coattention(inputs.q, inputs.k, positions, p, inputs.scaling, None)
     norms = decoder.require_breath().inverse_key_norms(np.ascontiguousarray(inputs.k[:, len(stored) :]))
     after = extend(before, inputs.q, inputs.k, ids, ENDS, p, decoder, scaling=inputs.scaling)
-    assert not list(decode_checks.segment(before, after, found, ids, norms, ENDS, p, decoder))
+    assert not list(decode_checks.segment(before, after, actual, ids, norms, ENDS, p, decoder))

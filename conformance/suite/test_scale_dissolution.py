@@ -56,20 +56,20 @@ def outcome(request: pytest.FixtureRequest, stages: CrystalStages) -> Judged:
 @pytest.mark.spec("CC-DISSOLVE")
 def test_the_kept_positions(outcome: Judged) -> None:
     """Check the kept positions. Ties of trunks go by the trunk index, ties in the partial trunk by the position."""
-    problem, found, want = outcome
-    assert np.array_equal(found.kept, want.kept + int(problem.trunks.offsets[0]))
+    problem, actual, want = outcome
+    assert np.array_equal(actual.kept, want.kept + int(problem.trunks.offsets[0]))
 
 
 @pytest.mark.spec("CC-ALLOCATE")
 def test_the_ratios(outcome: Judged) -> None:
-    _, found, want = outcome
-    assert np.array_equal(found.ratio, want.ratio)
+    _, actual, want = outcome
+    assert np.array_equal(actual.ratio, want.ratio)
 
 
 @pytest.mark.spec("CC-DISSOLVE-D")
 def test_D_after(outcome: Judged) -> None:
-    _, found, want = outcome
-    assert tolerances.close("CC-DISSOLVE-D", found.D, want.D)
+    _, actual, want = outcome
+    assert tolerances.close("CC-DISSOLVE-D", actual.D, want.D)
 
 
 def equal_trunks(m: int, size: int, B: int) -> EvictionProblem:
@@ -84,8 +84,8 @@ def equal_trunks(m: int, size: int, B: int) -> EvictionProblem:
 @pytest.mark.parametrize("m", SIZES)
 def test_of_tied_trunks_the_first_go(stages: CrystalStages, m: int) -> None:
     """Check that the first third is evicted, if a third of m tied trunks must be evicted."""
-    found = equal_trunks(m, 2, 2 * (m - m // 3)).run(stages)
-    assert np.array_equal(found.kept, np.arange(2 * (m // 3), 2 * m))
+    actual = equal_trunks(m, 2, 2 * (m - m // 3)).run(stages)
+    assert np.array_equal(actual.kept, np.arange(2 * (m // 3), 2 * m))
 
 
 @pytest.mark.spec("CC-DISSOLVE")
@@ -106,10 +106,10 @@ def test_a_partial_trunk_keeps_what_the_cut_leaves(stages: CrystalStages, size: 
     """Check that |g| - c members are kept for small and large c, down to N_min, and that r is (|g| - c) / |g|."""
     for c in sorted({1, 2, size // 3, size // 2, size - 4, size - 3}):
         problem = replace(equal_trunks(1, size, size - c), impact=-np.arange(size, dtype=np.float64) % 7)
-        found = problem.run(stages)
-        assert len(found.kept) == size - c
-        assert found.ratio.tolist() == [(size - c) / size]
-        assert np.array_equal(found.kept, expected(problem).kept)
+        actual = problem.run(stages)
+        assert len(actual.kept) == size - c
+        assert actual.ratio.tolist() == [(size - c) / size]
+        assert np.array_equal(actual.kept, expected(problem).kept)
 
 
 @pytest.mark.spec("CC-DISSOLVE")
@@ -144,12 +144,12 @@ def test_a_budget_beyond_2_to_24(stages: CrystalStages) -> None:
         Numbers(1).permutation(1_000) / 1_000, of_sizes(sizes), np.ones(n), np.full(1_000, 0.5),
         np.zeros(1_000, dtype=np.bool_), B, PAPER,
     )
-    found = problem.run(stages)
-    assert len(found.kept) == B
+    actual = problem.run(stages)
+    assert len(actual.kept) == B
     g = int(np.argmin(problem.score))
-    assert np.flatnonzero(found.ratio < 1).tolist() == [g]
-    assert found.ratio[g] == (sizes[g] - 998) / sizes[g]
-    assert found.kept[-1] == n - 1
+    assert np.flatnonzero(actual.ratio < 1).tolist() == [g]
+    assert actual.ratio[g] == (sizes[g] - 998) / sizes[g]
+    assert actual.kept[-1] == n - 1
 
 
 @pytest.mark.spec("CC-CUT")
@@ -157,9 +157,9 @@ def test_a_budget_beyond_2_to_24(stages: CrystalStages) -> None:
 def test_a_budget_far_above_the_prompt(stages: CrystalStages, B: int) -> None:
     """Check that no token is evicted, for budgets of any width."""
     problem = replace(eviction(Eviction("some", 300, 20, 1.0, 4, 3, protected=9), PAPER), budget=B)
-    found = problem.run(stages)
-    assert np.array_equal(found.kept, np.arange(len(problem.impact)))
-    assert found.D.tolist() == problem.D.tolist()
+    actual = problem.run(stages)
+    assert np.array_equal(actual.kept, np.arange(len(problem.impact)))
+    assert actual.D.tolist() == problem.D.tolist()
 
 
 @pytest.mark.spec("CC-ALLOCATE")
@@ -168,9 +168,9 @@ def test_fewest_tokens_of_a_partial_trunk(stages: CrystalStages, N_min: int) -> 
     """Check that a partial trunk keeps at least N_min tokens or is evicted as a whole. Trunks have at most 300."""
     for share in (0.35, 0.5, 0.65):
         problem = eviction(Eviction("some", 200, 300, share, 50, 3), replace(PAPER, N_min=N_min))
-        found, want = problem.run(stages), expected(problem)
-        assert np.array_equal(found.kept, want.kept)
-        assert np.array_equal(found.ratio, want.ratio)
+        actual, want = problem.run(stages), expected(problem)
+        assert np.array_equal(actual.kept, want.kept)
+        assert np.array_equal(actual.ratio, want.ratio)
 
 
 @pytest.mark.spec("CC-TIERS", "CC-TIER-COUNT")
@@ -204,6 +204,6 @@ def test_coverage_of_a_long_text(stages: CrystalStages, quarter: int) -> None:
     problem = replace(
         equal_trunks(n, 1, 2 * quarter), score=np.arange(n) / n, parameters=replace(PAPER, coverage=0.5)
     )
-    found = problem.run(stages)
-    assert found.kept.tolist() == [*((2 * i + 1) * e // (2 * k) for i in range(k)), *range(e, n)]
-    assert np.flatnonzero(found.ratio).tolist() == found.kept.tolist()
+    actual = problem.run(stages)
+    assert actual.kept.tolist() == [*((2 * i + 1) * e // (2 * k) for i in range(k)), *range(e, n)]
+    assert np.flatnonzero(actual.ratio).tolist() == actual.kept.tolist()

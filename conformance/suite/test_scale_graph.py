@@ -97,10 +97,10 @@ def test_rarity_of_any_count(breath_stages: BreathStages, M_max: float) -> None:
 def test_rarity_forms_of_any_count(breath_stages: BreathStages, form: str) -> None:
     c, p = widths(), replace(PAPER, rarity=form, M_min=0.0)  # type: ignore[arg-type]
     S = np.zeros(len(c))
-    found, want = breath_stages.impact(S, c, p), oracle.token_impact(S, c, p)
+    actual, want = breath_stages.impact(S, c, p), oracle.token_impact(S, c, p)
     far = want < 1e-290  # Results near or below exp(-700) are rounded to fewer than 53 bits.
-    assert tolerances.close("CC-IMPACT", found[~far], want[~far])
-    assert (found[far] < 1e-280).all()
+    assert tolerances.close("CC-IMPACT", actual[~far], want[~far])
+    assert (actual[far] < 1e-280).all()
 
 
 @pytest.mark.nightly
@@ -137,9 +137,9 @@ def test_extremes_anywhere(stages: CrystalStages, m: int, at: str) -> None:
     shut[[place, place + 1]] = False
     M_bar[[place, place + 1]] = 0.5, 15.0
     p = replace(PAPER, alpha=2.0)
-    found, want = stages.score(D, M_bar, shut, p), oracle.score(D, M_bar, shut, p)
-    assert np.isnan(found[shut]).all()
-    assert (np.abs(found - want)[~shut] <= radius(M_bar[~shut], 2.0)).all()
+    actual, want = stages.score(D, M_bar, shut, p), oracle.score(D, M_bar, shut, p)
+    assert np.isnan(actual[shut]).all()
+    assert (np.abs(actual - want)[~shut] <= radius(M_bar[~shut], 2.0)).all()
 
 
 @pytest.mark.spec("CC-SCORE")
@@ -151,12 +151,12 @@ def test_the_greater_of_two_paths(stages: CrystalStages, m: int) -> None:
     """
     D, M_bar, shut = trunks_of(m, m + 1)
     D[::2] += 0.75
-    found, want = stages.score(D, M_bar, shut, PAPER), oracle.score(D, M_bar, shut, PAPER)
+    actual, want = stages.score(D, M_bar, shut, PAPER), oracle.score(D, M_bar, shut, PAPER)
     by_D = ~shut & (want == D)
     assert by_D.sum() > m // 8
-    assert np.isnan(found[shut]).all()
-    assert (np.abs(found - want)[~shut] <= radius(M_bar[~shut], 1.0)).all()
-    assert (found[by_D] == D[by_D]).all()
+    assert np.isnan(actual[shut]).all()
+    assert (np.abs(actual - want)[~shut] <= radius(M_bar[~shut], 1.0)).all()
+    assert (actual[by_D] == D[by_D]).all()
     alone = stages.score(D, M_bar, shut, replace(PAPER, alpha=0.0))
     assert np.array_equal(alone, np.where(shut, np.nan, D), equal_nan=True)
 
@@ -231,8 +231,8 @@ def test_D(outcome: Judged) -> None:
     assert not list(checks.D(outcome.found, outcome.parameters))
 
 
-def row(found: TrunkGraph, g: int) -> Vector:
-    return found.weights[found.indptr[g] : found.indptr[g + 1]]
+def row(result: TrunkGraph, g: int) -> Vector:
+    return result.weights[result.indptr[g] : result.indptr[g + 1]]
 
 
 @pytest.mark.spec("CC-DEGREE")
@@ -242,10 +242,10 @@ def test_a_hub_of_all(stages: CrystalStages, n: int, at: str) -> None:
     """Check that the degree of a token linked to all others is the sum from left to right, bit for bit."""
     g = 0 if at == "first" else n - 1
     p = replace(PAPER, C=2**31 - 1, k_intra=1, k_cross=1)
-    found = stages.graph(hub(n, g), of_sizes([1] * n), p)
-    assert found.indptr[g + 1] - found.indptr[g] == n - 1
-    assert found.degree[g] == oracle.in_order(row(found, g))
-    assert found.degree.tolist() == oracle.degrees(found.indptr, found.weights).tolist()
+    actual = stages.graph(hub(n, g), of_sizes([1] * n), p)
+    assert actual.indptr[g + 1] - actual.indptr[g] == n - 1
+    assert actual.degree[g] == oracle.in_order(row(actual, g))
+    assert actual.degree.tolist() == oracle.degrees(actual.indptr, actual.weights).tolist()
 
 
 @pytest.mark.spec("CC-TRUNK-EDGES")
@@ -257,11 +257,11 @@ def test_weights_are_added_in_the_order_of_E(stages: CrystalStages, side: int) -
     """
     given, trunks = blocks_of_edges(side, 24)
     p = replace(PAPER, C=2**31 - 1, k_intra=side, k_cross=1)
-    found = stages.graph(given, trunks, p)
+    actual = stages.graph(given, trunks, p)
     E = oracle.edge_columns(given)
     want = [oracle.in_order(w) / side**2 for w in E.weight.reshape(24, side * side)]
-    assert found.weights[::2].tolist() == want
-    assert found.weights[1::2].tolist() == want
+    assert actual.weights[::2].tolist() == want
+    assert actual.weights[1::2].tolist() == want
 
 
 @pytest.mark.spec("CC-TRUNK-WEIGHT")
@@ -273,10 +273,10 @@ def test_two_trunks_of_a_size(stages: CrystalStages, size: int) -> None:
     """
     given, trunks = two_blocks(size)
     p = replace(PAPER, C=2**31 - 1, k_intra=1, k_cross=1, tau_edge=0.0, T_max=2**31 - 1)
-    found = stages.graph(given, trunks, p)
+    actual = stages.graph(given, trunks, p)
     mean = oracle.in_order(given.intra_weight.ravel()) / (2 * size)
     want = mean * math.sqrt(2 * size / size**2)
-    assert tolerances.close("CC-TRUNK-WEIGHT", found.weights, [want, want])
+    assert tolerances.close("CC-TRUNK-WEIGHT", actual.weights, [want, want])
 
 
 @pytest.mark.spec("CC-TRUNK-WEIGHT")
@@ -293,8 +293,8 @@ def test_the_prune_is_strict_everywhere(stages: CrystalStages, m: int) -> None:
     w[-1] = 0.0
     given = CoAttention(0, np.ones(n), index, w, np.full((n, 1), -1), np.zeros((n, 1)))
     p = replace(PAPER, C=2**31 - 1, k_intra=1, k_cross=1, tau_edge=0.25)
-    found = stages.graph(given, of_sizes([1] * n), p)
-    assert checks.upper(found)[0].tolist() == [g for g in range(m) if g % 3]
+    actual = stages.graph(given, of_sizes([1] * n), p)
+    assert checks.upper(actual)[0].tolist() == [g for g in range(m) if g % 3]
 
 
 def degrees_by_pairs(stages: CrystalStages, degree: Vector, p: CrystalCacheParameters) -> Vector:
@@ -344,6 +344,6 @@ def test_edges_of_far_trunks_count_in_both_directions(stages: CrystalStages) -> 
     given = CoAttention(0, np.ones(len(at)), index, w, np.full((len(at), 1), -1), np.zeros((len(at), 1)))
     p = replace(PAPER, C=2**31 - 1, k_intra=1, k_cross=1, tau_edge=0.0, T_max=2**31 - 1)
     sizes = [300, *[1] * gap, 300]
-    found = stages.graph(given, Trunks(np.cumsum([0, *sizes]), np.ones(len(sizes))), p)
-    assert [x.tolist() for x in checks.upper(found)[:2]] == [[0], [gap + 1]]
-    assert tolerances.close("CC-TRUNK-WEIGHT", found.weights, [0.5 * math.sqrt(600 / 90_000)] * 2)
+    actual = stages.graph(given, Trunks(np.cumsum([0, *sizes]), np.ones(len(sizes))), p)
+    assert [x.tolist() for x in checks.upper(actual)[:2]] == [[0], [gap + 1]]
+    assert tolerances.close("CC-TRUNK-WEIGHT", actual.weights, [0.5 * math.sqrt(600 / 90_000)] * 2)

@@ -59,8 +59,8 @@ def test_all_that_is_retained_counts(selector: DiversityStages, retained: int) -
     V[:, 0], V[[retained - 1, n - 1]] = 1.0, [0.0, 1.0, 0.0, 0.0]
     V[n - 2] = [0.0, 0.0, 1.0, 0.0]
     s = np.where(np.arange(n) == n - 1, 1.0, 0.75)
-    found = selector.diverse(s, V, np.arange(n) < retained, retained + 1, 0.5)
-    assert found.tolist() == list(range(retained + 1))
+    actual = selector.diverse(s, V, np.arange(n) < retained, retained + 1, 0.5)
+    assert actual.tolist() == list(range(retained + 1))
 
 
 @pytest.mark.spec("DV-GREEDY")
@@ -98,8 +98,8 @@ def test_the_order_of_channels_decides(selector: DiversityStages, d: int) -> Non
         if (s[1] - other[0] >= s[2] - other[1]) and (s[1] - back[0] >= s[2] - back[1]):
             continue
         seen += 1
-        found = selector.diverse(s, V, np.array([True, False, False]), 2, 1.0)
-        assert found.tolist() == [0, 1]
+        actual = selector.diverse(s, V, np.array([True, False, False]), 2, 1.0)
+        assert actual.tolist() == [0, 1]
 
 
 # This gate is less sharp than the gate of the paper (kappa = 10). Most of the radius of a* is kappa / 4 times the
@@ -152,9 +152,9 @@ def test_scores_of_thousands_of_keys(
     Blocks have 128 tokens up to a length of 4 127 tokens, and more tokens above this length.
     """
     k = keys(*shape)
-    found = nestedkv_stages.anomaly_score(k, p)
-    assert found.shape == shape[:2]
-    for head, got in zip(k, found, strict=True):
+    actual = nestedkv_stages.anomaly_score(k, p)
+    assert actual.shape == shape[:2]
+    for head, got in zip(k, actual, strict=True):
         want = oracle.nestedkv(head, p)
         radius = nestedkv_radius(want, shape, p, precision)
         # The certified error grows with the square of the number of keys. CERTAIN is for up to 12 000 keys.
@@ -189,8 +189,8 @@ def test_every_query_of_a_long_prompt_is_counted(policy_stages: PolicyStages, H:
         want = np.zeros((H_kv, n))
         for h in range(H):
             np.add.at(want[h * H_kv // H], target[h, n - m :], 1.0)
-        found = policy_stages.received_attention(inputs.q[:, n - m :], inputs.k, inputs.scaling, None)
-        assert np.array_equal(np.round(found, 3), want)
+        actual = policy_stages.received_attention(inputs.q[:, n - m :], inputs.k, inputs.scaling, None)
+        assert np.array_equal(np.round(actual, 3), want)
 
 
 def _attended_keys(q: np.ndarray, k: np.ndarray) -> np.ndarray:
@@ -218,8 +218,8 @@ def test_keys_whose_numbers_exceed_16_bits(policy_stages: PolicyStages, n: int) 
             largest[h, target] = max(largest[h, target], 1 / norms[row])
     assert (np.flatnonzero(received.sum(axis=0)) >= n // 2).any()
     assert np.array_equal(policy_stages.received_attention(q, k, inputs.scaling, None).round(3), received)
-    found = policy_stages.largest_attention(q, k, norms, inputs.scaling, None)
-    assert np.abs(found - largest).max() <= 1e-6
+    actual = policy_stages.largest_attention(q, k, norms, inputs.scaling, None)
+    assert np.abs(actual - largest).max() <= 1e-6
 
 
 @pytest.mark.spec("PO-OBSERVED-ATTENTION")
@@ -261,10 +261,10 @@ def test_largest_attention_of_thousands(
     error = error + 8 * UNIT_ROUNDOFF[precision] * (1 + error)
     for norms in (ramp, ramp[::-1]):
         weighed = A / norms[:, None]
-        found = policy_stages.largest_attention(q, k, norms, scaling, softcap)
+        actual = policy_stages.largest_attention(q, k, norms, scaling, softcap)
         assert error.max() < 0.005, "the error bound is too large for a test"
-        assert (found >= (weighed * (1 - error)[:, None]).max(axis=1)).all()
-        assert (found <= (weighed * (1 + error)[:, None]).max(axis=1)).all()
+        assert (actual >= (weighed * (1 - error)[:, None]).max(axis=1)).all()
+        assert (actual <= (weighed * (1 + error)[:, None]).max(axis=1)).all()
 
 
 @pytest.mark.spec("PO-EXPECTED-ATTENTION")
@@ -285,10 +285,10 @@ def test_expected_attention_of_thousands(
     inv_freq, at = 10_000.0 ** (-np.arange(d // 2) / (d // 2)), np.arange(max(0, n - m) + 4, max(0, n - m) + 4 + m)
     ahead, scaling = np.arange(n + 4, n + 516), 4 * d**-1.0
     want, mass = oracle.expected(q, k, v, at, ahead, inv_freq, 1.25, scaling)
-    found = policy_stages.expected_attention(q, k, v, at, ahead, inv_freq, 1.25, scaling)
+    actual = policy_stages.expected_attention(q, k, v, at, ahead, inv_freq, 1.25, scaling)
     error = expected_error(mass, m, d, n, precision)
     assert error < 0.05, "the error bound is too large for a test"
-    assert (np.abs(found - want) <= error * want).all()
+    assert (np.abs(actual - want) <= error * want).all()
 
 
 @pytest.mark.spec("PO-TOP-UNITS")

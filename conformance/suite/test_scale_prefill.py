@@ -42,9 +42,9 @@ Judged = tuple[Prompt, CrystalRetention, s1.Scored, bool]
 def judge(backend: Backend, kind: str, shape: Shape, budget: str, precision: str) -> Judged:
     inputs = {"addressed": addressed, "laddered": laddered}[kind](shape)
     prompt = text_of(inputs, budget, shape.seed)
-    found = prefill(**prompt.arguments, backend=backend)
+    result = prefill(**prompt.arguments, backend=backend)
     want = (scale_checks.exact if kind == "addressed" else scale_checks.boxed)(inputs, precision)
-    return prompt, found, want, kind == "addressed"
+    return prompt, result, want, kind == "addressed"
 
 
 @pytest.fixture(scope="module", params=[*FULL[:-1], OF_OTHERS, *LONG], ids=lambda case: f"{case[0]}-{case[1]}")
@@ -55,22 +55,22 @@ def outcome(request: pytest.FixtureRequest, backend: Backend, precision: str) ->
 
 @pytest.mark.spec("CC-SALIENCE", "CC-ATTENTION")
 def test_salience(outcome: Judged, precision: str) -> None:
-    prompt, found, want, strict = outcome
+    prompt, actual, want, strict = outcome
     p = prompt.inputs.parameters
-    assert not list(scale_checks.salience(found.coattention.salience, want, p, precision, strict))
+    assert not list(scale_checks.salience(actual.coattention.salience, want, p, precision, strict))
 
 
 @pytest.mark.spec("CC-INTRA", "CC-ROW-NORM")
 def test_neighbours(outcome: Judged) -> None:
-    prompt, found, want, strict = outcome
-    p, S1 = prompt.inputs.parameters, found.coattention
+    prompt, actual, want, strict = outcome
+    p, S1 = prompt.inputs.parameters, actual.coattention
     assert not list(scale_checks.neighbours(S1.intra, S1.intra_weight, want.intra, p.k_intra, p.tau_intra, strict))
 
 
 @pytest.mark.spec("CC-CROSS")
 def test_sources(outcome: Judged) -> None:
-    prompt, found, want, strict = outcome
-    p, S1 = prompt.inputs.parameters, found.coattention
+    prompt, actual, want, strict = outcome
+    p, S1 = prompt.inputs.parameters, actual.coattention
     strict = strict and scale_checks.is_power_of_two(len(prompt.inputs.q))
     assert not list(scale_checks.neighbours(S1.cross, S1.cross_weight, want.cross, p.k_cross, p.tau_cross, strict))
 
@@ -78,42 +78,43 @@ def test_sources(outcome: Judged) -> None:
 @pytest.mark.spec("CC-EDGES")
 def test_edges(outcome: Judged) -> None:
     """Check the edges of the record: order, orientation and absolute positions."""
-    found = outcome[1].coattention
-    for got, want in zip(found.edges(), oracle.edge_columns(found), strict=True):
+    actual = outcome[1].coattention
+    for got, want in zip(actual.edges(), oracle.edge_columns(actual), strict=True):
         assert np.array_equal(got, want)
 
 
 @pytest.mark.spec("CC-IMPACT", "CC-COUNT")
 def test_impact(outcome: Judged) -> None:
-    prompt, found, _, _ = outcome
-    S, c, p = found.coattention.salience, oracle.counts(prompt.token_ids), prompt.inputs.parameters
-    assert tolerances.close("CC-IMPACT", found.impact, oracle.token_impact(S, c, p))
+    prompt, actual, _, _ = outcome
+    S, c, p = actual.coattention.salience, oracle.counts(prompt.token_ids), prompt.inputs.parameters
+    assert tolerances.close("CC-IMPACT", actual.impact, oracle.token_impact(S, c, p))
 
 
 @pytest.mark.spec("CC-TRUNKS")
 def test_trunks(outcome: Judged) -> None:
-    prompt, found, _, _ = outcome
+    prompt, actual, _, _ = outcome
     ends = np.isin(prompt.token_ids, sorted(ENDS))
-    want = oracle.trunks(ends, oracle.edge_columns(found.coattention), 0, prompt.inputs.parameters)
-    assert np.array_equal(found.trunks.offsets, want)
+    want = oracle.trunks(ends, oracle.edge_columns(actual.coattention), 0, prompt.inputs.parameters)
+    assert np.array_equal(actual.trunks.offsets, want)
 
 
 @pytest.mark.spec("CC-TRUNK-IMPACT")
 def test_trunk_impact(outcome: Judged) -> None:
-    found = outcome[1]
-    assert found.trunks.impact.tolist() == oracle.trunk_impact(found.impact, found.trunks.offsets).tolist()
+    actual = outcome[1]
+    assert actual.trunks.impact.tolist() == oracle.trunk_impact(actual.impact, actual.trunks.offsets).tolist()
 
 
 @pytest.mark.spec("CC-TRUNK-EDGES", "CC-TRUNK-WEIGHT")
 def test_pairs(outcome: Judged) -> None:
-    prompt, found, _, _ = outcome
-    assert not list(scale_checks_module.pairs(found.graph, found.coattention, found.trunks, prompt.inputs.parameters))
+    prompt, actual, _, _ = outcome
+    parameters = prompt.inputs.parameters
+    assert not list(scale_checks_module.pairs(actual.graph, actual.coattention, actual.trunks, parameters))
 
 
 @pytest.mark.spec("CC-TRUNK-WEIGHT")
 def test_weights(outcome: Judged) -> None:
-    found = outcome[1]
-    assert not list(scale_checks_module.weights(found.graph, found.coattention, found.trunks))
+    actual = outcome[1]
+    assert not list(scale_checks_module.weights(actual.graph, actual.coattention, actual.trunks))
 
 
 @pytest.mark.spec("CC-DEGREE")
@@ -128,36 +129,36 @@ def test_D(outcome: Judged) -> None:
 
 @pytest.mark.spec("CC-SCORE", "CC-NORMALISED-IMPACT")
 def test_scores(outcome: Judged) -> None:
-    prompt, found, _, _ = outcome
-    p, shut = prompt.inputs.parameters, found.protected
-    want = oracle.score(found.graph.D, found.trunks.impact, shut, p)
-    radius = p.alpha * tolerances.normalised_radius(found.trunks.impact[~shut].tolist(), p.epsilon)
-    assert np.isnan(found.scores[shut]).all()
-    assert (np.abs(found.scores[~shut] - want[~shut]) <= radius).all()
+    prompt, actual, _, _ = outcome
+    p, shut = prompt.inputs.parameters, actual.protected
+    want = oracle.score(actual.graph.D, actual.trunks.impact, shut, p)
+    radius = p.alpha * tolerances.normalised_radius(actual.trunks.impact[~shut].tolist(), p.epsilon)
+    assert np.isnan(actual.scores[shut]).all()
+    assert (np.abs(actual.scores[~shut] - want[~shut]) <= radius).all()
 
 
 @pytest.mark.spec("CC-PROTECTED")
 def test_protected(outcome: Judged) -> None:
-    prompt, found, _, _ = outcome
-    want = oracle.protected(found.trunks.offsets, len(prompt.token_ids), prompt.inputs.parameters)
-    assert found.protected.tolist() == want.tolist()
+    prompt, actual, _, _ = outcome
+    want = oracle.protected(actual.trunks.offsets, len(prompt.token_ids), prompt.inputs.parameters)
+    assert actual.protected.tolist() == want.tolist()
 
 
 @pytest.mark.spec("CC-BUDGET")
 def test_budget(outcome: Judged) -> None:
-    prompt, found, _, _ = outcome
+    prompt, actual, _, _ = outcome
     n, p = len(prompt.token_ids), prompt.inputs.parameters
-    assert found.budget == decode.effective_budget(Fraction(prompt.budget), n, p)
+    assert actual.budget == decode.effective_budget(Fraction(prompt.budget), n, p)
 
 
 @pytest.mark.spec("CC-DISSOLVE", "CC-PREFILL")
 def test_kept(outcome: Judged) -> None:
-    prompt, found, _, _ = outcome
+    prompt, actual, _, _ = outcome
     want = oracle.dissolve(
-        found.scores, found.trunks.offsets, found.impact, found.graph.D, found.protected, found.budget,
+        actual.scores, actual.trunks.offsets, actual.impact, actual.graph.D, actual.protected, actual.budget,
         prompt.inputs.parameters.N_min,
     )
-    got = Dissolution(found.kept, found.ratio, found.D)
+    got = Dissolution(actual.kept, actual.ratio, actual.D)
     assert np.array_equal(got.kept, want.kept)
     assert np.array_equal(got.ratio, want.ratio)
     assert tolerances.close("CC-DISSOLVE-D", got.D, want.D)
@@ -166,17 +167,17 @@ def test_kept(outcome: Judged) -> None:
 @pytest.mark.spec("CC-PREFILL")
 def test_the_prompts_are_rich(outcome: Judged) -> None:
     """Check that the inputs have merged sentences, hubs, far and fourth sources, and kept and evicted trunks."""
-    prompt, found, want, strict = outcome
+    prompt, actual, want, strict = outcome
     p = prompt.inputs.parameters
     for ranked, k, tau in ((want.intra, p.k_intra, p.tau_intra), (want.cross, p.k_cross, p.tau_cross)):
         sure, places = scale_checks.decided(ranked, k, tau)
         assert strict or sure >= scale_checks.DECIDED * places > 0, "rounding decides too many places"
     ends = oracle.sentences(np.isin(prompt.token_ids, sorted(ENDS)))
-    inside = np.setdiff1d(ends, found.trunks.offsets)
+    inside = np.setdiff1d(ends, actual.trunks.offsets)
     assert len(inside) >= 15, "too few sentences merge"
-    assert np.diff(found.graph.indptr).max() > 16, "no trunk has many neighbours"
-    cross = found.coattention.cross
+    assert np.diff(actual.graph.indptr).max() > 16, "no trunk has many neighbours"
+    cross = actual.coattention.cross
     assert (cross[:, 3] >= 0).sum() > 1_000, "too few fourth sources"
     far = np.arange(len(cross))[:, None] - cross
     assert ((cross >= 0) & (far > 1_024)).sum() > 1_000, "too few far sources"
-    assert min((found.ratio == 0).sum(), (found.ratio == 1).sum()) > 20
+    assert min((actual.ratio == 0).sum(), (actual.ratio == 1).sum()) > 20

@@ -113,9 +113,9 @@ def test_given_denominators_of_every_head(stages: CrystalStages, precision: str,
     """
     inputs, p = laddered(shape), shape.parameters
     lse = s1.log_sum_exp(inputs.q, inputs.k, inputs.positions, inputs.scaling, inputs.softcap)
-    found = inputs.run(stages, lse.astype(precision))
-    case = Case(inputs, found, checks.boxed(inputs, precision), strict=False, whole_shares=False)
-    assert not list(checks.salience(found.salience, case.want, p, precision, strict=False))
+    actual = inputs.run(stages, lse.astype(precision))
+    case = Case(inputs, actual, checks.boxed(inputs, precision), strict=False, whole_shares=False)
+    assert not list(checks.salience(actual.salience, case.want, p, precision, strict=False))
     assert not case.complaints("intra")
     assert not case.complaints("cross")
 
@@ -124,10 +124,10 @@ def test_given_denominators_of_every_head(stages: CrystalStages, precision: str,
 def test_the_record(case: Case) -> None:
     """Check the start of the segment, and the shape and dtype of each array."""
     n, p = case.inputs.q.shape[1], case.inputs.parameters
-    found = case.found
-    assert found.start == case.want.start
-    assert (found.intra.shape, found.cross.shape) == ((n, p.k_intra), (n, p.k_cross))
-    kinds = [x.dtype for x in (found.salience, found.intra, found.intra_weight, found.cross, found.cross_weight)]
+    actual = case.found
+    assert actual.start == case.want.start
+    assert (actual.intra.shape, actual.cross.shape) == ((n, p.k_intra), (n, p.k_cross))
+    kinds = [x.dtype for x in (actual.salience, actual.intra, actual.intra_weight, actual.cross, actual.cross_weight)]
     assert kinds == [np.float64, np.int64, np.float64, np.int64, np.float64]
 
 

@@ -64,11 +64,11 @@ def test_a_pair_is_found_by_itself(stages: CrystalStages) -> None:
     Few pairs of about 25 interfaces are among the 240 000 edges. Colliding hashes would add edges of different pairs.
     """
     shape = Lists(60_000, 3, 1, 1024, near=False)
-    found, ends = lists(shape), np.arange(shape.n) % 2_400 == 1_031
+    actual, ends = lists(shape), np.arange(shape.n) % 2_400 == 1_031
     p = replace(PAPER, C=shape.C, k_intra=shape.k_intra, k_cross=shape.k_cross, T_max=WHOLE)
-    want = oracle.trunks(ends, oracle.edge_columns(found), 0, p)
+    want = oracle.trunks(ends, oracle.edge_columns(actual), 0, p)
     assert 20 < len(want) - 1 <= ends.sum() + 1
-    assert np.array_equal(stages.trunks(found, np.ones(shape.n), ends, p).offsets, want)
+    assert np.array_equal(stages.trunks(actual, np.ones(shape.n), ends, p).offsets, want)
 
 
 @pytest.mark.spec("CC-SENTENCES", "CC-INTERFACE", "CC-INTERFACE-EDGES", "CC-MERGE", "CC-SPLIT", "CC-TRUNKS")
@@ -78,12 +78,12 @@ def test_offsets_at_full_size(stages: CrystalStages, case: Case) -> None:
 
     Most pairs of an interface have no edge, so an edge of a different pair, added by error, changes the offsets.
     """
-    p, found = parameters(case), lists(case.lists)
+    p, actual = parameters(case), lists(case.lists)
     ends = some_ends(case.lists.n, case.every, 2)
-    got = stages.trunks(found, np.ones(case.lists.n), ends, p)
-    want = oracle.trunks(ends, oracle.edge_columns(found), found.start, p)
+    got = stages.trunks(actual, np.ones(case.lists.n), ends, p)
+    want = oracle.trunks(ends, oracle.edge_columns(actual), actual.start, p)
     assert np.array_equal(got.offsets, want)
-    merged = len(oracle.sentences(ends)) - len(np.setdiff1d(oracle.sentences(ends) + found.start, want))
+    merged = len(oracle.sentences(ends)) - len(np.setdiff1d(oracle.sentences(ends) + actual.start, want))
     assert merged < 0.9 * len(oracle.sentences(ends)), "too few sentences merge"
 
 
@@ -94,8 +94,8 @@ def bare(n: int, start: int = 0) -> CoAttention:
 
 def offsets(stages: CrystalStages, ends: BoolVector, T_max: int, start: int = 0) -> list[int]:
     n = len(ends)
-    found = stages.trunks(bare(n, start), np.ones(n), ends, replace(NO_EDGES, T_max=T_max)).offsets
-    return [int(x) for x in found]
+    result = stages.trunks(bare(n, start), np.ones(n), ends, replace(NO_EDGES, T_max=T_max)).offsets
+    return [int(x) for x in result]
 
 
 @pytest.mark.spec("CC-SENTENCES")
@@ -154,9 +154,9 @@ def test_five_tokens_on_either_side(stages: CrystalStages, length: int) -> None:
         index[length - a, 0], weight[length - a, 0] = length - 1 + b, 0.9
         ends = np.zeros(n, dtype=np.bool_)
         ends[length - 1] = True
-        found = CoAttention(0, np.ones(n), index, weight, np.full((n, 1), -1), np.zeros((n, 1)))
+        result = CoAttention(0, np.ones(n), index, weight, np.full((n, 1), -1), np.zeros((n, 1)))
         p = replace(PAPER, C=WHOLE, k_intra=1, k_cross=1, T_max=WHOLE)
-        return len(stages.trunks(found, np.ones(n), ends, p).offsets) == 2
+        return len(stages.trunks(result, np.ones(n), ends, p).offsets) == 2
 
     assert joined(1, 1)
     assert joined(5, 5)
@@ -172,9 +172,9 @@ def test_a_trunk_grows_to_T_max_and_no_further(stages: CrystalStages, T_max: int
     n = 2 * T_max + 1
     index, weight = np.arange(1, n + 1)[:, None], np.full((n, 1), 0.5)
     index[-1], weight[-1] = -1, 0.0
-    found = CoAttention(0, np.ones(n), index, weight, np.full((n, 1), -1), np.zeros((n, 1)))
+    actual = CoAttention(0, np.ones(n), index, weight, np.full((n, 1), -1), np.zeros((n, 1)))
     p = replace(PAPER, C=WHOLE, k_intra=1, k_cross=1, T_max=T_max)
-    got = stages.trunks(found, np.ones(n), np.ones(n, dtype=np.bool_), p).offsets
+    got = stages.trunks(actual, np.ones(n), np.ones(n, dtype=np.bool_), p).offsets
     assert got.tolist() == [0, T_max, 2 * T_max, n]
 
 
@@ -213,8 +213,8 @@ def test_unit_impact_between_extremes_anywhere(stages: CrystalStages, m: int, at
     place = {"first": 0, "middle": m // 2, "last": m - 2}[at]
     M[[place, place + 1]] = 0.5, 9.0
     p = replace(NO_EDGES, trunk_impact="unit", T_max=1)
-    found = stages.trunks(bare(m), M, np.zeros(m, dtype=np.bool_), p).impact
-    assert tolerances.close("CC-IMPACT", found, (M - 0.5) / (9.0 - 0.5 + p.epsilon))
+    actual = stages.trunks(bare(m), M, np.zeros(m, dtype=np.bool_), p).impact
+    assert tolerances.close("CC-IMPACT", actual, (M - 0.5) / (9.0 - 0.5 + p.epsilon))
 
 
 @pytest.mark.spec("CC-ADAPTIVE-MERGE")
@@ -223,5 +223,5 @@ def test_the_median_of_hundreds_of_interfaces(stages: CrystalStages, n: int, eve
     given, ends = lists(Lists(n, 6, 3, 256)), some_ends(n, every, 6)
     p = replace(PAPER, C=256, k_intra=6, k_cross=3, merge="median", T_max=300)
     want = s2.trunks(ends.tolist(), edges_of(given), p)
-    found = stages.trunks(given, np.ones(n), ends, p).offsets
-    assert found.tolist() == [*(g[0] for g in want), n]
+    actual = stages.trunks(given, np.ones(n), ends, p).offsets
+    assert actual.tolist() == [*(g[0] for g in want), n]

@@ -54,8 +54,8 @@ def run(stages: CrystalStages, case: Case) -> Vector:
 @given(case=cases())
 def test_the_score_equals_the_brute_force(stages: CrystalStages, case: Case) -> None:
     """S5 MUST compute Eq. 28 and 29 over the unprotected trunks, and NaN for protected trunks."""
-    found = run(stages, case)
-    assert not list(stage_checks.score(found, case.D, case.impact, case.protected, case.parameters))
+    actual = run(stages, case)
+    assert not list(stage_checks.score(actual, case.D, case.impact, case.protected, case.parameters))
 
 
 @pytest.mark.spec("CC-SCORE")
@@ -63,9 +63,9 @@ def test_the_score_equals_the_brute_force(stages: CrystalStages, case: Case) -> 
 def test_the_score_is_bounded_and_at_least_D(stages: CrystalStages, case: Case) -> None:
     """Check D <= score <= max(1, alpha)."""
     alive = ~case.protected
-    found = run(stages, case)[alive]
-    assert (found >= case.D[alive]).all()
-    assert (found <= max(1, case.parameters.alpha)).all()
+    actual = run(stages, case)[alive]
+    assert (actual >= case.D[alive]).all()
+    assert (actual <= max(1, case.parameters.alpha)).all()
 
 
 @pytest.mark.spec("CC-SCORE", "CC-NORMALISED-IMPACT")
@@ -83,12 +83,12 @@ def test_normalised_impact_orders_trunks_as_impact_does(stages: CrystalStages, c
     """Check that M~ is in [0, 1], that the least is exactly 0, and that the order is that of the impacts."""
     p = replace(case.parameters, alpha=1.0)
     alive = ~case.protected
-    found = run(stages, replace(case, D=np.zeros(len(case.D)), parameters=p))[alive]
+    actual = run(stages, replace(case, D=np.zeros(len(case.D)), parameters=p))[alive]
     order = np.argsort(case.impact[alive], kind="stable")
-    assert (np.diff(found[order]) >= 0).all()
-    assert found.min(initial=0.0) == 0
-    assert found.max(initial=0.0) <= 1
-    assert not alive.any() or found[order[0]] == 0
+    assert (np.diff(actual[order]) >= 0).all()
+    assert actual.min(initial=0.0) == 0
+    assert actual.max(initial=0.0) <= 1
+    assert not alive.any() or actual[order[0]] == 0
 
 
 @pytest.mark.spec("CC-NORMALISED-IMPACT")
@@ -127,17 +127,17 @@ def test_protected_trunks_do_not_enter_the_range(
 @pytest.mark.parametrize("protected", [True, False])
 def test_one_trunk(stages: CrystalStages, protected: bool) -> None:
     """Check that a protected trunk has no score and raises no error, and that a single trunk has the score D."""
-    found = stages.score(np.array([0.25]), np.array([7.0]), np.array([protected]), PAPER)
-    assert np.array_equal(found, [np.nan if protected else 0.25], equal_nan=True)
+    actual = stages.score(np.array([0.25]), np.array([7.0]), np.array([protected]), PAPER)
+    assert np.array_equal(actual, [np.nan if protected else 0.25], equal_nan=True)
 
 
 @pytest.mark.spec("CC-NORMALISED-IMPACT")
 def test_the_logarithm_comes_before_the_range(stages: CrystalStages) -> None:
     """Check Eq. 28 for impacts 0, 1, 3 (ln 1, ln 2, ln 4): M~ is 0, 1/2, 1, up to epsilon."""
-    found = stages.score(np.zeros(3), np.array([0.0, 1.0, 3.0]), np.zeros(3, dtype=np.bool_), PAPER)
+    actual = stages.score(np.zeros(3), np.array([0.0, 1.0, 3.0]), np.zeros(3, dtype=np.bool_), PAPER)
     want = s5.normalised_impact([0.0, 1.0, 3.0], range(3), PAPER.epsilon)
-    assert np.round(found, 7).tolist() == [0, 0.5, 1]
-    assert found[2] < 1
+    assert np.round(actual, 7).tolist() == [0, 0.5, 1]
+    assert actual[2] < 1
     assert round(want[1], 7) == 0.5
 
 

@@ -75,12 +75,12 @@ def test_a_segment_is_its_stages_in_order(
     """Check S1 over the stored tokens, then the table, then the eviction, each from the result before it."""
     p, positions = turn.parameters, turn.positions
     crystal, breath = decoder.require_crystal(), decoder.require_breath()
-    found = crystal.coattention(turn.q, turn.k, positions, p, 0.5, None)
+    actual = crystal.coattention(turn.q, turn.k, positions, p, 0.5, None)
     inputs = AttentionInputs(turn.q, turn.k, positions, p, 0.5, None)
-    assert not list(stage_checks.coattention(found, inputs, precision))
+    assert not list(stage_checks.coattention(actual, inputs, precision))
     norms = breath.inverse_key_norms(turn.k[:, len(turn.state.stored) :])
     after = turn.run(decoder)
-    assert not list(decode_checks.segment(turn.state, after, found, turn.ids, norms, ENDS, p, decoder))
+    assert not list(decode_checks.segment(turn.state, after, actual, turn.ids, norms, ENDS, p, decoder))
     check_state(after)
 
 
@@ -154,17 +154,17 @@ def test_on_nothing_a_segment_is_the_prefill(decoder: Backend, prompt: Any, form
     """Check that `extend` of an empty state equals `start_state` of the result of `prefill`, bit for bit."""
     given = prompt.arguments
     given["budget"] = prompt.budget if form == "exact" else 7
-    found = prefill(**given, backend=decoder)
+    actual = prefill(**given, backend=decoder)
     budget, p = parse_budget(given["budget"]), given["parameters"]
     norms = decoder.require_breath().inverse_key_norms(given["k"])
-    start = start_state(found, given["token_ids"], norms, budget, p)
+    start = start_state(actual, given["token_ids"], norms, budget, p)
     again = extend(
         empty_state(budget), given["q"], given["k"], given["token_ids"], given["sentence_ends"], p, decoder,
         scaling=given["scaling"], softcap=given["softcap"], sinks=given["sinks"],
     )
     assert decode_checks.same_bits(start, again)
     check_state(start)
-    assert start.stored.tolist() == found.kept.tolist()
+    assert start.stored.tolist() == actual.kept.tolist()
 
 
 @pytest.mark.spec("CC-SEGMENT")
@@ -183,22 +183,22 @@ def test_the_state_after_a_prompt_knows_all_its_tokens(decoder: Backend, prompt:
     Trunks of which no token is kept count for mu and sigma.
     """
     given = prompt.arguments
-    found = prefill(**given, backend=decoder)
+    actual = prefill(**given, backend=decoder)
     norms = decoder.require_breath().inverse_key_norms(given["k"])
-    state = start_state(found, given["token_ids"], norms, parse_budget(given["budget"]), given["parameters"])
+    state = start_state(actual, given["token_ids"], norms, parse_budget(given["budget"]), given["parameters"])
     ids = given["token_ids"].tolist()
     assert dict(zip(state.ids.tolist(), state.counts.tolist(), strict=True)) == {i: ids.count(i) for i in ids}
     assert {state.ids.dtype, state.counts.dtype} == {np.dtype(np.int64)}
-    assert state.live.impact.tolist() == found.impact[found.kept].tolist()
-    assert state.live.inverse_norms.tolist() == norms[found.kept].tolist()
-    alive = found.ratio > 0
-    assert state.D.tolist() == found.D[alive].tolist()
-    assert state.live.trunk_impact.tolist() == found.trunks.impact[alive].tolist()
-    degree = found.graph.degree.tolist()
+    assert state.live.impact.tolist() == actual.impact[actual.kept].tolist()
+    assert state.live.inverse_norms.tolist() == norms[actual.kept].tolist()
+    alive = actual.ratio > 0
+    assert state.D.tolist() == actual.D[alive].tolist()
+    assert state.live.trunk_impact.tolist() == actual.trunks.impact[alive].tolist()
+    degree = actual.graph.degree.tolist()
     mean = sum(degree) / len(degree)
     spread = (sum((x - mean) ** 2 for x in degree) / len(degree)) ** 0.5
     p = given["parameters"]
-    radius = tolerances.settled_radius(found.graph.degree, p.s, p.epsilon)
+    radius = tolerances.settled_radius(actual.graph.degree, p.s, p.epsilon)
     assert abs(state.mu - mean) <= radius
     assert abs(state.sigma - (1.0 if spread < p.epsilon else spread)) <= radius
     assert (state.seen, state.step, state.tail_ids) == (len(ids), 0, ())
@@ -211,15 +211,15 @@ def reaching(draw: st.DrawFn) -> tuple[Any, IntVector, IntVector, TrunkWeights, 
     state = draw(states(p, tail=False), label="state")
     text = draw(texts(8), label="text")
     n, start = len(text.ends), state.seen
-    found = text.coattention
-    near = np.where(found.intra >= 0, found.intra + start, -1)
+    result = text.coattention
+    near = np.where(result.intra >= 0, result.intra + start, -1)
     cross = []
     for at in range(n):
         before = [*state.live.positions.tolist(), *range(start, start + at)]
         chosen = draw(st.lists(st.sampled_from(before), unique=True, max_size=3), label="sources") if before else []
         cross.append([(j, draw(st.integers(1, 16), label="sixteenths") / 16) for j in chosen])
     late = record([1.0] * n, [[] for _ in range(n)], cross, 0, 3, start)
-    edges = replace(found, start=start, intra=near, cross=late.cross, cross_weight=late.cross_weight)
+    edges = replace(result, start=start, intra=near, cross=late.cross, cross_weight=late.cross_weight)
     inner = draw(st.sets(st.integers(1, n - 1)), label="boundaries")
     offsets = start + np.array([0, *sorted(inner), n], dtype=np.int64)
     bounds = np.concatenate([state.live.positions[state.live.offsets[:-1]], offsets])
@@ -233,14 +233,14 @@ def test_the_graph_of_a_segment_reaches_older_trunks(breath_stages: BreathStages
 
     Eq. 25 uses live sizes. The matrix is symmetric with ascending columns.
     """
-    found, bounds, sizes, W, p = case
-    got = breath_stages.segment_graph(found, bounds, sizes, W, p)
+    actual, bounds, sizes, W, p = case
+    got = breath_stages.segment_graph(actual, bounds, sizes, W, p)
     old, m = len(W.indptr) - 1, len(sizes)
     names = list(range(m))
     before = {name: array.tolist() for name, array in W._asdict().items()}
     want = pairs_of(before, list(range(old)))
     spans = stage_checks.trunk_lists(Trunks(bounds, np.ones(m)))
-    E = stage_checks.edges_of(found)
+    E = stage_checks.edges_of(actual)
     for b in range(old, m):
         for a in range(b):
             w = s4.trunk_weight(s4.cross_weights(E, spans[a], spans[b]), int(sizes[a]), int(sizes[b]), p.tau_edge)
@@ -273,10 +273,10 @@ def test_without_older_trunks_it_is_the_graph_stage(
 def test_sizes_whose_product_passes_a_width(breath_stages: BreathStages, bits: int) -> None:
     """Check the weight of one edge between an old trunk of many live tokens and a new trunk of 2^13 tokens."""
     new, old = 2**13, 2 ** (bits - 13) + 3
-    found = record([1.0] * new, [[]] * new, [[(5, 0.75)], *[[]] * (new - 1)], 0, 1, old)
+    actual = record([1.0] * new, [[]] * new, [[(5, 0.75)], *[[]] * (new - 1)], 0, 1, old)
     alone = TrunkWeights(np.zeros(2, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0))
     got = breath_stages.segment_graph(
-        found, np.array([0, old, old + new]), np.array([old, new]), alone, replace(PAPER, tau_edge=0.0)
+        actual, np.array([0, old, old + new]), np.array([old, new]), alone, replace(PAPER, tau_edge=0.0)
     )
     assert got.indices.tolist() == [1, 0]
     assert tolerances.close("CC-TRUNK-WEIGHT", got.weights, [0.75 * (old * new) ** -0.5] * 2)
@@ -289,13 +289,13 @@ def test_new_trunks_stand_on_the_scale_of_all(
 ) -> None:
     """Check D of the new trunks, which is Eq. 27 over old and new degrees."""
     old = data.draw(st.integers(0, len(degree) - 1), label="old")
-    found = breath_stages.segment_crystallization(degree, old, p)
+    actual = breath_stages.segment_crystallization(degree, old, p)
     trunks = [Trunk(g, [g], 1.0, 0.0) for g in range(len(degree))]
     decode.settle(degree.tolist(), trunks, trunks[old:], p)
     want = np.array([g.D for g in trunks[old:]])
     radius = 0.0 if p.graph == "zero" else tolerances.crystallization_radius(degree, p.s, p.epsilon)
-    assert found.shape == want.shape
-    assert (np.abs(found - want) <= radius).all()
+    assert actual.shape == want.shape
+    assert (np.abs(actual - want) <= radius).all()
 
 
 @pytest.mark.spec("CC-SEGMENT-D")
@@ -304,5 +304,5 @@ def test_the_scale_of_the_new_alone_is_rejected(breath_stages: BreathStages) -> 
 
     On the scale of the new trunk alone, D would be 0.5.
     """
-    found = breath_stages.segment_crystallization(np.array([0.0, 1.0, 2.0]), 2, PAPER)
-    assert found.round(3).tolist() == [0.998]
+    actual = breath_stages.segment_crystallization(np.array([0.0, 1.0, 2.0]), 2, PAPER)
+    assert actual.round(3).tolist() == [0.998]

@@ -28,9 +28,9 @@ def run(stages: CrystalStages, text: Text) -> Trunks:
 def offsets(stages: CrystalStages, intra: Intra, ends: list[int], p: CrystalCacheParameters) -> list[int]:
     """Return the trunk offsets of a text whose tokens at `ends` end a sentence."""
     n = len(intra)
-    found = record([1.0] * n, intra, [[] for _ in range(n)], 8, 4)
+    result = record([1.0] * n, intra, [[] for _ in range(n)], 8, 4)
     mask = np.isin(np.arange(n), ends)
-    return stages.trunks(found, np.ones(n), mask, p).offsets.tolist()
+    return stages.trunks(result, np.ones(n), mask, p).offsets.tolist()
 
 
 def linked(n: int, *edges: tuple[int, int, float]) -> Intra:
@@ -43,9 +43,9 @@ def linked(n: int, *edges: tuple[int, int, float]) -> Intra:
 @given(text=texts())
 def test_trunks_equal_the_brute_force(stages: CrystalStages, text: Text) -> None:
     """S2 MUST return exactly the trunks of Section 3.3 for given edges."""
-    found = run(stages, text)
-    assert not list(stage_checks.trunks(found, text.coattention, text.impact, text.ends, text.parameters))
-    assert found.offsets.dtype == np.int64
+    actual = run(stages, text)
+    assert not list(stage_checks.trunks(actual, text.coattention, text.impact, text.ends, text.parameters))
+    assert actual.offsets.dtype == np.int64
 
 
 @pytest.mark.spec("CC-TRUNKS")
@@ -91,8 +91,8 @@ def test_a_backward_edge_does_not_enter_the_mean(stages: CrystalStages) -> None:
 @pytest.mark.parametrize(("tau_merge", "merged"), [(0.25, True), (0.5, False)])
 def test_the_strength_must_exceed_tau_merge(stages: CrystalStages, tau_merge: float, merged: bool) -> None:
     """Check that Eq. 19 is strict, so a mean equal to tau_merge does not merge."""
-    found = offsets(stages, linked(2, (0, 1, 0.5)), [0, 1], replace(PAPER, tau_merge=tau_merge))
-    assert found == ([0, 2] if merged else [0, 1, 2])
+    actual = offsets(stages, linked(2, (0, 1, 0.5)), [0, 1], replace(PAPER, tau_merge=tau_merge))
+    assert actual == ([0, 2] if merged else [0, 1, 2])
 
 
 @pytest.mark.spec("CC-MERGE")
@@ -124,8 +124,8 @@ def test_the_comparison_is_multiplied_out(
 @pytest.mark.parametrize(("T_max", "merged"), [(5, True), (4, False)])
 def test_a_trunk_may_reach_T_max(stages: CrystalStages, T_max: int, merged: bool) -> None:
     """Check |g| + |s| <= T_max of Eq. 19, with equality allowed."""
-    found = offsets(stages, linked(5, (1, 2, 1.0)), [1, 4], replace(PAPER, T_max=T_max))
-    assert found == ([0, 5] if merged else [0, 2, 5])
+    actual = offsets(stages, linked(5, (1, 2, 1.0)), [1, 4], replace(PAPER, T_max=T_max))
+    assert actual == ([0, 5] if merged else [0, 2, 5])
 
 
 @pytest.mark.spec("CC-TRUNKS")
@@ -168,8 +168,8 @@ def test_split_sizes_are_as_equal_as_can_be(stages: CrystalStages, n: int, T_max
 
     If there is more than one piece, each has at least (T_max + 1) // 2 tokens.
     """
-    found = offsets(stages, linked(n), [], replace(PAPER, T_max=T_max))
-    sizes = np.diff(found).tolist()
+    actual = offsets(stages, linked(n), [], replace(PAPER, T_max=T_max))
+    sizes = np.diff(actual).tolist()
     assert sizes == [len(piece) for piece in np.array_split(np.arange(n), -(-n // T_max))]
     assert len(sizes) == 1 or min(sizes) >= (T_max + 1) // 2
 
@@ -181,8 +181,8 @@ def test_pieces_are_counted_in_whole_tokens(stages: CrystalStages) -> None:
     assert {q * T * (1 / T) > q for T, q in pairs} == {True, False}
     for T, q in [*[(T, q) for T, q in pairs if q * T * (1 / T) > q][:4], *pairs[:4]]:
         for n in (q * T - 1, q * T, q * T + 1):
-            found = offsets(stages, linked(n), [], replace(PAPER, T_max=T))
-            assert np.diff(found).tolist() == [len(piece) for piece in np.array_split(np.arange(n), -(-n // T))]
+            actual = offsets(stages, linked(n), [], replace(PAPER, T_max=T))
+            assert np.diff(actual).tolist() == [len(piece) for piece in np.array_split(np.arange(n), -(-n // T))]
 
 
 @pytest.mark.spec("CC-TRUNKS")
@@ -241,7 +241,7 @@ def test_the_order_of_25_weights_decides(stages: CrystalStages) -> None:
         if not any(differ):
             continue
         seen = [a + b for a, b in zip(seen, differ, strict=True)]
-        found, ends = forward(w)
+        actual, ends = forward(w)
         p = replace(PAPER, C=16, k_intra=5, k_cross=1, tau_merge=tau)
-        got = stages.trunks(found, np.ones(10), ends, p).offsets
+        got = stages.trunks(actual, np.ones(10), ends, p).offsets
         assert got.tolist() == ([0, 10] if merges else [0, 5, 10])

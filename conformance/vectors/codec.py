@@ -208,13 +208,13 @@ def call(function: Callable[..., Any], i: Json, p: CrystalCacheParameters, **giv
     return function(*ordered, **by_name)
 
 
-def results(found: Any, names: Sequence[str] = ()) -> Mapping[str, Any]:
+def results(result: Any, names: Sequence[str] = ()) -> Mapping[str, Any]:
     """Return the result of a function by the names of a vector's results. A record keeps its field names."""
-    if isinstance(found, DecodeState):
-        return fields_of(found)
+    if isinstance(result, DecodeState):
+        return fields_of(result)
     if not names:
-        return vars(found) if is_dataclass(found) else dict(found._asdict())
-    return {names[0]: found} if len(names) == 1 else named(names, found)
+        return vars(result) if is_dataclass(result) else dict(result._asdict())
+    return {names[0]: result} if len(names) == 1 else named(names, result)
 
 
 BLOCKS, SMALLEST = 16, 32  # Maximum number of blocks of a summary, and minimum number of values of a block.
@@ -230,10 +230,10 @@ def is_compact(value: Json) -> bool:
 
 def expanded(inputs: Mapping[str, Json]) -> dict[str, Json]:
     """Return inputs without compact values: plain numbers in nested lists."""
-    found: dict[str, Json] = {}
+    result: dict[str, Json] = {}
     for name, value in inputs.items():
-        found[name] = _array(value, found).tolist() if is_compact(value) else value
-    return found
+        result[name] = _array(value, result).tolist() if is_compact(value) else value
+    return result
 
 
 def _array(value: Json, others: Inputs) -> Any:
@@ -349,9 +349,9 @@ def digest(read: Any) -> str:
     return f"{int(mixed(read, np.arange(1, len(read) + 1)).sum()):016x}"
 
 
-def mismatches(name: str, found: Any, want: Mapping[str, Json]) -> Iterator[str]:
+def mismatches(name: str, result: Any, want: Mapping[str, Json]) -> Iterator[str]:
     """Yield the differences of a result from its summary: in type, in shape, and in the first wrong block."""
-    got = np.array(found)
+    got = np.array(result)
     if got.dtype.kind != np.array(want["first"]).dtype.kind:
         yield f"{name} is of {got.dtype}, not of {np.array(want['first']).dtype}"
         return

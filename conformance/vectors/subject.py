@@ -55,19 +55,19 @@ def ask(op: str, gives: str, backend: Backend, i: Json, p: CrystalCacheParameter
     """Return the result of a stage, by the name `gives` or by the fields of its record."""
     family, _, stage = op.partition(".")
     arguments = [argument(name, kind, i, p) for name, kind in OPS[op].arguments.items()]
-    found = getattr(getattr(backend, f"require_{family}")(), stage)(*arguments)
-    return results(found, [gives] if gives else [])
+    result = getattr(getattr(backend, f"require_{family}")(), stage)(*arguments)
+    return results(result, [gives] if gives else [])
 
 
 def prefill(backend: Backend, i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
     """Return every record of a run of `prefill`. `record` is the complete result."""
     q, k = (floats(i[name]).astype(np.float32) for name in ON_DEVICE)
-    found = run_prefill(
+    result = run_prefill(
         q, k, integers(i["token_ids"]), frozenset(i["sentence_ends"]), i["budget"], p, backend,
         scaling=i["scaling"], softcap=i["softcap"], sinks=floats(i["sinks"]) if "sinks" in i else None,
     )
     names = ("kept", "budget", "over_budget", "protected", "ratio", "scores", "D")
-    return {**{name: getattr(found, name) for name in names}, "offsets": found.trunks.offsets, "record": found}
+    return {**{name: getattr(result, name) for name in names}, "offsets": result.trunks.offsets, "record": result}
 
 
 def as_record(triples: Json, start: int, n: int) -> CoAttention:
@@ -87,8 +87,8 @@ def as_record(triples: Json, start: int, n: int) -> CoAttention:
 
 def segment_graph(backend: Backend, i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
     bounds, old = i["bounds"], len(i["indptr"]) - 1
-    found = as_record(i["edges"], bounds[old], bounds[-1] - bounds[old])
-    given = {"start": found.start, **{name: getattr(found, name) for name in OF_RECORD}}
+    result = as_record(i["edges"], bounds[old], bounds[-1] - bounds[old])
+    given = {"start": result.start, **{name: getattr(result, name) for name in OF_RECORD}}
     return ask("breath.segment_graph", "", backend, {**i, **given}, p)
 
 

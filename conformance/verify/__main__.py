@@ -52,15 +52,15 @@ def judge(request: Request) -> int:
         return selected(request)
     check_out(request)
     request = seeded(request)
-    made, verdicts = run(request, subject, "log.txt")
-    print("\n".join(summary(made)))
-    files = written(request, made, verdicts)
+    record, verdicts = run(request, subject, "log.txt")
+    print("\n".join(summary(record)))
+    files = written(request, record, verdicts)
     if "quick.toml" in files:
-        stopped = request.fail_fast and made["verdict"] not in PASSED
+        stopped = request.fail_fast and record["verdict"] not in PASSED
         part = f"profile {request.profile}, without full sizes (--quick)"
         print(f"{'stopped at the first failure' if stopped else part}: this is no certificate")
     print(f"written to {request.out}: {', '.join(files)}, log.txt")
-    return int(made["verdict"] not in PASSED)
+    return int(record["verdict"] not in PASSED)
 
 
 def check_out(request: Request) -> None:
@@ -94,15 +94,15 @@ def run(request: Request, subject: Subject, log: str) -> tuple[dict[str, Any], V
     return certificate(request, subject, verdicts), verdicts
 
 
-def written(request: Request, made: Mapping[str, Any], verdicts: Verdicts) -> list[str]:
+def written(request: Request, record: Mapping[str, Any], verdicts: Verdicts) -> list[str]:
     """Write the files of a run and return the names of the files. Only a complete run writes a certificate."""
-    texts = {"summary.md": "\n".join(markdown(made)) + "\n", "junit.xml": junit(verdicts)}
-    stopped = request.fail_fast and made["verdict"] not in PASSED
+    texts = {"summary.md": "\n".join(markdown(record)) + "\n", "junit.xml": junit(verdicts)}
+    stopped = request.fail_fast and record["verdict"] not in PASSED
     if request.quick or stopped:
-        write(made, request.out / "quick.toml")
+        write(record, request.out / "quick.toml")
     else:
-        write(made, request.out / "certificate.toml")
-        texts |= {"certificate.html": page(made), "badge.svg": badge(made)}
+        write(record, request.out / "certificate.toml")
+        texts |= {"certificate.html": page(record), "badge.svg": badge(record)}
     for name, text in texts.items():
         (request.out / name).write_text(text, encoding="utf-8")
     return ["quick.toml" if request.quick or stopped else "certificate.toml", *texts]
@@ -123,15 +123,16 @@ def check_again(request: Request, path: Path) -> int:
     ask(request, again)
     subject = prepared(again)
     if subject.digest != there["subject"]["digest"]:
-        said = f"the files of {subject.named} are not those of the certificate ({subject.files}): {subject.digest} now,"
-        print(printable(f"{said} {there['subject']['digest']} there; nothing was run", LONGEST_LINE))
+        differ = f"the files of {subject.named} are not those of the certificate ({subject.files}):"
+        digests = f"{subject.digest} now, {there['subject']['digest']} there"
+        print(printable(f"{differ} {digests}; nothing was run", LONGEST_LINE))
         return 1
-    found = compared(again, replace(again, seed=request.seed), subject, there)
-    for line in "\n".join(found).splitlines():
+    actual = compared(again, replace(again, seed=request.seed), subject, there)
+    for line in "\n".join(actual).splitlines():
         print(printable(line, LONGEST_LINE))
-    if not found:
+    if not actual:
         print("the certificate is true: the same files, and the same verdicts in two more runs")
-    return int(bool(found))
+    return int(bool(actual))
 
 
 def compared(again: Request, other: Request, subject: Subject, there: Mapping[str, Any]) -> list[str]:
@@ -140,14 +141,14 @@ def compared(again: Request, other: Request, subject: Subject, there: Mapping[st
     The second run, with a new seed, starts only if the first run equals the certificate.
     """
     here, _ = run(again, subject, "check.txt")
-    found = certificate_module.differences(there, here)
-    if not found:
+    result = certificate_module.differences(there, here)
+    if not result:
         other = seeded(other)
         print(f"the same with the seed of the certificate; now with --seed {other.seed}", flush=True)
-        found = certificate_module.new_failures(there, run(other, subject, "check-new-seed.txt")[0])
-    if found and here["device"] != there["device"]:
-        found.append(f"made on {there['device']}, checked on {here['device']}")
-    return found
+        result = certificate_module.new_failures(there, run(other, subject, "check-new-seed.txt")[0])
+    if result and here["device"] != there["device"]:
+        result.append(f"made on {there['device']}, checked on {here['device']}")
+    return result
 
 
 def ask(request: Request, again: Request) -> None:

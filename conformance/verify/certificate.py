@@ -151,15 +151,15 @@ def _shown(outcome: Outcome, request: Request) -> dict[str, str]:
     return {**shown, "repeat": request.repeat(outcome.test)}
 
 
-def scope(made: Mapping[str, Any]) -> str:
+def scope(record: Mapping[str, Any]) -> str:
     """Return the subject matter of the verdict in a few words.
 
     These are the families. If some rows have no verdict, the number of decided rows is added.
     """
-    own = made["subject"]["kind"] != "policy"
-    verdicts = [row["verdict"] for row in made["items"].values() if own or PROMISES in row["families"]]
+    own = record["subject"]["kind"] != "policy"
+    verdicts = [row["verdict"] for row in record["items"].values() if own or PROMISES in row["families"]]
     decided = sum(verdict not in ABSTAINED for verdict in verdicts)
-    named = ", ".join(name for name in made["families"] if own or name == PROMISES) or "no family"
+    named = ", ".join(name for name in record["families"] if own or name == PROMISES) or "no family"
     if decided == len(verdicts):
         return named
     return f"{named} ({decided} of {len(verdicts)})" if own else _many(decided, "promise")
@@ -178,9 +178,9 @@ def excepted(entry: Mapping[str, Any]) -> str:
     return str(entry.get("item") or entry.get("test") or entry.get("vector"))
 
 
-def write(made: Mapping[str, Any], path: Path) -> None:
+def write(record: Mapping[str, Any], path: Path) -> None:
     """Write a certificate to a file."""
-    path.write_text(written(made), encoding="utf-8")
+    path.write_text(written(record), encoding="utf-8")
 
 
 _PARTS = {
@@ -201,42 +201,42 @@ def read(path: Path) -> dict[str, Any]:
         SpecError: if the file is not a certificate, has another schema, or is from an incomplete run.
     """
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        result = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SpecError("check", str(path), f"must be a certificate: {error}") from error
-    whole = all(isinstance(found.get(part), dict) and names <= found[part].keys() for part, names in _PARTS.items())
-    whole = whole and isinstance(found.get("failing"), list) and all(
-        isinstance(row, dict) and row.keys() >= _OF_A_ROW for row in found["items"].values()
+    whole = all(isinstance(result.get(part), dict) and names <= result[part].keys() for part, names in _PARTS.items())
+    whole = whole and isinstance(result.get("failing"), list) and all(
+        isinstance(row, dict) and row.keys() >= _OF_A_ROW for row in result["items"].values()
     )
-    if not whole or found.get("schema") not in (1, SCHEMA) or found["subject"]["kind"] not in KINDS:
+    if not whole or result.get("schema") not in (1, SCHEMA) or result["subject"]["kind"] not in KINDS:
         raise SpecError("check", str(path), f"must be a certificate of schema {SCHEMA}")
-    if found["run"]["profile"] not in PROFILES or "quick profile" in str(found.get("verdict")):
+    if result["run"]["profile"] not in PROFILES or "quick profile" in str(result.get("verdict")):
         raise SpecError(
             "check", str(path), "must be the certificate of a complete run, without --quick and --fail-fast"
         )
-    return found
+    return result
 
 
-def of_another_version(made: Mapping[str, Any]) -> str:
+def of_another_version(record: Mapping[str, Any]) -> str:
     """Return the reason why the verdicts cannot be repeated with this version of the specification, or ""."""
-    if made.get("spec") == SPEC_VERSION:
+    if record.get("spec") == SPEC_VERSION:
         return ""
     return (
-        f"the certificate is of specification {made.get('spec')}, this is {SPEC_VERSION}; nothing was run:"
-        f" check it with kvspec {made.get('kvspec')}, or make a new one"
+        f"the certificate is of specification {record.get('spec')}, this is {SPEC_VERSION}; nothing was run:"
+        f" check it with kvspec {record.get('kvspec')}, or make a new one"
     )
 
 
-def repeated(request: Request, path: Path, made: Mapping[str, Any]) -> Request:
+def repeated(request: Request, path: Path, record: Mapping[str, Any]) -> Request:
     """Return the request of the run that the certificate describes.
 
     The exceptions are read from the certificate file.
     """
-    subject, run = made["subject"], made["run"]
+    subject, run = record["subject"], record["run"]
     return replace(
         request, **{subject["kind"]: subject["named"]}, method=tuple(run.get("methods", ())),
         **{name: run.get(name) for name in _OPTIONS},
-        profile=run["profile"], exceptions=path if made.get("exception") else None,
+        profile=run["profile"], exceptions=path if record.get("exception") else None,
     )
 
 
@@ -245,16 +245,16 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any], within: str =
 
     Of a row, compare verdict, families and numbers of tests.
     """
-    found = []
+    result = []
     for name in dict.fromkeys([*there, *here]):
         a, b, path = there.get(name), here.get(name), f"{within}{name}"
         if path in _FREE or (within.startswith("items.") and name in _FREE_OF_A_ROW):
             continue
         if isinstance(a, Mapping) and isinstance(b, Mapping):
-            found += differences(a, b, f"{path}.")
+            result += differences(a, b, f"{path}.")
         elif (a or None) != (b or None):
-            found.append(f"{path}: {_said(a)} in the certificate, {_said(b)} now")
-    return found
+            result.append(f"{path}: {_said(a)} in the certificate, {_said(b)} now")
+    return result
 
 
 def new_failures(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
@@ -262,14 +262,14 @@ def new_failures(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]
 
     Each item has the failing input and the command that repeats the test.
     """
-    found = []
+    result = []
     for item in here["failing"]:
         if item not in there["failing"]:
             row = here["items"][item]
-            found.append(f"{item} fails on other examples: {row['found']}\n{row['input']}\nrepeat: {row['repeat']}")
-    if not found and there["verdict"] in PASSED and here["verdict"] not in PASSED:
-        found.append(f"verdict: {there['verdict']} in the certificate, {here['verdict']} on other examples")
-    return found
+            result.append(f"{item} fails on other examples: {row['found']}\n{row['input']}\nrepeat: {row['repeat']}")
+    if not result and there["verdict"] in PASSED and here["verdict"] not in PASSED:
+        result.append(f"verdict: {there['verdict']} in the certificate, {here['verdict']} on other examples")
+    return result
 
 
 def _said(value: Any) -> str:
@@ -294,26 +294,26 @@ def _many(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def badge(made: Mapping[str, Any]) -> str:
+def badge(record: Mapping[str, Any]) -> str:
     """Return the badge as SVG.
 
     The badge is green for a passed run, and yellow for a run with exceptions or a partial verdict. A failed run has a
     red badge with the number of failing items.
     """
-    exceptions = len(made["exception"])
-    if made["verdict"] == PARTIAL:
-        colour, right = YELLOW, f"{scope(made)} in part; {_many(len(made['unproven']), 'item')} unproven"
-    elif made["verdict"] not in PASSED:
-        colour, right = RED, f"not certified; {_many(len(made['failing']) + len(made['undecided']), 'item')}"
-    elif methods := made["run"].get("methods"):
+    exceptions = len(record["exception"])
+    if record["verdict"] == PARTIAL:
+        colour, right = YELLOW, f"{scope(record)} in part; {_many(len(record['unproven']), 'item')} unproven"
+    elif record["verdict"] not in PASSED:
+        colour, right = RED, f"not certified; {_many(len(record['failing']) + len(record['undecided']), 'item')}"
+    elif methods := record["run"].get("methods"):
         colour, right = GREEN, f"conforms to {', '.join(methods)}"
-    elif made["verdict"] == KEEPS:
-        colour, right = GREEN, f"keeps its {scope(made)}; {COMPARED}"
+    elif record["verdict"] == KEEPS:
+        colour, right = GREEN, f"keeps its {scope(record)}; {COMPARED}"
     elif exceptions:
-        colour, right = YELLOW, f"{scope(made)}; {_many(exceptions, 'exception')}"
+        colour, right = YELLOW, f"{scope(record)}; {_many(exceptions, 'exception')}"
     else:
-        colour, right = GREEN, scope(made)
-    left = f"kvspec {made['spec']}"
+        colour, right = GREEN, scope(record)
+    left = f"kvspec {record['spec']}"
     long, longer = round(len(left) * _LETTER), round(len(right) * _LETTER)
     return _SVG.format(
         left=escape(left), right=escape(right), colour=colour, long=long, longer=longer, width=long + longer + 20,

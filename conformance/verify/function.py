@@ -133,7 +133,7 @@ def _judged(request: "Request") -> Verdict:
 
     subject, request = prepared(request), seeded(request)
     check_out(request)
-    made, verdicts = run(request, subject, "log.txt")
-    files = tuple(request.out / name for name in (*written(request, made, verdicts), "log.txt"))
-    text = "\n".join(summary(made))
-    return Verdict(made["verdict"] in PASSED, headline(made), tuple(made["failing"]), made, files, text)
+    record, verdicts = run(request, subject, "log.txt")
+    files = tuple(request.out / name for name in (*written(request, record, verdicts), "log.txt"))
+    text = "\n".join(summary(record))
+    return Verdict(record["verdict"] in PASSED, headline(record), tuple(record["failing"]), record, files, text)

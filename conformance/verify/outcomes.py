@@ -55,11 +55,11 @@ _NOT_REFUSED = re.compile(r"refus|DID NOT RAISE")
 @cache
 def families() -> dict[str, list[str]]:
     """Return the items of each stage family, from the table in spec/implementing.md."""
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     for family, names in _ROW.findall((SPEC / "implementing.md").read_text(encoding="utf-8")):
-        items = found.setdefault(family, [])
+        items = result.setdefault(family, [])
         items += [name for name in names.split(", ") if name not in items]
-    return found
+    return result
 
 
 @cache
@@ -95,8 +95,8 @@ def _texts() -> dict[str, str]:
 
 def formula(item: str) -> str:
     """Return the equation of an item on one line, or "" if the item has none."""
-    found = _FORMULA.search(_texts().get(item, ""))
-    return " ".join(found[1].split()) if found else ""
+    match = _FORMULA.search(_texts().get(item, ""))
+    return " ".join(match[1].split()) if match else ""
 
 
 def must(item: str, row: Mapping[str, Any] | None = None) -> str:
@@ -107,14 +107,14 @@ def must(item: str, row: Mapping[str, Any] | None = None) -> str:
     """
     if item in PROPERTIES or ": " in item:
         return PROPERTIES[item].says if item in PROPERTIES else SERVER.get(item, EVICTION)
-    found = [_SENTENCES.split(" ".join(text.split())) for text in _MUST.findall(_texts().get(item, ""))]
-    if not found:
+    result = [_SENTENCES.split(" ".join(text.split())) for text in _MUST.findall(_texts().get(item, ""))]
+    if not result:
         return ""
     if row and _NOT_REFUSED.search(f"{row.get('test')} {row.get('found')}"):
-        refusals = [sentence for sentences in found for sentence in sentences if _REFUSAL.search(sentence)]
-        found = [refusals, *found] if refusals else found
-    text = " ".join(found[0][:2])
-    return text if len(text) <= _LONGEST else found[0][0][:_LONGEST]
+        refusals = [sentence for sentences in result for sentence in sentences if _REFUSAL.search(sentence)]
+        result = [refusals, *result] if refusals else result
+    text = " ".join(result[0][:2])
+    return text if len(text) <= _LONGEST else result[0][0][:_LONGEST]
 
 
 # States of tests, items and vectors. The state of an item is the first of STATES that one of its tests has.
@@ -215,17 +215,17 @@ def outcomes_of(lines: Iterable[Mapping[str, Any]]) -> list[Outcome]:
     If the process ended during a test, this test has failed. The later tests did not run.
     """
     tests: dict[str, Any] = {}
-    said: dict[str, Mapping[str, Any]] = {}
+    notes: dict[str, Mapping[str, Any]] = {}
     began, ended = "", 0
     for line in lines:
         tests |= line.get("collected", {})
         began, ended = line.get("began", began), line.get("ended", ended)
-        if "test" in line and said.get(line["test"], {}).get("state") != "failed":
-            said[line["test"]] = line
-    if began and began not in said:
+        if "test" in line and notes.get(line["test"], {}).get("state") != "failed":
+            notes[line["test"]] = line
+    if began and began not in notes:
         death = f"the process ended with {ended} in this test" if ended >= 0 else f"signal {-ended} ended the process"
-        said[began] = {"state": "failed", "failure": {"input": "", "found": death}}
-    return [_outcome(test, about, said.get(test, {})) for test, about in tests.items()]
+        notes[began] = {"state": "failed", "failure": {"input": "", "found": death}}
+    return [_outcome(test, about, notes.get(test, {})) for test, about in tests.items()]
 
 
 def _outcome(test: str, about: Mapping[str, Any], line: Mapping[str, Any]) -> Outcome:
@@ -347,14 +347,14 @@ def pytest_runtest_makereport(
     given, names = getattr(item, "funcargs", {}), getattr(item, "fixturenames", [])
     judged = given.get("judged")
     params = getattr(getattr(item, "callspec", None), "params", {})
-    said = {
+    record = {
         "examples": 1 if drawn is None else sum(map(int, _PASSING.findall(drawn))),
         "name": getattr(judged, "name", ""), "scored": sorted(given.get("scored", ())),
         "at_once": given.get("at_once", {}).get("requests", 0),
         "families": [family for family in FAMILIES if getattr(judged, family, None) is not None],
         "failure": failure(call.excinfo.value, names, params) if call.excinfo and report.outcome == "failed" else None,
     }
-    report.user_properties.append(("kvspec", said))
+    report.user_properties.append(("kvspec", record))
     return report
 
 
@@ -366,16 +366,16 @@ def failure(error: BaseException, fixtures: Iterable[str], params: Mapping[str, 
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     notes = [note for note in getattr(error, "__notes__", ()) if _EXAMPLE.match(note)]
-    found = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
-    if len(found.partition("\n")[0]) > _TELLING:
-        found = _MORE.sub("", found)
-    if isinstance(error, AssertionError) and len(found.partition("\n")[0]) <= _TELLING:
+    result = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+    if len(result.partition("\n")[0]) > _TELLING:
+        result = _MORE.sub("", result)
+    if isinstance(error, AssertionError) and len(result.partition("\n")[0]) <= _TELLING:
         statement = _statement(error)
-        found = "\n".join([found.partition("\n")[0], *statement] if statement else [found])
+        result = "\n".join([result.partition("\n")[0], *statement] if statement else [result])
     begin = tuple(f"    {name}=" for name in fixtures)
     drawn = [part for note in notes[:1] for part in _ARGUMENTS.split(note) if not part.startswith(begin)]
     return {
-        "input": cut(_EXAMPLE.sub("", "\n".join(drawn or _case(params)))), "found": cut(found or "AssertionError"),
+        "input": cut(_EXAMPLE.sub("", "\n".join(drawn or _case(params)))), "found": cut(result or "AssertionError"),
     }
 
 
@@ -457,5 +457,5 @@ class Recorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Write one line for each test: the result of the call, or an error of the setup or the teardown."""
         if report.when == "call" or not report.passed:
-            said: Any = dict(report.user_properties)["kvspec"]
-            self.write(test=report.nodeid, state=state_of(report), reason=reason_of(report), **said)
+            note: Any = dict(report.user_properties)["kvspec"]
+            self.write(test=report.nodeid, state=state_of(report), reason=reason_of(report), **note)

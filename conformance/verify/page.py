@@ -13,93 +13,93 @@ from conformance.verify.outcomes import ABSTAINED, COMPOSED, PROMISES, Verdicts,
 _LINES, _WIDTH, _MOST = 6, 150, 12
 
 
-def headline(made: Mapping[str, Any]) -> str:
+def headline(record: Mapping[str, Any]) -> str:
     """Return the verdict in one sentence."""
-    on, policy = scope(made), made["subject"]["kind"] == "policy"
+    on, policy = scope(record), record["subject"]["kind"] == "policy"
     # A policy is named by its import path, because any policy can call itself snapkv.
-    name = made["subject"]["named" if policy else "name"]
-    who = " ".join(part for part in (name, made["subject"].get("version", "")) if part)
-    methods, quick = ", ".join(made["run"].get("methods", ())), f"; {QUICK}" if made["verdict"] == QUICK else ""
-    if made["verdict"] in PASSED:
+    name = record["subject"]["named" if policy else "name"]
+    who = " ".join(part for part in (name, record["subject"].get("version", "")) if part)
+    methods, quick = ", ".join(record["run"].get("methods", ())), f"; {QUICK}" if record["verdict"] == QUICK else ""
+    if record["verdict"] in PASSED:
         if methods:
-            keeps = f" and keeps its {on}" if PROMISES in made["families"] else ""
+            keeps = f" and keeps its {on}" if PROMISES in record["families"] else ""
             return f"{who} conforms to {methods}{keeps}{quick}"
         if policy:
             return f"{who} keeps its {on}; {COMPARED}{quick}"
-        on += " with renumbered positions" if made["run"].get("positions") == "renumbered" else ""
-        does = f"{QUICK} of" if made["verdict"] == QUICK else "conforms to"
-        return f"{who} {does} kvspec {made['spec']} on {on}" + _excepted(made)
-    if made["verdict"] == PARTIAL:
-        unproven = ", ".join(made["unproven"])
-        return f"{who} conforms in part to kvspec {made['spec']} on {on}: excepted, without a passed test: {unproven}"
-    undecided = len(made["undecided"])
-    wrong = ", ".join([*made["failing"], *([f"{undecided} items not decided"] if undecided else [])])
-    otherwise = "tests without an item fail" if made["counts"]["failed"] else "there was nothing to judge"
+        on += " with renumbered positions" if record["run"].get("positions") == "renumbered" else ""
+        does = f"{QUICK} of" if record["verdict"] == QUICK else "conforms to"
+        return f"{who} {does} kvspec {record['spec']} on {on}" + _excepted(record)
+    if record["verdict"] == PARTIAL:
+        unproven = ", ".join(record["unproven"])
+        return f"{who} conforms in part to kvspec {record['spec']} on {on}: excepted, without a passed test: {unproven}"
+    undecided = len(record["undecided"])
+    wrong = ", ".join([*record["failing"], *([f"{undecided} items not decided"] if undecided else [])])
+    otherwise = "tests without an item fail" if record["counts"]["failed"] else "there was nothing to judge"
     if methods:
         return f"{who} does not conform to {methods}: {wrong or otherwise}"
-    does_not = "does not keep its promises" if policy else f"does not conform to kvspec {made['spec']} on {on}"
+    does_not = "does not keep its promises" if policy else f"does not conform to kvspec {record['spec']} on {on}"
     return f"{who} {does_not}: {wrong or otherwise}"
 
 
-def _excepted(made: Mapping[str, Any]) -> str:
-    number = sum(row["verdict"] == "excepted" for row in made["items"].values())
+def _excepted(record: Mapping[str, Any]) -> str:
+    number = sum(row["verdict"] == "excepted" for row in record["items"].values())
     return f", {number} item{'s' if number > 1 else ''} excepted" if number else ""
 
 
-def by_family(made: Mapping[str, Any]) -> dict[str, dict[str, Mapping[str, Any]]]:
+def by_family(record: Mapping[str, Any]) -> dict[str, dict[str, Mapping[str, Any]]]:
     """Return the rows of each family and of the compositions, by item.
 
     A family that the subject does not offer has only the rows without a verdict. An item of two families is listed in
     each offered family.
     """
-    there, found = (*made["families"], COMPOSED), dict[str, dict[str, Mapping[str, Any]]]()
-    for item, row in made["items"].items():
+    there, result = (*record["families"], COMPOSED), dict[str, dict[str, Mapping[str, Any]]]()
+    for item, row in record["items"].items():
         for family in row["families"]:
-            rows = found.setdefault(family, {})
+            rows = result.setdefault(family, {})
             if family in there or row["verdict"] in ABSTAINED:
                 rows[item] = row
-    return found
+    return result
 
 
-def summary(made: Mapping[str, Any]) -> Iterator[str]:
+def summary(record: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of the terminal output."""
-    counts = made["counts"]
+    counts = record["counts"]
     yield (
         f"{counts['passed']} tests passed, {counts['failed']} failed, {counts['not_run']} not run;"
-        f" {counts['examples']} examples, --seed {made['run'].get('seed')}"
+        f" {counts['examples']} examples, --seed {record['run'].get('seed')}"
     )
-    if made["subject"].get("spec", made["spec"]) != made["spec"]:
-        yield f"the engine was written for kvspec {made['subject']['spec']}, and is judged by {made['spec']}"
-    for family, items in by_family(made).items():
+    if record["subject"].get("spec", record["spec"]) != record["spec"]:
+        yield f"the engine was written for kvspec {record['subject']['spec']}, and is judged by {record['spec']}"
+    for family, items in by_family(record).items():
         verdicts = Counter(row["verdict"] for row in items.values())
-        told = [f"{number} {verdict}" for verdict, number in sorted(verdicts.items())]
-        yield f"  {family:13} {', '.join(told) or 'not offered'}"
+        totals = [f"{number} {verdict}" for verdict, number in sorted(verdicts.items())]
+        yield f"  {family:13} {', '.join(totals) or 'not offered'}"
     shown: dict[str, str] = {}
-    for item in made["failing"][:_MOST]:
-        yield from _failing(item, made["items"][item], shown)
-    if len(made["failing"]) > _MOST:
-        yield f"\n... and {len(made['failing']) - _MOST} more items"
-    if at_once := made["run"].get("at_once"):
+    for item in record["failing"][:_MOST]:
+        yield from _failing(item, record["items"][item], shown)
+    if len(record["failing"]) > _MOST:
+        yield f"\n... and {len(record['failing']) - _MOST} more items"
+    if at_once := record["run"].get("at_once"):
         yield f"  the server ran {at_once} of 32 requests at the same time (measured, without a verdict)"
-    if made["undecided"]:
-        yield f"\nnot decided, since a test was skipped or did not run: {', '.join(made['undecided'][:_MOST])}" + (
-            " ..." if len(made["undecided"]) > _MOST else ""
+    if record["undecided"]:
+        yield f"\nnot decided, since a test was skipped or did not run: {', '.join(record['undecided'][:_MOST])}" + (
+            " ..." if len(record["undecided"]) > _MOST else ""
         )
-    if made["unneeded_exceptions"]:
-        yield f"\nexceptions no longer needed: {', '.join(made['unneeded_exceptions'])}"
-    yield f"\n{headline(made)}"
-    yield from _promises(made)
-    if made["judged"].endswith(COMPARED) and made["verdict"] in PASSED:
+    if record["unneeded_exceptions"]:
+        yield f"\nexceptions no longer needed: {', '.join(record['unneeded_exceptions'])}"
+    yield f"\n{headline(record)}"
+    yield from _promises(record)
+    if record["judged"].endswith(COMPARED) and record["verdict"] in PASSED:
         yield "a promise does not test the score: a wrong SnapKV keeps its promises too. Add --as METHOD to compare the"
         yield "kept tokens with a published method, as in --as snapkv"
 
 
-def _promises(made: Mapping[str, Any]) -> Iterator[str]:
+def _promises(record: Mapping[str, Any]) -> Iterator[str]:
     """Yield the properties that a policy promises and keeps, and the properties that the policy does not promise."""
-    own = {item: row["verdict"] for item, row in made["items"].items() if PROMISES in row["families"]}
+    own = {item: row["verdict"] for item, row in record["items"].items() if PROMISES in row["families"]}
     kept = [item for item, verdict in own.items() if verdict == "pass"]
     others = [item for item, verdict in own.items() if verdict in ABSTAINED]
-    if others and made["verdict"] in PASSED:
+    if others and record["verdict"] in PASSED:
         yield f"properties that the policy promises and keeps: {', '.join(kept)}"
         yield f"properties that the policy does not promise, or that do not apply: {', '.join(others)}"
 
@@ -133,24 +133,24 @@ def _as_text(words: object) -> str:
     return _MARKS.sub(r"\\\1", escape(" ".join(str(words).split()), quote=False).replace("&gt;", ">"))
 
 
-def markdown(made: Mapping[str, Any]) -> Iterator[str]:
+def markdown(record: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of a comment on a pull request."""
-    yield f"**kvspec: {_as_text(headline(made))}**"
+    yield f"**kvspec: {_as_text(headline(record))}**"
     yield ""
     yield "| Family | Rows |"
     yield "| --- | --- |"
-    for family, items in by_family(made).items():
+    for family, items in by_family(record).items():
         verdicts = Counter(row["verdict"] for row in items.values())
-        told = ", ".join(f"{number} {verdict}" for verdict, number in sorted(verdicts.items()))
-        yield f"| {_as_text(family)} | {told or 'not offered'} |"
-    for item in made["failing"][:_MOST]:
-        row = made["items"][item]
+        counts = ", ".join(f"{number} {verdict}" for verdict, number in sorted(verdicts.items()))
+        yield f"| {_as_text(family)} | {counts or 'not offered'} |"
+    for item in record["failing"][:_MOST]:
+        row = record["items"][item]
         shown = "\n".join(filter(None, (row["input"], row["found"], "", row["repeat"]))).replace("```", "` ` `")
         name = escape(" ".join(item.split()))
         yield f"\n<details><summary>{name} fails, in {row['failed']} of its {row['tests']} tests</summary>\n"
         yield f"MUST {escape(must(item, row), quote=False)}\n\n```text\n{shown}\n```\n\n</details>"
-    if len(made["failing"]) > _MOST:
-        yield f"\nand {len(made['failing']) - _MOST} more items"
+    if len(record["failing"]) > _MOST:
+        yield f"\nand {len(record['failing']) - _MOST} more items"
 
 
 def junit(verdicts: Verdicts) -> str:
@@ -207,12 +207,12 @@ pre {{ white-space: pre-wrap; overflow-wrap: anywhere; padding: .6rem;
 """
 
 
-def page(made: Mapping[str, Any]) -> str:
+def page(record: Mapping[str, Any]) -> str:
     """Return the HTML page of a certificate."""
-    verdict = "pass" if made["verdict"] in PASSED else "excepted" if made["verdict"] == PARTIAL else "fail"
-    parts = [*_facts(made), *_counterexamples(made), *_families(made), *_vectors(made), *_exceptions(made)]
+    verdict = "pass" if record["verdict"] in PASSED else "excepted" if record["verdict"] == PARTIAL else "fail"
+    parts = [*_facts(record), *_counterexamples(record), *_families(record), *_vectors(record), *_exceptions(record)]
     return _PAGE.format(
-        title=escape(headline(made)), word=escape(made["verdict"]), verdict=verdict, body="\n".join(parts),
+        title=escape(headline(record)), word=escape(record["verdict"]), verdict=verdict, body="\n".join(parts),
     )
 
 
@@ -220,18 +220,18 @@ def _row(*cells: object) -> str:
     return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
 
-def _facts(made: Mapping[str, Any]) -> Iterator[str]:
+def _facts(record: Mapping[str, Any]) -> Iterator[str]:
     named = {"verdict": "verdict", "judged": "judged by", "date": "date", "kvspec": "kvspec", "spec": "specification"}
-    rows = {title: made[name] for name, title in named.items()}
+    rows = {title: record[name] for name, title in named.items()}
     yield '<table class="facts">'
     yield from (_row(name, escape(str(value))) for name, value in rows.items())
     for name in ("subject", "run", "device", "counts"):
-        facts = "; ".join(f"{key.replace('_', ' ')} {_plain(value)}" for key, value in made[name].items())
+        facts = "; ".join(f"{key.replace('_', ' ')} {_plain(value)}" for key, value in record[name].items())
         yield _row(name, escape(facts))
     yield "</table>"
-    option = f"--{made['subject']['kind']}"
+    option = f"--{record['subject']['kind']}"
     yield "<p>To repeat the run: <code>kvspec verify --check certificate.toml</code>. The subject was"
-    yield f"<code>{option} {escape(made['subject']['named'])}</code>.</p>"
+    yield f"<code>{option} {escape(record['subject']['named'])}</code>.</p>"
 
 
 def _plain(value: object) -> str:
@@ -243,16 +243,16 @@ def _plain(value: object) -> str:
     return str(value)
 
 
-def _counterexamples(made: Mapping[str, Any]) -> Iterator[str]:
-    for item in made["failing"]:
-        row = made["items"][item]
+def _counterexamples(record: Mapping[str, Any]) -> Iterator[str]:
+    for item in record["failing"]:
+        row = record["items"][item]
         yield f'<h2 id="{escape(item)}" class="fail">{escape(item)}</h2><p>MUST {escape(must(item, row))}</p>'
         yield "<pre>" + escape("\n".join(filter(None, (row["input"], row["found"])))) + "</pre>"
         yield f"<p>To repeat the test: <code>{escape(row['repeat'])}</code></p>"
 
 
-def _families(made: Mapping[str, Any]) -> Iterator[str]:
-    for family, items in by_family(made).items():
+def _families(record: Mapping[str, Any]) -> Iterator[str]:
+    for family, items in by_family(record).items():
         if not items:
             yield f"<h2>{escape(family)}: not offered</h2>"
             continue
@@ -266,22 +266,22 @@ def _families(made: Mapping[str, Any]) -> Iterator[str]:
         yield "</table></div>"
 
 
-def _vectors(made: Mapping[str, Any]) -> Iterator[str]:
-    if made["vectors"]:
+def _vectors(record: Mapping[str, Any]) -> Iterator[str]:
+    if record["vectors"]:
         yield "<h2>vectors</h2>"
     yield '<table class="facts">'
-    for verdict in dict.fromkeys(made["vectors"].values()):
-        named = [name for name, said in made["vectors"].items() if said == verdict]
+    for verdict in dict.fromkeys(record["vectors"].values()):
+        named = [name for name, outcome in record["vectors"].items() if outcome == verdict]
         yield _row(escape(verdict), len(named), f'<span class="dim">{escape(", ".join(named))}</span>')
     yield "</table>"
 
 
-def _exceptions(made: Mapping[str, Any]) -> Iterator[str]:
-    if made["exception"]:
+def _exceptions(record: Mapping[str, Any]) -> Iterator[str]:
+    if record["exception"]:
         yield '<h2>exceptions</h2><div class="wide"><table>'
-        for entry in made["exception"]:
+        for entry in record["exception"]:
             subject = excepted(entry)
-            unneeded = "no longer needed" if subject in made["unneeded_exceptions"] else ""
+            unneeded = "no longer needed" if subject in record["unneeded_exceptions"] else ""
             cells = (subject, entry["kind"], entry["reason"], entry["issue"], entry["expiry"], unneeded)
             yield _row(*(escape(str(cell)) for cell in cells))
         yield "</table></div>"

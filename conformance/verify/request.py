@@ -106,10 +106,10 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = _Parser(
+    created = _Parser(
         prog="kvspec verify", description=_ABOUT, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter,
     )
-    who = made.add_mutually_exclusive_group(required=True)
+    who = created.add_mutually_exclusive_group(required=True)
     who.add_argument("--backend", metavar="NAME",
                      help="engine in Python: name of a backend, or module:ATTRIBUTE of a spec.backend.Backend")
     who.add_argument("--command", metavar="TEXT", help="engine in any language: the command that starts the engine")
@@ -119,7 +119,7 @@ def parser() -> argparse.ArgumentParser:
     who.add_argument("--server", metavar="URL",
                      help="running server that evicts, such as http://127.0.0.1:8000. Needs --model: kvspec\n"
                           "reads the server's answers again with the same weights")
-    made.add_argument("--as", dest="method", action="append", metavar="METHOD",
+    created.add_argument("--as", dest="method", action="append", metavar="METHOD",
                       help='published method that must keep the same tokens, such as\n'
                            '"snapkv(W=16, kernel=5)". An engine can be compared with several methods, such as\n'
                            "snapkv,h2o. `kvspec policies NAME` lists the constants of a method")
@@ -128,42 +128,42 @@ def parser() -> argparse.ArgumentParser:
                           "contains, and checks the hashes of the files that the certificate lists. Then kvspec\n"
                           "runs the tests with the seed of the certificate and with a new seed (--seed). If the\n"
                           "results differ from the certificate, kvspec prints the difference and exits with 1")
-    made.add_argument("--yes", action="store_true",
+    created.add_argument("--yes", action="store_true",
                       help="for --check: run the command of the certificate without confirmation")
-    made.add_argument("--model", metavar="FOLDER",
+    created.add_argument("--model", metavar="FOLDER",
                       help="for --cache: folder of the transformers model. Default: tiny random models.\n"
                            "For --server: folder or name of the weights that the server runs")
-    made.add_argument("--positions", choices=POSITIONS,
+    created.add_argument("--positions", choices=POSITIONS,
                       help="for --cache: positions of the kept tokens, either absolute (default) or\n"
                            "renumbered from 0 in each KV head. A cache with renumbered positions must also\n"
                            "rotate the keys to the new positions")
-    made.add_argument("--timeout", type=float, metavar="S",
+    created.add_argument("--timeout", type=float, metavar="S",
                       help="for --command: maximum number of seconds that the engine may take to answer.\n"
                            "Default: 60")
-    made.add_argument("--precision", choices=PRECISIONS,
+    created.add_argument("--precision", choices=PRECISIONS,
                         help="precision of stage S1 (co-attention). Default: float64 for the numpy backend,\n"
                              "otherwise float32. An engine of --command reports its precision. For --server:\n"
                              "dtype in which the server computes, float32 (default) or bfloat16")
-    made.add_argument("--profile", choices=PROFILES,
+    created.add_argument("--profile", choices=PROFILES,
                         help="profile, which sets the number of examples of each test. The default is the\n"
                              "environment variable KVSPEC_PROFILE, or ci if the variable is not set")
-    made.add_argument("--seed", type=int, metavar="N",
+    created.add_argument("--seed", type=int, metavar="N",
                       help="random seed of the examples, 0 or more. Default: a new seed, which the\n"
                            "certificate records")
-    made.add_argument("--quick", action="store_true",
+    created.add_argument("--quick", action="store_true",
                       help="run few examples, without full-size inputs. A quick run writes\n"
                            "quick.toml instead of a certificate")
-    made.add_argument("--fail-fast", action="store_true",
+    created.add_argument("--fail-fast", action="store_true",
                       help="stop at the first failed test. A stopped run writes no certificate")
-    made.add_argument("--exceptions", type=Path, metavar="FILE.toml",
+    created.add_argument("--exceptions", type=Path, metavar="FILE.toml",
                         help="TOML file of known failures. Each failure has a reason, an issue and an expiry\n"
                              "date (see docs/guide/judge.md)")
-    made.add_argument("--out", type=Path, default=Path("results/verify"), metavar="FOLDER",
+    created.add_argument("--out", type=Path, default=Path("results/verify"), metavar="FOLDER",
                         help="folder for certificate.toml, certificate.html, badge.svg, summary.md,\n"
                              "junit.xml and log.txt. Default: results/verify")
-    made.add_argument("--force", action="store_true",
+    created.add_argument("--force", action="store_true",
                       help="replace files in the folder --out that kvspec did not make")
-    return made
+    return created
 
 
 def profile_of(option: str | None) -> str:
@@ -186,28 +186,28 @@ def parsed(arguments: Sequence[str]) -> Request:
         SystemExit: after --help, or if an option is invalid.
     """
     at = list(arguments).index("--") if "--" in arguments else len(arguments)
-    found = parser().parse_args(list(arguments)[:at])
-    given = any(getattr(found, name) is not None for name in (*_ONLY_FOR, "profile"))
-    if found.check and (found.quick or found.fail_fast or given):
+    result = parser().parse_args(list(arguments)[:at])
+    given = any(getattr(result, name) is not None for name in (*_ONLY_FOR, "profile"))
+    if result.check and (result.quick or result.fail_fast or given):
         bound = "can be combined only with --seed, --yes, --force and --out"
-        raise SpecError("check", str(found.check), bound)
-    if found.yes and not found.check:
+        raise SpecError("check", str(result.check), bound)
+    if result.yes and not result.check:
         raise SpecError("yes", True, "can be given only with --check")
-    if found.seed is not None and found.seed < 0:
-        raise SpecError("seed", found.seed, "must be 0 or more")
+    if result.seed is not None and result.seed < 0:
+        raise SpecError("seed", result.seed, "must be 0 or more")
     for option, kinds in _ONLY_FOR.items():
-        value = getattr(found, option)
-        if option == "precision" and found.method:
+        value = getattr(result, option)
+        if option == "precision" and result.method:
             continue
-        if value is not None and not any(getattr(found, kind) for kind in kinds):
+        if value is not None and not any(getattr(result, kind) for kind in kinds):
             raise SpecError(option, value, f"can be given only with {' or '.join(f'--{kind}' for kind in kinds)}")
-    found.method = tuple(one for text in found.method or () for one in _METHODS.split(text))
-    dtypes = PRECISIONS[1:] if found.server else PRECISIONS[:2]
-    if found.precision not in (None, *dtypes):
-        raise SpecError("precision", found.precision, f"must be one of {', '.join(dtypes)} for this subject")
-    if found.server and not found.model:
+    result.method = tuple(one for text in result.method or () for one in _METHODS.split(text))
+    dtypes = PRECISIONS[1:] if result.server else PRECISIONS[:2]
+    if result.precision not in (None, *dtypes):
+        raise SpecError("precision", result.precision, f"must be one of {', '.join(dtypes)} for this subject")
+    if result.server and not result.model:
         raise SpecError("model", None, "is needed with --server: folder or name of the weights that the server runs")
-    if found.policy and len(found.method) > 1:
-        raise SpecError("as", ",".join(found.method), "must be one method: a policy is compared with one method only")
-    found.profile = profile_of(found.profile or ("few" if found.quick else None))
-    return Request(**vars(found), pytest=tuple(arguments[at + 1 :]))
+    if result.policy and len(result.method) > 1:
+        raise SpecError("as", ",".join(result.method), "must be one method: a policy is compared with one method only")
+    result.profile = profile_of(result.profile or ("few" if result.quick else None))
+    return Request(**vars(result), pytest=tuple(arguments[at + 1 :]))

@@ -74,14 +74,14 @@ def _environment() -> dict[str, str]:
 
 @contextmanager
 def _started(
-    command: list[str], said: IO[bytes] | None = None, inherited: Sequence[int] = (),
+    command: list[str], output: IO[bytes] | None = None, inherited: Sequence[int] = (),
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start a process, and end the process at the end of the block.
 
     The process receives SIGTERM, so that pytest can end its engine. After 10 seconds the process is killed.
     """
     process = subprocess.Popen(
-        command, stdout=said, stderr=said and subprocess.STDOUT, env=_environment(), pass_fds=inherited,
+        command, stdout=output, stderr=output and subprocess.STDOUT, env=_environment(), pass_fds=inherited,
     )
     try:
         yield process
@@ -116,10 +116,10 @@ def judged(request: Request, log: Path) -> list[dict[str, Any]]:
         pytest.UsageError: if pytest stopped before all tests ran, or if the lines contradict the exit code.
     """
     ours, theirs = socket.socketpair()
-    with ours, theirs, log.open("wb") as said:
+    with ours, theirs, log.open("wb") as output:
         option = f"--kvspec-outcomes={theirs.fileno()}"
         command = [*_command(request), option, "-rA", "--tb=short", *WHOLE, str(suite_of(request))]
-        with _started([*command, *["-x"] * request.fail_fast], said, [theirs.fileno()]) as process:
+        with _started([*command, *["-x"] * request.fail_fast], output, [theirs.fileno()]) as process:
             theirs.close()
             lines = list(_received(ours, process))
     over = {line.get("began") for line in lines} <= {line.get("test") for line in lines}
@@ -152,12 +152,12 @@ def _received(connection: socket.socket, process: subprocess.Popen[bytes]) -> It
 
 def _parsed(line: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(line)
+        result = json.loads(line)
     except ValueError as error:
         raise pytest.UsageError(f"a line of outcomes is no JSON: {line[:80]!r}; there is no verdict") from error
-    if not isinstance(found, dict):
+    if not isinstance(result, dict):
         raise pytest.UsageError(f"a line of outcomes is no object: {line[:80]!r}; there is no verdict")
-    return found
+    return result
 
 
 def contradiction(lines: Sequence[Mapping[str, Any]], code: int) -> str:
@@ -165,24 +165,24 @@ def contradiction(lines: Sequence[Mapping[str, Any]], code: int) -> str:
     collected = [line["collected"] for line in lines if "collected" in line]
     if len(collected) != 1:
         return f"pytest collected its tests {len(collected)} times"
-    said = [line["test"] for line in lines if "test" in line]
-    if unknown := sorted({*said, *(line["began"] for line in lines if "began" in line)} - collected[0].keys()):
+    tests = [line["test"] for line in lines if "test" in line]
+    if unknown := sorted({*tests, *(line["began"] for line in lines if "began" in line)} - collected[0].keys()):
         return f"a result is of the test {unknown[0]}, which pytest did not collect"
     failed = sorted({line["test"] for line in lines if line.get("state") == "failed"})
     if code == 1 and not failed:
         return "pytest ended with 1 (a test failed), but no result is a failure"
     if code == 0 and failed:
         return f"pytest ended with 0 (no test failed), but {failed[0]} failed"
-    if code == 0 and (missing := sorted(collected[0].keys() - set(said))):
+    if code == 0 and (missing := sorted(collected[0].keys() - set(tests))):
         return f"pytest ended with 0, but {len(missing)} tests have no result, {missing[0]} the first"
     return ""
 
 
 def _complaint(log: Path) -> str:
     """Return the line of the log with the reason why pytest stopped."""
-    said = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    wrong = [line for line in said if "Error" in line or line.startswith("ERROR")]
-    return f"{(wrong or said or ['pytest stopped'])[-1].removeprefix('ERROR: ')}; the log: {log}"
+    written = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    wrong = [line for line in written if "Error" in line or line.startswith("ERROR")]
+    return f"{(wrong or written or ['pytest stopped'])[-1].removeprefix('ERROR: ')}; the log: {log}"
 
 
 class Progress:

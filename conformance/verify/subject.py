@@ -47,13 +47,13 @@ def digest_of(files: Mapping[str, Path]) -> str:
 
 def _files_of_package(top: str) -> dict[str, Path]:
     """Return all files of a top-level package except `__pycache__`, or the file of a module."""
-    found = find_spec(top)
-    assert found is not None  # The module was imported.
-    if not found.submodule_search_locations:
-        return {Path(str(found.origin)).name: Path(str(found.origin))}
+    actual = find_spec(top)
+    assert actual is not None  # The module was imported.
+    if not actual.submodule_search_locations:
+        return {Path(str(actual.origin)).name: Path(str(actual.origin))}
     return {
         f"{top}/{path.relative_to(home).as_posix()}": path
-        for home in map(Path, found.submodule_search_locations) for path in home.rglob("*")
+        for home in map(Path, actual.submodule_search_locations) for path in home.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
 
@@ -74,10 +74,10 @@ def of_backend(named: str) -> Subject:
         SpecError: if the name is not the name of a backend.
         BackendUnavailable: if the backend cannot be loaded, or has no stage family.
     """
-    found = _loaded("backend", named, lambda: resolve(named))
-    if all(getattr(found, family) is None for family in FAMILIES):
-        raise BackendUnavailable(f"backend {found.name!r} has no stage family, so kvspec cannot test the backend")
-    return _of_package("backend", found.name, named, BUILT_IN.get(named) or target_of("backend", named, ENTRY_POINTS))
+    result = _loaded("backend", named, lambda: resolve(named))
+    if all(getattr(result, family) is None for family in FAMILIES):
+        raise BackendUnavailable(f"backend {result.name!r} has no stage family, so kvspec cannot test the backend")
+    return _of_package("backend", result.name, named, BUILT_IN.get(named) or target_of("backend", named, ENTRY_POINTS))
 
 
 def _loaded(kind: str, named: str, find: Callable[[], Any]) -> Any:
@@ -86,8 +86,8 @@ def _loaded(kind: str, named: str, find: Callable[[], Any]) -> Any:
     except (SpecError, BackendUnavailable, KeyboardInterrupt):
         raise
     except BaseException as error:  # The module may raise any exception.
-        said = f"{type(error).__name__}: {error}"
-        raise BackendUnavailable(f"{kind} {named!r} cannot be loaded, because the module raises {said}") from error
+        message = f"{type(error).__name__}: {error}"
+        raise BackendUnavailable(f"{kind} {named!r} cannot be loaded, because the module raises {message}") from error
 
 
 def _of_package(kind: str, name: str, named: str, target: str) -> Subject:
@@ -104,10 +104,10 @@ def of_policy(named: str, method: str = "") -> Subject:
         BackendUnavailable: if the module cannot be loaded, for example because it ends the process.
     """
     like = method.partition("(")[0]
-    found = _loaded("policy", named, lambda: policy_of(named, drawn(0), like))
-    if not method and all(promised(found, column) != "yes" for column in PROPERTIES):
+    result = _loaded("policy", named, lambda: policy_of(named, drawn(0), like))
+    if not method and all(promised(result, column) != "yes" for column in PROPERTIES):
         raise SpecError("policy", named, "must declare at least one promise in spec.policy.Promises")
-    return _of_package("policy", found.name, named, OURS if named in NAMES else target_of("policy", named, POLICIES))
+    return _of_package("policy", result.name, named, OURS if named in NAMES else target_of("policy", named, POLICIES))
 
 
 def of_cache(named: str) -> Subject:
@@ -120,10 +120,11 @@ def of_cache(named: str) -> Subject:
     for needed in ("torch", "transformers"):
         if find_spec(needed) is None:
             raise SpecError("cache", named, f"needs {needed}, which is not installed: pip install 'kvspec[models]'")
-    found = _loaded("cache", named, lambda: find_plugin("cache", named, CACHES).value)
-    if not callable(found):
+    result = _loaded("cache", named, lambda: find_plugin("cache", named, CACHES).value)
+    if not callable(result):
         raise SpecError(
-            "cache", named, f"must be a function with the arguments prompt_ids, kept, next_ids and model, not {found!r}"
+            "cache", named,
+            f"must be a function with the arguments prompt_ids, kept, next_ids and model, not {result!r}",
         )
     return _of_package("cache", named, named, target_of("cache", named, CACHES))
 

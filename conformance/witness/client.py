@@ -136,8 +136,8 @@ class Server:
                 for event in _events(reply) if stream else [json.load(reply)]:
                     answer.take(event)
         except urllib.error.HTTPError as error:
-            said = error.read().decode(errors="replace")[:300]
-            raise SpecError("server", self.url, f"answered {error.code} to {len(ids)} ids: {said}") from error
+            message = error.read().decode(errors="replace")[:300]
+            raise SpecError("server", self.url, f"answered {error.code} to {len(ids)} ids: {message}") from error
         except (OSError, HTTPException, ValueError) as error:
             raise SpecError("server", self.url, f"did not answer a prompt of {len(ids)} ids: {error}") from error
         return answer

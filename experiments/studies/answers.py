@@ -123,14 +123,14 @@ def generated(forward: Onward, logits: Tensor, stop_ids: frozenset[int], max_new
 
     Rows that have stopped are still processed together with the running rows.
     """
-    said: list[list[int]] = [[] for _ in logits]
+    answers: list[list[int]] = [[] for _ in logits]
     while True:
         tokens = logits.argmax(dim=-1)
-        for own, token in zip(said, tokens.tolist(), strict=True):
+        for own, token in zip(answers, tokens.tolist(), strict=True):
             if not own or own[-1] not in stop_ids:
                 own.append(token)
-        if all(own[-1] in stop_ids or len(own) == max_new_tokens for own in said):
-            return said
+        if all(own[-1] in stop_ids or len(own) == max_new_tokens for own in answers):
+            return answers
         logits = forward(tokens[:, None])
 
 
@@ -174,7 +174,7 @@ def attempted(make: Callable[[], Row], leases: Leases) -> Row:
     try:
         return make()
     except Exception as error:
-        said = " ".join("".join(traceback.format_exception_only(error)).split())
-        failed = {ERROR: said, "traceback": traceback.format_exc()}
+        message = " ".join("".join(traceback.format_exception_only(error)).split())
+        failed = {ERROR: message, "traceback": traceback.format_exc()}
     torch.cuda.empty_cache()
     return failed

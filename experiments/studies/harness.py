@@ -129,18 +129,18 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
                 "policy", name, f"evicts at each token, but loglikelihood uses one forward pass: use {name}{AT_PROMPT}"
             )
         self._tasks = {request.args: request.task_name for request in requests}
-        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
-        return found
+        result: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        return result
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Scored], disable_tqdm: bool = False, **options: Any,
     ) -> list[tuple[float, bool]]:
-        found = []
+        result = []
         for request in tqdm(requests, disable=disable_tqdm, desc="Running loglikelihood requests"):
             texts, context, continuation = request
             self._after = self._held(texts[0], context, self._tasks[texts]) + len(continuation) - 1
-            found += super()._loglikelihood_tokens([request], disable_tqdm=True, **options)
-        return found
+            result += super()._loglikelihood_tokens([request], disable_tqdm=True, **options)
+        return result
 
     def _model_call(self, inps: Tensor, **more: Any) -> Tensor | None:
         prompt, rest = inps[:, : -self._after], inps[:, -self._after :]
@@ -163,12 +163,12 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Generate answers as `hf`, after compacted contexts. Raises SpecError as in `_held` and in a session."""
-        found = []
+        result = []
         for request in tqdm(requests, disable=disable_tqdm, desc="Running generate_until requests"):
             prompt = request.args[0]
             self._after = self._held(prompt, self.tok_encode(prompt), request.task_name)
-            found += super().generate_until([request], disable_tqdm=True)
-        return found
+            result += super().generate_until([request], disable_tqdm=True)
+        return result
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **given: Any) -> Tensor:
         prompt, question = context[:, : -self._after], context[:, -self._after : -1]
@@ -183,8 +183,8 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
             if question.shape[1]:
                 with run.reading():
                     decoder(input_ids=question, **{cache_name(decoder): run.cache})
-            said: Tensor = super()._model_generate(context, max_length, stop, **{CACHE: run.cache}, **given)
-        return said
+            output: Tensor = super()._model_generate(context, max_length, stop, **{CACHE: run.cache}, **given)
+        return output
 
     def _held(self, prompt: str, ids: Sequence[int], task: str) -> int:
         """Return the number of tokens of a prompt after the split, at least one.

@@ -33,19 +33,19 @@ _PATIENCE = 60.0
 def holder_of(lease: Path) -> Row:
     """Return the data about the holder in a lease, or {} if the lease is incomplete or missing."""
     try:
-        found: Row = json.loads(lease.read_text(encoding="ascii"))
+        result: Row = json.loads(lease.read_text(encoding="ascii"))
     except (FileNotFoundError, ValueError):
         return {}
-    return found
+    return result
 
 
 def _mark(lease: Path) -> tuple[int, int] | None:
     """Return values that change if a lease is touched or replaced, or None if there is no lease."""
     try:
-        found = lease.stat()
+        result = lease.stat()
     except FileNotFoundError:
         return None
-    return found.st_ino, found.st_mtime_ns
+    return result.st_ino, result.st_mtime_ns
 
 
 class Leases:

@@ -269,11 +269,11 @@ def summary_tables(rows: Sequence[Row], width: int) -> list[Table]:
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row[name] for name in ("model", "length", "placement", "seed")), []).append(row)
-    found = []
+    result = []
     for about, own in groups.items():
         more = f": {', '.join(map(str, about))}" if len(groups) > 1 else ""
-        found += _tables_of(own, width, more)
-    return found
+        result += _tables_of(own, width, more)
+    return result
 
 
 def _tables_of(rows: Sequence[Row], width: int, more: str) -> list[Table]:
@@ -283,7 +283,7 @@ def _tables_of(rows: Sequence[Row], width: int, more: str) -> list[Table]:
     whole = table_of(title, *_cells(rows))
     if fits(whole, width):
         return [whole]
-    found = []
+    result = []
     for task in dict.fromkeys(row["task"] for row in rows):
         about = f"{title_of(task)}: share of right answers, {n} samples, with 95 % interval{more}"
         headings, lines = _cells([row for row in rows if row["task"] == task], "right answers")
@@ -293,8 +293,8 @@ def _tables_of(rows: Sequence[Row], width: int, more: str) -> list[Table]:
         few = [[one[0], f"{one[1]} ({one[2]})" if any(line[4:]) else one[1], one[3]]
                for one, line in zip(short, lines, strict=True)]
         forms = wide, table_of(about, headings[:4], short), table_of(about, ["policy", "budget", "right answers"], few)
-        found.append(next((form for form in forms if fits(form, width)), forms[-1]))
-    return found
+        result.append(next((form for form in forms if fits(form, width)), forms[-1]))
+    return result
 
 
 def _cells(rows: Sequence[Row], only: str = "") -> tuple[list[str], list[list[str]]]:

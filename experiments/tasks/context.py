@@ -152,18 +152,18 @@ class Ground:
         """Return the number of context tokens that are left after the frame's opening and some pieces."""
         return length - len(self.frame.opening) - sum(map(len, pieces))
 
-    def spans(self, text: str, found: Collection[Span]) -> tuple[Span, ...]:
+    def spans(self, text: str, result: Collection[Span]) -> tuple[Span, ...]:
         """Return the token spans of character spans of `text`, which follows the frame's opening; ascending.
 
         A tokenizer without offsets (one in pure Python) gives no spans.
         """
         tokenizer, first = cast("Any", self.tokenizer), len(self.frame.opening)
-        if not found or not getattr(tokenizer, "is_fast", False):
+        if not result or not getattr(tokenizer, "is_fast", False):
             return ()
         offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         starts, stops = zip(*offsets, strict=True)
         return tuple(sorted(
-            (first + bisect_right(stops, start), first + bisect_left(starts, stop)) for start, stop in found
+            (first + bisect_right(stops, start), first + bisect_left(starts, stop)) for start, stop in result
         ))
 
     def sample(
@@ -221,22 +221,22 @@ def listed(
 
 def as_many(unit: Callable[[], Sequence[int]], room: int) -> list[Sequence[int]]:
     """Return as many units as fit into `room` tokens. Each unit is made by a call of `unit`."""
-    found = list[Sequence[int]]()
+    result = list[Sequence[int]]()
     while True:
         piece = unit()
         room -= len(piece)
         if room < 0:
-            return found
-        found.append(piece)
+            return result
+        result.append(piece)
 
 
 def different(draw: Callable[[], str], count: int, taken: Container[str] = ()) -> list[str]:
     """Return `count` different results of `draw`, none of them in `taken`."""
-    found = dict[str, None]()
-    while len(found) < count:
+    result = dict[str, None]()
+    while len(result) < count:
         if (drawn := draw()) not in taken:
-            found[drawn] = None
-    return list(found)
+            result[drawn] = None
+    return list(result)
 
 
 def letters(rng: np.random.Generator, size: int, alphabet: str = string.ascii_lowercase) -> str:

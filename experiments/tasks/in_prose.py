@@ -228,12 +228,12 @@ def _record(rng: np.random.Generator) -> str:
     """Return one sentence: a template with randomly filled slots."""
     numbers = {"day": (1, 29), "year": (1750, 1900), "count": (100, 10000), "few": (2, 100)}
     pieces = str(rng.choice(_RECORDS["forms"])).split("{")
-    found = pieces[0]
+    result = pieces[0]
     for piece in pieces[1:]:
         slot, rest = piece.split("}")
         drawn = rng.integers(*numbers[slot]) if slot in numbers else rng.choice(_RECORDS["slots"][slot])
-        found += f"{drawn}{rest}"
-    return found
+        result += f"{drawn}{rest}"
+    return result
 
 
 @lru_cache

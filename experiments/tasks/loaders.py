@@ -139,10 +139,10 @@ def scbench_file(path: Path, *, turns: bool = False) -> OfFile:
             check_fields(f"{path}, row {number}", turn, {"input": str, "answer": object})
 
     def samples(ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:
-        found = _of_scbench(ground, file.row(index), task, turns)
+        result = _of_scbench(ground, file.row(index), task, turns)
         if not turns:
-            return file.fitted(found, index, length)
-        return in_turns(ground, file.fitted(found, index, length, len(found[0].question_ids)))
+            return file.fitted(result, index, length)
+        return in_turns(ground, file.fitted(result, index, length, len(result[0].question_ids)))
 
     return OfFile(samples, len(file.rows))
 
@@ -224,14 +224,14 @@ def loogle_file(path: Path) -> OfFile:
 
     def samples(ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:
         context = (*ground.frame.opening, *ground.encode(before + file.row(index)["input"]))
-        found = tuple(
+        result = tuple(
             ground.sample(
                 context, behind.replace("{Q}", pair["Q"]), "", str(pair["A"]), (), gap="", task=path.stem,
                 dialect="loogle", metric="rouge_l", references=(str(pair["A"]),), max_new_tokens=int(new_tokens),
             )
             for pair in pairs[index]
         )
-        return file.fitted(found, index, length, max(len(sample.question_ids) for sample in found))
+        return file.fitted(result, index, length, max(len(sample.question_ids) for sample in result))
 
     return OfFile(samples, len(file.rows))
 
@@ -239,12 +239,12 @@ def loogle_file(path: Path) -> OfFile:
 def _pairs(where: str, given: object) -> Sequence[Row]:
     """Return the questions and answers of a row of LooGLE. LooGLE's repository has the text of a Python list."""
     try:
-        found = ast.literal_eval(given) if isinstance(given, str) else given
+        result = ast.literal_eval(given) if isinstance(given, str) else given
     except (ValueError, SyntaxError) as error:
         raise SpecError("path", where, f"qa_pairs must be a list: {error}") from error
-    if not isinstance(found, list) or not found:
+    if not isinstance(result, list) or not result:
         raise SpecError("path", where, "qa_pairs must be a list of at least one question")
-    return [check_fields(where, pair, {"Q": str, "A": object}) for pair in found]
+    return [check_fields(where, pair, {"Q": str, "A": object}) for pair in result]
 
 
 def infinitebench_file(path: Path) -> OfFile:

@@ -61,14 +61,14 @@ def is_exact_match(answer: str, expected: str) -> bool:
 
     The paper's Appendix B searches for a substring, so the answer 17492 is right for the value 7492.
     """
-    found = _NUMBER.search(answer)
-    return found is not None and found.group() == expected
+    match = _NUMBER.search(answer)
+    return match is not None and match.group() == expected
 
 
 def boxed(answer: str) -> str | None:
     """Return the contents of an answer's first box without spaces and thousands separators, or None without a box."""
-    found = _BOX.search(answer)
-    return None if found is None else found.group(1).replace(",", "").strip(" $")
+    match = _BOX.search(answer)
+    return None if match is None else match.group(1).replace(",", "").strip(" $")
 
 
 def _math_boxed(answer: str, reference: str) -> bool:
@@ -78,20 +78,20 @@ def _math_boxed(answer: str, reference: str) -> bool:
     except ModuleNotFoundError as error:
         raise SpecError("metric", MATH_BOXED, "needs math-verify: pip install 'kvspec[math]'") from error
     rule = [LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)]
-    said = parse(answer, rule) if "\\boxed" in answer else []
-    return bool(verify(parse(f"\\boxed{{{reference}}}", rule), said))
+    candidates = parse(answer, rule) if "\\boxed" in answer else []
+    return bool(verify(parse(f"\\boxed{{{reference}}}", rule), candidates))
 
 
 def _option(answer: str, letter: str) -> bool:
     """Return True if the first single-letter word from A to D is the right letter."""
-    found = re.search(r"\b[A-D]\b", answer)
-    return found is not None and found.group() == letter
+    match = re.search(r"\b[A-D]\b", answer)
+    return match is not None and match.group() == letter
 
 
 def _hits(answer: str, references: Sequence[str]) -> list[bool]:
     """Return which references occur, ignoring case, as in RULER. Control characters of the answer become newlines."""
-    said = _CONTROL.sub("\n", answer.strip()).strip().lower()
-    return [reference.lower() in said for reference in references]
+    text = _CONTROL.sub("\n", answer.strip()).strip().lower()
+    return [reference.lower() in text for reference in references]
 
 
 def _match_all(answer: str, references: Sequence[str], _: Sequence[str]) -> float:
@@ -115,9 +115,9 @@ def _words(text: str) -> list[str]:
 
 
 def _qa_f1(answer: str, truth: str) -> float:
-    said, gold = _words(answer), _words(truth)
-    same = sum((Counter(said) & Counter(gold)).values())
-    return 2 * same / (len(said) + len(gold)) if same else 0.0
+    candidate, gold = _words(answer), _words(truth)
+    same = sum((Counter(candidate) & Counter(gold)).values())
+    return 2 * same / (len(candidate) + len(gold)) if same else 0.0
 
 
 def _same_words(answer: str, truth: str) -> bool:
@@ -127,10 +127,10 @@ def _same_words(answer: str, truth: str) -> bool:
 
 def _has_words(answer: str, truth: str) -> bool:
     """Return True if the normalised words of the reference follow each other in the answer."""
-    said, gold = _words(answer), _words(truth)
+    candidate, gold = _words(answer), _words(truth)
     if not gold:
         return truth.strip() in answer
-    return any(said[at : at + len(gold)] == gold for at in range(len(said) - len(gold) + 1))
+    return any(candidate[at : at + len(gold)] == gold for at in range(len(candidate) - len(gold) + 1))
 
 
 def _share_of_numbers(answer: str, wanted: str) -> float:
@@ -160,11 +160,11 @@ def _classification(answer: str, truth: str, choices: Sequence[str]) -> float:
 
 
 def _rouge_l(answer: str, truth: str) -> float:
-    said, gold = _sentences(answer), _sentences(truth)
-    said_words, gold_words = ({word for words in text for word in words} for text in (said, gold))
-    if not said or not gold:
+    candidate, gold = _sentences(answer), _sentences(truth)
+    said_words, gold_words = ({word for words in text for word in words} for text in (candidate, gold))
+    if not candidate or not gold:
         return 0.0
-    shared = {word for reference in gold for sentence in said for word in _common_words(reference, sentence)}
+    shared = {word for reference in gold for sentence in candidate for word in _common_words(reference, sentence)}
     recall, precision = len(shared) / len(gold_words), len(shared) / len(said_words)
     return 2 * precision * recall / (precision + recall + 1e-8)
 
@@ -179,30 +179,30 @@ def _common_words(one: Sequence[str], other: Sequence[str]) -> list[str]:
     for i, word in enumerate(one):
         for j, another in enumerate(other):
             longest[i + 1][j + 1] = longest[i][j] + 1 if word == another else max(longest[i][j + 1], longest[i + 1][j])
-    found, i, j = list[str](), len(one), len(other)
+    result, i, j = list[str](), len(one), len(other)
     while i and j:
         if one[i - 1] == other[j - 1]:
-            found.append(one[i - 1])
+            result.append(one[i - 1])
             i, j = i - 1, j - 1
         elif longest[i - 1][j] > longest[i][j - 1]:
             i -= 1
         else:
             j -= 1
-    return found
+    return result
 
 
 def _best(metric: Callable[[str, str], float], *, first_line: bool = False) -> Metric:
     """Return a metric that is the maximum over references. For short answers, LongBench uses only the first line."""
     def judged(answer: str, references: Sequence[str], _: Sequence[str]) -> float:
-        said = answer.lstrip("\n").split("\n")[0] if first_line else answer
-        return max((metric(said, reference) for reference in references), default=0.0)
+        text = answer.lstrip("\n").split("\n")[0] if first_line else answer
+        return max((metric(text, reference) for reference in references), default=0.0)
 
     return judged
 
 
 def _best_label(answer: str, references: Sequence[str], choices: Sequence[str]) -> float:
-    said = answer.lstrip("\n").split("\n")[0]
-    return max((_classification(said, reference, choices) for reference in references), default=0.0)
+    text = answer.lstrip("\n").split("\n")[0]
+    return max((_classification(text, reference, choices) for reference in references), default=0.0)
 
 
 METRICS: Mapping[str, Metric] = {

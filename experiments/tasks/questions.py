@@ -67,7 +67,7 @@ class OwnTexts:
     def _sample(
         self, ground: Ground, context: tuple[int, ...], text: str, index: int, one: Question,
     ) -> Sample:
-        spans = ground.spans(text, [found for passage in one.evidence for found in _occurrences(text, passage)])
+        spans = ground.spans(text, [result for passage in one.evidence for result in _occurrences(text, passage)])
         if one.evidence and not spans:
             kind = type(ground.tokenizer).__name__
             reason = f"needs token offsets, which {kind} lacks: use a fast tokenizer"
@@ -111,13 +111,13 @@ def read_questions(file: Path, text: Path | None, grade: str) -> dict[str, list[
         raise SpecError("text", str(text), "is empty: give a file with the text")
     if not rows:
         raise SpecError("questions", str(file), "has no question: write a row with question and answer for each one")
-    found: dict[str, list[Question]] = {}
+    result: dict[str, list[Question]] = {}
     for number, row in enumerate(rows, 1):
         _check_columns(file, number, row, document is not None)
         where = f"{file}, row {number}"
         own = _single(where, "text", row) if document is None else document
-        found.setdefault(own, []).append(_question(where, number, row, own, grade))
-    return found
+        result.setdefault(own, []).append(_question(where, number, row, own, grade))
+    return result
 
 
 def _check_columns(file: Path, number: int, row: Mapping[str, Any], document: bool) -> None:

@@ -283,16 +283,16 @@ def _question_constants(text: str, rest: str) -> dict[str, Any]:
 
 def _question_task(text: str, rest: str) -> Task:
     constants = _question_constants(text, rest)
-    made = question_task(**constants)
-    entry = Entry(OWN_QUESTIONS, made, "", FILE, rows=len(made.questions), longest=made.longest)
-    return Task(text, replace(entry, gold=made.grade != REGEX))
+    created = question_task(**constants)
+    entry = Entry(OWN_QUESTIONS, created, "", FILE, rows=len(created.questions), longest=created.longest)
+    return Task(text, replace(entry, gold=created.grade != REGEX))
 
 
 def _file_task(text: str, kind: str, path: Path) -> Task:
     if not path.is_file():
         raise SpecError("tasks", text, f"has no file {str(path)!r}: give the path of a benchmark file after {kind}:")
-    turns, made = PLACEMENTS[:1] if "turns" in kind else PLACEMENTS, FILES[kind](path)
-    return Task(text, Entry(kind, made, "", FILE, placements=turns, rows=made.rows))
+    turns, created = PLACEMENTS[:1] if "turns" in kind else PLACEMENTS, FILES[kind](path)
+    return Task(text, Entry(kind, created, "", FILE, placements=turns, rows=created.rows))
 
 
 def _constants(text: str, rest: str, known: Collection[str]) -> dict[str, Any]:
@@ -315,8 +315,8 @@ def _constants(text: str, rest: str, known: Collection[str]) -> dict[str, Any]:
 
 
 def _own_task(name: str, known: Collection[str]) -> Task:
-    found = find_plugin("task", name, ENTRY_POINTS, known)
-    if not callable(found.value):
-        kind = type(found.value).__name__
+    result = find_plugin("task", name, ENTRY_POINTS, known)
+    if not callable(result.value):
+        kind = type(result.value).__name__
         raise SpecError("task", name, f"must be a function of ground, length, index, seed; is {kind}")
-    return Task(name, Entry("your own", found.value, "", OWN), digest=found.digest)
+    return Task(name, Entry("your own", result.value, "", OWN), digest=result.digest)

@@ -80,22 +80,22 @@ def _read(path: Path) -> bytes:
 def _json(where: str, text: bytes, fields: Mapping[str, type]) -> Row:
     """Parse a JSON object, and check that it has all these fields."""
     try:
-        found = json.loads(text)
+        result = json.loads(text)
     except ValueError as error:
         raise SpecError("path", where, f"must be a JSON object: {error}") from error
-    return check_fields(where, found, fields)
+    return check_fields(where, result, fields)
 
 
-def check_fields(where: str, found: object, fields: Mapping[str, type]) -> Row:
+def check_fields(where: str, actual: object, fields: Mapping[str, type]) -> Row:
     """Return the object after a check that it has all these fields."""
     wrong = [
         name for name, kind in fields.items()
-        if not isinstance(found, dict) or name not in found or not isinstance(found[name], kind)
+        if not isinstance(actual, dict) or name not in actual or not isinstance(actual[name], kind)
     ]
     if wrong:
         wanted = ", ".join(f"{name} ({kind.__name__})" for name, kind in fields.items())
         raise SpecError("path", where, f"must be an object with {wanted}; lacks {', '.join(wrong)}")
-    return cast("Row", found)
+    return cast("Row", actual)
 
 
 def open_rows(path: Path, fields: Mapping[str, type]) -> File:
@@ -115,7 +115,7 @@ def read_setting(path: Path, dataset: str) -> str | int:
 
 def texts(answer: object) -> tuple[str, ...]:
     """Return an answer, or each answer of a list, as text."""
-    found = tuple(str(one) for one in (answer if isinstance(answer, list) else [answer]))
-    if not found:
+    result = tuple(str(one) for one in (answer if isinstance(answer, list) else [answer]))
+    if not result:
         raise SpecError("answer", str(answer), "must have at least one reference")
-    return found
+    return result

@@ -50,8 +50,8 @@ def order(rng: np.random.Generator, dialect: str, count: int) -> list[int]:
 @lru_cache(maxsize=1)
 def words(path: Path = NARRATIVE) -> tuple[str, ...]:
     """Return the words of four to nine letters that occur only in lower case in the text, in alphabetical order."""
-    found = set(re.findall(r"\b[A-Za-z]{4,9}\b", read_text("path", path)))
-    return tuple(sorted(word for word in found if word.islower() and word.capitalize() not in found))
+    result = set(re.findall(r"\b[A-Za-z]{4,9}\b", read_text("path", path)))
+    return tuple(sorted(word for word in result if word.islower() and word.capitalize() not in result))
 
 
 def as_ruler(sample: Sample, name: str, dialect: str, max_new_tokens: int) -> Sample:

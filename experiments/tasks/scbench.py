@@ -122,12 +122,12 @@ def in_turns(ground: Ground, samples: Sequence[Sample]) -> tuple[Sample, ...]:
 
     As in SCBench, the model's own answers are not used. `history` is the number of tokens of earlier turns.
     """
-    found, between = list[Sample](), ground.encode(ground.frame.between)
+    result, between = list[Sample](), ground.encode(ground.frame.between)
     history: tuple[int, ...] = ()
     for turn, sample in enumerate(samples):
-        found.append(replace(
+        result.append(replace(
             sample, task=f"{sample.task}_turns", question_ids=(*history, *sample.question_ids), history=len(history),
             metadata={**sample.metadata, "turn": turn},
         ))
         history = (*history, *sample.question_ids, *sample.answer_ids, *between)
-    return tuple(found)
+    return tuple(result)

@@ -75,10 +75,10 @@ def run_find(
     rankers = [lexical(texts)]
     if encoder:
         rankers.append(static(texts) if encoder == "wordllama" else dense(texts, Path(encoder)))
-    found = retrieved(query, rankers, max(top, _CANDIDATES))
+    result = retrieved(query, rankers, max(top, _CANDIDATES))
     if rerank is not None:
-        found = reranked(texts, rerank)(query, found)
-    for key in found[:top]:
+        result = reranked(texts, rerank)(query, result)
+    for key in result[:top]:
         print(f"{key}  {' '.join(texts[key].split())}")
 
 
@@ -115,8 +115,8 @@ def run_inject(
             return
         ids = [token for key in keys if (chunk := library.get(key)) for token in chunk.visible]
     as_text = _answer(subject, _session(subject, before), [*ids, *after], new_tokens, perf_counter())
-    for name, (said, seconds) in (("inserted", answer), ("as text", as_text)):
-        print(f"{name}, {1000 * seconds:.1f} ms to the first token: {said}")
+    for name, (words, seconds) in (("inserted", answer), ("as text", as_text)):
+        print(f"{name}, {1000 * seconds:.1f} ms to the first token: {words}")
 
 
 def _session(subject: Subject, ids: Sequence[int]) -> RetainedCache:

@@ -138,14 +138,14 @@ def _rows_of(
     subject: Subject, one: InjectionTable, talks: Sequence[Talk], path: Path,
 ) -> dict[str, list[Row]]:
     """Return the rows of each session of a table. Skip questions that a session has not answered."""
-    stored, found = {_key(row): row for row in load_rows(path)}, {name: list[Row]() for name in _sessions([one])}
-    every = _identities(subject, talks, found)
+    stored, result = {_key(row): row for row in load_rows(path)}, {name: list[Row]() for name in _sessions([one])}
+    every = _identities(subject, talks, result)
     for index in range(len(talks)):
-        keys = {name: _key(every[index, name]) for name in found}
+        keys = {name: _key(every[index, name]) for name in result}
         if set(keys.values()) <= stored.keys():
             for name, key in keys.items():
-                found[name].append(stored[key])
-    return found
+                result[name].append(stored[key])
+    return result
 
 
 def _shown(
@@ -156,9 +156,9 @@ def _shown(
     n = len(next(iter(rows.values())))
     title = f"{one.title} on {subject.label}, n = {n}"
     if not n:
-        said = "not run: give --file locomo10.json" if one.name == LOCOMO else "not run"
-        console.print(f"{title}: {said}\n", highlight=False, markup=False)
-        return section(title, note(said))
+        message = "not run: give --file locomo10.json" if one.name == LOCOMO else "not run"
+        console.print(f"{title}: {message}\n", highlight=False, markup=False)
+        return section(title, note(message))
     own = list(filled_lines(one, rows))
     about = " ".join(filter(None, [interaction(one, rows), one.note]))
     frame = pd.DataFrame([[subject.label, one.name, str(n), *line] for line in own])

@@ -98,18 +98,18 @@ def run(asked: Asked, loading: Loading, launch: Launch) -> None:
 
 def _run(asked: Asked, loading: Loading) -> None:
     console, paper = Console(), _checked(asked)
-    found, missing, stopped, failed = list[tuple[Part, Measured]](), _missing(paper, asked), False, False
+    result, missing, stopped, failed = list[tuple[Part, Measured]](), _missing(paper, asked), False, False
     for model in asked.models:
         subject = _subject(paper, asked, replace(loading, model=model), save=True)
-        for part, rules, work, said in list(_studies(paper, asked, subject, model)):
+        for part, rules, work, reason in list(_studies(paper, asked, subject, model)):
             if work is not None and not stopped:
                 stopped = work.measure(console)
                 failed |= work.failed
-            found.append((part, Measured(rules, subject.label, work.rows() if work else ())))
-            missing.setdefault(part.name, []).extend(filter(None, [said]))
+            result.append((part, Measured(rules, subject.label, work.rows() if work else ())))
+            missing.setdefault(part.name, []).extend(filter(None, [reason]))
     filled = [
-        fill(one, paper, [some for part, some in found if part.name in one.parts], [
-            said for name in one.parts for said in dict.fromkeys(missing.get(name, ()))
+        fill(one, paper, [some for part, some in result if part.name in one.parts], [
+            reason for name in one.parts for reason in dict.fromkeys(missing.get(name, ()))
         ]) for one in paper.tables
     ]
     for one in filled:
@@ -132,11 +132,11 @@ def _checked(asked: Asked) -> Paper:
 
 def _missing(paper: Paper, asked: Asked) -> dict[str, list[str]]:
     """Return a sentence about the missing benchmark files of each part, by the name of the part."""
-    given, found = {path.stem for path in asked.files}, dict[str, list[str]]()
+    given, result = {path.stem for path in asked.files}, dict[str, list[str]]()
     for part in paper.parts:
         if part.needs_files and (absent := [name for name in part.files if name not in given]):
-            found[part.name] = [f"Not run: give --file for {', '.join(absent)} ({part.kind})."]
-    return found
+            result[part.name] = [f"Not run: give --file for {', '.join(absent)} ({part.kind})."]
+    return result
 
 
 def _subject(paper: Paper, asked: Asked, loading: Loading, *, save: bool) -> Subject:
@@ -149,12 +149,12 @@ def _subject(paper: Paper, asked: Asked, loading: Loading, *, save: bool) -> Sub
     if path.exists():
         return replace(subject, calibration=load_calibration(path))
     ids = torch.tensor([read_prose(subject.tokenizer).tokens[:_CALIBRATED]], device=subject.model.device)
-    found = calibrate(subject.model, ids, subject.identity)
+    result = calibrate(subject.model, ids, subject.identity)
     if save:
         file = BytesIO()
-        save_calibration(found, file)
+        save_calibration(result, file)
         publish_readable(path, file.getvalue())
-    return replace(subject, calibration=found)
+    return replace(subject, calibration=result)
 
 
 def _studies(paper: Paper, asked: Asked, subject: Subject, model: str) -> Iterator[_Study]:
@@ -163,11 +163,11 @@ def _studies(paper: Paper, asked: Asked, subject: Subject, model: str) -> Iterat
         rules = rules_of_part(paper, part, [model], asked.files, asked.quick)
         if rules is None:
             continue
-        lengths, said = tuple(length for length in rules.lengths if _has_positions(subject, length)), ""
+        lengths, message = tuple(length for length in rules.lengths if _has_positions(subject, length)), ""
         if left := [str(length) for length in rules.lengths if length not in lengths]:
-            said = f"Not run on {subject.label}: {', '.join(left)} tokens, more than the positions of the model."
+            message = f"Not run on {subject.label}: {', '.join(left)} tokens, more than the positions of the model."
         work = _work(part, replace(rules, lengths=lengths), subject, running) if lengths else None
-        yield _Study(part, rules, work, said)
+        yield _Study(part, rules, work, message)
 
 
 def _work(part: Part, rules: Rules, subject: Subject, running: Running) -> Work | Costs:
@@ -254,10 +254,10 @@ def _plan(asked: Asked, loading: Loading) -> None:
     for model in asked.models:
         subject, lines = _subject(paper, asked, replace(loading, model=model), save=False), list[list[str]]()
         hours, most = [0.0, 0.0], 0.0
-        for part, _, work, said in list(_studies(paper, asked, subject, model)):
+        for part, _, work, message in list(_studies(paper, asked, subject, model)):
             numbers, (low, high, cached) = _planned(work, again=not any(hours))
             hours, most = [hours[0] + low, hours[1] + high], max(most, cached)
-            lines.append([part.name, *(f"{number:,}" for number in numbers), said])
+            lines.append([part.name, *(f"{number:,}" for number in numbers), message])
         headings = ["part", "samples", "cells", "prompt tokens", "answer tokens at most", "longest prompt", "not run"]
         console.print(table_of(f"{paper.title} on {subject.label}", headings, lines))
         weights, clock = sum(one.nbytes for one in subject.model.parameters()), clock_of(subject.model.device)

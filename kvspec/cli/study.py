@@ -235,15 +235,15 @@ def sweep(
     from kvspec.cli.study_runs import Running, grid_rules, rules_in, run
 
     if rules is None:
-        made = grid_rules(grid, budget, tasks, length, samples, seed, model, bare)
+        study = grid_rules(grid, budget, tasks, length, samples, seed, model, bare)
     else:
         reason = f"cannot be used with a rules file: leave out the option, and edit {rules} instead"
         check_defaults(context, _OF_GRIDS, reason)
-        made = rules_in(rules, bare)
+        study = rules_in(rules, bare)
     running = Running(
         out, batch_size=batch_size, again=again, file=rules, table=table, figure=figure, force=force
     )
-    run(made, Loading("", backend, device, dtype, attn), running, Launch(workers, engine, address))
+    run(study, Loading("", backend, device, dtype, attn), running, Launch(workers, engine, address))
 
 
 def study(

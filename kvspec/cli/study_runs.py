@@ -235,8 +235,8 @@ def measured(works: Iterable["Work"], console: Console) -> tuple[list[Row], bool
 
 def finish(results: Path, failed: bool, stopped: bool) -> None:
     """Print the first failure, if a sample failed. If the run failed or was stopped, exit with code 1 or 130."""
-    if failed and (said := first_failure(results)):
-        say(said)
+    if failed and (message := first_failure(results)):
+        say(message)
     if stopped or failed:
         raise typer.Exit(STOPPED if stopped else 1)
 
@@ -250,14 +250,14 @@ def print_audit(folder: Path) -> bool:
     Raises:
         SpecError: as in `audit`.
     """
-    found = audit(folder)
-    lines = [[one.study, one.rules[:8], one.rows[:8], one.finding] for one in found]
+    result = audit(folder)
+    lines = [[one.study, one.rules[:8], one.rows[:8], one.finding] for one in result]
     Console().print(table_of("Rules before rows", ["study", "rules", "rows", "finding"], lines, texts=4))
-    for one in found:
+    for one in result:
         for kind, defects in (("FAILED", one.failures), ("known", one.known)):
             for defect in defects:
                 print(f"{kind}: {one.study}: {defect}")
-    return any(one.failures for one in found)
+    return any(one.failures for one in result)
 
 
 def _files_of(rules: Rules, file: Path | None) -> list[Path]:
@@ -277,8 +277,8 @@ def _show(rows: Sequence[Row], rules: Rules, console: Console, running: Running)
     measured, controls = ([row for row in counted if row["control"] is kind] for kind in (False, True))
     for table in [*summary_tables(measured, console.width), *([control_table(controls)] if controls else [])]:
         console.print(table)
-    for found in question_results(own_rows(rows)):
-        console.print(found, highlight=False, soft_wrap=isinstance(found, str))
+    for result in question_results(own_rows(rows)):
+        console.print(result, highlight=False, soft_wrap=isinstance(result, str))
     write_page(running.out, [rules] if running.file else [])
     write_outputs(rows, running.table, running.figure)
     if running.answers is not None:
@@ -338,12 +338,12 @@ class Work:
     @property
     def backends(self) -> str:
         """Backends of the stages of all policies, such as "numba for h2o; torch for snapkv"."""
-        found: dict[str, list[str]] = {}
+        result: dict[str, list[str]] = {}
         for name, method in self.policies.items():
-            found.setdefault(describe_stages(method, on_device=False), []).append(name)
-        if len(found) > 1:
-            return "; ".join(f"{stages} for {', '.join(names)}" for stages, names in found.items())
-        return next(iter(found), self.subject.backend)
+            result.setdefault(describe_stages(method, on_device=False), []).append(name)
+        if len(result) > 1:
+            return "; ".join(f"{stages} for {', '.join(names)}" for stages, names in result.items())
+        return next(iter(result), self.subject.backend)
 
     def rows(self) -> list[Row]:
         """Return the stored rows of the samples."""

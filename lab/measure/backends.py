@@ -59,7 +59,7 @@ def prompt(tokens: int) -> Tensor:
 @contextmanager
 def timed_segments() -> Iterator[list[float]]:
     """Collect the processor time of each call in which a policy works inside a forward pass."""
-    found, kept = list[float](), {name: getattr(Segment, name) for name in ("attended", "finish")}
+    result, kept = list[float](), {name: getattr(Segment, name) for name in ("attended", "finish")}
 
     def watched(function: Any) -> Any:
         def run(*arguments: Any) -> Any:
@@ -67,14 +67,14 @@ def timed_segments() -> Iterator[list[float]]:
             try:
                 return function(*arguments)
             finally:
-                found.append(time.process_time() - began)
+                result.append(time.process_time() - began)
 
         return run
 
     for name, function in kept.items():
         setattr(Segment, name, watched(function))
     try:
-        yield found
+        yield result
     finally:
         for name, function in kept.items():
             setattr(Segment, name, function)
@@ -94,13 +94,13 @@ def added(policy: RetentionPolicy, model: LlamaForCausalLM, tokens: int = TOKENS
 def sides(name: str, model: LlamaForCausalLM, auto: bool) -> dict[str, RetentionPolicy]:
     """Return the policy under each backend whose code computes scores of the policy, and under "auto" if asked."""
     own = constants(name, model)
-    found = {"auto": policy_from_name(name, BUDGET, **own)} if auto else {}
+    result = {"auto": policy_from_name(name, BUDGET, **own)} if auto else {}
     for backend in BACKENDS if BACKEND in constants_of(name) else ():
         policy = policy_from_name(name, BUDGET, **own, backend=backend)
         method = policy.on(model)
         if backend in scores_owner(method.policy, method.engine).split(" + "):
-            found[backend] = policy
-    return found
+            result[backend] = policy
+    return result
 
 
 def measured(name: str, model: LlamaForCausalLM, rounds: int, auto: bool) -> dict[str, float]:
@@ -108,11 +108,11 @@ def measured(name: str, model: LlamaForCausalLM, rounds: int, auto: bool) -> dic
     policies = sides(name, model, auto)
     for policy in policies.values():
         added(policy, model, WARM)  # compiles, also for chunks after the first
-    found: dict[str, list[float]] = {side: [] for side in policies}
+    result: dict[str, list[float]] = {side: [] for side in policies}
     for _ in range(rounds):
         for side, policy in policies.items():
-            found[side].append(added(policy, model))
-    return {side: round(median(shares), 4) for side, shares in found.items()}
+            result[side].append(added(policy, model))
+    return {side: round(median(shares), 4) for side, shares in result.items()}
 
 
 def about(options: argparse.Namespace) -> dict[str, Any]:
@@ -147,11 +147,11 @@ def main() -> None:
     print(f"| policy | auto | {' | '.join(BACKENDS)} |\n|---|---|---|---|")
     with threadpool_limits(1):
         for name in options.policies:
-            found = measured(name, model, options.rounds, not options.write)
-            cells = [f"{100 * found[side]:.1f} %" if side in found else "-" for side in ("auto", *BACKENDS)]
+            result = measured(name, model, options.rounds, not options.write)
+            cells = [f"{100 * result[side]:.1f} %" if side in result else "-" for side in ("auto", *BACKENDS)]
             print(f"| {name} | {' | '.join(cells)} |", flush=True)
-            if options.write and found:
-                write({name: found}, options)
+            if options.write and result:
+                write({name: result}, options)
 
 
 if __name__ == "__main__":

@@ -189,10 +189,10 @@ def answerable() -> list[list[str]]:
         for length in sorted({row["length"] for row in whole.rows}):
             some = whole.where(length=(length,))
             right = [some.of(cell, "right") for cell in ENDS]
-            said = ["" if np.isnan(one).any() else f"{one.sum():.0f}" for one in right]
+            cells = ["" if np.isnan(one).any() else f"{one.sum():.0f}" for one in right]
             worth = some.worth()
             gained = f"{worth.value:.1f} [{worth.low:.1f}, {worth.high:.1f}]"
-            lines.append([task, str(length), str(len(some.rows)), *said, gained])
+            lines.append([task, str(length), str(len(some.rows)), *cells, gained])
     return lines
 
 
@@ -246,9 +246,9 @@ def observed_layers() -> list[list[str]]:
     for layer in (0, 1, 5, 27, 29):
         policy = f"crystalcache(observed_layer={layer})" if layer else "crystalcache"
         each = [whole, *(whole.where(task=(task,)) for task in tasks.values())]
-        found = [some.recovery((policy, "0.3")) for some in each] + [whole.survival((policy, "0.3"))]
-        found += [whole.recovery((policy, "0.1")), whole.survival((policy, "0.1"))]
-        lines.append([str(layer), *(f"{one.value:.2f}" for one in found)])
+        result = [some.recovery((policy, "0.3")) for some in each] + [whole.survival((policy, "0.3"))]
+        result += [whole.recovery((policy, "0.1")), whole.survival((policy, "0.1"))]
+        lines.append([str(layer), *(f"{one.value:.2f}" for one in result)])
     return lines
 
 

@@ -23,9 +23,9 @@ __all__ = ["PAPER_TABLES"]
 def paper_table(name: str, paper: Paper, table: Table) -> list[list[str]]:
     """Return a table of a paper from the rows of `kvspec paper NAME --model smollm2 --quick`."""
     parts = [part for part in paper.parts if part.name in table.parts]
-    found = fill(table, paper, [_asked(name, paper, part) for part in parts])
-    head, lines = shaped(found)
-    head[0] += f" (n = {' to '.join(map(str, dict.fromkeys((found.n[0], found.n[-1]))))})"
+    result = fill(table, paper, [_asked(name, paper, part) for part in parts])
+    head, lines = shaped(result)
+    head[0] += f" (n = {' to '.join(map(str, dict.fromkeys((result.n[0], result.n[-1]))))})"
     return [head, *lines]
 
 
@@ -45,11 +45,11 @@ def _asked(name: str, paper: Paper, part: Part) -> Measured:
 
 def injection_table(table: InjectionTable) -> list[list[str]]:
     """Return a table of the paper on injection, from the rows of `kvspec paper injection --model smollm2 --quick`."""
-    found: dict[str, list[Any]] = {}
+    result: dict[str, list[Any]] = {}
     for row in rows_of("paper-injection"):
-        found.setdefault(row["session"], []).append(row)
-    n = len(next(iter(found.values())))
-    return [[f"{table.headings[0]} (n = {n})", *table.headings[1:]], *filled_lines(table, found)]
+        result.setdefault(row["session"], []).append(row)
+    n = len(next(iter(result.values())))
+    return [[f"{table.headings[0]} (n = {n})", *table.headings[1:]], *filled_lines(table, result)]
 
 
 _EVERY = {

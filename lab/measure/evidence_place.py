@@ -64,8 +64,8 @@ def claims(study: str) -> list[list[str]]:
     dev, confirm = (samples_of(study, part) for part in PARTS)
     rules = load_rules(HOME / f"{study}.toml")
     lines = [["claim", "difference", "claimed", "p (Holm)", "outcome", "kind"]]
-    found = verdicts(rules.claims, dev, confirm, commits_with_rules(rules, confirm.rows))
-    return [*lines, *map(_claim_line, found)]
+    result = verdicts(rules.claims, dev, confirm, commits_with_rules(rules, confirm.rows))
+    return [*lines, *map(_claim_line, result)]
 
 
 def _claim_line(one: Verdict) -> list[str]:

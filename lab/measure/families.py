@@ -143,9 +143,9 @@ def _compared(model: PreTrainedModel, session: Session, pieces: Sequence[int], i
     with session, torch.no_grad():
         cache = RetainedCache(model.config)
         for part in torch.split(_ids(sum(pieces)), list(pieces), dim=1):
-            found = model(input_ids=part, **{CACHE: cache}, use_cache=True).logits
+            actual = model(input_ids=part, **{CACHE: cache}, use_cache=True).logits
             expected, untouched = masked.read(part), full.read(part)
-            worst = max(worst, _relative(found, expected))
+            worst = max(worst, _relative(actual, expected))
             if part.shape[1] > 1 or in_steps:
                 masked.keep(_kept(cache))
     return worst, _relative(untouched, expected)
@@ -174,10 +174,10 @@ def _padded(model: PreTrainedModel) -> Comparison:
         cache = RetainedCache(model.config)
         for part in torch.split(ids, [PROMPT, 1, 1, 1, 1, 1], dim=1):
             given = {"attention_mask": mask} if part.shape[1] > 1 else {}
-            found = model(input_ids=part, **{CACHE: cache}, use_cache=True, **given).logits
+            actual = model(input_ids=part, **{CACHE: cache}, use_cache=True, **given).logits
             for row, masked in enumerate(rows):
                 expected, padding = masked.read(part[:1]), masked.padding if given else 0
-                worst = max(worst, _relative(found[row : row + 1, padding:], expected[:, padding:]))
+                worst = max(worst, _relative(actual[row : row + 1, padding:], expected[:, padding:]))
                 if given:
                     masked.keep(_kept(cache, row))
     return worst, float("inf")
@@ -191,8 +191,8 @@ def _saved(model: PreTrainedModel) -> Comparison:
         save_cache(cache, model, Path(folder) / "cache")
         loaded = load_cache(Path(folder) / "cache", model)
         for step in torch.split(_ids(4), 1, dim=1):
-            found, expected = (model(input_ids=step, **{CACHE: one}, use_cache=True).logits for one in (loaded, cache))
-            worst = max(worst, _relative(found, expected))
+            actual, expected = (model(input_ids=step, **{CACHE: one}, use_cache=True).logits for one in (loaded, cache))
+            worst = max(worst, _relative(actual, expected))
     return worst, float("inf")
 
 
@@ -209,11 +209,11 @@ PARTS: dict[str, Callable[[PreTrainedModel], Comparison]] = {
 COLUMNS = (*POLICIES, *PARTS)
 
 
-def _relative(found: Tensor, expected: Tensor) -> float:
+def _relative(actual: Tensor, expected: Tensor) -> float:
     """Return the relative difference, or infinity if a value is not finite."""
-    n = min(found.shape[1], expected.shape[1])
-    off = (found[:, -n:] - expected[:, -n:]).abs().max() / expected.abs().max()
-    return float(off) if bool(torch.isfinite(found).all()) and bool(torch.isfinite(off)) else float("inf")
+    n = min(actual.shape[1], expected.shape[1])
+    off = (actual[:, -n:] - expected[:, -n:]).abs().max() / expected.abs().max()
+    return float(off) if bool(torch.isfinite(actual).all()) and bool(torch.isfinite(off)) else float("inf")
 
 
 def _kept(cache: RetainedCache, row: int = 0) -> list[list[list[int]]]:
@@ -361,13 +361,13 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"no causal family of this transformers: {', '.join(unknown)}")
     if options.write and options.families:
         parser.error("--write is about all families")
-    found = tried([known[name] for name in options.families or known])
+    result = tried([known[name] for name in options.families or known])
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "families.md").write_text(cells(found), encoding="utf-8")
+    (options.out / "families.md").write_text(cells(result), encoding="utf-8")
     if options.write:
-        PAGE.write_text(page(found), encoding="utf-8")
-    print("\n".join(counts(found)))
-    third = [one for one in found if one.verdict == "fails"]
+        PAGE.write_text(page(result), encoding="utf-8")
+    print("\n".join(counts(result)))
+    third = [one for one in result if one.verdict == "fails"]
     for one in third:
         print(f"{one.family}, {one.policy}: {one.detail}", file=sys.stderr)
     return int(bool(third))
@@ -375,15 +375,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 def tried(chosen: list[Family]) -> list[Outcome]:
     """Return all outcomes, and show the progress on standard error."""
-    found: list[Outcome] = []
+    result: list[Outcome] = []
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     torch.set_num_threads(1)  # tiny tensors
     with progress_bar(Console(stderr=True), len(chosen)) as done, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for family in chosen:
-            found += outcomes(family)
+            result += outcomes(family)
             done(family.name)
-    return found
+    return result
 
 
 if __name__ == "__main__":

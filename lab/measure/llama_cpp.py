@@ -94,19 +94,19 @@ def move_away(context: Any, gone: Sequence[int]) -> None:
         cpp.llama_memory_seq_rm(memory, 0, position, position + 1)
 
 
-def difference(found: Tensor, expected: Tensor) -> float:
+def difference(actual: Tensor, expected: Tensor) -> float:
     """Return the largest difference of logits, relative to the largest expected logit."""
-    return float((found - expected).abs().max() / expected.abs().max())
+    return float((actual - expected).abs().max() / expected.abs().max())
 
 
-def check_close(found: Tensor, expected: Tensor) -> float:
+def check_close(actual: Tensor, expected: Tensor) -> float:
     """Return the difference of logits, if it is within the tolerance and the best tokens of all rows are equal.
 
     Raises:
         AssertionError: otherwise.
     """
-    off = difference(found, expected)
-    if off > MASKED_LOGITS or not torch.equal(found.argmax(-1), expected.argmax(-1)):
+    off = difference(actual, expected)
+    if off > MASKED_LOGITS or not torch.equal(actual.argmax(-1), expected.argmax(-1)):
         raise AssertionError(f"logits differ by {off}, or in their best tokens")
     return off
 
@@ -149,8 +149,8 @@ def main() -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train(False)
     pages = " ".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "spec").glob("*.md")))
     ids: list[int] = tokenizer(pages).input_ids[: options.tokens + LATER]
-    with tempfile.TemporaryDirectory() as made:
-        plain, own = Path(made) / "f32.gguf", _own_file(Path(made))
+    with tempfile.TemporaryDirectory() as temporary:
+        plain, own = Path(temporary) / "f32.gguf", _own_file(Path(temporary))
         write_gguf(plain, model, GGMLQuantizationType.F32)
         for name in options.policies.split(","):
             constants = {"sentence_ends": sentence_ends(tokenizer)} if name == "crystalcache" else {}
@@ -158,8 +158,8 @@ def main() -> None:
             about = {"policy": name, "kept": len(retention.positions), **vars(options)}
             print(json.dumps(about | {"file": "F32"} | _beside_masking(model, plain, ids, retention)), flush=True)
             for kind in (cpp.GGML_TYPE_F32, cpp.GGML_TYPE_F16):
-                found = _beside_moving(own, ids, retention, kind)
-                print(json.dumps(about | {"file": "Q4_1", "cells of type": kind} | found), flush=True)
+                result = _beside_moving(own, ids, retention, kind)
+                print(json.dumps(about | {"file": "Q4_1", "cells of type": kind} | result), flush=True)
 
 
 def _own_file(folder: Path) -> Path:
@@ -170,13 +170,13 @@ def _own_file(folder: Path) -> Path:
 
 
 def _beside_masking(model: Any, file: Path, ids: Sequence[int], retention: Retention) -> dict[str, Any]:
-    found, took = read_on(file, ids, retention, cpp.GGML_TYPE_F32, FREED)
+    actual, took = read_on(file, ids, retention, cpp.GGML_TYPE_F32, FREED)
     expected = masked(model, ids, [(retention.seen, evicted(retention))], LATER)
     visible = difference(masked(model, ids, [], LATER), expected)
     if visible < MASKED_VISIBLE:
         raise AssertionError(f"eviction changes no more than {visible}")
     versions = {"transformers": transformers.__version__, "llama-cpp-python": cpp.__version__}
-    return {"to masking": check_close(found, expected), "to no eviction": visible} | took | versions
+    return {"to masking": check_close(actual, expected), "to no eviction": visible} | took | versions
 
 
 def _beside_moving(file: Path, ids: Sequence[int], retention: Retention, kind: int) -> dict[str, Any]:

@@ -132,15 +132,15 @@ def cell_of(method: str, outcome: Outcome) -> Cell:
         return {"verdict": CONFORMS, "as": str(method_of(method))}
     if outcome.state == NOT_RUN:
         return {"verdict": NOT_RUN}
-    said = outcome.found.strip().splitlines() or [outcome.state]
-    return {"verdict": DIFFERS, "as": str(method_of(method)), "smallest": said[0]}
+    lines = outcome.found.strip().splitlines() or [outcome.state]
+    return {"verdict": DIFFERS, "as": str(method_of(method)), "smallest": lines[0]}
 
 
 def of_kvpress() -> dict[str, Cell]:
     """Return the cells of the presses on the inputs of docs/peers.md, with the readings that make kept sets equal."""
     from lab.measure.peers.__main__ import INPUTS, compared, runs
 
-    found = {}
+    result = {}
     for method, press in PRESS_OF.items():
         report = compared(press, INPUTS)
         cell: Cell = {"verdict": DIFFERS if report.unexplained else CONFORMS, "as": press, "inputs": INPUTS}
@@ -149,8 +149,8 @@ def of_kvpress() -> dict[str, Cell]:
         if report.smallest:
             _, e = min(report.smallest.items(), key=lambda item: (item[1].size, item[0]))
             cell["smallest"] = f"{e.inputs.n} tokens, r = {e.inputs.ratio}: {runs(e.theirs)} instead of {runs(e.ours)}"
-        found[method] = cell
-    return found
+        result[method] = cell
+    return result
 
 
 def engine_methods(command: str) -> list[str]:
@@ -188,29 +188,29 @@ def renewed(name: str) -> Cell:
 def unjudged(store: Mapping[str, Any]) -> list[str]:
     """Return a line for each policy, backend or engine that is not tested, and for each missing cell."""
     cells = {name: store.get(name, {}).get("cells", {}) for name in IMPLEMENTATIONS}
-    found = [
+    result = [
         f"policy {name}: conformance.methods has no method of this name" for name in POLICIES
         if name not in METHODS and name not in UNMEASURED
     ]
-    found += [
+    result += [
         f"method {method}: no implementation was compared with the method; measure with {method}=numpy"
         for method in METHODS if not any(own.get(method, {}).get("verdict") in (CONFORMS, DIFFERS)
                                          for own in cells.values())
     ]
-    found += [
+    result += [
         f"{name}: has no cell of {method}; measure with {method}={name}" for name, own in cells.items()
         for method in METHODS if method not in own
     ]
     commands = " ".join(word for one in IMPLEMENTATIONS.values() for word in one.options)
     languages = {language for language, _ in PROGRAMS.values()}
-    found += [f"backend {name}: is not in IMPLEMENTATIONS" for name in BUILT_IN
+    result += [f"backend {name}: is not in IMPLEMENTATIONS" for name in BUILT_IN
               if name not in IMPLEMENTATIONS and name not in UNMEASURED]
-    found += [
+    result += [
         f"engine docs/examples/{file.parent.name}: is not in IMPLEMENTATIONS"
         for file in sorted((DOCS / "examples").glob("*/engine.*"))
         if file.parent.name not in languages and f"docs/examples/{file.parent.name}/{file.name}" not in commands
     ]
-    return found
+    return result
 
 
 def measure_one(method: str, name: str, store: dict[str, Any]) -> None:
@@ -270,11 +270,11 @@ def shown(cell: Mapping[str, Any]) -> str:
 
 def differing(store: Mapping[str, Any]) -> list[str]:
     """Return a line for each cell that differs."""
-    found = [
+    result = [
         f"- {name}, {method}: {cell['smallest']}" for name in store for method, cell in store[name]["cells"].items()
         if cell["verdict"] == DIFFERS
     ]
-    return found or ["No cell differs."]
+    return result or ["No cell differs."]
 
 
 def kvpress_table(store: Mapping[str, Any]) -> Iterator[str]:
@@ -309,8 +309,8 @@ def main(names: list[str]) -> int:
     for name in filter(runs_here, [one for one in names or IMPLEMENTATIONS if one in IMPLEMENTATIONS]):
         print(name, flush=True)
         before = {key: value for key, value in store.get(name, {}).items() if key != "runs"}
-        made = renewed(name)
-        store[name] = {"runs": 1 + (json.dumps(made) == json.dumps(before)), **made}
+        created = renewed(name)
+        store[name] = {"runs": 1 + (json.dumps(created) == json.dumps(before)), **created}
         ordered = {one: store[one] for one in IMPLEMENTATIONS if one in store}
         STORE.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     PAGE.write_text(page(store), encoding="utf-8")

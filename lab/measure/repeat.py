@@ -132,8 +132,8 @@ def repeated(subject: Subject, item: Item, cell: Mapping[str, Any]) -> Repeated:
         masked.keep(_for_layers(kept, inputs))
     fed = item.sample.question_ids if blind else placement.fed_ids
     columns.append(masked.read(torch.tensor([[*fed, *gold[:-1]]])))
-    said = torch.cat(columns, dim=1)[0, -len(gold) :].double().log_softmax(dim=-1)
-    likelihood = float(said.gather(1, torch.tensor(gold)[:, None]).sum())
+    log_probabilities = torch.cat(columns, dim=1)[0, -len(gold) :].double().log_softmax(dim=-1)
+    likelihood = float(log_probabilities.gather(1, torch.tensor(gold)[:, None]).sum())
     return Repeated(cell["policy"], cell["budget"], item.index, cell.get("likelihood", float("nan")), likelihood, same)
 
 
@@ -162,16 +162,16 @@ def main(arguments: list[str] | None = None) -> int:
     drawn = np.random.default_rng(given.seed).permutation(len(every))[: given.count]
     of_rows = {(item.digest, item.placement): item for item in items(rules, subject, ("dev", "confirm"))}
     print("policy\tbudget\tcontext\tstored\trepeated\tdifference\tsame numbers of kept tokens", flush=True)
-    found = []
+    result = []
     for at in drawn:
         row, cell = every[at]
-        found.append(one := repeated(subject, of_rows[row["sample"], row["placement"]], cell))
+        result.append(one := repeated(subject, of_rows[row["sample"], row["placement"]], cell))
         read = [one.stored, one.likelihood, one.likelihood - one.stored]
         shown = [""] * 3 if np.isnan(one.stored) else [f"{read[0]:.6f}", f"{read[1]:.6f}", f"{read[2]:+.1e}"]
         print(one.policy, one.budget, one.context, *shown, "yes" if one.same_counts else "NO", sep="\t", flush=True)
-    likelihoods, counts = sum(one.agrees for one in found), sum(one.same_counts for one in found)
-    print(f"{likelihoods} of {len(found)} likelihoods agree within {BOUND} nats, {counts} numbers of kept tokens")
-    return 0 if likelihoods == counts == len(found) else 1
+    likelihoods, counts = sum(one.agrees for one in result), sum(one.same_counts for one in result)
+    print(f"{likelihoods} of {len(result)} likelihoods agree within {BOUND} nats, {counts} numbers of kept tokens")
+    return 0 if likelihoods == counts == len(result) else 1
 
 
 if __name__ == "__main__":

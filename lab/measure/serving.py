@@ -90,15 +90,15 @@ def table() -> list[str]:
     llm = engine()
     for _, asked in ROWS:  # warm-up for code that compiles on the first call
         measure(llm, asked, prompts[:1])
-    found = []
+    result = []
     for name, asked in ROWS:
         one = measure(llm, asked, prompts)
-        found.append(
+        result.append(
             f"| {name} | {one.most} | {one.mean:.1f} | {one.steps} | {one.seconds:.1f} s |"
             f" {REQUESTS / one.seconds:.2f} | {one.first:.1f} s | {one.decision:.2f} s |"
         )
-        print(found[-1], flush=True)
-    return found
+        print(result[-1], flush=True)
+    return result
 
 
 def main() -> None:

@@ -68,27 +68,27 @@ class Evidence:
 
 def gathered() -> Mapping[str, Evidence]:
     """Return all items of this checkout, in the order of their pages."""
-    found = {
+    result = {
         item: Evidence(item, page.name, text)
         for page in sorted(SPEC.glob("*.md")) for item, text in items_of(page.read_text(encoding="utf-8"))
     }
     for path, source in sources(IMPLEMENTING):
         for item, node in implementing(source):
-            found[item].functions.append(Function(path, *text_of(node, source)))
+            result[item].functions.append(Function(path, *text_of(node, source)))
     for path, source in sources(["conformance", "tests", "lab"]):
         for item, test in marked(path, source):
-            if item in found and test not in found[item].tests:
-                found[item].tests.append(test)
+            if item in result and test not in result[item].tests:
+                result[item].tests.append(test)
     for mutant in MUTANTS.values():
-        found[mutant.item].mutants.append(mutant)
+        result[mutant.item].mutants.append(mutant)
     for claim in source_claims(Code()):
-        found[claim.item].claims.append(claim)
-    for theorem in theorems(HERE / "proofs", found):
-        found[theorem.item].theorems.append(theorem)
+        result[claim.item].claims.append(claim)
+    for theorem in theorems(HERE / "proofs", result):
+        result[theorem.item].theorems.append(theorem)
     for file in sorted((SPEC / "vectors").glob("*.json")):
         for item, case in vector_items(file.read_text(encoding="utf-8")):
-            found[item].vectors.append((file.name, case))
-    return found
+            result[item].vectors.append((file.name, case))
+    return result
 
 
 def sources(packages: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -111,9 +111,9 @@ def first_line(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> i
 
 def marked(path: str, source: str) -> Iterator[tuple[str, Marked]]:
     """Yield item and test of each marker. A marker in a table of parameters has only the module."""
-    found = list(markers(source))
-    tests = [node for node in ast.walk(ast.parse(source)) if found and isinstance(node, ast.FunctionDef)]
-    for item, line in found:
+    result = list(markers(source))
+    tests = [node for node in ast.walk(ast.parse(source)) if result and isinstance(node, ast.FunctionDef)]
+    for item, line in result:
         inside = (test for test in tests if first_line(test) <= line <= (test.end_lineno or 0))
         test = next(inside, None)
         decorators = test.decorator_list if test else []
@@ -156,10 +156,10 @@ def page(one: Evidence, known: Mapping[str, Evidence]) -> str:
 
 def tab(name: str, tops: tuple[str, ...], one: Evidence) -> str:
     """Return a tab with the functions below some folders, or with the reason why there is none."""
-    found = [function for function in one.functions if function.path.startswith(tops)]
+    result = [function for function in one.functions if function.path.startswith(tops)]
     served = stage_items((ROOT / STAGES).read_text(encoding="utf-8"))
     why = TAKEN_FROM_HOST if one.item in served else "no stage computes it, so it is the same for every backend"
-    body = "\n\n".join(map(shown, found)) or f"None: {why}."
+    body = "\n\n".join(map(shown, result)) or f"None: {why}."
     return f'=== "{name}"\n\n' + textwrap.indent(body, "    ")
 
 
@@ -236,8 +236,8 @@ def write(out: Path) -> None:
 def foreign(site: Path) -> Iterator[str]:
     """Yield each page that would fetch something from a different site, and the address."""
     for page in sorted(site.rglob("*.html")):
-        for found in _FETCHED.findall(page.read_text(encoding="utf-8")):
-            yield f"{page.relative_to(site)} fetches {''.join(found)}"
+        for result in _FETCHED.findall(page.read_text(encoding="utf-8")):
+            yield f"{page.relative_to(site)} fetches {''.join(result)}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -249,9 +249,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.step == "write":
         write(options.folder)
         return 0
-    found = list(foreign(options.folder))
-    print("\n".join(found) or "site: no page needs a network")
-    return int(bool(found))
+    result = list(foreign(options.folder))
+    print("\n".join(result) or "site: no page needs a network")
+    return int(bool(result))
 
 
 if __name__ == "__main__":

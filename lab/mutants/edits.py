@@ -81,34 +81,34 @@ def _span(module: ModuleType, name: str) -> tuple[int, int, int]:
     """Return the lines of a function: its `def`, its first statement after the docstring, and the end of its last."""
     node: Any = _tree(module)
     for part in name.split("."):
-        found = [one for one in node.body if getattr(one, "name", None) == part]
-        if not found:
+        result = [one for one in node.body if getattr(one, "name", None) == part]
+        if not result:
             raise SpecError("of", f"{module.__name__}:{name}", "must name a function")
-        node = found[-1]
+        node = result[-1]
     body = node.body[1:] if ast.get_docstring(node) else node.body
     return node.lineno - 1, body[0].lineno - 1, node.end_lineno
 
 
 def _code_named(code: CodeType) -> dict[str, CodeType]:
     """Return the code of each function and method of a module's code, by qualified name."""
-    found: dict[str, CodeType] = {}
+    result: dict[str, CodeType] = {}
     for one in [one for one in code.co_consts if isinstance(one, CodeType)]:
-        found[one.co_qualname] = one
+        result[one.co_qualname] = one
         if "<locals>" not in one.co_qualname:
-            found |= {name: code for name, code in _code_named(one).items() if "<locals>" not in name}
-    return found
+            result |= {name: code for name, code in _code_named(one).items() if "<locals>" not in name}
+    return result
 
 
 def function_of(place: str) -> FunctionType:
     """Return the function object that "module:Class.name" names, below all wrappers."""
     module, _, path = place.partition(":")
-    found: Any = import_module(module)
+    result: Any = import_module(module)
     for part in path.split("."):
-        found = vars(found)[part]
-    found = _plain(found)
-    if not isinstance(found, FunctionType):
+        result = vars(result)[part]
+    result = _plain(result)
+    if not isinstance(result, FunctionType):
         raise SpecError("of", place, "must name a function")
-    return found
+    return result
 
 
 def _plain(value: Any) -> Any:

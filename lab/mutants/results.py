@@ -48,15 +48,15 @@ def append(folder: Path, result: Result) -> None:
 
 def read(folder: Path, digests: Mapping[str, str]) -> dict[str, Result]:
     """Return the last verdict on each mutant that still has this digest. Skip incomplete lines of a killed run."""
-    found, path = {}, folder / FILE
+    results, path = {}, folder / FILE
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
             result = Result(**json.loads(line))
         except (ValueError, TypeError):
             continue
         if digests.get(result.key) == result.digest:
-            found[result.key] = result
-    return found
+            results[result.key] = result
+    return results
 
 
 def forget(folder: Path, keys: Container[str]) -> None:
@@ -112,10 +112,10 @@ def run(root: Path, trials: Sequence[Trial], files: Sequence[str], folder: Path)
 def _try(suite: Suite, todo: Sequence[Trial], profile: str, folder: Path) -> None:
     for number, trial in enumerate(todo, 1):
         suite.items.sort(key=trial.rank)
-        found = suite.judge(trial.accepts, trial.patch)
+        result = suite.judge(trial.accepts, trial.patch)
         append(folder, Result(
-            trial.key, trial.digest, found.outcome, profile, found.test, found.raised, found.ran,
-            round(found.seconds, 2), found.any_backend,
+            trial.key, trial.digest, result.outcome, profile, result.test, result.raised, result.ran,
+            round(result.seconds, 2), result.any_backend,
         ))
-        line = f"{number}/{len(todo)} {found.outcome:9} {found.seconds:6.1f} s  {trial.key}"
-        print(f"{line}  {found.test.rpartition('/')[2]}", file=sys.__stdout__, flush=True)
+        line = f"{number}/{len(todo)} {result.outcome:9} {result.seconds:6.1f} s  {trial.key}"
+        print(f"{line}  {result.test.rpartition('/')[2]}", file=sys.__stdout__, flush=True)

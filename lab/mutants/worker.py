@@ -72,10 +72,10 @@ class Suite:
 
     def _tried(self, tests: Sequence[pytest.Item], patch: Callable[[], None]) -> Verdict:
         try:
-            found: Verdict = _in_a_fork(lambda: _trial(tests, patch, self.limit), WHOLE * self.limit)
+            result: Verdict = _in_a_fork(lambda: _trial(tests, patch, self.limit), WHOLE * self.limit)
         except TimeoutError:
             return Verdict("timeout", seconds=WHOLE * self.limit)
-        return found
+        return result
 
 
 def collected(
@@ -256,7 +256,7 @@ def _send(work: Callable[[], Any], to: Connection, seconds: float) -> None:
     _answer(work())
 
 
-def _answer(found: Any) -> None:
-    _pipe[0].send(found)
+def _answer(result: Any) -> None:
+    _pipe[0].send(result)
     _pipe[0].close()
     os._exit(0)

@@ -73,7 +73,7 @@ def read_rows(path: Path) -> list[WrittenMutant]:
         SpecError: if a row has unknown fields, or does not have exactly one of `find`, `start` and `body`.
     """
     known = {"name", "item", "why", "beyond", *(field.name for field in fields(Edit))}
-    found = []
+    result = []
     for row in tomllib.loads(path.read_text(encoding="utf-8"))["mutant"]:
         if unknown := sorted(set(row) - known):
             raise SpecError(f"{path.name}: {row['name']}", unknown, f"must be some of {', '.join(sorted(known))}")
@@ -81,8 +81,8 @@ def read_rows(path: Path) -> list[WrittenMutant]:
             raise SpecError(f"{path.name}: {row['name']}", sorted(row), f"must have one of {', '.join(EDITS)}")
         edit = Edit(**{field.name: row[field.name] for field in fields(Edit) if field.name in row})
         name = f"{row['item']}-{row['name']}".replace("-", "_").upper()
-        found.append(WrittenMutant(name, row["item"], row["why"], edit, row.get("beyond", "")))
-    return found
+        result.append(WrittenMutant(name, row["item"], row["why"], edit, row.get("beyond", "")))
+    return result
 
 
 # Errors in an argument `a` above size N along an axis: the description, and the statements that make the error.
@@ -192,9 +192,9 @@ def _accepted() -> dict[str, tuple[str, str]]:
 
 def accept(verdicts: Mapping[str, Result]) -> None:
     """Write the test that killed each mutant to killed.lock. Entries of mutants without a verdict stay unchanged."""
-    found = {name: line for name, line in _accepted().items() if name in MUTANTS}
-    found |= {name: (one.digest, one.test) for name, one in verdicts.items() if one.killed}
-    lines = (f"{name} {digest} {test}\n" for name, (digest, test) in sorted(found.items()))
+    result = {name: line for name, line in _accepted().items() if name in MUTANTS}
+    result |= {name: (one.digest, one.test) for name, one in verdicts.items() if one.killed}
+    lines = (f"{name} {digest} {test}\n" for name, (digest, test) in sorted(result.items()))
     KILLED.write_text("".join(lines), encoding="utf-8")
 
 

@@ -22,12 +22,12 @@ def turned(x: Sequence[float], angles: Sequence[float], interleaved: bool) -> li
 
     Each pair of channels is a complex number, which is multiplied by a number on the unit circle.
     """
-    found = list(x)
+    result = list(x)
     for i, angle in enumerate(angles):
         a, b = (2 * i, 2 * i + 1) if interleaved else (i, len(angles) + i)
         z = complex(x[a], x[b]) * cmath.exp(1j * angle)
-        found[a], found[b] = z.real, z.imag
-    return found
+        result[a], result[b] = z.real, z.imag
+    return result
 
 
 def moved(x: Sequence[Matrix], angles: Matrix, interleaved: bool) -> list[list[list[float]]]:
@@ -82,7 +82,7 @@ def wrapped(
 
 def cuts(ids: Sequence[int], ends: Sequence[int], size: int) -> list[list[int]]:
     """Return the chunks. Each chunk grows token by token, and ends at its last sentence end."""
-    found: list[list[int]] = []
+    result: list[list[int]] = []
     start = 0
     while start < len(ids):
         stop, seen = start, None
@@ -92,9 +92,9 @@ def cuts(ids: Sequence[int], ends: Sequence[int], size: int) -> list[list[int]]:
                 seen = stop
         if stop < len(ids) and seen is not None:
             stop = seen
-        found.append([start, stop])
+        result.append([start, stop])
         start = stop
-    return found
+    return result
 
 
 def fused(rankings: Sequence[Sequence[str]], k: int) -> list[tuple[str, float]]:
@@ -121,13 +121,13 @@ def placed(n: int, hidden: int, start: int, kept: Sequence[int]) -> tuple[list[i
 
     Each visible token of the chunk takes a position, even if it is not stored.
     """
-    found, at = [], start
+    result, at = [], start
     for token in range(n):
         if token >= hidden:
             if token in kept:
-                found.append(at)
+                result.append(at)
             at += 1
-    return found, at
+    return result, at
 
 
 def held(
@@ -149,13 +149,13 @@ def held(
 
 
 def first_tokens(start: int, lengths: Sequence[int], k: int) -> list[int]:
-    found, at = [], start
+    result, at = [], start
     for length in lengths:
         for place in range(length):
             if place < k:
-                found.append(at)
+                result.append(at)
             at += 1
-    return found
+    return result
 
 
 def most_deviating(spliced: Sequence[Matrix], fresh: Sequence[Matrix], start: int, r: float) -> list[int]:
@@ -205,8 +205,8 @@ def _cosine(a: Sequence[float], b: Sequence[float]) -> float:
 
 def bands(depth: int) -> dict[str, list[int]]:
     """Return the bands of layers, scaled layer by layer from the paper's 40 layers."""
-    found = {}
+    result = {}
     for name, (low, high) in {"early": (0, 6), "mid": (10, 16), "upper": (20, 33), "all": (0, 40)}.items():
         first = math.floor(Fraction(low * depth, 40))
-        found[name] = [first, max(first + 1, math.floor(Fraction(high * depth, 40)))]
-    return found
+        result[name] = [first, max(first + 1, math.floor(Fraction(high * depth, 40)))]
+    return result

@@ -200,32 +200,32 @@ def splitting_elsewhere(code: Code) -> Iterator[Claim]:
     yield Claim(item, "numba's piece has the same size", Implies(inside, numba == of_piece))
 
 
-def inside_int64(made: Sequence[Term]) -> Term:
+def inside_int64(terms: Sequence[Term]) -> Term:
     """Return the claim that no value that arithmetic produced leaves int64."""
-    return And(*(And(x >= -LONG, x < LONG) for x in made))
+    return And(*(And(x >= -LONG, x < LONG) for x in terms))
 
 
 def closed_forms(code: Code) -> Iterator[Claim]:
     """Yield claims about S6 in int64, for any prompt that fits in memory."""
     size, before, c_0, N_min = Ints("size before c0 N_min")
-    made = code.reading(NUMBA_CLOSED, size=size, before=before, c_0=c_0, N_min=N_min).made
+    term = code.reading(NUMBA_CLOSED, size=size, before=before, c_0=c_0, N_min=N_min).made
     tokens = And(size >= 1, before >= 0, c_0 >= 0, N_min >= 0, N_min < LONG, c_0 < LONG)
     yield Claim("CC-ALLOCATE", "numba's closed form stays inside int64 for sums below 2^63",
-                Implies(And(tokens, before + size < LONG), inside_int64(made)))
+                Implies(And(tokens, before + size < LONG), inside_int64(term)))
     yield Claim("CC-ALLOCATE", "numba's closed form stays inside int64 for summands below 2^63",
-                Implies(And(tokens, before < LONG, size < LONG), inside_int64(made)), true=False)
+                Implies(And(tokens, before < LONG, size < LONG), inside_int64(term)), true=False)
 
 
 def splits(code: Code) -> Iterator[Claim]:
     """Yield claims about step 3 in int64."""
     size, T_max = Ints("size T_max")
-    made: list[Term] = []
-    code.part(NUMBA_SPLIT, "pieces =", "small, larger =", made=made, size=size, T_max=T_max)
+    term: list[Term] = []
+    code.part(NUMBA_SPLIT, "pieces =", "small, larger =", made=term, size=size, T_max=T_max)
     words = And(size >= 1, T_max >= 1, size < LONG, T_max < LONG)
     yield Claim("CC-SPLIT", "numba's split stays inside int64 for size + T_max < 2^63",
-                Implies(And(words, size + T_max < LONG), inside_int64(made)))
+                Implies(And(words, size + T_max < LONG), inside_int64(term)))
     yield Claim("CC-SPLIT", "numba's split stays inside int64 for every T_max of int64",
-                Implies(words, inside_int64(made)), true=False)
+                Implies(words, inside_int64(term)), true=False)
 
 
 def narrow_words(code: Code) -> Iterator[Claim]:
@@ -260,8 +260,8 @@ def packed_keys(code: Code) -> Iterator[Claim]:
     positive = And(a >= 0, b >= 0)  # bits of nonnegative floats have the same order as the floats
     first = Or(a > b, And(a == b, i < j))
     above = packed(a, i) > packed(b, j)
-    found = {"found": z3.BoolVal(True)}
-    index = code.part(UNPACKED, "store INDEX + at + rank", given=found, top=packed(a, i))
+    result = {"found": z3.BoolVal(True)}
+    index = code.part(UNPACKED, "store INDEX + at + rank", given=result, top=packed(a, i))
     yield Claim("CC-CROSS", "triton's packed keys order by weight, then by lower index",
                 Implies(And(positive, indices), above == first))
     yield Claim("CC-CROSS", "triton's packed keys give the index back",

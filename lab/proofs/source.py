@@ -108,21 +108,21 @@ def _statements(file: str) -> Sequence[ast.stmt]:
 
 def _integer_constants(body: Sequence[ast.stmt]) -> dict[str, Term]:
     """Return the integer constants at the top of a module, such as NAME = 5 and NAME: T = constexpr(5)."""
-    found = {}
+    result = {}
     for node in body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             value = node.value.args[0] if isinstance(node.value, ast.Call) and node.value.args else node.value
             if isinstance(target, ast.Name) and isinstance(value, ast.Constant) and isinstance(value.value, int):
-                found[target.id] = value.value
-    return found
+                result[target.id] = value.value
+    return result
 
 
 def _only_part(node: ast.FunctionDef, head: str, place: str) -> ast.expr:
-    found = [value for inner in ast.walk(node) for name, value in _parts(inner) if name == head]
-    if len(found) != 1:
-        raise NotUnderstood(f"{place} has {len(found)} parts {head!r}, not one")
-    return found[0]
+    result = [value for inner in ast.walk(node) for name, value in _parts(inner) if name == head]
+    if len(result) != 1:
+        raise NotUnderstood(f"{place} has {len(result)} parts {head!r}, not one")
+    return result[0]
 
 
 def _parts(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
@@ -214,14 +214,14 @@ class Reading:
             case ast.Call(func=ast.Attribute(value=word, attr="to"), args=[ast.Attribute(attr="int64")]):
                 return z3.SignExt(32, self.value(word, names))
             case ast.Call(func=called, args=arguments, keywords=[]) if _last_name(called) in CALLS:
-                made = CALLS[_last_name(called)](*(self.value(argument, names) for argument in arguments))
-                self._note(made)
-                return made
+                term = CALLS[_last_name(called)](*(self.value(argument, names) for argument in arguments))
+                self._note(term)
+                return term
         raise NotUnderstood(text)
 
-    def _note(self, made: Term) -> None:
-        if z3.is_int(made) or z3.is_bv(made):
-            self.made.append(made)
+    def _note(self, terms: Term) -> None:
+        if z3.is_int(terms) or z3.is_bv(terms):
+            self.made.append(terms)
 
     def _unary(self, operator: ast.unaryop, operand: Term, text: str) -> Term:
         if isinstance(operator, ast.Not):
@@ -240,9 +240,9 @@ class Reading:
         table = BITS if z3.is_bv(left) and type(operator) in BITS else ARITHMETIC
         if type(operator) not in table:
             raise NotUnderstood(text)
-        made = table[type(operator)](left, right)
-        self._note(made)
-        return made
+        term = table[type(operator)](left, right)
+        self._note(term)
+        return term
 
 
 def _last_name(called: ast.expr) -> str:
@@ -360,10 +360,10 @@ def _readable_model(solver: z3.Solver) -> str:
     for limit in SMALL:
         solver.push()
         solver.add(*(z3.And(-limit <= x, x <= limit) for x in _integers(model)))
-        found = solver.check() == z3.sat
-        small = solver.model() if found else model
+        result = solver.check() == z3.sat
+        small = solver.model() if result else model
         solver.pop()
-        if found:
+        if result:
             return _shown(small)
     return _shown(model)
 

@@ -247,9 +247,9 @@ def contents() -> Mapping[str, bytes]:
     vectors = [path for path in files.HOME.rglob("*") if path.suffix in (".json", ".md", ".py", ".c", ".js")]
     numbers = [files.stored(stage)["numberOfTests"] for stage in files.stages()]
     readme = README.format(version=SPEC_VERSION, tests=sum(numbers), files=len(numbers))
-    found = {path.relative_to(SPEC).as_posix(): path.read_bytes() for path in [*pages, *vectors]}
+    result = {path.relative_to(SPEC).as_posix(): path.read_bytes() for path in [*pages, *vectors]}
     licence = (ROOT / "LICENSE").read_bytes()
-    return {**found, "README.md": readme.encode(), "LICENSE": licence}
+    return {**result, "README.md": readme.encode(), "LICENSE": licence}
 
 
 def packed(folder: Path) -> Path:
@@ -272,8 +272,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     asked = parser.parse_args(arguments)
     if asked.package:
-        made = packed(asked.package)
-        print(f"{made}: {made.stat().st_size // 1024} KiB, {len(contents())} files")
+        created = packed(asked.package)
+        print(f"{created}: {created.stat().st_size // 1024} KiB, {len(contents())} files")
         return 0
     problems = written() if asked.write else checked()
     number = sum(files.stored(stage)["numberOfTests"] for stage in files.stages())

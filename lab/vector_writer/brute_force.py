@@ -126,8 +126,8 @@ def direct(oracle: str, gives: str, reference: str = "", items: Sequence[str] = 
         gives: names of the results, separated by spaces.
     """
     def run(i: Json, p: CrystalCacheParameters) -> Results:
-        found = call(resolve_name(oracle), i, p)
-        return found if isinstance(found, Mapping) else results(found, gives.split())
+        result = call(resolve_name(oracle), i, p)
+        return result if isinstance(result, Mapping) else results(result, gives.split())
 
     return Operation(oracle, run, items, reference, gives.split())
 

@@ -43,10 +43,10 @@ def intra(i: Json, p: CrystalCacheParameters) -> Results:
 
 
 def coattention(i: Json, p: CrystalCacheParameters) -> Results:
-    found = s1.coattention(i["q"], i["k"], i["positions"], p, i["scaling"], i["softcap"], i.get("sinks"))
-    index, weight = padded(found.intra, p.k_intra)
-    late, late_weight = padded(found.cross, p.k_cross)
-    return {"start": found.start, "salience": found.salience, "intra": index, "intra_weight": weight,
+    result = s1.coattention(i["q"], i["k"], i["positions"], p, i["scaling"], i["softcap"], i.get("sinks"))
+    index, weight = padded(result.intra, p.k_intra)
+    late, late_weight = padded(result.cross, p.k_cross)
+    return {"start": result.start, "salience": result.salience, "intra": index, "intra_weight": weight,
             "cross": late, "cross_weight": late_weight}
 
 
@@ -64,9 +64,9 @@ def interface(i: Json, p: CrystalCacheParameters) -> Results:
 
 
 def trunks(i: Json, p: CrystalCacheParameters) -> Results:
-    found = s2.trunks(i["ends"], edges(i), p, i["start"])
-    local = [[position - i["start"] for position in g] for g in found]
-    return {"offsets": offsets_of(found), "impact": s3.unit_trunk_impact(
+    result = s2.trunks(i["ends"], edges(i), p, i["start"])
+    local = [[position - i["start"] for position in g] for g in result]
+    return {"offsets": offsets_of(result), "impact": s3.unit_trunk_impact(
         [s3.trunk_impact(i["impact"], g) for g in local], p
     )}
 
@@ -98,17 +98,17 @@ def alive(i: Json) -> list[int]:
     return [g for g, shut in enumerate(i["protected"]) if not shut]
 
 
-def spread(found: Mapping[int, float], m: int) -> list[float]:
+def spread(result: Mapping[int, float], m: int) -> list[float]:
     """Return a list of m values, with NaN for missing values."""
-    return [found.get(g, NAN) for g in range(m)]
+    return [result.get(g, NAN) for g in range(m)]
 
 
 def dissolve(i: Json, p: CrystalCacheParameters) -> Results:
     first = i["offsets"][0]
     lists = [[position - first for position in g] for g in plain.trunk_lists(i["offsets"])]
     scores = {g: i["score"][g] for g in alive(i)}
-    found = s6.evict(lists, scores, i["impact"], i["D"], i["protected"], i["B"], p)
-    return {"kept": [first + at for at in found.kept], "ratio": [float(r) for r in found.ratio], "D": found.D}
+    result = s6.evict(lists, scores, i["impact"], i["D"], i["protected"], i["B"], p)
+    return {"kept": [first + at for at in result.kept], "ratio": [float(r) for r in result.ratio], "D": result.D}
 
 
 def share(i: Json) -> Fraction | int:
@@ -119,14 +119,14 @@ def share(i: Json) -> Fraction | int:
 def prefill(i: Json, p: CrystalCacheParameters) -> Results:
     n = len(i["token_ids"])
     B = s6.tokens(i["budget"], n)
-    found = pipeline.prefill(
+    result = pipeline.prefill(
         i["q"], i["k"], i["token_ids"], set(i["sentence_ends"]), B, p, i["scaling"], i["softcap"], i.get("sinks")
     )
     return {
-        "kept": found.eviction.kept, "budget": found.budget,
-        "over_budget": max(0, len(found.eviction.kept) - found.budget), "offsets": offsets_of(found.trunks),
-        "protected": found.protected, "ratio": [float(r) for r in found.eviction.ratio],
-        "scores": spread(found.score, len(found.trunks)), "D": found.eviction.D,
+        "kept": result.eviction.kept, "budget": result.budget,
+        "over_budget": max(0, len(result.eviction.kept) - result.budget), "offsets": offsets_of(result.trunks),
+        "protected": result.protected, "ratio": [float(r) for r in result.eviction.ratio],
+        "scores": spread(result.score, len(result.trunks)), "D": result.eviction.D,
     }
 
 
@@ -140,9 +140,9 @@ def covered(i: Json, p: CrystalCacheParameters) -> Results:
     B_prot = sum(len(g) for g, shut in zip(lists, i["protected"], strict=True) if shut)
     k = s6.reserve(sum(map(len, lists)), i["B"], B_prot, Fraction(repr(p.coverage)))
     before = s6.Eviction([at - first for at in i["kept"]], [Fraction(r) for r in i["ratio"]], [], 0)
-    found = s6.backfill(before, lists, i["D"], k)
-    return {"reserve": k, "kept": [first + at for at in found.kept], "ratio": [float(r) for r in found.ratio],
-            "D": found.D}
+    result = s6.backfill(before, lists, i["D"], k)
+    return {"reserve": k, "kept": [first + at for at in result.kept], "ratio": [float(r) for r in result.ratio],
+            "D": result.D}
 
 
 def merge_threshold(i: Json, p: CrystalCacheParameters) -> Results:

@@ -90,12 +90,12 @@ def extend(
 def start(i: Json, p: CrystalCacheParameters) -> Results:
     """Return the state after the oracle's prefill. W is computed again from the edges of the prefill."""
     n = len(i["token_ids"])
-    found = pipeline.prefill(
+    result = pipeline.prefill(
         i["q"], i["k"], i["token_ids"], set(i["sentence_ends"]), s6.tokens(i["budget"], n), p, i["scaling"], None
     )
     now = Model(budget_of(i["budget"], n))
     extend(
-        now, s1.edges(found.segment), found.segment.salience, i["token_ids"],
+        now, s1.edges(result.segment), result.segment.salience, i["token_ids"],
         [decode.inverse_norm(list(keys)) for keys in zip(*i["k"], strict=True)], set(i["sentence_ends"]), p,
     )
     return results_of(now)
@@ -106,10 +106,10 @@ def segment(i: Json, p: CrystalCacheParameters) -> Results:
     stored = [j for g in now.trunks for j in g.members] + list(range(now.seen - len(now.tail), now.seen))
     n = len(i["token_ids"])
     positions = [*stored, *range(now.seen, now.seen + n)]
-    found = s1.coattention(i["q"], i["k"], positions, p, i["scaling"], None)
+    result = s1.coattention(i["q"], i["k"], positions, p, i["scaling"], None)
     norms = [decode.inverse_norm(list(keys)) for keys in zip(*i["k"], strict=True)][-n:]
     extend(
-        now, s1.edges(found), found.salience, i["token_ids"], norms, set(i["sentence_ends"]), p
+        now, s1.edges(result), result.salience, i["token_ids"], norms, set(i["sentence_ends"]), p
     )
     return results_of(now)
 

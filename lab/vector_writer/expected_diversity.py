@@ -45,8 +45,8 @@ def variant_b(i: Json) -> Json:
 
 
 def statistics(i: Json) -> Json:
-    found = [tri.statistics(head) for head in i["q"]]
-    return {"mean": [mean for mean, _ in found], "magnitude": [sizes for _, sizes in found]}
+    result = [tri.statistics(head) for head in i["q"]]
+    return {"mean": [mean for mean, _ in result], "magnitude": [sizes for _, sizes in result]}
 
 
 def rope(i: Json) -> Json:

@@ -73,8 +73,8 @@ def fused(i: Json) -> Json:
     return {"order": [int(name) for name, _ in order], "scores": [score for _, score in order]}
 
 
-def resampled(found: list[float]) -> Json:
-    return {"interval": found[:2], "positive": found[2]}
+def resampled(result: list[float]) -> Json:
+    return {"interval": result[:2], "positive": result[2]}
 
 
 def cosines(i: Json) -> Json:

@@ -31,19 +31,19 @@ def edges(i: Json) -> stages.Columns:
     ))
 
 
-def listed(found: Ranked, k: int, tau: float) -> tuple[IntMatrix, Matrix]:
-    index = chosen(found, k, tau)
-    return index, np.where(index >= 0, found.weight[:, :k], 0.0)
+def listed(result: Ranked, k: int, tau: float) -> tuple[IntMatrix, Matrix]:
+    index = chosen(result, k, tau)
+    return index, np.where(index >= 0, result.weight[:, :k], 0.0)
 
 
 def coattention(i: Json, p: CrystalCacheParameters) -> Results:
-    found = s1.coattention(
+    result = s1.coattention(
         np.array(i["q"]), np.array(i["k"]), integers(i["positions"]), p, i["scaling"], i["softcap"],
         lambda q, k: np.zeros(q.shape[1]), lambda error, Q: np.zeros((Q, Q)), 0.0,
     )
-    intra, intra_weight = listed(found.intra, p.k_intra, p.tau_intra)
-    cross, cross_weight = listed(found.cross, p.k_cross, p.tau_cross)
-    return {"start": found.start, "salience": found.salience, "intra": intra, "intra_weight": intra_weight,
+    intra, intra_weight = listed(result.intra, p.k_intra, p.tau_intra)
+    cross, cross_weight = listed(result.cross, p.k_cross, p.tau_cross)
+    return {"start": result.start, "salience": result.salience, "intra": intra, "intra_weight": intra_weight,
             "cross": cross, "cross_weight": cross_weight}
 
 
@@ -59,11 +59,11 @@ def impact(i: Json, p: CrystalCacheParameters) -> Results:
 def graph(i: Json, p: CrystalCacheParameters) -> Results:
     offsets = integers(i["offsets"])
     sizes = np.diff(offsets)
-    found = stages.pairs(edges(i), offsets[:-1])
-    w = stages.pair_weights(found, sizes)
+    result = stages.pairs(edges(i), offsets[:-1])
+    w = stages.pair_weights(result, sizes)
     assert (np.abs(w - p.tau_edge) > NEAR_TIE).all(), "a weight that is pruned or not as rounding has it"
     stays = w > p.tau_edge
-    a, b, w = found.a[stays], found.b[stays], w[stays]
+    a, b, w = result.a[stays], result.b[stays], w[stays]
     rows, columns, values = np.concatenate([a, b]), np.concatenate([b, a]), np.concatenate([w, w])
     order = np.lexsort((columns, rows))
     indptr = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=len(sizes)))])
@@ -78,11 +78,11 @@ def score(i: Json, p: CrystalCacheParameters) -> Results:
 
 def dissolve(i: Json, p: CrystalCacheParameters) -> Results:
     offsets = integers(i["offsets"])
-    found = stages.dissolve(
+    result = stages.dissolve(
         np.array(i["score"]), offsets, np.array(i["impact"]), np.array(i["D"]), np.array(i["protected"]), i["B"],
         p.N_min,
     )
-    return {"kept": found.kept + offsets[0], "ratio": found.ratio, "D": found.D}
+    return {"kept": result.kept + offsets[0], "ratio": result.ratio, "D": result.D}
 
 
 def activation(i: Json, p: CrystalCacheParameters) -> Results:

@@ -28,12 +28,12 @@ def layers(i: Json) -> list[oracle.Layer]:
 
 def kept(i: Json, score: Callable[[oracle.Layer], list[oracle.Score]], shares: Shares | None = None) -> Json:
     """Return the best tokens of each kept set: B tokens each, or the numbers that `shares` returns for a layer."""
-    found = []
+    result = []
     for layer in layers(i):
         rows = score(layer)
         each = shares(rows, i["B"]) if shares else [i["B"]] * len(rows)
-        found += [oracle.top(row, b) for row, b in zip(rows, each, strict=True)]
-    return {"kept": found}
+        result += [oracle.top(row, b) for row, b in zip(rows, each, strict=True)]
+    return {"kept": result}
 
 
 def blanked(i: Json) -> list[oracle.Score]:
@@ -42,17 +42,6 @@ def blanked(i: Json) -> list[oracle.Score]:
 
 def competed(i: Json, safeguard: Fraction, shares: Callable[..., list[int]]) -> Json:
     return {"shares": shares(blanked(i), i["B"], safeguard)}
-
-
-def composed(i: Json) -> Json:
-    """Return the shares of each layer's heads: the layer's part of the pyramid, divided by Ada-KV's rule."""
-    rows, heads = blanked(i), i["heads"]
-    L = len(rows) // heads
-    layers_ = oracle.pyramid_shares(Fraction(i["B"]), i["W"], L, len(rows[0]), i["beta"])
-    return {"shares": [
-        share for at, B in enumerate(layers_)
-        for share in oracle.adaptive_shares(rows[at * heads : (at + 1) * heads], B, Fraction(i["safeguard"]))
-    ]}
 
 
 def rehearsal(i: Json) -> Json:
@@ -112,12 +101,12 @@ def observed(i: Json) -> Json:
 
 def turned(i: Json) -> Json:
     """Return the kept sets after a turn. Small keys are kept, and tokens are protected by position."""
-    found = []
+    result = []
     for keys, positions in zip(i["k"], i["positions"], strict=True):
         pinned = [p for p in positions if p < i["sink"] or p >= i["seen"] - i["recent"]]
         others = [(sum(x * x for x in k), p) for k, p in zip(keys, positions, strict=True) if p not in pinned]
-        found.append(sorted([*pinned, *(p for _, p in sorted(others)[: i["B"] - len(pinned)])]))
-    return {"kept": found}
+        result.append(sorted([*pinned, *(p for _, p in sorted(others)[: i["B"] - len(pinned)])]))
+    return {"kept": result}
 
 
 def read(i: Json) -> Json:
@@ -164,7 +153,6 @@ RESULTS: Mapping[str, Callable[[Any], Json]] = {
     "PO-PYRAMID-BUDGET": lambda i: {
         "shares": oracle.pyramid_shares(Fraction(i["B"]), i["W"], i["L"], i["n"], i["beta"])
     },
-    "PO-COMPOSE": composed,
     "PO-ADAPTIVE-BUDGET": lambda i: competed(i, Fraction(i["safeguard"]), oracle.adaptive_shares),
     "PO-COMPETITION-BUDGET": lambda i: competed(i, Fraction(i["safeguard"]), oracle.competition_shares),
     "PO-THRESHOLD": lambda i: {

@@ -67,8 +67,8 @@ def test_every_block_size_lies_in_the_certified_box(
     inputs: AttentionInputs, rows: int, least: int, most: int, keys: int, square: int,
 ) -> None:
     """Sizes that divide neither the chunk nor one another, so that few tokens cross several blocks and tiles."""
-    found = sized(inputs, ROWS=rows, BLOCK=(least, most), KEYS=keys, SQUARE=square)
-    assert not list(stage_checks.coattention(found, inputs, "float32"))
+    actual = sized(inputs, ROWS=rows, BLOCK=(least, most), KEYS=keys, SQUARE=square)
+    assert not list(stage_checks.coattention(actual, inputs, "float32"))
 
 
 @pytest.mark.judges("numba")
@@ -77,13 +77,13 @@ def test_every_block_size_lies_in_the_certified_box(
 def test_blocks_of_hot_sets_are_exact(inputs: AttentionInputs, sizes: tuple[int, int, int]) -> None:
     """Ties between sources of different tiles go to the lower index, too."""
     queries, keys, side = sizes
-    found = sized(inputs, BLOCK=(queries, queries), KEYS=keys, SQUARE=side)
+    actual = sized(inputs, BLOCK=(queries, queries), KEYS=keys, SQUARE=side)
     want = oracle.coattention(
         inputs.q.tolist(), inputs.k.tolist(), inputs.positions.tolist(), inputs.parameters, inputs.scaling,
         inputs.softcap,
     )
-    assert found.salience.tolist() == want.salience
-    assert [[j for j in row if j >= 0] for row in found.cross.tolist()] == [[j for j, _ in row] for row in want.cross]
+    assert actual.salience.tolist() == want.salience
+    assert [[j for j in row if j >= 0] for row in actual.cross.tolist()] == [[j for j, _ in row] for row in want.cross]
 
 
 @pytest.mark.judges("numba")
@@ -125,8 +125,8 @@ def test_views_give_the_same_bits_and_are_not_copied() -> None:
     views = [np.pad(x.transpose(1, 0, 2), ((100, 0), (0, 0), (0, 0)))[100:].transpose(1, 0, 2) for x in (q, k)]
     assert not any(x.flags.c_contiguous for x in views)
     plain, plain_scratch = peak_of(q, k)
-    found, scratch = peak_of(*views)
-    assert same(found, plain)
+    actual, scratch = peak_of(*views)
+    assert same(actual, plain)
     assert scratch - plain_scratch < 64 * 2**10 < k.nbytes // 4
 
 
@@ -136,10 +136,10 @@ def peak_of(q: Array, k: Array) -> tuple[CoAttention, int]:
         patch.setattr(os, "cpu_count", lambda: 1)
         run(q, k)
         tracemalloc.start()
-        found = run(q, k)
+        actual = run(q, k)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    return found, peak
+    return actual, peak
 
 
 @pytest.mark.judges("numba")
@@ -158,9 +158,9 @@ def test_with_a_given_lse_only_maxima_are_left_to_find(monkeypatch: pytest.Monke
 
     plain = run(q, k)
     monkeypatch.setattr(kernels, "running_lse", refuse)
-    found = run(q, k, lse=lse)
-    assert np.array_equal(found.cross, plain.cross)
-    assert np.array_equal(found.intra, plain.intra)
+    actual = run(q, k, lse=lse)
+    assert np.array_equal(actual.cross, plain.cross)
+    assert np.array_equal(actual.intra, plain.intra)
     monkeypatch.setattr(kernels, "tile_peaks", refuse)
     assert np.array_equal(run(q, k, lse=lse, k_cross=0).intra, plain.intra)
 
@@ -204,9 +204,9 @@ def test_lists_are_the_strongest_of_all_tiles(weights: list[list[int]], k: int, 
         kernels.insert_best(
             np.ascontiguousarray(tile), rows, np.float32(1), np.float32(tau), first, index, weight
         )
-    for row, found, kept in zip(W.tolist(), index.tolist(), weight.tolist(), strict=True):
+    for row, actual, kept in zip(W.tolist(), index.tolist(), weight.tolist(), strict=True):
         want = sorted((j for j, w in enumerate(row) if w > tau), key=lambda j: (-row[j], j))[:k]
-        assert found == want + [-1] * (k - len(want))
+        assert actual == want + [-1] * (k - len(want))
         assert kept == [row[j] for j in want] + [0.0] * (k - len(want))
 
 
@@ -255,14 +255,14 @@ def test_numba_s_own_cache_gives_code_for_other_types(tmp_path: Path) -> None:
 @pytest.mark.law("saved-is-what-was")
 def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "NUMBA_DISABLE_JIT": "0"}
-    told = [
+    completed = [
         subprocess.run(
             [sys.executable, "-c", HITS_AND_MISSES], check=True, cwd=ROOT, env=environment, capture_output=True,
             text=True,
         ).stdout.split()
         for _ in range(2)
     ]
-    (no_hits, misses), (hits, no_misses) = told
+    (no_hits, misses), (hits, no_misses) = completed
     assert (no_hits, no_misses) == ("0", "0")
     assert misses == hits != "0"
 
@@ -317,5 +317,5 @@ def test_a_block_whose_keys_cancel_has_no_direction(rise: float, directed: bool)
 def test_a_window_whose_keys_cancel_has_no_direction(rise: float, directed: bool, n: int, window: int) -> None:
     """The last two keys again; their mean decides wherever the window ends, and while it is not full."""
     k = np.tile(np.array([[1.0, 0.0], [-1.0, rise]], np.float32), (n // 2, 1))
-    found = anomalies(k, *measured(k, 2), 2, window)[2]
-    assert (found[-1] == -k[1, 1]) == directed == bool(found[-1])
+    actual = anomalies(k, *measured(k, 2), 2, window)[2]
+    assert (actual[-1] == -k[1, 1]) == directed == bool(actual[-1])

@@ -75,8 +75,8 @@ def test_kept_sets_that_are_chosen_on_the_device_are_those_of_brute_force(name: 
     policy, B = case.policy(inputs), max(case.floor, (inputs.n + 1) // 2)
     whole, L = observation(policy, of_type(inputs, torch.from_numpy)), len(inputs.layers)
     parts = {at: replace(whole, layers={at: view}, first=at * whole.groups // L) for at, view in whole.layers.items()}
-    found = [choose(policy_of_layer(policy, at, L), BACKEND, Budget(count=B), part) for at, part in parts.items()]
-    layers = read_retentions([[one] for one in found if one is not None], policy.granularity)
+    actual = [choose(policy_of_layer(policy, at, L), BACKEND, Budget(count=B), part) for at, part in parts.items()]
+    layers = read_retentions([[one] for one in actual if one is not None], policy.granularity)
     assert [kept.group(g).tolist() for ((kept, _),) in layers for g in range(kept.groups)] == case.expected(inputs, B)
 
 
@@ -93,15 +93,15 @@ def of_type(inputs: Inputs, make: Callable[[Any], Any]) -> Inputs:
 
 def values(policy: Policy, inputs: Inputs) -> Any:
     """Return the scores of both stages."""
-    found = policy.scorer(replace(observation(policy, inputs), B=9), policy.protection(inputs.n))
-    return np.concatenate([found.values, *([] if found.second is None else [found.second])])
+    actual = policy.scorer(replace(observation(policy, inputs), B=9), policy.protection(inputs.n))
+    return np.concatenate([actual.values, *([] if actual.second is None else [actual.second])])
 
 
-def close(found: Any, want: Any) -> bool:
+def close(actual: Any, want: Any) -> bool:
     """Check scores to 2^-15 of the row's largest score. A sum in half precision differs by 2^-12 or more."""
     finite = np.isfinite(want)
-    gap = np.abs(found[finite] - want[finite]).max(initial=0.0)
-    same = np.array_equal(found[~finite], want[~finite], equal_nan=True)
+    gap = np.abs(actual[finite] - want[finite]).max(initial=0.0)
+    same = np.array_equal(actual[~finite], want[~finite], equal_nan=True)
     return same and bool(gap <= 2.0**-15 * np.abs(want[finite]).max(initial=0.0))
 
 
@@ -113,12 +113,12 @@ def test_tensors_are_scored_in_float32_where_they_are(name: str, seed: int, monk
     wide = of_type(inputs, lambda x: x.double().numpy())
     policy = CASES[name].policy(wide)
     want = values(policy, wide)
-    found = values(with_twins(policy, BACKEND), inputs)
-    assert all(close(got, row) for got, row in zip(found, want, strict=True))
+    actual = values(with_twins(policy, BACKEND), inputs)
+    assert all(close(got, row) for got, row in zip(actual, want, strict=True))
     for module in (attention, scores):
         monkeypatch.setattr(module, "block_rows", lambda x, columns: 2)
     again = values(with_twins(policy, BACKEND), inputs)
-    assert all(close(got, row) for got, row in zip(again, found, strict=True))
+    assert all(close(got, row) for got, row in zip(again, actual, strict=True))
 
 
 @pytest.mark.spec("CC-COATTENTION", "CC-KEY-NORM")
@@ -129,8 +129,8 @@ def test_s1_of_tensors_lies_in_the_certified_box(seed: int, monkeypatch: pytest.
     q, k = (torch.from_numpy(rng.standard_normal(shape)).bfloat16() for shape in ((4, 21, 4), (2, 24, 4)))
     inputs = AttentionInputs(q.double().numpy(), k.double().numpy(), at, TINY, 0.5, None)
     monkeypatch.setattr(s1, "block_rows", lambda x, columns: 2)
-    found = BACKEND.require_crystal().coattention(q, k, at, TINY, 0.5, None)
-    assert not list(stage_checks.coattention(found, inputs, "float32"))
+    actual = BACKEND.require_crystal().coattention(q, k, at, TINY, 0.5, None)
+    assert not list(stage_checks.coattention(actual, inputs, "float32"))
     norms = REFERENCE.require_breath().inverse_key_norms(inputs.k)
     found_norms = BACKEND.require_breath().inverse_key_norms(k)
     assert (np.abs(found_norms - norms) <= tolerances.key_norm_error(2, 4) * norms).all()
@@ -183,9 +183,9 @@ def test_of_ties_the_lower_index_is_kept() -> None:
     values = rng.integers(-1, 2, (40, 9)) / np.where(rng.random((40, 9)) < 0.2, np.nan, 1.0)
     shares, pinned = rng.integers(0, 10, 40), rng.random((40, 9)) < 0.2
     marks = kept_tokens(*(torch.from_numpy(part) for part in (values, shares, pinned)))
-    for row, share, held, found in zip(values.tolist(), shares, pinned, marks.tolist(), strict=True):
+    for row, share, held, actual in zip(values.tolist(), shares, pinned, marks.tolist(), strict=True):
         rank = [(not held[at], math.isnan(row[at]), -np.nan_to_num(row[at]), at) for at in range(9)]
-        assert [at for at in range(9) if found[at]] == sorted(at for *_, at in sorted(rank)[: max(share, sum(held))])
+        assert [at for at in range(9) if actual[at]] == sorted(at for *_, at in sorted(rank)[: max(share, sum(held))])
 
 
 @pytest.mark.spec("PO-ADAPTIVE-BUDGET", "PO-WHOLE-SHARES")

@@ -115,17 +115,17 @@ def test_an_assertion_is_told_in_short_where_that_says_enough() -> None:
 @pytest.mark.law("as-it-is-described")
 def test_a_bare_assertion_tells_what_must_hold_and_the_values_in_it() -> None:
     """Check the message of an assertion, with the parameters of a case and the inputs of a vector."""
-    limit, found = 1e-6, np.array([0.5, 1.583])
+    limit, actual = 1e-6, np.array([0.5, 1.583])
     with pytest.raises(AssertionError) as caught:
-        assert np.abs(found - 0.5).max() < limit
-    told = failure(caught.value, [], {"q": [1, 2], "case": "a\nb"})
-    lines = told["found"].splitlines()
+        assert np.abs(actual - 0.5).max() < limit
+    message = failure(caught.value, [], {"q": [1, 2], "case": "a\nb"})
+    lines = message["found"].splitlines()
     assert "must hold: np.abs(found - 0.5).max() < limit" in lines
     assert {"found = array([0.5 , 1.583])", "limit = 1e-06"} <= set(lines)
-    assert told["input"] == "    q=[1, 2]\n    case='a\\nb'"
+    assert message["input"] == "    q=[1, 2]\n    case='a\\nb'"
     vector = {"group": {"operation": "score", "parameters": {"alpha": 1}}, "test": {"tcId": 3, "inputs": {"D": [0.5]}}}
-    told = failure(caught.value, [], vector)
-    assert told["input"] == "    vector='score-3'\n    parameters={'alpha': 1}\n    D=[0.5]"
+    message = failure(caught.value, [], vector)
+    assert message["input"] == "    vector='score-3'\n    parameters={'alpha': 1}\n    D=[0.5]"
     assert failure(AssertionError("\x1b[2J"), [])["found"] == "?[2J"
 
 
@@ -231,9 +231,9 @@ def by_content(D: Array, M: Array, p: Any) -> Array:
 
 
 def not_to_be_written(D: Array, M: Array, p: Any) -> Array:
-    found = RIGHT(D, M, p)
-    found.flags.writeable = False
-    return found
+    actual = RIGHT(D, M, p)
+    actual.flags.writeable = False
+    return actual
 
 
 def argument_locked(D: Array, M: Array, p: Any) -> Array:
@@ -355,7 +355,7 @@ def test_a_lock_ends_the_turns() -> None:
             return RIGHT(D, M, p)
 
     call = np.full(6, 0.5), np.ones(6), PAPER
-    assert all(np.array_equal(found, RIGHT(*call)) for found in in_turns(locked, (call, call), 1))
+    assert all(np.array_equal(actual, RIGHT(*call)) for actual in in_turns(locked, (call, call), 1))
 
 
 @pytest.mark.law("the-proof-has-teeth")
@@ -363,9 +363,9 @@ def test_what_a_thread_raises_is_told() -> None:
     def fails() -> Array:
         raise ZeroDivisionError
 
-    found = in_turns(fails, ((), ()), 1) + [one for _, one in side_by_side(fails, ((), ()), 0.01)]
-    assert len(found) == 4
-    assert all(isinstance(one, ZeroDivisionError) for one in found)
+    actual = in_turns(fails, ((), ()), 1) + [one for _, one in side_by_side(fails, ((), ()), 0.01)]
+    assert len(actual) == 4
+    assert all(isinstance(one, ZeroDivisionError) for one in actual)
 
 
 @pytest.mark.law("the-proof-has-teeth")
@@ -389,7 +389,7 @@ def test_the_caller_has_results_of_its_own() -> None:
 @pytest.mark.law("the-proof-has-teeth")
 def test_calls_are_chosen_by_their_numbers_alone() -> None:
     """Check NaN too, whose hash is its address. The next run must find a failure again."""
-    made, held = [], []  # Held objects move the next NaN to a different address.
+    values, held = [], []  # Held objects move the next NaN to a different address.
     for _ in range(2):
         sizes: list[int] = []
         judged = SimpleNamespace(decay=lambda D, M, p, sizes=sizes: sizes.append(len(D)))
@@ -397,6 +397,6 @@ def test_calls_are_chosen_by_their_numbers_alone() -> None:
         for n in range(1, 12 * TWICE):
             held.append(n + 0.5)
             stages.decay(np.array([float("nan")] * n), np.ones(n), PAPER)
-        made.append(sizes)
-    assert made[0] == made[1]
-    assert len(made[0]) > 12 * TWICE
+        values.append(sizes)
+    assert values[0] == values[1]
+    assert len(values[0]) > 12 * TWICE

@@ -34,16 +34,16 @@ def attention(view: LayerView, W: int, causal: bool) -> Array:
     beside = np.full(len(view.q), -np.inf) if view.sinks is None else np.asarray(view.sinks)
     top = np.maximum(logits.max(axis=2), beside[:, None])[:, :, None]
     powers = np.exp(logits - top)
-    found: Array = powers / (powers.sum(axis=2, keepdims=True) + np.exp(beside[:, None, None] - top))
-    return found
+    actual: Array = powers / (powers.sum(axis=2, keepdims=True) + np.exp(beside[:, None, None] - top))
+    return actual
 
 
 def pooled(rows: Array, kernel: int, shift: int) -> Array:
     """Return the largest value of the tokens around each token, or around a neighbouring token."""
     half, n = kernel // 2, rows.shape[1]
     wide = np.pad(rows, ((0, 0), (half + 1, half + 1)), constant_values=-np.inf)
-    found: Array = np.stack([wide[:, 1 + shift + at : 1 + shift + at + n] for at in range(kernel)]).max(axis=0)
-    return found
+    actual: Array = np.stack([wide[:, 1 + shift + at : 1 + shift + at + n] for at in range(kernel)]).max(axis=0)
+    return actual
 
 
 def snapkv_set(row: Array, n: int, B: int, higher: bool) -> list[int]:
@@ -58,7 +58,7 @@ def snapkv(
     shift: int = 0, causal: bool = True, window_kept: bool = True, higher: bool = False,
 ) -> Kept:
     """Return the kept sets of SnapKV, with one step that can differ."""
-    found = Kept()
+    actual = Kept()
     for view in inputs.layers:
         n, heads = view.k.shape[1], len(view.k)
         sums = attention(view, W, causal).sum(axis=1)[:, : n - W if window_kept else n]
@@ -66,8 +66,8 @@ def snapkv(
         each = rows.reshape(heads, -1, rows.shape[1])
         one = {"mean": each.mean(axis=1), "maximum": each.max(axis=1), "first head": each[:, 0]}[group]
         one = one if pool_first else pooled(one, kernel, shift)
-        found += [snapkv_set(row, n, B, higher) for row in one]
-    return found
+        actual += [snapkv_set(row, n, B, higher) for row in one]
+    return actual
 
 
 STEPS: Mapping[str, tuple[dict[str, Any], str]] = {
@@ -98,10 +98,10 @@ def no_reading(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_reading")
 @pytest.mark.parametrize("step", STEPS)
 def test_the_step_that_differs_is_named(step: str) -> None:
-    given, said = STEPS[step]
+    given, words = STEPS[step]
     failing = TIED if step == "ties upwards" else None
-    found = slips.reasons(partial(snapkv, **given), SNAPKV, DOUBLE, failing)
-    assert found == [f"the step that differs: {said}"]
+    actual = slips.reasons(partial(snapkv, **given), SNAPKV, DOUBLE, failing)
+    assert actual == [f"the step that differs: {words}"]
     inputs, B = TIED
     assert not test_method.difference(snapkv(inputs, B), SNAPKV.wanted(inputs, B))
 
@@ -137,8 +137,8 @@ def test_the_nearest_known_error_is_named_with_its_distance() -> None:
         first, *others = snapkv(inputs, B, group="first head")
         return [[*first[1:], min({*range(inputs.n)} - {*first})], *others]
 
-    (said,) = slips.reasons(wrong, SNAPKV)
-    assert said.startswith("the nearest known error: group: first head instead of mean (")
+    (message,) = slips.reasons(wrong, SNAPKV)
+    assert message.startswith("the nearest known error: group: first head instead of mean (")
 
 
 @pytest.mark.spec("CC-PREFILL")

@@ -103,8 +103,10 @@ def test_a_right_score_passes_and_a_snapkv_of_key_norms_does_not() -> None:
     refused = "not snapkv(W=32, kernel=7) with 36 tokens, capped logits, B = 34"
     with pytest.raises(AssertionError, match=re.escape(refused)):
         judge(Method("snapkv"), lambda inputs: LOUD)
-    said = test_method.difference([[0], [1]], [[0]]), test_method.difference([[0, 0]], [[0]])
-    assert said == ("it has 2 kept sets, and must have 1", "kept set 0 is [0, 0], and must have each position once")
+    sentences = test_method.difference([[0], [1]], [[0]]), test_method.difference([[0, 0]], [[0]])
+    assert sentences == (
+        "it has 2 kept sets, and must have 1", "kept set 0 is [0, 0], and must have each position once",
+    )
     sets = [[0], [1], [2], [3]]
     assert test_method.difference(sets, [*sets[:3], [4]], 2) == (
         "kept set 3 of 4 (layer 1, KV head 1) holds [3] instead of [4]"
@@ -138,8 +140,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 def test_another_constant_fails_and_is_named(name: str, constants: dict[str, Any], said: str) -> None:
     method = Method(name)
     other = method.changed(**constants)
-    found = explanations(lambda inputs, B: decided(other.reference(inputs), inputs, B), method)
-    assert any(said in one for one in found), found
+    actual = explanations(lambda inputs, B: decided(other.reference(inputs), inputs, B), method)
+    assert any(said in one for one in actual), actual
 
 
 @pytest.mark.parametrize("brute", brutes(), ids=lambda one: one.name)
@@ -162,9 +164,9 @@ def test_a_process_and_a_backend_are_judged_as_a_policy_is() -> None:
                 each = in_chunks(each, Rehearsal(**{**method.constants, "chunk": 30}))
             wanted = method.wanted(each, max(B, method.floor(each)))
             for kept in (partial(asked, engine), partial(on_backend, "numpy")):
-                found = kept(method, each, max(B, method.floor(each)))
-                assert not test_method.difference(found, wanted), op
-                assert not test_method.other_score(method, found, wanted, scored), op
+                actual = kept(method, each, max(B, method.floor(each)))
+                assert not test_method.difference(actual, wanted), op
+                assert not test_method.other_score(method, actual, wanted, scored), op
         unscored = re.search(r"more or less than one score: (.*?)\.\n", PROTOCOL, re.DOTALL)
         assert unscored is not None
         assert len(scored) == len(method_ops()) - len(DECODED) - len(re.findall(r"`[\w-]+`", unscored[1]))
@@ -265,8 +267,8 @@ def edited(name: str, old: str, new: str) -> Any:
 def test_another_reading_is_named(name: str, old: str, new: str, said: str) -> None:
     policy = edited(name, old, new)()
     policy = replace(policy, cadence=Cadence() if "never" in said else policy.cadence)
-    found = explanations(lambda inputs, B: decided(policy, inputs, B), Method(name))
-    assert any(said in one for one in found), found
+    actual = explanations(lambda inputs, B: decided(policy, inputs, B), Method(name))
+    assert any(said in one for one in actual), actual
     judge(method_of(f"{name}({said})"), lambda inputs: policy)
 
 
@@ -322,8 +324,8 @@ class Scaled(Served):
         self.times = times
 
     def ask(self, op: str, arguments: Any, read: Any) -> Any:
-        found = super().ask(op, arguments, read)
-        return replace(found, scores=None if self.times is None else self.times * found.scores)
+        actual = super().ask(op, arguments, read)
+        return replace(actual, scores=None if self.times is None else self.times * actual.scores)
 
 
 @pytest.mark.spec("PO-KNORM")

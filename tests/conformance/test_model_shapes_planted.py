@@ -22,8 +22,8 @@ class ShortPrompts(Over):
     """NestedKV with int16 positions of the keys."""
 
     def anomaly_score(self, k: Any, p: Any, /) -> Any:
-        found = self._right.anomaly_score(k, p)
-        return np.where(np.arange(k.shape[1]) < 2**15, found, 0.0)
+        actual = self._right.anomaly_score(k, p)
+        return np.where(np.arange(k.shape[1]) < 2**15, actual, 0.0)
 
 
 class HalfSums(Over):
@@ -34,10 +34,10 @@ class HalfSums(Over):
             return self._right.received_attention(q, k, scaling, softcap, sinks)
         rows = [self._right.largest_attention(q[:, : at + 1][:, -1:], k[:, : k.shape[1] - q.shape[1] + at + 1],
                                               np.ones(1), scaling, softcap, sinks) for at in range(q.shape[1])]
-        found = np.zeros((len(q), k.shape[1]), np.float16)
+        actual = np.zeros((len(q), k.shape[1]), np.float16)
         for row in rows:
-            found[:, : row.shape[1]] += row.astype(np.float16)
-        return found.reshape(len(k), -1, k.shape[1]).sum(axis=1).astype(np.float64)
+            actual[:, : row.shape[1]] += row.astype(np.float16)
+        return actual.reshape(len(k), -1, k.shape[1]).sum(axis=1).astype(np.float64)
 
 
 class GroupsOfPowersOfTwo(Over):
@@ -61,10 +61,10 @@ class WholeBlocks(Over):
     """Backend in which the last key of a whole block has the score of the previous key."""
 
     def anomaly_score(self, k: Any, p: Any, /) -> Any:
-        found = self._right.anomaly_score(k, p)
+        actual = self._right.anomaly_score(k, p)
         if k.shape[1] % 128 == 0:
-            found[:, -1] = found[:, -2]
-        return found
+            actual[:, -1] = actual[:, -2]
+        return actual
 
 
 class Narrow(Over):
@@ -80,9 +80,9 @@ class Drifting(Over):
     calls = itertools.count(1)
 
     def anomaly_score(self, k: Any, p: Any, /) -> Any:
-        found = self._right.anomaly_score(k, p)
-        found[:, -1] += 1e-12 if next(self.calls) > 2_000 else 0.0
-        return found
+        actual = self._right.anomaly_score(k, p)
+        actual[:, -1] += 1e-12 if next(self.calls) > 2_000 else 0.0
+        return actual
 
 
 ATTENTION: Callable[..., None] = partial(quick.test_attention_that_keys_receive, softcap=None, precision="float32")

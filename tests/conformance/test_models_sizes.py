@@ -35,8 +35,8 @@ class Wrong:
         layers = seen.layers
         if self.needs.layers != "none":
             layers = {at: self.view(view, seen) for at, view in seen.layers.items()}
-        found: Scores = self.right(replace(seen, layers=layers), protected)
-        return replace(found, values=self.table(found.values, seen))
+        actual: Scores = self.right(replace(seen, layers=layers), protected)
+        return replace(actual, values=self.table(actual.values, seen))
 
     def step(self, records: Any, seen: Observation, /) -> Scores:
         return self.right.step(records, seen)  # type: ignore[no-any-return]

@@ -189,8 +189,8 @@ def test_an_exception_covers_its_tests(tmp_path: Path) -> None:
     result = run(tmp_path, "--kvspec-exceptions", "known.toml", "-o", "xfail_strict=true")
     assert result.returncode == 0, result.stdout
     assert "1 passed, 1 skipped, 3 xfailed, 1 xpassed" in result.stdout
-    found = re.findall(r"^(XFAIL|XPASS|PASSED) test_cases.py::(\S+)", result.stdout, re.MULTILINE)
-    assert dict(map(reversed, found)) == {
+    actual = re.findall(r"^(XFAIL|XPASS|PASSED) test_cases.py::(\S+)", result.stdout, re.MULTILINE)
+    assert dict(map(reversed, actual)) == {
         "test_of_an_item": "XFAIL", "test_itself": "XFAIL", "test_case[a]": "PASSED", "test_case[b]": "XFAIL",
         "test_that_passes": "XPASS",
     }
@@ -285,8 +285,8 @@ def test_a_failure_says_the_sentences_of_its_own_laws(tmp_path: Path) -> None:
         text = "\n".join(["import pytest", module, *marks, f"def test_{at}():", "    assert False", ""])
         (inside / f"test_{at}.py").write_text(text, encoding="utf-8")
     result = run(tmp_path, "--strict-markers", "-r", "N")
-    _, *said = re.split(r"^_{9,} test_\d _{9,}$", result.stdout, flags=re.MULTILINE)
-    for (_, _, named), failure in zip(MARKED, said, strict=True):
+    _, *reports = re.split(r"^_{9,} test_\d _{9,}$", result.stdout, flags=re.MULTILINE)
+    for (_, _, named), failure in zip(MARKED, reports, strict=True):
         assert [name for name in LAWS if f"{name}: {LAWS[name]}" in failure] == [name for name in LAWS if name in named]
 
 

@@ -57,7 +57,7 @@ def same(a: Any, b: Any) -> bool:
 def test_attention(inputs: AttentionInputs) -> None:
     """Check CC-COATTENTION: salience, and every list with its weights if no near tie decides."""
     p = inputs.parameters
-    found = scale_s1.coattention(
+    actual = scale_s1.coattention(
         inputs.q, inputs.k, inputs.positions, p, inputs.scaling, inputs.softcap,
         lambda q, k: np.full(q.shape[1], 1e-12), lambda error, Q: np.full((Q, Q), 1e-12), 0.0, inputs.sinks,
     )
@@ -65,11 +65,11 @@ def test_attention(inputs: AttentionInputs) -> None:
         inputs.q.tolist(), inputs.k.tolist(), inputs.positions.tolist(), p, inputs.scaling, inputs.softcap,
         inputs.sinks,
     )
-    assert found.start == want.start
-    assert same(found.salience, want.salience)
-    assert same(found.moves, found.unclipped * 1e-12)
+    assert actual.start == want.start
+    assert same(actual.salience, want.salience)
+    assert same(actual.moves, actual.unclipped * 1e-12)
     for got, rows, k, tau in (
-        (found.intra, want.intra, p.k_intra, p.tau_intra), (found.cross, want.cross, p.k_cross, p.tau_cross),
+        (actual.intra, want.intra, p.k_intra, p.tau_intra), (actual.cross, want.cross, p.k_cross, p.tau_cross),
     ):
         for index, weight, row in zip(got.index.tolist(), got.weight.tolist(), rows, strict=True):
             mine = [(j, w) for j, w in zip(index[:k], weight[:k], strict=True) if s1.float32(w) > s1.float32(tau)]
@@ -85,8 +85,8 @@ def test_denominators(inputs: AttentionInputs) -> None:
     want = s1.log_sum_exp(
         inputs.q.tolist(), inputs.k.tolist(), positions.tolist(), positions.tolist(), inputs.scaling, inputs.softcap
     )
-    found = scale_s1.log_sum_exp(inputs.q, inputs.k, positions, inputs.scaling, inputs.softcap)
-    assert np.abs(found - np.array(want)).max() < 1e-10
+    actual = scale_s1.log_sum_exp(inputs.q, inputs.k, positions, inputs.scaling, inputs.softcap)
+    assert np.abs(actual - np.array(want)).max() < 1e-10
 
 
 @given(text=texts(), ids=st.lists(st.sampled_from([1, 2, 65_537, 2**40]), min_size=16, max_size=16))
@@ -112,9 +112,9 @@ def test_graph(text: Text, data: st.DataObject) -> None:
     """Check CC-TRUNK-EDGES, CC-TRUNK-WEIGHT and CC-DEGREE for any partition."""
     among = data.draw(partitions(len(text.ends)), label="trunks")
     lists, E = trunk_lists(among), edges_of(text.coattention)
-    found = stages.pairs(stages.edge_columns(text.coattention), among.offsets[:-1])
-    weights = stages.pair_weights(found, among.sizes)
-    got = {(a, b): w for a, b, w in zip(found.a.tolist(), found.b.tolist(), weights.tolist(), strict=True)}
+    actual = stages.pairs(stages.edge_columns(text.coattention), among.offsets[:-1])
+    weights = stages.pair_weights(actual, among.sizes)
+    got = {(a, b): w for a, b, w in zip(actual.a.tolist(), actual.b.tolist(), weights.tolist(), strict=True)}
     want = {
         (a, b): s4.unpruned_weight(s4.cross_weights(E, lists[a], lists[b]), len(lists[a]), len(lists[b]))
         for a, b in itertools.combinations(range(len(lists)), 2) if s4.cross_weights(E, lists[a], lists[b])
@@ -129,19 +129,19 @@ def test_scores(degree: Vector, data: st.DataObject) -> None:
     assert (np.abs(D - s4.crystallization(degree.tolist(), PAPER)) < 1e-12).all()
     shut = np.array(data.draw(st.lists(st.booleans(), min_size=len(D), max_size=len(D)), label="protected"))
     want = s5.score(D.tolist(), (degree + 1).tolist(), np.flatnonzero(~shut).tolist(), PAPER)
-    found = stages.score(D, degree + 1, shut, PAPER)
-    assert np.isnan(found[shut]).all()
-    assert same(found[~shut], [want[g] for g in np.flatnonzero(~shut).tolist()])
+    actual = stages.score(D, degree + 1, shut, PAPER)
+    assert np.isnan(actual[shut]).all()
+    assert same(actual[~shut], [want[g] for g in np.flatnonzero(~shut).tolist()])
 
 
 @given(problem=evictions())
 def test_dissolution(problem: EvictionProblem) -> None:
     """Check CC-CUT, CC-ALLOCATE, CC-KEEP-COUNT and CC-DISSOLVE with the closed form."""
     p, want = problem, problem.expected()
-    found = stages.dissolve(p.score, p.trunks.offsets, p.impact, p.D, p.protected, p.budget, p.parameters.N_min)
-    assert found.kept.tolist() == want.kept
-    assert found.ratio.tolist() == [float(r) for r in want.ratio]
-    assert found.D.tolist() == want.D
+    actual = stages.dissolve(p.score, p.trunks.offsets, p.impact, p.D, p.protected, p.budget, p.parameters.N_min)
+    assert actual.kept.tolist() == want.kept
+    assert actual.ratio.tolist() == [float(r) for r in want.ratio]
+    assert actual.D.tolist() == want.D
     n = len(p.impact)
     assert stages.protected(p.trunks.offsets, n, PAPER).tolist() == s6.protected(
         problem.lists, n, PAPER.N_sink, PAPER.W_recent
@@ -170,8 +170,8 @@ def test_decode(data: st.DataObject, p: Any) -> None:
     after = brute_decode.hebb(names, set(np.flatnonzero(active).tolist()), p)
     if p.hebb == "additive":
         rows = [x.tolist() for x in decode.hebbian(W, active, p)]
-        found = dict(zip(("indptr", "indices", "weights"), rows, strict=True))
-        assert pairs_of(found, list(range(m))) == after
+        actual = dict(zip(("indptr", "indices", "weights"), rows, strict=True))
+        assert pairs_of(actual, list(range(m))) == after
     norms = data.draw(inverse_norms(m), label="norms")
     model = Model(0, trunks=[Trunk(g, [g], 1.0, 0.0) for g in range(m)], norm=dict(enumerate(norms.tolist())))
     found_active = decode.activation(norms, np.arange(m + 1), p.theta_act)
@@ -203,10 +203,10 @@ def test_policies(seed: int) -> None:
     """Check PO-OBSERVED-ATTENTION, PO-EXPECTED-ATTENTION without sinks, and PO-TOP-UNITS of single tokens."""
     inputs = with_sinks(drawn(seed), seed)
     view = inputs.layers[0]
-    found = selectors.attended(view.q, view.k, view.scaling, view.softcap, view.sinks)
+    actual = selectors.attended(view.q, view.k, view.scaling, view.softcap, view.sinks)
     want = np.array(brute_policies.last_rows(plain(view), inputs.n))
-    assert found.shape == want.shape
-    assert np.abs(found - want).max() < 1e-12
+    assert actual.shape == want.shape
+    assert np.abs(actual - want).max() < 1e-12
     numbers, n = Numbers(seed), inputs.n
     turns = inputs.inv_freq, inputs.factor
     scores, _ = selectors.expected(

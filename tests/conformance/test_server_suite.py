@@ -150,8 +150,8 @@ class Evicting:
             return self.after(cache, token)
         with torch.no_grad():
             given = {"position_ids": torch.tensor([[slot]]), cache_name(self.model): cache}
-            found: torch.Tensor = self.model(input_ids=torch.tensor([[token]]), **given).logits[0, -1]
-        return found
+            actual: torch.Tensor = self.model(input_ids=torch.tensor([[token]]), **given).logits[0, -1]
+        return actual
 
     def after(self, cache: Any, token: int) -> torch.Tensor:
         logits = read(self.model, cache, torch.tensor([[token]])).logits
@@ -242,19 +242,19 @@ def verdict(check: Callable[[Reading], Any], reading: Reading) -> str:
 @pytest.mark.parametrize("policy", ["snapkv", "snapkv(W=8)", "streamingllm", "chunkkv", "adakv"])
 def test_a_server_that_does_as_it_states_passes(model: PreTrainedModel, policy: str) -> None:
     with serving(Evicting(model, policy)) as url:
-        found = verdicts(Witness(model, Server.of(url, "tiny")), "shared prefixes")
-    for rule, said in found.items():
-        assert set(said) <= {"passed", "undecided"}, (rule, said)
-        assert "passed" in said, (rule, said)
+        actual = verdicts(Witness(model, Server.of(url, "tiny")), "shared prefixes")
+    for rule, outcome in actual.items():
+        assert set(outcome) <= {"passed", "undecided"}, (rule, outcome)
+        assert "passed" in outcome, (rule, outcome)
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_told_by_name(model: PreTrainedModel, name: str) -> None:
     fault, words = FAULTS[name]
     with serving(Evicting(model, "streamingllm" if fault.slots else "snapkv", fault=fault)) as url:
-        found = verdicts(Witness(model, Server.of(url, "tiny")), "shared prefixes")
-    said = [one for own in found.values() for one in own if one not in ("passed", "undecided")]
-    assert any(words in one for one in said), said
+        actual = verdicts(Witness(model, Server.of(url, "tiny")), "shared prefixes")
+    outcome = [one for own in actual.values() for one in own if one not in ("passed", "undecided")]
+    assert any(words in one for one in outcome), outcome
 
 
 @pytest.mark.parametrize(("fault", "expected"), [
@@ -264,9 +264,9 @@ def test_a_server_without_statements_is_asked_whether_it_evicts(
     model: PreTrainedModel, fault: Fault, expected: str,
 ) -> None:
     with serving(Evicting(model, fault=fault, states=False)) as url:
-        found = verdicts(Witness(model, Server.of(url, "tiny")), "shared prefixes")
-    assert {one for rule in ("size", "masking", "policy", "commitment") for one in found[rule]} == {"undecided"}
-    assert all(expected in one for one in found["eviction"]), found
+        actual = verdicts(Witness(model, Server.of(url, "tiny")), "shared prefixes")
+    assert {one for rule in ("size", "masking", "policy", "commitment") for one in actual[rule]} == {"undecided"}
+    assert all(expected in one for one in actual["eviction"]), actual
 
 
 def test_requests_that_run_at_once_are_counted() -> None:
@@ -305,8 +305,8 @@ EXAMPLES = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", (SPEC 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_the_examples_of_the_page_are_statements(example: dict[str, Any]) -> None:
     jsonschema.validate(example, json.loads((SPEC / "witness.schema.json").read_text()))
-    found = parse_statement(example, {})
-    assert [digest_of(one.seen, one.sets, one.layers) for one in found.evictions] == [
+    actual = parse_statement(example, {})
+    assert [digest_of(one.seen, one.sets, one.layers) for one in actual.evictions] == [
         one["digest"] for one in example["evictions"]
     ]
 
@@ -345,7 +345,7 @@ def test_a_malformed_statement_names_the_field(field: str) -> None:
 def test_a_statement_that_ends_early_is_checked_up_to_its_end() -> None:
     whole = {**EXAMPLES[0], "answer_ids": [7, 9, 8], "logprobs": [-1.25, -0.5, -2.0]}
     assert parse_statement(whole, {}).answer_ids == [7, 9, 8]
-    found = parse_statement({**whole, "until": 41}, {})
-    assert (found.answer_ids, found.logprobs) == ([7, 9], [-1.25, -0.5])
+    actual = parse_statement({**whole, "until": 41}, {})
+    assert (actual.answer_ids, actual.logprobs) == ([7, 9], [-1.25, -0.5])
     with pytest.raises(MalformedStatement, match=r"^until = 40"):
         parse_statement({**whole, "until": 40}, {})

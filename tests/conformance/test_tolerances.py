@@ -39,13 +39,13 @@ def files() -> list[Path]:
 
 @pytest.mark.parametrize("home", FORBIDDEN)
 def test_tolerances_and_settings_have_one_home(home: str) -> None:
-    found = [
+    actual = [
         f"{path.relative_to(ROOT)}:{number}"
         for path in files() if path.name != home
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if FORBIDDEN[home].search(line)
     ]
-    assert found == []
+    assert actual == []
 
 
 @pytest.mark.parametrize("key", BOUNDS)
@@ -107,8 +107,8 @@ def run(backend: Backend) -> list[CrystalRetention]:
     return [prefill(**prompt.arguments, backend=backend) for prompt in problems()]
 
 
-def rejected(found: list[CrystalRetention], precision: str) -> int:
-    pairs = zip(found, problems(), strict=True)
+def rejected(actual: list[CrystalRetention], precision: str) -> int:
+    pairs = zip(actual, problems(), strict=True)
     return sum(next(stage_checks.retention(result, prompt, precision), None) is not None for result, prompt in pairs)
 
 
@@ -124,9 +124,9 @@ def test_the_comparator_rarely_abstains() -> None:
     """Check that below 1 % of kept sets differ from the reference and still pass because of near ties."""
     abstained = 0
     for prompt in random_prompts(6, ABSTENTION_CASES):
-        found = prefill(**prompt.arguments, backend=float32_backend())
-        if found.kept.tolist() != prefill(**prompt.arguments).kept.tolist():
-            assert not list(stage_checks.retention(found, prompt, "float32"))
+        actual = prefill(**prompt.arguments, backend=float32_backend())
+        if actual.kept.tolist() != prefill(**prompt.arguments).kept.tolist():
+            assert not list(stage_checks.retention(actual, prompt, "float32"))
             abstained += 1
     assert abstained < ABSTENTION_CASES / 100
 
@@ -137,45 +137,45 @@ def test_a_wrong_float32_backend_is_rejected(fault: str) -> None:
     assert rejected(run(float32_backend(WRONG[fault])), "float32") > CASES * 0.99
 
 
-def swapped(found: CrystalRetention, rng: np.random.Generator) -> CrystalRetention:
+def swapped(actual: CrystalRetention, rng: np.random.Generator) -> CrystalRetention:
     """Replace one kept position by an evicted position."""
-    n = found.seen
-    evicted = np.setdiff1d(np.arange(n), found.kept)
-    changed = found.kept.copy()
+    n = actual.seen
+    evicted = np.setdiff1d(np.arange(n), actual.kept)
+    changed = actual.kept.copy()
     changed[rng.integers(len(changed))] = rng.choice(evicted)
-    return replace(found, positions=np.sort(changed))
+    return replace(actual, positions=np.sort(changed))
 
 
 def test_a_kept_set_with_one_swap_is_rejected() -> None:
     """Check that all such sets are rejected, because the records do not lead to them."""
     rng = np.random.default_rng(3)
-    assert rejected([swapped(found, rng) for found in reference()], "float32") == CASES
+    assert rejected([swapped(actual, rng) for actual in reference()], "float32") == CASES
 
 
-def forged(found: CrystalRetention, rng: np.random.Generator) -> CrystalRetention | None:
+def forged(actual: CrystalRetention, rng: np.random.Generator) -> CrystalRetention | None:
     """Swap two trunks, with forged scores that lead to the swap. Return None if the scores are within the radius."""
-    alive = np.flatnonzero(~found.protected)
-    gone, kept = alive[found.ratio[alive] == 0], alive[found.ratio[alive] == 1]
+    alive = np.flatnonzero(~actual.protected)
+    gone, kept = alive[actual.ratio[alive] == 0], alive[actual.ratio[alive] == 1]
     if not len(gone) or not len(kept):
         return None
     a, b = rng.choice(gone), rng.choice(kept)
-    ell = [float(found.trunks.impact[g]) for g in alive]
-    if abs(found.scores[a] - found.scores[b]) <= tolerances.normalised_radius(ell, SMALL.epsilon):
+    ell = [float(actual.trunks.impact[g]) for g in alive]
+    if abs(actual.scores[a] - actual.scores[b]) <= tolerances.normalised_radius(ell, SMALL.epsilon):
         return None
-    scores = found.scores.copy()
+    scores = actual.scores.copy()
     scores[[a, b]] = scores[[b, a]]
-    return with_scores(found, scores)
+    return with_scores(actual, scores)
 
 
-def with_scores(found: CrystalRetention, scores: np.ndarray[Any, Any]) -> CrystalRetention:
-    lists = stage_checks.trunk_lists(found.trunks)
-    given = {g: x for g, x in enumerate(scores.tolist()) if not found.protected[g]}
+def with_scores(actual: CrystalRetention, scores: np.ndarray[Any, Any]) -> CrystalRetention:
+    lists = stage_checks.trunk_lists(actual.trunks)
+    given = {g: x for g, x in enumerate(scores.tolist()) if not actual.protected[g]}
     result = s6.dissolve(
-        lists, given, found.impact.tolist(), found.graph.D.tolist(), found.protected.tolist(), found.budget,
+        lists, given, actual.impact.tolist(), actual.graph.D.tolist(), actual.protected.tolist(), actual.budget,
         SMALL.N_min,
     )
     return replace(
-        found, scores=scores, ratio=np.array([float(r) for r in result.ratio]), D=np.array(result.D),
+        actual, scores=scores, ratio=np.array([float(r) for r in result.ratio]), D=np.array(result.D),
         positions=np.array(result.kept), offsets=np.array([0, len(result.kept)]),
     )
 
@@ -183,9 +183,9 @@ def with_scores(found: CrystalRetention, scores: np.ndarray[Any, Any]) -> Crysta
 def test_a_swap_with_forged_scores_outside_the_radius_is_rejected() -> None:
     """Check that at least 99 % are rejected: all links before the scores hold, but the check of the scores fails."""
     rng = np.random.default_rng(4)
-    pairs = [(forged(found, rng), prompt) for found, prompt in zip(reference(), problems(), strict=True)]
-    usable = [(found, prompt) for found, prompt in pairs if found is not None]
-    caught = sum(next(stage_checks.retention(found, prompt, "float32"), None) is not None for found, prompt in usable)
+    pairs = [(forged(actual, rng), prompt) for actual, prompt in zip(reference(), problems(), strict=True)]
+    usable = [(actual, prompt) for actual, prompt in pairs if actual is not None]
+    caught = sum(next(stage_checks.retention(actual, prompt, "float32"), None) is not None for actual, prompt in usable)
     assert len(usable) > CASES * 0.8
     assert caught >= len(usable) * 0.99
 

@@ -34,14 +34,14 @@ def lines(states: dict[str, str], items: dict[str, list[str]], ended: int = 1) -
     collected = {
         test: {"items": items[test], "exceptions": [test.partition("!")[2]] if "!" in test else []} for test in items
     }
-    found: list[dict[str, Any]] = [{"precision": "float64", "spec": "", "collected": collected}]
+    actual: list[dict[str, Any]] = [{"precision": "float64", "spec": "", "collected": collected}]
     for test, state in states.items():
         failure = {"input": "x=0", "found": f"{test} is wrong"} if state == "failed" else None
-        found += [{"began": test}]
+        actual += [{"began": test}]
         if state != "died":
-            said = {"test": test, "state": state, "reason": "", "failure": failure}
-            found += [{**said, "examples": 7, "name": "mine", "families": ["diversity"]}]
-    return [*found, {"ended": ended}]
+            line = {"test": test, "state": state, "reason": "", "failure": failure}
+            actual += [{**line, "examples": 7, "name": "mine", "families": ["diversity"]}]
+    return [*actual, {"ended": ended}]
 
 
 def judged(**tests: tuple[str, str]) -> Verdicts:
@@ -104,16 +104,16 @@ def test_a_family_is_certified_when_each_of_its_items_is_decided() -> None:
 def test_what_is_excepted_throughout_is_certified_in_part(
     more: dict[str, tuple[str, str]], unproven: list[str], verdict: str,
 ) -> None:
-    told = made(judged(a=("passed", "DV-GREEDY"), b=("excepted", "DV-COSINE"), **more))
-    assert (told["verdict"], told["unproven"]) == (verdict, unproven)
-    assert ("DV-COSINE" in headline(told)) is (verdict == "partial")
+    record = made(judged(a=("passed", "DV-GREEDY"), b=("excepted", "DV-COSINE"), **more))
+    assert (record["verdict"], record["unproven"]) == (verdict, unproven)
+    assert ("DV-COSINE" in headline(record)) is (verdict == "partial")
 
 
 def test_where_the_process_dies_its_test_fails_and_the_rest_is_not_run() -> None:
     states = {"a": "passed", "b": "died"}
-    found = verdicts_of(lines(states, {"a": ["DV-GREEDY"], "b": ["DV-COSINE"], "c": ["CC-SCORE"]}, ended=-11))
-    assert [found.items[name] for name in ("DV-GREEDY", "DV-COSINE", "CC-SCORE")] == ["pass", "fail", "not run"]
-    assert found.smallest["DV-COSINE"].found == "signal 11 ended the process"
+    actual = verdicts_of(lines(states, {"a": ["DV-GREEDY"], "b": ["DV-COSINE"], "c": ["CC-SCORE"]}, ended=-11))
+    assert [actual.items[name] for name in ("DV-GREEDY", "DV-COSINE", "CC-SCORE")] == ["pass", "fail", "not run"]
+    assert actual.smallest["DV-COSINE"].found == "signal 11 ended the process"
 
 
 def test_an_exception_is_needed_where_something_fails_under_it() -> None:
@@ -133,8 +133,8 @@ def made(verdicts: Verdicts, *options: str) -> dict[str, Any]:
 
 
 def test_the_methods_of_which_scores_were_compared_are_told() -> None:
-    said = [*lines({"a": "passed"}, {"a": ["PO-KNORM"]}), {"scored": ["snapkv", "knorm"]}, {"scored": ["knorm"]}]
-    assert made(verdicts_of(said))["run"]["scores"] == ["knorm", "snapkv"]
+    events = [*lines({"a": "passed"}, {"a": ["PO-KNORM"]}), {"scored": ["snapkv", "knorm"]}, {"scored": ["knorm"]}]
+    assert made(verdicts_of(events))["run"]["scores"] == ["knorm", "snapkv"]
     assert "scores" not in made(RIGHT)["run"]
 
 
@@ -154,15 +154,15 @@ def test_a_certificate_is_of_its_schema_and_is_read_as_it_was_written(
     tmp_path: Path, verdicts: Verdicts, options: list[str],
 ) -> None:
     (tmp_path / "known.toml").write_text(EXCEPTION, encoding="utf-8")
-    told = made(verdicts, "--exceptions", str(tmp_path / "known.toml"), *options)
-    write(told, tmp_path / "certificate.toml")
-    found = certificate_module.read(tmp_path / "certificate.toml")
-    assert found == told
+    record = made(verdicts, "--exceptions", str(tmp_path / "known.toml"), *options)
+    write(record, tmp_path / "certificate.toml")
+    actual = certificate_module.read(tmp_path / "certificate.toml")
+    assert actual == record
     schema = json.loads((SPEC / "certificate.schema.json").read_text(encoding="utf-8"))
     validator = pytest.importorskip("jsonschema").Draft202012Validator(schema)
-    assert [error.message for error in validator.iter_errors(json.loads(json.dumps(found, default=str)))] == []
-    assert (found["verdict"] == "certified") is verdicts.certified
-    assert found["judged"] == "the items of its stages"
+    assert [error.message for error in validator.iter_errors(json.loads(json.dumps(actual, default=str)))] == []
+    assert (actual["verdict"] == "certified") is verdicts.certified
+    assert actual["judged"] == "the items of its stages"
 
 
 TEXT = st.text(max_size=4)
@@ -224,8 +224,8 @@ def test_the_page_says_what_the_certificate_says_and_loads_nothing(tmp_path: Pat
     reader.feed(shown)
     assert reader.loads == []
     must = outcomes.must("DV-COSINE")
-    said = ("mine 1.0 does not conform", "b is wrong", "-- b", 'a "known" <one>', must, "CC-PREFILL")
-    assert [words for words in said if words not in reader.text] == []
+    expected = ("mine 1.0 does not conform", "b is wrong", "-- b", 'a "known" <one>', must, "CC-PREFILL")
+    assert [words for words in expected if words not in reader.text] == []
 
 
 @pytest.mark.law("as-it-is-described")
@@ -234,34 +234,35 @@ def test_the_page_says_what_the_certificate_says_and_loads_nothing(tmp_path: Pat
     (WRONG, 0, "not certified; 2 items", RED), (WRONG, 1, "not certified; 2 items", RED),
 ])
 def test_the_badge(verdicts: Verdicts, exceptions: int, right: str, colour: str) -> None:
-    told = {**made(verdicts), "exception": [{}] * exceptions}
-    image = ET.fromstring(badge(told))
-    assert [node.text for node in image.iter() if node.text and node.text.strip()] == [f"kvspec {told['spec']}", right]
+    record = {**made(verdicts), "exception": [{}] * exceptions}
+    image = ET.fromstring(badge(record))
+    texts = [node.text for node in image.iter() if node.text and node.text.strip()]
+    assert texts == [f"kvspec {record['spec']}", right]
     assert [node.get("fill") for node in image if node.get("width")] == [colour]
 
 
 @pytest.mark.law("as-it-is-described")
 def test_the_summary_is_short_and_tells_each_failure_once() -> None:
-    said = list(summary(made(WRONG)))
-    assert sum("b is wrong" in line for line in said) == 1
-    assert "mine 1.0 does not conform to kvspec" in said[-1]
-    assert [line.split(maxsplit=1) for line in said[1:6]] == [
+    summary_lines = list(summary(made(WRONG)))
+    assert sum("b is wrong" in line for line in summary_lines) == 1
+    assert "mine 1.0 does not conform to kvspec" in summary_lines[-1]
+    assert [line.split(maxsplit=1) for line in summary_lines[1:6]] == [
         ["crystal", "not offered"], ["breath", "not offered"], ["diversity", "2 fail"], ["nestedkv", "not offered"],
         ["policies", "not offered"],
     ]
-    assert len("\n".join(said).splitlines()) < 30
+    assert len("\n".join(summary_lines).splitlines()) < 30
     skipped = judged(a=("passed", "DV-GREEDY DV-COSINE"), b=("skipped", "DV-COSINE"))
-    said = list(summary(made(skipped, "--seed", "3")))
-    assert said[0] == "1 tests passed, 0 failed, 1 not run; 7 examples, --seed 3"
-    assert "not decided, since a test was skipped or did not run: DV-COSINE" in "\n".join(said)
+    summary_lines = list(summary(made(skipped, "--seed", "3")))
+    assert summary_lines[0] == "1 tests passed, 0 failed, 1 not run; 7 examples, --seed 3"
+    assert "not decided, since a test was skipped or did not run: DV-COSINE" in "\n".join(summary_lines)
 
 
 @pytest.mark.law("as-it-is-described")
 def test_a_pull_request_and_a_ci_server_are_told_the_same() -> None:
-    told = "\n".join(markdown(made(WRONG)))
-    assert told.startswith("**kvspec: mine 1.0 does not conform to kvspec")
-    assert "| diversity | 2 fail |" in told
-    assert "x=0\nb is wrong" in told
+    text = "\n".join(markdown(made(WRONG)))
+    assert text.startswith("**kvspec: mine 1.0 does not conform to kvspec")
+    assert "| diversity | 2 fail |" in text
+    assert "x=0\nb is wrong" in text
     suite = ET.fromstring(junit(judged(
         a=("failed", "DV-GREEDY"), b=("passed", "DV-COSINE"), c=("not offered", "CC-CUT"), d=("skipped", "CC-CUT"),
     )))
@@ -285,16 +286,16 @@ def test_a_policy_keeps_promises_and_conforms_to_nothing(kind: str, said: str, m
     states = dict(zip("ab", rows.values(), strict=True))
     verdicts = verdicts_of(lines(states, {"a": row[:1], "b": row[1:]}), engine=False)
     subject = Subject(kind, "mine:X", "", "mine:X", "1 of mine", "0" * 64)
-    told = certificate(parsed([f"--{kind}", "mine:X"]), subject, verdicts)
-    assert headline(told).startswith(said)
-    assert told["verdict"] == ("keeps its promises" if kind == "policy" else "certified")
-    assert ("keeps its" in badge(told)) is ("not compared with any method" in badge(told)) is (kind == "policy")
+    record = certificate(parsed([f"--{kind}", "mine:X"]), subject, verdicts)
+    assert headline(record).startswith(said)
+    assert record["verdict"] == ("keeps its promises" if kind == "policy" else "certified")
+    assert ("keeps its" in badge(record)) is ("not compared with any method" in badge(record)) is (kind == "policy")
 
 
 def test_the_quick_profile_is_passed_and_nothing_is_certified() -> None:
-    told = made(RIGHT, "--quick")
-    assert told["verdict"] == "passes the quick profile"
-    assert headline(told) == f"mine 1.0 passes the quick profile of kvspec {told['spec']} on diversity"
+    record = made(RIGHT, "--quick")
+    assert record["verdict"] == "passes the quick profile"
+    assert headline(record) == f"mine 1.0 passes the quick profile of kvspec {record['spec']} on diversity"
     assert made(WRONG, "--quick")["verdict"] == "does not pass the quick profile"
 
 
@@ -317,11 +318,11 @@ def test_the_digest_is_that_of_what_sha256sum_prints(tmp_path: Path, monkeypatch
     monkeypatch.syspath_prepend(str(tmp_path))
     names = ["mine/__init__.py", "mine/a.py", "mine/b/c.bin"]
     printed = "".join(f"{hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()}  {name}\n" for name in names)
-    found = of_backend("mine:BACKEND")
-    assert (found.digest, found.files) == (hashlib.sha256(printed.encode()).hexdigest(), "3 of mine")
+    actual = of_backend("mine:BACKEND")
+    assert (actual.digest, actual.files) == (hashlib.sha256(printed.encode()).hexdigest(), "3 of mine")
     changed = {name: tmp_path / name for name in names}
     (tmp_path / "mine/b/c.bin").write_text("d", encoding="utf-8")
-    assert digest_of(changed) != found.digest != digest_of({**changed, "mine/e": tmp_path / "other.py"})
+    assert digest_of(changed) != actual.digest != digest_of({**changed, "mine/e": tmp_path / "other.py"})
 
 
 def test_a_command_s_files_are_its_executable_and_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,10 +332,10 @@ def test_a_command_s_files_are_its_executable_and_its_files(tmp_path: Path, monk
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    found = of_command("./engine --table=table a/w.bin b/w.bin")
-    assert (found.kind, found.name, found.files) == ("command", "engine", "a/w.bin b/w.bin engine table")
+    actual = of_command("./engine --table=table a/w.bin b/w.bin")
+    assert (actual.kind, actual.name, actual.files) == ("command", "engine", "a/w.bin b/w.bin engine table")
     (tmp_path / "b/w.bin").write_text("a/w.bin", encoding="utf-8")
-    assert of_command(found.named).digest != found.digest
+    assert of_command(actual.named).digest != actual.digest
     assert of_command("sh -c 'exec ./engine \"table\"'").files == "PATH/sh engine table"
 
 
@@ -394,7 +395,7 @@ def test_what_cannot_be_judged_is_refused_in_one_line(
         code: Any = verify_main.main()
     except SystemExit as ended:
         code = ended.code
-    said = capsys.readouterr().err
-    assert (code, said.count("\n"), said.startswith("kvspec: ")) == (2, 1, True), said
-    assert complaint in said
+    printed = capsys.readouterr().err
+    assert (code, printed.count("\n"), printed.startswith("kvspec: ")) == (2, 1, True), printed
+    assert complaint in printed
     assert not Path("results").exists()

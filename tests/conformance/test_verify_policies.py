@@ -97,12 +97,12 @@ def false_promises() -> Iterator[tuple[str, Policy]]:
     def fewer(total: int, scores: Any, /) -> Any:
         return even(total, scores) - 1
 
-    def by_head(seen: Observation, found: Array) -> Array:
-        return found * np.where(np.arange(len(found)) % 2, 1, -1)[:, None]
+    def by_head(seen: Observation, actual: Array) -> Array:
+        return actual * np.where(np.arange(len(actual)) % 2, 1, -1)[:, None]
 
-    def by_group(seen: Observation, found: Array) -> Array:
+    def by_group(seen: Observation, actual: Array) -> Array:
         view = seen.layers[0]
-        return found if len(view.q) == len(view.k) else -found
+        return actual if len(view.q) == len(view.k) else -actual
 
     def moved(total: int, scores: Any, /) -> Any:
         shares = even(total, scores)
@@ -110,15 +110,15 @@ def false_promises() -> Iterator[tuple[str, Policy]]:
             shares[:2] += [1, -1]
         return shares
 
-    def far(seen: Observation, found: Array) -> Array:
+    def far(seen: Observation, actual: Array) -> Array:
         view = seen.layers[0]
-        return found + 2 * FAR * (len(view.q) > len(view.k))
+        return actual + 2 * FAR * (len(view.q) > len(view.k))
 
     yield "budget exact", replace(OWN, budgets=fewer, protection=SinkAndRecent(0, 0))
     yield "protection holds", replace(OWN, selector=blind)
     yield "no-op at full budget", replace(OWN, budgets=fewer, protection=SinkAndRecent(0, 0))
     yield "higher score never loses", replace(OWN, selector=worst)
-    yield "row independence", scored(lambda seen, found: next(turns) * found)
+    yield "row independence", scored(lambda seen, actual: next(turns) * actual)
     yield "head permutation", scored(by_head)
     yield "GQA", scored(by_group)
     yield "GQA", replace(scored(far), budgets=moved)
@@ -156,9 +156,9 @@ def test_repeated_query_heads_exchange_tokens_of_one_score_up_to_rounding(
     def near(seen: Observation) -> Array:
         (view,) = seen.layers.values()
         apart = units * np.finfo(np.float64).eps * largest
-        found = np.full((1, seen.seen), largest - 2 * apart)
-        found[0, :2] = (largest, largest - apart)[:: 1 if len(view.q) == len(view.k) else -1]
-        return found
+        actual = np.full((1, seen.seen), largest - 2 * apart)
+        actual[0, :2] = (largest, largest - apart)[:: 1 if len(view.q) == len(view.k) else -1]
+        return actual
 
     case = test_promises.Own(lambda inputs: policy_from_score(near))
     assert PROPERTIES["GQA"].holds(case, drawn(1, 5, 1, (1, 1)), 1, 0) == holds
@@ -259,15 +259,15 @@ def asked(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 
 def certificate() -> dict[str, Any]:
     """Return the certificate that was written, checked by its schema."""
-    made = tomllib.loads(Path("found/certificate.toml").read_text(encoding="utf-8"))
+    record = tomllib.loads(Path("found/certificate.toml").read_text(encoding="utf-8"))
     schema = json.loads((SPEC / "certificate.schema.json").read_text(encoding="utf-8"))
     validator = pytest.importorskip("jsonschema").Draft202012Validator(schema)
-    assert [error.message for error in validator.iter_errors(json.loads(json.dumps(made, default=str)))] == []
-    return made
+    assert [error.message for error in validator.iter_errors(json.loads(json.dumps(record, default=str)))] == []
+    return record
 
 
-def verdicts(made: dict[str, Any]) -> dict[str, str]:
-    return {row: said["verdict"] for row, said in made["items"].items()}
+def verdicts(record: dict[str, Any]) -> dict[str, str]:
+    return {row: outcome["verdict"] for row, outcome in record["items"].items()}
 
 
 def test_a_right_policy_is_certified_for_what_it_promises_and_the_check_notices_a_change(
@@ -275,28 +275,28 @@ def test_a_right_policy_is_certified_for_what_it_promises_and_the_check_notices_
 ) -> None:
     assert asked(monkeypatch, "--policy", "promisers:KNORM", "--as", "knorm") == 0
     assert "promisers:KNORM conforms to knorm and keeps its 3 promises" in capsys.readouterr().out
-    made = certificate()
-    assert (made["verdict"], made["judged"], made["run"]["methods"], made["items"]["PO-KNORM"]["verdict"]) == (
+    record = certificate()
+    assert (record["verdict"], record["judged"], record["run"]["methods"], record["items"]["PO-KNORM"]["verdict"]) == (
         "certified", "the equations of methods, and its promises", ["knorm"], "pass",
     )
     assert "conforms to knorm" in (folder / "found/badge.svg").read_text(encoding="utf-8")
     assert asked(monkeypatch, "--check", "found/certificate.toml", "--yes") == 0
     assert "the certificate is true" in capsys.readouterr().out
     assert asked(monkeypatch, "--policy", "promisers:RIGHT") == 0
-    said, shown = "promisers:RIGHT keeps its 4 promises; not compared with any method", capsys.readouterr().out
-    assert said in shown
+    outcome, shown = "promisers:RIGHT keeps its 4 promises; not compared with any method", capsys.readouterr().out
+    assert outcome in shown
     assert "properties that the policy promises and keeps: budget exact, " in shown
     assert "properties that the policy does not promise, or that do not apply: row independence, " in shown
     assert "a promise does not test the score" in shown
-    made = certificate()
-    assert (made["verdict"], made["judged"]) == (
+    record = certificate()
+    assert (record["verdict"], record["judged"]) == (
         "keeps its promises", "its promises; not compared with any method",
     )
-    assert verdicts(made) == SAID
-    assert (made["families"], made["counts"]["examples"]) == (["promises"], 4 * 12)
+    assert verdicts(record) == SAID
+    assert (record["families"], record["counts"]["examples"]) == (["promises"], 4 * 12)
     for file in ("badge.svg", "certificate.html", "summary.md"):
-        assert said.partition(" ")[2] in (folder / "found" / file).read_text(encoding="utf-8")
-    assert made["subject"].keys() == {"kind", "name", "named", "files", "digest"}
+        assert outcome.partition(" ")[2] in (folder / "found" / file).read_text(encoding="utf-8")
+    assert record["subject"].keys() == {"kind", "name", "named", "files", "digest"}
 
     text = (folder / "found/certificate.toml").read_text(encoding="utf-8")
     (folder / "other.toml").write_text(text.replace('verdict = "not promised"', 'verdict = "pass"', 1), "utf-8")
@@ -312,16 +312,16 @@ def test_a_broken_promise_fails_by_its_row_with_a_small_input(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert asked(monkeypatch, "--policy", "promisers:WRONG") == 1
-    said, made = capsys.readouterr().out, certificate()
-    assert verdicts(made) == {**SAID, "higher score never loses": "fail"}
-    row = made["items"]["higher score never loses"]
+    printed, record = capsys.readouterr().out, certificate()
+    assert verdicts(record) == {**SAID, "higher score never loses": "fail"}
+    row = record["items"]["higher score never loses"]
     assert row["repeat"] == (
-        f"kvspec verify --policy promisers:WRONG --profile few --seed {made['run']['seed']}"
+        f"kvspec verify --policy promisers:WRONG --profile few --seed {record['run']['seed']}"
         " -- 'test_promises.py::test_a_promise_holds[higher score never loses]'"
     )
     assert "Draw(" in row["input"]
     assert row["found"].startswith("higher score never loses: not so with ")
-    assert row["found"][:100] in said
+    assert row["found"][:100] in printed
     assert "higher score never loses" in (folder / "found/certificate.html").read_text(encoding="utf-8")
 
 
@@ -347,9 +347,9 @@ def test_the_steps_of_the_action_show_the_verdict(
         capture_output=True, text=True, check=False,
     )
     assert done.returncode == code, done.stdout + done.stderr
-    said = (folder / "summary").read_text(encoding="utf-8")
-    assert summary in said
-    assert bool(said) == (code < 2)
+    printed = (folder / "summary").read_text(encoding="utf-8")
+    assert summary in printed
+    assert bool(printed) == (code < 2)
 
 
 @pytest.mark.law("as-it-is-described")
@@ -400,13 +400,13 @@ def test_names_that_a_subject_chose_are_text_in_the_summary_and_on_the_page() ->
         "verdict": "fail", "families": [NASTY], "failed": 1, "passed": 0, "tests": 1, "examples": 1, "test": "t.py::t",
         "input": "", "found": NASTY, "repeat": "```", "excepted": 0,
     }
-    made = {
+    record = {
         "verdict": "rejected", "judged": "x", "date": "", "kvspec": "", "spec": "0", "families": [NASTY],
         "subject": {"kind": "command", "name": NASTY, "named": NASTY}, "run": {}, "device": {}, "items": {NASTY: row},
         "counts": {"failed": 1}, "failing": [NASTY], "undecided": [], "vectors": {}, "exception": [],
         "unneeded_exceptions": [],
     }
-    text, html = "\n".join(markdown(made)), page(made)
+    text, html = "\n".join(markdown(record)), page(record)
     assert "<img" not in text.replace("```text\n<img src=x> a|b **c** [d](e) `f`\n# g", "")
     assert text.startswith(r"**kvspec: &lt;img src=x\> a\|b \*\*c\*\* \[d\](e) \`f\` \# g does not conform")
     assert text.count("```") == 2

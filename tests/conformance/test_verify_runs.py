@@ -120,32 +120,32 @@ def test_a_wrong_engine_s_certificate_names_the_item_and_can_be_checked(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert asked(monkeypatch, "--backend", "engines:WRONG", "--exceptions", "item.toml", "--out", "found") == 1
-    said, first = capsys.readouterr().out, (folder / "draws.txt").read_text(encoding="utf-8")
-    made = tomllib.loads((folder / "found/certificate.toml").read_text(encoding="utf-8"))
-    verdicts = {item: row["verdict"] for item, row in made["items"].items() if row["verdict"] != "not run"}
+    printed, first = capsys.readouterr().out, (folder / "draws.txt").read_text(encoding="utf-8")
+    record = tomllib.loads((folder / "found/certificate.toml").read_text(encoding="utf-8"))
+    verdicts = {item: row["verdict"] for item, row in record["items"].items() if row["verdict"] != "not run"}
     assert verdicts == {
         "CC-SCORE": "fail", "CC-NORMALISED-IMPACT": "fail", "CC-COUNT": "pass", "CC-CUT": "excepted",
         "CC-MERGE": "fail", "DV-GREEDY": "not offered", "DV-COSINE": "not offered",
     }
-    assert made["items"]["CC-COUNT"]["examples"] == len(first.splitlines()) == 12
-    assert made["counts"]["failed"] > 1
-    assert made["counts"]["not_run"] == 0
-    row = made["items"]["CC-SCORE"]
+    assert record["items"]["CC-COUNT"]["examples"] == len(first.splitlines()) == 12
+    assert record["counts"]["failed"] > 1
+    assert record["counts"]["not_run"] == 0
+    row = record["items"]["CC-SCORE"]
     assert row["repeat"] == (
-        f"kvspec verify --backend engines:WRONG --profile few --seed {made['run']['seed']}"
+        f"kvspec verify --backend engines:WRONG --profile few --seed {record['run']['seed']}"
         " -- test_tiny.py::test_the_score_equals_the_brute_force"
     )
     assert "case=Case(" in row["input"]
-    assert row["input"].splitlines()[1] in said
-    assert made["items"]["CC-MERGE"]["found"] == "ValueError: afterwards"
+    assert row["input"].splitlines()[1] in printed
+    assert record["items"]["CC-MERGE"]["found"] == "ValueError: afterwards"
     assert {path.name for path in (folder / "found").iterdir()} == {
         "certificate.toml", "certificate.html", "badge.svg", "summary.md", "junit.xml", "log.txt",
     }
 
     assert asked(monkeypatch, "--check", "found/certificate.toml", "--out", "again", "--yes") == 0
-    said = capsys.readouterr().out
-    assert "the certificate is true" in said
-    assert "the same with the seed of the certificate; now with --seed" in said
+    printed = capsys.readouterr().out
+    assert "the certificate is true" in printed
+    assert "the same with the seed of the certificate; now with --seed" in printed
     draws = (folder / "draws.txt").read_text(encoding="utf-8").splitlines(keepends=True)
     assert "".join(draws[:24]) == 2 * first
     assert "".join(draws[24:]) != first
@@ -172,9 +172,9 @@ def test_an_engine_of_a_command_cannot_forge_its_outcomes(
     It also searches arguments, environments and open files of the parent process.
     """
     assert asked(monkeypatch, "--command", shlex.join([sys.executable, forger.__file__]), "--out", "found") == 1
-    made = tomllib.loads((folder / "found/certificate.toml").read_text(encoding="utf-8"))
-    assert made["verdict"] == "not certified"
-    assert {"DV-GREEDY", "DV-COSINE"} <= {*made["failing"]}
+    record = tomllib.loads((folder / "found/certificate.toml").read_text(encoding="utf-8"))
+    assert record["verdict"] == "not certified"
+    assert {"DV-GREEDY", "DV-COSINE"} <= {*record["failing"]}
 
 
 @pytest.mark.law("figures-are-counted-right")
@@ -201,11 +201,11 @@ def test_an_engine_that_skips_its_own_tests_fails_them(
 ) -> None:
     """Check that the engine uses the words with which the suite skips missing functions."""
     assert asked(monkeypatch, "--backend", "engines:SHY", "--out", "found", "--quick") == 1
-    said = capsys.readouterr().out
-    assert "CC-SCORE fails" in said
-    assert f"crystal.score raised SkipTest at {folder}/engines.py:" in said
-    made = tomllib.loads((folder / "found/quick.toml").read_text(encoding="utf-8"))
-    assert made["items"]["CC-SCORE"]["verdict"] == "fail"
+    printed = capsys.readouterr().out
+    assert "CC-SCORE fails" in printed
+    assert f"crystal.score raised SkipTest at {folder}/engines.py:" in printed
+    record = tomllib.loads((folder / "found/quick.toml").read_text(encoding="utf-8"))
+    assert record["items"]["CC-SCORE"]["verdict"] == "fail"
 
 
 @pytest.mark.law("figures-are-counted-right")
@@ -226,9 +226,9 @@ def test_a_quick_run_leaves_full_sizes_out_and_certifies_nothing(
 ) -> None:
     """The tiny suite decides few items, so that the exit code is 1."""
     assert asked(monkeypatch, "--backend", "engines:RIGHT", "--quick", "--seed", "7", "--exceptions", "item.toml") == 1
-    said = capsys.readouterr().out
-    assert "this is no certificate" in said
-    assert "CC-MERGE fails" in said
+    printed = capsys.readouterr().out
+    assert "this is no certificate" in printed
+    assert "CC-MERGE fails" in printed
     assert "test_wide" not in Path("results/verify/log.txt").read_text(encoding="utf-8")
     assert {path.name for path in Path("results/verify").iterdir()} == {
         "log.txt", "quick.toml", "summary.md", "junit.xml",
@@ -240,8 +240,8 @@ def test_an_exception_for_a_case_that_is_not_there_ends_the_run_before_its_tests
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert asked(monkeypatch, "--backend", "engines:RIGHT", "--exceptions", "test.toml") == 2
-    (said,) = capsys.readouterr().err.splitlines()
-    assert "unknown test 'test_tiny.py::test_known[c]'" in said
+    (output,) = capsys.readouterr().err.splitlines()
+    assert "unknown test 'test_tiny.py::test_known[c]'" in output
     assert not Path("draws.txt").exists()
 
 
@@ -280,10 +280,10 @@ def test_day_machine_and_number_of_examples_are_no_difference() -> None:
 def test_a_check_repeats_the_run_that_the_certificate_tells_of(tmp_path: Path) -> None:
     (tmp_path / "known.toml").write_text(EXCEPTION, encoding="utf-8")
     options = ["--seed", "7", "--precision", "float64", "--profile", "few"]
-    told = made(RIGHT, "--exceptions", str(tmp_path / "known.toml"), *options)
+    record = made(RIGHT, "--exceptions", str(tmp_path / "known.toml"), *options)
     asked = parsed(["--check", "c.toml"])
-    found = certificate.repeated(asked, Path("c.toml"), told)
-    assert replace(found, check=None) == parsed(
+    actual = certificate.repeated(asked, Path("c.toml"), record)
+    assert replace(actual, check=None) == parsed(
         ["--backend", "mine:MINE", *options, "--exceptions", "c.toml", "--out", str(asked.out)]
     )
 
@@ -291,11 +291,11 @@ def test_a_check_repeats_the_run_that_the_certificate_tells_of(tmp_path: Path) -
 @pytest.mark.law("an-identity-tells-apart")
 def test_other_examples_are_checked_as_well() -> None:
     """A failure only on the new examples is a difference. Fewer failures are no difference."""
-    told, other = made(RIGHT, "--seed", "7"), made(WRONG, "--seed", "8")
-    assert certificate.new_failures(told, made(RIGHT, "--seed", "8")) == certificate.new_failures(other, told) == []
-    found = certificate.new_failures(told, other)
-    assert [line.partition(" ")[0] for line in found] == ["DV-COSINE", "DV-GREEDY"]
-    assert "b is wrong\nx=0\nrepeat: kvspec verify --backend mine:MINE --seed 8 -- b" in found[0]
+    right, wrong = made(RIGHT, "--seed", "7"), made(WRONG, "--seed", "8")
+    assert certificate.new_failures(right, made(RIGHT, "--seed", "8")) == certificate.new_failures(wrong, right) == []
+    actual = certificate.new_failures(right, wrong)
+    assert [line.partition(" ")[0] for line in actual] == ["DV-COSINE", "DV-GREEDY"]
+    assert "b is wrong\nx=0\nrepeat: kvspec verify --backend mine:MINE --seed 8 -- b" in actual[0]
 
 
 STRANGER = "sh -c 'touch ran; ./engine'"
@@ -305,9 +305,9 @@ STRANGER = "sh -c 'touch ran; ./engine'"
 def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Return a function that checks a certificate with a command. No part of the command may be started."""
     def asked(change: dict[str, Any], *words: str) -> int:
-        told = made(RIGHT, "--seed", "7")
-        told["subject"] |= {"kind": "command", "named": STRANGER}
-        write(told | change, tmp_path / "c.toml")
+        record = made(RIGHT, "--seed", "7")
+        record["subject"] |= {"kind": "command", "named": STRANGER}
+        write(record | change, tmp_path / "c.toml")
         monkeypatch.setattr("sys.argv", ["verify", "--check", "c.toml", *words])
         monkeypatch.setattr("conformance.verify.runs.subprocess.Popen", None)
         return verify_main.main()
@@ -325,20 +325,21 @@ def test_what_a_certificate_runs_is_shown_and_asked_for(
     monkeypatch.setattr(sys.stdin, "isatty", lambda: answer is not None, raising=False)
     monkeypatch.setattr("builtins.input", lambda question: (answer or "").strip())
     assert stranger({}) == 2
-    said = capsys.readouterr()
-    assert "kvspec verify --command 'sh -c '\"'\"'touch ran; ./engine'\"'\"'' --precision float64 --seed 7" in said.out
-    assert ("add --yes" if answer is None else "was not run") in said.err
+    printed = capsys.readouterr()
+    command = "kvspec verify --command 'sh -c '\"'\"'touch ran; ./engine'\"'\"'' --precision float64 --seed 7"
+    assert command in printed.out
+    assert ("add --yes" if answer is None else "was not run") in printed.err
 
 
 @pytest.mark.law("an-identity-tells-apart")
 def test_with_yes_nobody_is_asked(stranger: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     """The files differ, so nothing runs. An escape sequence in the command is shown as text."""
-    told = {"kind": "command", "named": STRANGER, "digest": "\x1b[2J"}
-    assert stranger({"run": {"profile": "ci", "model": "\x1b[2J"}, "subject": told}, "--yes") == 1
-    said = capsys.readouterr().out
-    assert "the files of sh" in said
-    assert "\\x1b[2J" in said
-    assert "\x1b" not in said
+    record = {"kind": "command", "named": STRANGER, "digest": "\x1b[2J"}
+    assert stranger({"run": {"profile": "ci", "model": "\x1b[2J"}, "subject": record}, "--yes") == 1
+    printed = capsys.readouterr().out
+    assert "the files of sh" in printed
+    assert "\\x1b[2J" in printed
+    assert "\x1b" not in printed
 
 
 @pytest.mark.law("an-identity-tells-apart")

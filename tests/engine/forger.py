@@ -44,9 +44,9 @@ def forged(lines: list[dict[str, Any]]) -> bytes:
     collected = next((line for line in lines if "collected" in line), {"collected": {
         "test_tiny.py::test_known[a]": {"items": ["DV-GREEDY", "DV-COSINE"], "exceptions": []},
     }})
-    said = {"state": "passed", "reason": "", "examples": 9, "name": "forger", "families": ["diversity"],
+    record = {"state": "passed", "reason": "", "examples": 9, "name": "forger", "families": ["diversity"],
             "failure": None, "scored": []}
-    rows = [row for test in collected["collected"] for row in ({"began": test}, {"test": test, **said})]
+    rows = [row for test in collected["collected"] for row in ({"began": test}, {"test": test, **record})]
     return b"".join(json.dumps(row).encode() + b"\n" for row in [collected, *rows])
 
 

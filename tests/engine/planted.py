@@ -50,16 +50,16 @@ class _Crashing(Over):
         if next(self.calls) == EVERY:
             os.write(2, b"out of scratch memory")
             os._exit(3)
-        found: Selection = self._right.best_tokens(values, shares, pinned)
-        return found
+        actual: Selection = self._right.best_tokens(values, shares, pinned)
+        return actual
 
 
 class _ManyHeads(Over):
     """Ignore all heads after the sixteenth."""
 
     def received_attention(self, q: Any, k: Any, scaling: float, softcap: float | None, sinks: Any = None, /) -> Any:
-        found = self._right.received_attention(q, k, scaling, softcap, sinks)
-        return np.where(np.arange(len(k))[:, None] < HEADS, found, 0.0)
+        actual = self._right.received_attention(q, k, scaling, softcap, sinks)
+        return np.where(np.arange(len(k))[:, None] < HEADS, actual, 0.0)
 
 
 TIES = replace(RIGHT, name="ties", diversity=_HigherIndex(RIGHT.diversity))

@@ -92,11 +92,11 @@ def judged(command: str, tests: Sequence[str]) -> Mapping[str, Any]:
 def main(arguments: Sequence[str]) -> int:
     """Judge the planted backends, the reference by all of their tests, and the examples."""
     serve = f"{sys.executable} -m conformance.engine.serve tests.engine.planted:"
-    found = {name: judged(serve + name, tests) for name, tests in SELECTED.items()}
-    found["RIGHT"] = judged(f"{serve}RIGHT", [test for tests in SELECTED.values() for test in tests])
+    actual = {name: judged(serve + name, tests) for name, tests in SELECTED.items()}
+    actual["RIGHT"] = judged(f"{serve}RIGHT", [test for tests in SELECTED.values() for test in tests])
     for name, _, command in (argument.partition("=") for argument in arguments[1:]):
-        found[name] = judged(command, EXAMPLES[name])
-    Path(arguments[0]).write_text(json.dumps(found), encoding="utf-8")
+        actual[name] = judged(command, EXAMPLES[name])
+    Path(arguments[0]).write_text(json.dumps(actual), encoding="utf-8")
     return 0
 
 
@@ -120,8 +120,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
         env={**clean, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, capture_output=True, check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found: Reports = json.loads(report.read_text(encoding="utf-8"))
-    return found
+    actual: Reports = json.loads(report.read_text(encoding="utf-8"))
+    return actual
 
 
 @pytest.mark.law("the-proof-has-teeth")
@@ -148,14 +148,14 @@ def test_a_mistake_is_named_by_its_item(reports: Reports, engine: str, item: str
 @pytest.mark.law("the-proof-has-teeth")
 def test_a_crash_names_its_request_and_the_rest_is_judged(reports: Reports) -> None:
     """The engine is started again: of the calls, one in a hundred fails."""
-    found = reports["CRASHING"]
-    calls = len(found["failed"]) + found["passed"]
-    for test in found["failed"].values():
+    actual = reports["CRASHING"]
+    calls = len(actual["failed"]) + actual["passed"]
+    for test in actual["failed"].values():
         asked = rf'request: (\{{"id": {EVERY}, "op": "policies.best_tokens"|\S+ \(pipe it into the engine\))'
-        for said in ("EngineCrash: ended with exit code 3", asked, "standard error: out of scratch memory"):
-            assert re.search(said, test["text"])
+        for words in ("EngineCrash: ended with exit code 3", asked, "standard error: out of scratch memory"):
+            assert re.search(words, test["text"])
     assert calls == 120
-    assert 1 <= len(found["failed"]) <= 2 * calls // EVERY
+    assert 1 <= len(actual["failed"]) <= 2 * calls // EVERY
 
 
 @pytest.mark.law("the-proof-has-teeth")
@@ -185,13 +185,13 @@ def test_the_examples_of_the_page() -> None:
     assert [mark for mark, _ in lines] == [">", "<"] * 4
     greedy = Backend("greedy", diversity=BACKEND.diversity)
     for (_, request), (_, wanted) in zip(lines[::2], lines[1::2], strict=True):
-        found, want = json.loads(answer(greedy, "float64", request)), json.loads(wanted)
+        actual, want = json.loads(answer(greedy, "float64", request)), json.loads(wanted)
         if "refusal" in want:
             assert want["refusal"].pop("bound")
-            assert found["refusal"].pop("bound")
+            assert actual["refusal"].pop("bound")
         elif "op" in request and json.loads(request)["op"] == "hello":
             want["result"] |= {"spec": SPEC_VERSION, "version": SPEC_VERSION}
-        assert found == want
+        assert actual == want
 
 
 @pytest.mark.law("as-it-is-described")
@@ -242,11 +242,11 @@ ODD = [0.1, -0.0, 5e-324, 1.7976931348623157e308, np.nan, np.inf, -np.inf]
 def test_arrays_come_back_to_the_bit(dtype: type, values: list[Any], copies: int) -> None:
     """Small ones as lists and large ones as bytes; every value is exact."""
     array: np.ndarray[Any, Any] = np.array(values * copies, dtype=dtype).reshape(copies, -1)
-    found = there_and_back("float[n, d]", array)
-    assert found.shape == array.shape
-    assert found.dtype.kind == array.dtype.kind
-    assert np.array_equal(found, array, equal_nan=array.dtype.kind == "f")
-    assert found.dtype.kind != "f" or np.array_equal(np.signbit(found), np.signbit(array))
+    actual = there_and_back("float[n, d]", array)
+    assert actual.shape == array.shape
+    assert actual.dtype.kind == array.dtype.kind
+    assert np.array_equal(actual, array, equal_nan=array.dtype.kind == "f")
+    assert actual.dtype.kind != "f" or np.array_equal(np.signbit(actual), np.signbit(array))
     assert isinstance(encode("x", "float[n, d]", array), list) == (copies == 1)
 
 

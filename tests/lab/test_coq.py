@@ -39,8 +39,8 @@ def test_every_theorem_is_about_an_item() -> None:
 def test_a_name_goes_to_the_longest_item(tmp_path: Path) -> None:
     text = "\n  Theorem CC_BUDGET_FORMS_x : True.\nTheorem CC_NONE_y : True.\n"
     (tmp_path / "a.v").write_text(text, encoding="utf-8")
-    found = [(one.item, one.line) for one in theorems(tmp_path, ["CC-BUDGET", "CC-BUDGET-FORMS"])]
-    assert found == [("CC-BUDGET-FORMS", 2), ("", 3)]
+    actual = [(one.item, one.line) for one in theorems(tmp_path, ["CC-BUDGET", "CC-BUDGET-FORMS"])]
+    assert actual == [("CC-BUDGET-FORMS", 2), ("", 3)]
 
 
 def test_every_file_is_compiled_and_no_proof_is_left_out() -> None:
@@ -126,10 +126,10 @@ ODD = {
 @needs_coq
 @pytest.mark.parametrize("kind", ODD)
 def test_whatever_a_theorem_assumes_is_seen_by_each_judge(compiled: Path, kind: str) -> None:
-    text, said = ODD[kind]
+    text, words = ODD[kind]
     (compiled / "Odd.v").write_text(text, encoding="utf-8")
     build.run_coq(compiled, "Odd")
-    assert said in build.rests_on(compiled, "Odd", ["CC_CUT_odd"])
+    assert words in build.rests_on(compiled, "Odd", ["CC_CUT_odd"])
     assert any("Odd." in line for line in build.checked(compiled, ("Odd",)))
     assert len(build.unsafe(text)) >= 1
 
@@ -284,11 +284,11 @@ def test_what_is_no_request_gets_an_error_and_the_model_goes_on(program: Path) -
     ]
     command = [sys.executable, "-m", "lab.proofs.coq.engine", str(program)]
     done = subprocess.run(command, input="\n".join(lines) + "\n", capture_output=True, text=True, check=True)
-    said = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [(one["id"], "error" in one) for one in said] == [
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(one["id"], "error" in one) for one in answers] == [
         (1, True), (None, True), (None, True), (None, True), (None, True), (2, True), (3, False),
     ]
-    assert said[-1]["result"] == [0]
+    assert answers[-1]["result"] == [0]
     assert done.stderr == ""
 
 
@@ -297,9 +297,9 @@ def test_a_model_that_ends_is_said_and_started_again(tmp_path: Path) -> None:
     program.write_text("#!/bin/sh\nread line\necho '{}'\nread line\nexit 3\n", encoding="utf-8")
     program.chmod(0o755)
     model = wrapper.Model(str(program))
-    said = [model.answer("x\n", number) for number in range(3)]
+    answers = [model.answer("x\n", number) for number in range(3)]
     model.stop()
-    assert [json.loads(line) for line in said] == [
+    assert [json.loads(line) for line in answers] == [
         {}, {"id": 1, "error": "the extracted model ended with exit code 3"}, {},
     ]
 
@@ -317,9 +317,9 @@ def test_the_suite_refuses_a_wrong_engine(program: Path, tmp_path: Path) -> None
 def test_an_error_in_a_twin_is_found_by_comparison(program: Path, tmp_path: Path) -> None:
     """No vector has a budget text of 64 characters."""
     row = next(row for row in read_rows(ROWS) if row.file == "spec/budget.py" and "64" in row.what)
-    found = found_by(row, program.parent, tmp_path / "twin", 0)
-    assert found.comparison.endswith("reference stands alone")
-    assert found.proof == ""
+    actual = found_by(row, program.parent, tmp_path / "twin", 0)
+    assert actual.comparison.endswith("reference stands alone")
+    assert actual.proof == ""
 
 
 def test_the_model_is_asked_for_the_papers_forms_alone() -> None:

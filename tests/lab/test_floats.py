@@ -30,8 +30,8 @@ BY_ITEM = {case.id: case.values[0] for case in CASES}
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_input_exceeds_a_bound(case: Any) -> None:
-    found, inputs = search.worst(case, 20)
-    assert 0 <= found <= 1, inputs
+    actual, inputs = search.worst(case, 20)
+    assert 0 <= actual <= 1, inputs
 
 
 TOO_SMALL: dict[str, Callable[..., Any]] = {
@@ -88,12 +88,12 @@ def test_a_list_is_realisable_where_some_float32_of_the_boxes_choose_it() -> Non
 @pytest.mark.law("figures-are-counted-right")
 def test_the_pages_figures_are_those_of_the_command() -> None:
     text = gappa.README.read_text(encoding="utf-8")
-    found = {("CC-TAIL-D", "BOUNDS"): 0.125, ("CC-SCORE", "normalised_radius"): 4.04e-5}
-    page = gappa.rewritten(text, found)
+    actual = {("CC-TAIL-D", "BOUNDS"): 0.125, ("CC-SCORE", "normalised_radius"): 4.04e-5}
+    page = gappa.rewritten(text, actual)
     changed = [line for line in page.splitlines() if line not in text.splitlines()]
     assert [line.split("|")[-2] for line in changed] == [" 0.12 ", " 4e-05 "]
-    assert list(gappa.stale(page, found)) == []
-    assert [line.partition(":")[0] for line in gappa.stale(text, found)] == ["CC-TAIL-D", "CC-SCORE"]
+    assert list(gappa.stale(page, actual)) == []
+    assert [line.partition(":")[0] for line in gappa.stale(text, actual)] == ["CC-TAIL-D", "CC-SCORE"]
 
 
 @pytest.mark.spec("CC-TAIL-D")

@@ -325,6 +325,6 @@ def test_every_docstring_of_a_package_is_read() -> None:
 def test_help_of_options_is_read() -> None:
     parser = argparse.ArgumentParser(description="It says so.")
     parser.add_argument("--x", help="The number that it knows.")
-    found = list(offences(of_options(parser, test_help_of_options_is_read)))
-    assert [one.rule for one in found] == ["verbs", "verbs"]
-    assert found[0].source == "tests/lab/test_layers_and_trace.py"
+    actual = list(offences(of_options(parser, test_help_of_options_is_read)))
+    assert [one.rule for one in actual] == ["verbs", "verbs"]
+    assert actual[0].source == "tests/lab/test_layers_and_trace.py"

@@ -51,9 +51,9 @@ def test_a_page_counts_what_there_is(page: str) -> None:
     killed = {line.split()[0] for line in written.KILLED.read_text(encoding="utf-8").splitlines()}
     vectors = sum(json.loads(path.read_text(encoding="utf-8")).get("numberOfTests", 0) for path in VECTORS)
     counts = {"items": len(known_items()), "mutants": len(killed & set(MUTANTS)), "vectors": vectors}
-    said = re.findall(r"over \**(\d+) (items|mutants|vectors)", (ROOT / page).read_text(encoding="utf-8"))
-    assert {word for _, word in said} >= {"items", "mutants"}
-    assert [(number, word) for number, word in said if not int(number) <= counts[word] <= 1.1 * int(number)] == []
+    numbers = re.findall(r"over \**(\d+) (items|mutants|vectors)", (ROOT / page).read_text(encoding="utf-8"))
+    assert {word for _, word in numbers} >= {"items", "mutants"}
+    assert [(number, word) for number, word in numbers if not int(number) <= counts[word] <= 1.1 * int(number)] == []
 
 
 def test_every_edit_applies_and_changes_its_function() -> None:
@@ -162,12 +162,12 @@ def test_what_was_accepted_is_tried_again_when_its_function_or_item_changes(
     (tmp_path / "killed.lock").write_text(lines.replace(digests[BASE_2.name], "0" * 12), encoding="utf-8")
     assert written.changed() == [mutant for name, mutant in MUTANTS.items() if digests[name] == digests[BASE_2.name]]
     assert BASE_2.digest({BASE_2.item: "1"}) != BASE_2.digest({BASE_2.item: "2"})
-    found = []
+    actual = []
     for words, code in (("One.", 1), ("Another.\n\n    More.", 1), ("One.", 2)):
         text = f'    def f() -> int:\n        """{words}"""\n        return {code}\n'
         monkeypatch.setattr(Edit, "function", lambda self, text=text: text)
-        found.append(BASE_2.digest({}))
-    assert found[0] == found[1] != found[2]
+        actual.append(BASE_2.digest({}))
+    assert actual[0] == actual[1] != actual[2]
 
 
 def test_the_record_names_mutants_that_there_are() -> None:
@@ -178,8 +178,8 @@ def test_the_record_names_mutants_that_there_are() -> None:
 @pytest.mark.nightly
 def test_a_mutant_is_killed_by_its_item(tmp_path: Path) -> None:
     command = ["-m", "lab.mutants", "--folder", str(tmp_path), "-k", "CC_MEMORY_ONE_SEQUENCE"]
-    found = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert "mutants: 1 of 1 killed by an assertion of their item" in found.stdout, found.stdout + found.stderr
+    actual = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "mutants: 1 of 1 killed by an assertion of their item" in actual.stdout, actual.stdout + actual.stderr
 
 
 def test_an_unknown_mutant_is_refused() -> None:

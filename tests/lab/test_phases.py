@@ -42,12 +42,12 @@ def test_a_gpu_is_given_what_the_phases_are() -> None:
 
 def test_every_place_names_the_same_pythons() -> None:
     """The code is checked for the oldest version. The classifiers are the versions that the guide names."""
-    told = tomllib.loads(Path(ROOT, "pyproject.toml").read_text(encoding="utf-8"))
-    claimed = re.findall(r"Python :: (3\.\d+)", " ".join(told["project"]["classifiers"]))
+    project = tomllib.loads(Path(ROOT, "pyproject.toml").read_text(encoding="utf-8"))
+    claimed = re.findall(r"Python :: (3\.\d+)", " ".join(project["project"]["classifiers"]))
     oldest = claimed[0]
-    assert told["project"]["requires-python"] == f">={oldest}"
-    assert told["tool"]["mypy"]["python_version"] == oldest
-    assert told["tool"]["ruff"]["target-version"] == f"py{oldest.replace('.', '')}"
+    assert project["project"]["requires-python"] == f">={oldest}"
+    assert project["tool"]["mypy"]["python_version"] == oldest
+    assert project["tool"]["ruff"]["target-version"] == f"py{oldest.replace('.', '')}"
     assert claimed == list(noxfile.PYTHONS[: len(claimed)])
     guide = Path(ROOT, "docs/guide/quickstart.md").read_text(encoding="utf-8")
     assert f"supports Python {', '.join(claimed[:-1])} and {claimed[-1]}." in guide

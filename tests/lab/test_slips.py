@@ -38,21 +38,21 @@ def with_stage(stages: Any, **wrong: Wrong) -> Any:
 
 
 def positions_of_16_bits(score: Any, trunks: Any, *rest: Any) -> Any:
-    found = CRYSTAL.dissolve(score, trunks, *rest)
-    return replace(found, kept=found.kept.astype(np.int16).astype(np.int64))
+    actual = CRYSTAL.dissolve(score, trunks, *rest)
+    return replace(actual, kept=actual.kept.astype(np.int16).astype(np.int64))
 
 
 def backwards(coattention: Any, trunks: Any, p: Any) -> Any:
     """Return a graph whose degrees are summed from the right."""
-    found = CRYSTAL.graph(coattention, trunks, p)
-    rows = np.split(found.weights, found.indptr[1:-1])
-    return replace(found, degree=np.array([np.cumsum(row[::-1])[-1] if len(row) else 0.0 for row in rows]))
+    actual = CRYSTAL.graph(coattention, trunks, p)
+    rows = np.split(actual.weights, actual.indptr[1:-1])
+    return replace(actual, degree=np.array([np.cumsum(row[::-1])[-1] if len(row) else 0.0 for row in rows]))
 
 
 def one_pass(degree: Vector, old: int, p: Any) -> Vector:
     sigma = max(0.0, float(np.mean(degree**2)) - float(np.mean(degree)) ** 2) ** 0.5 or 1.0
-    found: Vector = 1 / (1 + np.exp(-p.s * (degree - np.mean(degree)) / sigma))
-    return found[old:]
+    actual: Vector = 1 / (1 + np.exp(-p.s * (degree - np.mean(degree)) / sigma))
+    return actual[old:]
 
 
 def counted(limit: int) -> Wrong:
@@ -92,8 +92,8 @@ def last_frequency(q: Any, k: Any, v: Any, at: Any, ahead: Any, inv_freq: Any, *
 
 
 def half_sums(q: Any, k: Any, *rest: Any) -> Any:
-    found = POLICIES.received_attention(q, k, *rest)
-    return found.astype(np.float16).astype(np.float64) if k.shape[1] > 1024 else found
+    actual = POLICIES.received_attention(q, k, *rest)
+    return actual.astype(np.float16).astype(np.float64) if k.shape[1] > 1024 else actual
 
 
 def any_of_equals(values: Any, shares: Any, pinned: Any) -> Any:

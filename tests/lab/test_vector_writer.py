@@ -128,11 +128,11 @@ def test_every_operation_of_the_writer_is_run() -> None:
 @cache
 def valid_vectors() -> Mapping[str, list[tuple[Any, Any]]]:
     """Return groups and tests by operation."""
-    found = defaultdict[str, list[tuple[Any, Any]]](list)
+    actual = defaultdict[str, list[tuple[Any, Any]]](list)
     for _, group, test in files.published():
         if test["result"] == "valid":
-            found[group["operation"]].append((group, test))
-    return found
+            actual[group["operation"]].append((group, test))
+    return actual
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -149,8 +149,8 @@ def test_a_wrong_result_is_a_complaint(operation: str) -> None:
                 continue
             wrong = spoiled(right[name])
             if wrong is not None:
-                found = list(complaints({**right, name: wrong}, given, bound, p, "float64"))
-                assert found, (test["tcId"], name)
+                actual = list(complaints({**right, name: wrong}, given, bound, p, "float64"))
+                assert actual, (test["tcId"], name)
 
 
 def run_numpy(operation: str, given: Any, p: CrystalCacheParameters) -> Mapping[str, Any]:
@@ -209,11 +209,11 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the unpacked folder of vectors."""
     home = tmp_path_factory.mktemp("package")
     store.main(["--package", str(home)])
-    (made,) = home.glob("*.zip")
-    first = made.read_bytes()
+    (created,) = home.glob("*.zip")
+    first = created.read_bytes()
     store.main(["--package", str(home)])
-    assert made.read_bytes() == first
-    with zipfile.ZipFile(made) as archive:
+    assert created.read_bytes() == first
+    with zipfile.ZipFile(created) as archive:
         archive.extractall(home)
     return home / f"kvspec-vectors-{SPEC_VERSION}"
 

@@ -75,8 +75,8 @@ def test_crystalcache_says_that_whole_trunks_are_kept(tmp_path: Path) -> None:
     if run.over_budget:
         assert f"whole trunks of the first 4 and the last 128 tokens, here {counts.floor} tokens" in str(counts)
     line = ["keep", str(tmp_path / "text.txt"), "--budget", "0.3", "--backend", "numpy"]
-    said = CliRunner().invoke(app, [*line, "--format", "json"])
-    shown = json.loads(said.stdout)
+    output = CliRunner().invoke(app, [*line, "--format", "json"])
+    shown = json.loads(output.stdout)
     assert (shown["kept"], shown["budget"], shown["over_budget"]) == (len(retention.kept), asked, run.over_budget)
     assert CliRunner().invoke(app, line).stderr == f"kept {counts}\n"
 

@@ -198,15 +198,15 @@ WORDS = ["[PAD]", "</s>.", "A", ".", "!", "?", "Ġend.", "Ġno", "Ċ", "ĠĊ", "
 
 
 def tokenizer(words: list[str], special: dict[str, str]) -> PreTrainedTokenizerFast:
-    made = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="A"))
-    made.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    made.decoder = ByteLevelDecoder()
-    return PreTrainedTokenizerFast(tokenizer_object=made, **special)  # type: ignore[no-untyped-call]
+    created = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="A"))
+    created.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    created.decoder = ByteLevelDecoder()
+    return PreTrainedTokenizerFast(tokenizer_object=created, **special)  # type: ignore[no-untyped-call]
 
 
 def test_sentence_ends_follow_the_text_of_each_token() -> None:
-    found = sentence_ends(tokenizer(WORDS, {"pad_token": "[PAD]", "eos_token": "</s>."}))
-    assert {WORDS[end] for end in found} == {".", "!", "?", "Ġend.", "Ċ", "ĠĊ", "...", "?Ġ", "wow!!"}
+    actual = sentence_ends(tokenizer(WORDS, {"pad_token": "[PAD]", "eos_token": "</s>."}))
+    assert {WORDS[end] for end in actual} == {".", "!", "?", "Ġend.", "Ċ", "ĠĊ", "...", "?Ġ", "wow!!"}
 
 
 MARKS = {
@@ -219,11 +219,11 @@ MARKS = {
 def test_sentences_of_all_scripts_end() -> None:
     """ASCII marks are unchanged. A comma and a quotation mark of a different script end no sentence."""
     words = [*MARKS.values(), "河，", "か」", "river", ";", *map(chr, range(33, 127))]
-    made = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    created = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="river")),
     )
-    found = {made.decode([end]) for end in sentence_ends(made)}
-    assert found == {*MARKS.values(), ".", "!", "?"}
+    actual = {created.decode([end]) for end in sentence_ends(created)}
+    assert actual == {*MARKS.values(), ".", "!", "?"}
 
 
 def test_a_special_token_is_not_text() -> None:
@@ -233,10 +233,10 @@ def test_a_special_token_is_not_text() -> None:
 
 
 def test_an_added_token_is_text_unless_it_is_special() -> None:
-    made = tokenizer([".", "A"], {})
-    made.add_tokens(["stop!"])
-    made.add_special_tokens({"additional_special_tokens": ["<halt>!"]})
-    assert sentence_ends(made) == {0, made.convert_tokens_to_ids("stop!")}
+    created = tokenizer([".", "A"], {})
+    created.add_tokens(["stop!"])
+    created.add_special_tokens({"additional_special_tokens": ["<halt>!"]})
+    assert sentence_ends(created) == {0, created.convert_tokens_to_ids("stop!")}
 
 
 @pytest.mark.law("refused-before-anything-changes")

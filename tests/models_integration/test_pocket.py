@@ -97,11 +97,11 @@ def test_it_answers_with_its_full_cache(pocket: Pocket, task: str, distractors: 
 def test_the_answer_is_a_full_sentence_that_ends(pocket: Pocket) -> None:
     model, tokenizer = pocket
     sample = drawn(pocket, "needle", 256)
-    found = answer(model, sample)
-    assert found[-1] == tokenizer.eos_token_id
+    actual = answer(model, sample)
+    assert actual[-1] == tokenizer.eos_token_id
     start, stop = sample.needle
     fact = decode(tokenizer, sample.context_ids[start:stop]).strip()
-    assert decode(tokenizer, found).strip() == fact
+    assert decode(tokenizer, actual).strip() == fact
 
 
 def test_a_model_that_has_not_seen_the_value_does_not_know_it(pocket: Pocket) -> None:

@@ -54,8 +54,8 @@ from spec.policy import Cadence, LayerView, Needs, Observation, Policy, Scores, 
 pytestmark = pytest.mark.usefixtures("reference_items")
 
 
-def lists(found: Selection) -> list[list[int]]:
-    return [part.tolist() for part in np.split(found.positions, found.offsets[1:-1])]
+def lists(actual: Selection) -> list[list[int]]:
+    return [part.tolist() for part in np.split(actual.positions, actual.offsets[1:-1])]
 
 
 def given_rows(values: Matrix, pinned: Matrix) -> list[list[float | None]]:
@@ -74,10 +74,10 @@ def test_the_best_blocks_are_those_of_brute_force(seed: int, n: int, b: int, B: 
     values = rng.integers(-3, 4, (2, n)).astype(np.float64)
     values[rng.random((2, n)) < 0.3] = np.nan
     pinned = rng.random((2, n)) < rng.choice([0.0, 0.1])
-    found = best_blocks(values, np.array([B, B + 1]), pinned, b)
+    actual = best_blocks(values, np.array([B, B + 1]), pinned, b)
     rows = given_rows(values, pinned)
-    assert lists(found) == [oracle.best_blocks(row, b, share) for row, share in zip(rows, (B, B + 1), strict=True)]
-    assert {found.positions.dtype, found.offsets.dtype} == {np.dtype(np.int64)}
+    assert lists(actual) == [oracle.best_blocks(row, b, share) for row, share in zip(rows, (B, B + 1), strict=True)]
+    assert {actual.positions.dtype, actual.offsets.dtype} == {np.dtype(np.int64)}
 
 
 @pytest.mark.spec("PO-BEST-BLOCKS")
@@ -119,8 +119,8 @@ def test_numba_chooses_the_same_blocks() -> None:
         n, b = int(rng.integers(1, 40)), int(rng.integers(1, 9))
         values, pinned = rng.integers(0, 4, (2, n)) / 4, rng.random((2, n)) < 0.1
         shares = rng.integers(0, n + 2, 2)
-        found = best_blocks(values, shares, pinned, b, numba.best_tokens)
-        assert lists(found) == lists(best_blocks(values, shares, pinned, b))
+        actual = best_blocks(values, shares, pinned, b, numba.best_tokens)
+        assert lists(actual) == lists(best_blocks(values, shares, pinned, b))
 
 
 @pytest.mark.spec("PO-BLOCKS")
@@ -192,9 +192,9 @@ def chosen(
     values: Matrix, protected: BoolVector, B: int, b: int, share: Fraction, anchor: str, heads: int,
 ) -> list[list[int]]:
     given_scores = Scores(np.where(protected, np.nan, values), np.arange(values.shape[1] + 1), heads=heads)
-    found: Selection = scored_or_representative(given_scores, np.full(len(values), B), protected, b, share, anchor)
-    assert {found.positions.dtype, found.offsets.dtype} == {np.dtype(np.int64)}
-    return lists(found)
+    actual: Selection = scored_or_representative(given_scores, np.full(len(values), B), protected, b, share, anchor)
+    assert {actual.positions.dtype, actual.offsets.dtype} == {np.dtype(np.int64)}
+    return lists(actual)
 
 
 @pytest.mark.spec("PO-REPRESENTATIVES")
@@ -243,9 +243,9 @@ def test_representatives_among_thousands_of_tokens(heads: int, b: int, n: int, a
 def test_the_anchor_reaches_the_choice() -> None:
     """Check that each anchor changes the kept set, and that a share as a float is its exact number."""
     inputs = drawn(3, n=200, L=1, heads=(2, 1))
-    found = [decided(policies.kvcrush(W, KERNEL, BLOCK, 0.5, anchor), inputs, 60) for anchor in ANCHORS]
-    assert all(one != other for at, one in enumerate(found) for other in found[:at])
-    assert found[0] == decided(policies.kvcrush(W, KERNEL, BLOCK, Fraction(1, 2)), inputs, 60)
+    actual = [decided(policies.kvcrush(W, KERNEL, BLOCK, 0.5, anchor), inputs, 60) for anchor in ANCHORS]
+    assert all(one != other for at, one in enumerate(actual) for other in actual[:at])
+    assert actual[0] == decided(policies.kvcrush(W, KERNEL, BLOCK, Fraction(1, 2)), inputs, 60)
 
 
 Host = Callable[[Inputs], Policy]
@@ -297,13 +297,13 @@ def test_a_signature_outlives_its_tokens_in_other_heads(seed: int, B: int, mode:
     V = signed.signatures(plain_values(inputs), mode)
     norms = [row for view in inputs.layers for row in brute_knorm(plain(view))]
     part, live = len(norms) // len(V), [list(range(PROMPT)) for _ in norms]
-    for seen, found in enumerate(decoded(policies.diverse(running, LAM, mode), inputs, B), PROMPT):
+    for seen, actual in enumerate(decoded(policies.diverse(running, LAM, mode), inputs, B), PROMPT):
         for g, row in enumerate(norms):
             at = live[g] if seen == PROMPT else [*live[g], seen - 1]
             if seen == PROMPT or (seen % 2 == 0 and len(at) > B):
                 at = [at[i] for i in alpha_kept([row[p] for p in at], [V[g // part][p] for p in at], B, LAM)]
             live[g] = at
-        assert found == live
+        assert actual == live
 
 
 @pytest.mark.spec("DV-VARIANT-B")
@@ -311,12 +311,12 @@ def test_a_signature_outlives_its_tokens_in_other_heads(seed: int, B: int, mode:
 @given(seed=seeds, B=st.integers(1, 20), lam=st.sampled_from([0.0, 0.5, 2.0]))
 def test_variant_b_adds_a_cosine_to_the_score(seed: int, B: int, lam: float) -> None:
     inputs = drawn(seed)
-    (V,), found = signed.signatures(plain_values(inputs), "flat"), []
+    (V,), actual = signed.signatures(plain_values(inputs), "flat"), []
     prior = signed.toward_mean(V)
     for view in inputs.layers:
         for row in brute_knorm(plain(view)):
-            found.append(oracle.top([(x or 0.0) + lam * p for x, p in zip(row, prior, strict=True)], B))
-    assert decided(make_policy("diverse-knorm", {"diversity": lam, "rule": "variant_b"}), inputs, B) == found
+            actual.append(oracle.top([(x or 0.0) + lam * p for x, p in zip(row, prior, strict=True)], B))
+    assert decided(make_policy("diverse-knorm", {"diversity": lam, "rule": "variant_b"}), inputs, B) == actual
 
 
 @pytest.mark.spec("NK-EPISODIC")

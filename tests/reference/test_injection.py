@@ -39,11 +39,11 @@ def bits(x: Cube) -> bytes:
     return np.ascontiguousarray(x).tobytes()
 
 
-def near(found: Cube, wanted: Cube, angles: Matrix, turns: int) -> bool:
+def near(actual: Cube, wanted: Cube, angles: Matrix, turns: int) -> bool:
     """Return whether values agree within the rounding of `turns` rotations and of angles of that size."""
     slack = tolerances.UNIT_ROUNDOFF["float64"] * (1 + np.abs(angles).max(initial=0.0))
     radius = turns * (tolerances.turn_radius(wanted) + 8 * slack * np.abs(wanted).max())
-    return bool((np.abs(found - wanted) <= radius).all())
+    return bool((np.abs(actual - wanted) <= radius).all())
 
 
 @pytest.mark.spec("IN-SHIFT-ANGLES")
@@ -81,8 +81,8 @@ def test_rebasing_is_turning_back_and_turning_again(
     x, archived = made
     live, at = archived / factor, np.arange(x.shape[1], dtype=np.float64)[:, None]
     stored = TURNS[style](x, at * archived)
-    found = TURNS[style](stored, rebase_angles(x.shape[1], start, archived, live))
-    assert near(found, TURNS[style](x, (start + at) * live), (abs(start) + at) * archived, 4)
+    actual = TURNS[style](stored, rebase_angles(x.shape[1], start, archived, live))
+    assert near(actual, TURNS[style](x, (start + at) * live), (abs(start) + at) * archived, 4)
 
 
 @pytest.mark.law("figures-are-counted-right")
@@ -110,9 +110,9 @@ def test_of_many_equal_deviations_the_first_are_computed_again() -> None:
     rng = np.random.default_rng(0)
     spliced = rng.integers(0, 2, (1, 400, 1)).astype(np.float64)
     ones = np.flatnonzero(spliced[0, :, 0])
-    found = most_deviating(spliced, np.zeros_like(spliced), 7, 0.25)
+    actual = most_deviating(spliced, np.zeros_like(spliced), 7, 0.25)
     assert len(ones) > 100
-    assert found == (7 + ones[:100]).tolist()
+    assert actual == (7 + ones[:100]).tolist()
 
 
 @st.composite
@@ -157,11 +157,11 @@ def test_a_code_is_of_the_quotient() -> None:
 def test_an_error_is_at_most_half_a_step(x: Cube, scheme: str, bits: int) -> None:
     """The step is rounded to float32. Therefore the largest value may be q 2^-24 steps outside the range."""
     step = scale(x, SCHEMES[scheme], bits)
-    found = codes(x, step, bits)
-    assert np.abs(found).max() <= 2 ** (bits - 1) - 1
-    assert (np.abs(decoded(found, step) - x) <= step * (0.5 + 2.0**bits * 2.0**-24)).all()
-    assert np.isfinite(decoded(found, step)).all()
-    assert (decoded(found, step)[x == 0] == 0).all()
+    actual = codes(x, step, bits)
+    assert np.abs(actual).max() <= 2 ** (bits - 1) - 1
+    assert (np.abs(decoded(actual, step) - x) <= step * (0.5 + 2.0**bits * 2.0**-24)).all()
+    assert np.isfinite(decoded(actual, step)).all()
+    assert (decoded(actual, step)[x == 0] == 0).all()
 
 
 @pytest.mark.spec("IN-SCALE")
@@ -180,10 +180,10 @@ def test_a_region_without_tokens_has_a_scale(scheme: str) -> None:
 @given(layers=st.integers(1, 9), n=st.integers(0, 20))
 def test_regions_equal_the_brute_force(name: str, layers: int, n: int) -> None:
     arm = ARMS[name]
-    found = [[run.start, run.stop] for run in quantised_region(arm, layers, n)]
+    actual = [[run.start, run.stop] for run in quantised_region(arm, layers, n)]
     wanted = oracle.quantised_region(arm.half, arm.first, arm.last, layers, n)
-    assert found[1] == wanted[1]
-    assert list(range(*found[0])) == list(range(*wanted[0]))
+    assert actual[1] == wanted[1]
+    assert list(range(*actual[0])) == list(range(*wanted[0]))
 
 
 @pytest.mark.spec("IN-ARMS")
@@ -223,9 +223,9 @@ def parts(form: Form) -> list[list[tuple[bool, str]]]:
 def test_a_form_equals_the_brute_force(name: str, chunk: list[int]) -> None:
     form = FORMS[name]
     before, after = parts(form)
-    found = wrap(form, chunk, TOKENIZER)
+    actual = wrap(form, chunk, TOKENIZER)
     wanted = oracle.wrapped(before, chunk, after, form.hidden, WORDS)
-    assert {**vars(found), "ids": list(found.ids), "markers": list(found.markers)} == wanted
+    assert {**vars(actual), "ids": list(actual.ids), "markers": list(actual.markers)} == wanted
 
 
 @pytest.mark.spec("IN-WRAP")

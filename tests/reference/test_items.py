@@ -131,7 +131,7 @@ def turned_back(seed: int, later: int) -> dict[str, Any]:
     """Return keys whose rotation by their position cancels."""
     inputs = drawn(seed, n=6)
     view, constants = inputs.layers[0], {"inv_freq": inputs.inv_freq.tolist(), "factor": inputs.factor}
-    mean, magnitude = (found.tolist() for found in band_statistics(view.q))
+    mean, magnitude = (actual.tolist() for actual in band_statistics(view.q))
     return {"k": view.k[0].tolist(), "positions": [0, 1, 5, 6, 9, 30], "t": 31 + later, "mean": mean,
             "magnitude": magnitude, **constants}
 

@@ -321,9 +321,9 @@ def tree(tmp_path: Path) -> Path:
 def test_its_name_promises_cases_and_vectors_are_found(tree: Path) -> None:
     served = find_spec("transformers") is not None
     command = [sys.executable, "-c", FOUND, str(tree), *["policies"] * served]
-    told = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
-    assert told.returncode == 0, told.stderr
-    assert ("\nloudkeys" in told.stdout) is served
+    completed = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr
+    assert ("\nloudkeys" in completed.stdout) is served
 
 
 @pytest.mark.spec("PO-RETAIN")

@@ -392,9 +392,9 @@ def test_blocks_and_threads_say_nothing(monkeypatch: pytest.MonkeyPatch, floats:
     q, k = rng.normal(size=(6, 150, 8)).astype(np.float32), rng.normal(size=(2, 170, 8)).astype(np.float32)
     want = received_attention(q, k, 0.35, None)
     monkeypatch.setattr(attention, "FLOATS", floats)
-    found = []
+    actual = []
     for threads in (1, 3):
         monkeypatch.setattr("os.cpu_count", lambda threads=threads: threads)
-        found.append(attention.received_attention(q, k, 0.35, None))
-    assert np.array_equal(found[0], found[1])
-    assert np.abs(found[0] - want).max() < 1e-5 * want.max()
+        actual.append(attention.received_attention(q, k, 0.35, None))
+    assert np.array_equal(actual[0], actual[1])
+    assert np.abs(actual[0] - want).max() < 1e-5 * want.max()

@@ -58,9 +58,9 @@ def test_attention_of_hundreds_of_queries(shape: Shape) -> None:
         sums = want[:, first:].sum(axis=1)
         assert all(map(scores_agree, accumulated_attention(shown), sums.tolist()))
     for W in (33, 65, 129, 257, shape.n):
-        found, last = observed_attention(view, W), want[:, -W:]
-        assert found.shape == last.shape
-        assert scores_agree(found.ravel(), last.ravel().tolist())
+        actual, last = observed_attention(view, W), want[:, -W:]
+        assert actual.shape == last.shape
+        assert scores_agree(actual.ravel(), last.ravel().tolist())
 
 
 @pytest.mark.spec("PO-POOL")
@@ -79,12 +79,12 @@ def test_pools_of_long_rows(n: int, kernel: int) -> None:
 def test_ranks_of_many_partitions(n: int, lag: int) -> None:
     """Check hundreds of partitions, and partitions of hundreds of tokens, with separate keys and values."""
     k, v = (Numbers(n + at).fractions(n * 3).reshape(1, n, 3) for at in (0, 1))
-    (found,) = lagkv_score(LayerView(k[:, :0], k, v, 1.0, None), 4, lag)
+    (actual,) = lagkv_score(LayerView(k[:, :0], k, v, 1.0, None), 4, lag)
     (want,) = brute_lagkv({"k": k.tolist(), "v": v.tolist()}, 4, lag)
     tail = 4 + ((n - 4) // lag - 1) * lag
-    assert found[4:tail].tolist() == want[4:tail]
-    assert (np.diff(found[tail:]) == 1).all()
-    assert found[tail] == 1
+    assert actual[4:tail].tolist() == want[4:tail]
+    assert (np.diff(actual[tail:]) == 1).all()
+    assert actual[tail] == 1
 
 
 @pytest.mark.spec("TA-RANKING")
@@ -104,8 +104,8 @@ def test_z_scores_over_thousands_of_candidates(n: int) -> None:
 def test_signatures_of_many_layers_and_heads(mode: Signature, L: int, H_kv: int) -> None:
     """Compare bit for bit. Every part has different values."""
     values = Numbers(L * H_kv).fractions(L * H_kv * 3 * 5).reshape(L, H_kv, 3, 5) - 0.4
-    found = signatures(list(values), mode)
-    assert found.tolist() == signed.signatures(values.tolist(), mode)
+    actual = signatures(list(values), mode)
+    assert actual.tolist() == signed.signatures(values.tolist(), mode)
 
 
 # Kinds of distinct scores. Bins, float32 or a fixed number of bits map many of them to one value.
@@ -115,24 +115,24 @@ CLOSE = ("next-floats", "beside-one-far", "of-all-sizes")
 def close(kind: str, n: int, seed: int) -> Vector:
     """Return n distinct numbers in (0, 1], at most 2^20, in random order."""
     rank = Numbers(seed).permutation(n)
-    found: Vector = {
+    actual: Vector = {
         "next-floats": 0.5 + rank * 2.0**-53,
         "beside-one-far": np.where(rank == n - 1, 1.0, (1 + rank) * 2.0**-60),
         "of-all-sizes": np.ldexp(0.5 + rank / (2 * n), -(rank % 900)),
     }[kind]
-    return found
+    return actual
 
 
 def rows(groups: int, n: int, values: int, pinned: int) -> Matrix:
     """Return scores with few different values, so that most tie. The first tokens are protected."""
-    found: Matrix = Numbers(groups * n).integers(0, values, groups * n).reshape(groups, n) / values
-    found[:, :pinned] = np.nan
-    return found
+    actual: Matrix = Numbers(groups * n).integers(0, values, groups * n).reshape(groups, n) / values
+    actual[:, :pinned] = np.nan
+    return actual
 
 
-def sets(found: Selection) -> list[list[int]]:
+def sets(actual: Selection) -> list[list[int]]:
     """Return the kept positions of each group."""
-    return [part.tolist() for part in np.split(found.positions, found.offsets[1:-1])]
+    return [part.tolist() for part in np.split(actual.positions, actual.offsets[1:-1])]
 
 
 def plain(values: Matrix) -> list[list[float | None]]:
@@ -144,8 +144,8 @@ def plain(values: Matrix) -> list[list[float | None]]:
 @pytest.mark.parametrize("values", [1, 7])
 def test_the_best_tokens_of_many(n: int, values: int) -> None:
     v = rows(2, n, values, 5)
-    found = top_units(Scores(v, np.arange(n + 1)), np.array([n // 2, n // 3]), np.arange(n) < 5)
-    assert sets(found) == [oracle.top(row, B) for row, B in zip(plain(v), (n // 2, n // 3), strict=True)]
+    actual = top_units(Scores(v, np.arange(n + 1)), np.array([n // 2, n // 3]), np.arange(n) < 5)
+    assert sets(actual) == [oracle.top(row, B) for row, B in zip(plain(v), (n // 2, n // 3), strict=True)]
 
 
 @pytest.mark.spec("PO-TOP-UNITS")
@@ -160,8 +160,8 @@ def test_protected_tokens_hold_their_unit(m: int) -> None:
     protected = np.zeros(offsets[-1], dtype=np.bool_)
     protected[(offsets[:-1] + numbers.below(sizes))[shut]] = True
     B = int(offsets[-1]) // 2
-    found = top_units(Scores(scores[None], offsets), np.array([B]), protected)
-    assert sets(found) == [selectors.whole_units(scores, sizes, shut, B)]
+    actual = top_units(Scores(scores[None], offsets), np.array([B]), protected)
+    assert sets(actual) == [selectors.whole_units(scores, sizes, shut, B)]
 
 
 @pytest.mark.spec("PO-TOP-UNITS", "PO-H2O", "PO-FILL-UNITS")
@@ -189,8 +189,8 @@ def test_half_of_a_large_budget(n: int) -> None:
     """Check budgets of a third, of nine tenths and of all tokens. The oldest tokens have the best scores."""
     v = np.tile(np.arange(n, 0, -1) // 3 / n, (3, 1))
     budgets = [n // 3, 9 * n // 10, n]
-    found = recent_half(Scores(v, np.arange(n + 1)), np.array(budgets), np.zeros(n, dtype=np.bool_))
-    assert sets(found) == [halved(row, B) for row, B in zip(plain(v), budgets, strict=True)]
+    actual = recent_half(Scores(v, np.arange(n + 1)), np.array(budgets), np.zeros(n, dtype=np.bool_))
+    assert sets(actual) == [halved(row, B) for row, B in zip(plain(v), budgets, strict=True)]
 
 
 @pytest.mark.spec("PO-FILL-UNITS")
@@ -208,8 +208,8 @@ def test_whole_chunks_of_any_length(chunk: int, chunks: int) -> None:
         np.where(window, np.nan, np.pad(members, (0, 70)))[None],
     )
     B = n // 3 + chunk // 2 + 70
-    found = fill_units(scores, np.array([B]), window)
-    assert sets(found) == [oracle.chunk_selection([*members.tolist(), *[None] * 70], chunk, B)]
+    actual = fill_units(scores, np.array([B]), window)
+    assert sets(actual) == [oracle.chunk_selection([*members.tolist(), *[None] * 70], chunk, B)]
 
 
 @pytest.mark.spec("PO-STREAMINGLLM")
@@ -228,8 +228,8 @@ def test_sinks_and_windows_of_any_length(sink: int, recent: int) -> None:
 def test_pyramids_of_many_layers(L: int, heads: int, n: int, B: int) -> None:
     """Check the column of each head. Only the number of the scores matters."""
     scores = Scores(np.zeros((L * heads, 1)), np.array([0, n]), heads=heads)
-    found = Pyramid(32)(B * L * heads, scores).reshape(L, heads)
-    assert found.T.tolist() == [oracle.pyramid_shares(Fraction(B), 32, L, n, 20)] * heads
+    actual = Pyramid(32)(B * L * heads, scores).reshape(L, heads)
+    assert actual.T.tolist() == [oracle.pyramid_shares(Fraction(B), 32, L, n, 20)] * heads
 
 
 @pytest.mark.spec("PO-WHOLE-SHARES")
@@ -324,14 +324,14 @@ def test_windows_and_sinks_at_far_positions(seen: int, m: int, largest: int) -> 
     members = [positions[a:b] for a, b in pairwise(before.live.offsets.tolist())]
     for step in range(8 if m < 1_000 else 2):
         sink, recent = positions[0] + 70 + step, m // 3 + step
-        found = protected_trunks_of(before.live, seen, sink, recent)
-        assert found.tolist() == s6.protected(members, seen, sink, recent)
+        actual = protected_trunks_of(before.live, seen, sink, recent)
+        assert actual.tolist() == s6.protected(members, seen, sink, recent)
 
 
 @pytest.mark.spec("CC-EDGES")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_edges_at_full_size(case: Case) -> None:
     """Check order, orientation and absolute positions of up to 480 000 edges."""
-    found = lists(case.lists)
-    for got, want in zip(found.edges(), stages.edge_columns(found), strict=True):
+    actual = lists(case.lists)
+    for got, want in zip(actual.edges(), stages.edge_columns(actual), strict=True):
         assert np.array_equal(got, want)

@@ -42,13 +42,13 @@ def test_units_of_several_sizes_stay_whole(units: list[tuple[int, bool, int]], B
     sizes, pinned, marks = zip(*units, strict=True)
     offsets = np.cumsum([0, *sizes])
     values = np.where(pinned, np.nan, marks)[None].astype(np.float64)
-    found = top_units(Scores(values, offsets), np.array([B]), np.repeat(pinned, sizes))
+    actual = top_units(Scores(values, offsets), np.array([B]), np.repeat(pinned, sizes))
     kept = [u for u in range(len(units)) if pinned[u]]
     for u in sorted(set(range(len(units))) - set(kept), key=lambda u: (-marks[u], u)):
         if sum(sizes[i] for i in [*kept, u]) > B:
             break
         kept.append(u)
-    assert found.positions.tolist() == [i for u in sorted(kept) for i in range(offsets[u], offsets[u + 1])]
+    assert actual.positions.tolist() == [i for u in sorted(kept) for i in range(offsets[u], offsets[u + 1])]
 
 
 @pytest.mark.spec("PO-ADAPTIVE-BUDGET", "PO-COMPETITION-BUDGET")
@@ -135,8 +135,8 @@ def test_positions_are_int64_and_scores_float64(name: str) -> None:
     """float32 counts only to 2^24, and callers expect int64 instead of int32."""
     inputs = drawn(7, n=12, L=2, heads=(2, 1))
     policy = CASES[name].policy(inputs)
-    found = retained(policy, inputs, 6)
-    assert {found.positions.dtype, found.offsets.dtype} == {np.dtype(np.int64)}
+    actual = retained(policy, inputs, 6)
+    assert {actual.positions.dtype, actual.offsets.dtype} == {np.dtype(np.int64)}
     scores = policy.scorer(replace(observation(policy, inputs), B=6), policy.protection(inputs.n))
     assert scores.values.dtype == np.float64
     assert scores.offsets.dtype == np.int64
@@ -169,8 +169,8 @@ ROWS = {Granularity.MODEL: 1, Granularity.LAYER: 2, Granularity.HEAD: 6}
 
 
 def value_norms(seen: Observation) -> Array:
-    found = np.concatenate([np.linalg.norm(np.asarray(view.v), axis=2) for view in seen.layers.values()])
-    return found[:: len(found) // seen.groups]
+    actual = np.concatenate([np.linalg.norm(np.asarray(view.v), axis=2) for view in seen.layers.values()])
+    return actual[:: len(actual) // seen.groups]
 
 
 @pytest.mark.spec("PO-RETAIN")
@@ -318,8 +318,8 @@ def test_a_file_keeps_what_the_function_scores_best(tmp_path: Path) -> None:
     for g, (k, v) in enumerate(
         (k, v) for view in OTHERS.layers for k, v in zip(np.asarray(view.k), np.asarray(view.v), strict=True)
     ):
-        found = [sum(map(float, scores.w_k[g] * k[j] + scores.w_v[g] * v[j])) + float(scores.b[g]) for j in range(14)]
-        expected.append(sorted(sorted(range(14), key=lambda j: -found[j])[:5]))
+        actual = [sum(map(float, scores.w_k[g] * k[j] + scores.w_v[g] * v[j])) + float(scores.b[g]) for j in range(14)]
+        expected.append(sorted(sorted(range(14), key=lambda j: -actual[j])[:5]))
     assert decided(policy_from_score(scores, needs=scores.needs), OTHERS, 5) == expected
 
 

@@ -47,8 +47,8 @@ def test_selection_reads_weights_as_float32_and_stores_them_as_they_are() -> Non
 def test_protected_trunks_stand_where_the_text_has_them() -> None:
     """Algorithm 1 must list positions in ascending order, before a backfill sorts them."""
     ones, protected = np.ones(2), np.array([False, True])
-    found = dissolution.dissolve(ones, np.array([0, 2, 4]), np.ones(4), ones, protected, 4, 1)
-    assert found.kept.tolist() == [0, 1, 2, 3]
+    actual = dissolution.dissolve(ones, np.array([0, 2, 4]), np.ones(4), ones, protected, 4, 1)
+    assert actual.kept.tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.spec("CC-KEEP-COUNT")

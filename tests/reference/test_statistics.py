@@ -72,10 +72,10 @@ def test_a_confidence_that_is_no_probability_is_refused(confidence: float) -> No
 def test_the_merged_pool_has_the_paper_s_lower_end() -> None:
     """35 losses and 61 wins of 467 give [0.015, 0.096]. The paper prints 0.105 as the upper end."""
     differences = np.repeat([-1.0, 1.0, 0.0], [35, 61, 371])
-    found = bootstrap(differences, draws(467, 10_000, 0))
-    assert round(found.low, 3) == 0.015
-    assert round(found.high, 2) == 0.1
-    assert found.positive > 0.99
+    actual = bootstrap(differences, draws(467, 10_000, 0))
+    assert round(actual.low, 3) == 0.015
+    assert round(actual.high, 2) == 0.1
+    assert actual.positive > 0.99
 
 
 @pytest.mark.spec("IN-CLUSTER-BOOTSTRAP")
@@ -155,9 +155,9 @@ def test_ratio_bootstrap_by_hand() -> None:
     above, below, clusters = np.array([1.0, 2.0, 4.0]), np.array([2.0, 1.0, 5.0]), np.array([0, 1, 1])
     drawn = np.array(list(product(range(2), repeat=2)))
     ratios = sorted([1 / 2, 7 / 8, 7 / 8, 6 / 6])
-    found = ratio_bootstrap(above, below, clusters, drawn, 0.5)
-    assert found[:2] == (ratios[1], ratios[2])
-    assert found.positive == 1.0
+    actual = ratio_bootstrap(above, below, clusters, drawn, 0.5)
+    assert actual[:2] == (ratios[1], ratios[2])
+    assert actual.positive == 1.0
 
 
 @pytest.mark.law("figures-are-counted-right")
@@ -241,8 +241,8 @@ Table 3 has all problems only in its last cell.
 @pytest.mark.law("figures-are-counted-right")
 @pytest.mark.parametrize("erratum", RECOMPUTED)
 def test_an_erratum_recomputes_and_is_listed(erratum: str) -> None:
-    found, wanted = RECOMPUTED[erratum]
-    assert found == wanted
+    actual, wanted = RECOMPUTED[erratum]
+    assert actual == wanted
     assert f"| {erratum} |" in (SPEC / "errata.md").read_text(encoding="utf-8")
 
 

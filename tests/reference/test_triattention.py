@@ -35,9 +35,9 @@ MODES: tuple[Mode, ...] = ("global", "head", "layer and head")
 def test_statistics_are_means_of_queries_and_of_their_bands(seed: int) -> None:
     q = drawn(seed).layers[0].q
     mean, magnitude = band_statistics(q)
-    for head, found, sizes in zip(q.tolist(), mean, magnitude, strict=True):
+    for head, actual, sizes in zip(q.tolist(), mean, magnitude, strict=True):
         want, want_sizes = brute.statistics(head)
-        assert scores_agree(found, want)
+        assert scores_agree(actual, want)
         assert scores_agree(sizes, want_sizes)
     half = mean.shape[1] // 2
     assert (np.hypot(mean[:, :half], mean[:, half:]) <= magnitude * (1 + 1e-12)).all()
@@ -55,9 +55,9 @@ def test_bands_pair_the_two_halves_of_a_head() -> None:
 def test_rows_are_z_scored_over_what_is_not_pinned(seed: int, pinned: int) -> None:
     X = np.random.default_rng(seed).standard_normal((3, 6))
     X[1] = 2.0
-    found = z_scores(X, np.arange(6) >= pinned)
-    assert found[1, pinned:].tolist() == [0.0] * (6 - pinned)
-    for row, want in zip(found, X.tolist(), strict=True):
+    actual = z_scores(X, np.arange(6) >= pinned)
+    assert actual[1, pinned:].tolist() == [0.0] * (6 - pinned)
+    for row, want in zip(actual, X.tolist(), strict=True):
         assert scores_agree(row, brute.z_score(want, [p < pinned for p in range(6)]))
 
 
@@ -87,13 +87,13 @@ def test_steps_fire_at_the_budget_and_the_slack(mode: Mode, seed: int, B: int, s
     policy = triattention(inputs, mode, pinned, slack)
     groups = 1 if mode == "global" else len(inputs.layers) * inputs.H_kv
     live = [list(range(PROMPT))] * groups
-    for seen, found in enumerate(decoded(policy, inputs, B), PROMPT):
+    for seen, actual in enumerate(decoded(policy, inputs, B), PROMPT):
         live = live if seen == PROMPT else [[*row, seen - 1] for row in live]
         if seen == PROMPT or len(live[0]) >= B + slack:
             at = live
             rows = tri_rows(inputs, mode, lambda g, at=at: at[g % groups], seen, pinned)  # type: ignore[misc]
             live = [[row[i] for i in oracle.top(s, B)] for s, row in zip(rows, live, strict=True)]
-        assert found == live
+        assert actual == live
 
 
 @pytest.mark.spec("TA-POLICY")
@@ -162,23 +162,23 @@ def test_a_file_brings_back_every_bit(tmp_path: Path) -> None:
 @pytest.mark.spec("TA-CALIBRATION")
 def test_a_digest_is_of_the_statistics_alone() -> None:
     """Check 8 digits that are independent of the name. A different bit of any statistic changes them."""
-    found = a_calibration()
-    plain = Identity("other", found.identity.inv_freq)
+    actual = a_calibration()
+    plain = Identity("other", actual.identity.inv_freq)
     assert plain.rope == replace(plain, factor=1.0).rope
-    renamed = Calibration(plain, found.layers, found.mean, found.magnitude, found.head_scores)
-    assert re.fullmatch("[0-9a-f]{8}", found.digest)
-    assert renamed.digest == found.digest
+    renamed = Calibration(plain, actual.layers, actual.mean, actual.magnitude, actual.head_scores)
+    assert re.fullmatch("[0-9a-f]{8}", actual.digest)
+    assert renamed.digest == actual.digest
     for name in ("mean", "magnitude", "head_scores"):
-        changed = replace(found, **{name: np.nextafter(getattr(found, name), np.inf)})
-        assert changed.digest != found.digest
+        changed = replace(actual, **{name: np.nextafter(getattr(actual, name), np.inf)})
+        assert changed.digest != actual.digest
 
 
 @pytest.mark.spec("TA-CALIBRATION")
 def test_another_models_calibration_is_refused_by_name() -> None:
-    found = a_calibration()
-    here = Identity("llama@1", found.identity.inv_freq, found.identity.factor)
+    actual = a_calibration()
+    here = Identity("llama@1", actual.identity.inv_freq, actual.identity.factor)
     with pytest.raises(SpecError, match=r"calibration = 'drawn': was made for a different model, not for 'llama@1'"):
-        policies.triattention(found, here)
+        policies.triattention(actual, here)
 
 
 @pytest.mark.spec("TA-CALIBRATION")
@@ -226,6 +226,6 @@ def test_a_file_that_is_no_calibration_is_refused(kind: str, tmp_path: Path) -> 
 
 @pytest.mark.spec("TA-CALIBRATION")
 def test_statistics_of_a_wrong_shape_are_refused() -> None:
-    found = a_calibration()
+    actual = a_calibration()
     with pytest.raises(SpecError, match=r"calibration\.magnitude"):
-        Calibration(found.identity, found.layers, found.mean, found.magnitude[:, :1])
+        Calibration(actual.identity, actual.layers, actual.mean, actual.magnitude[:, :1])

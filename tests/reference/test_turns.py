@@ -47,11 +47,11 @@ few = settings(max_examples=30)
 
 
 def rows_of(inputs: Inputs, live: Live, score: Callable[[oracle.Layer], oracle.Score]) -> list[oracle.Score]:
-    found = []
+    actual = []
     for g, own in enumerate(live):
         at, head = divmod(g, inputs.H_kv)
-        found.append(score(one_head(plain(inputs.layers[at]), head, own, SEEN)))
-    return found
+        actual.append(score(one_head(plain(inputs.layers[at]), head, own, SEEN)))
+    return actual
 
 
 SCORES: dict[str, Callable[[oracle.Layer], oracle.Score]] = {
@@ -84,9 +84,9 @@ def brute_force(name: str, inputs: Inputs, live: Live, B: int) -> Live:
 def test_each_set_is_decided_over_what_it_stores(name: str, seed: int, B: int) -> None:
     """A set with fewer tokens than its share keeps all, and no set gets the rest."""
     inputs, live = drawn(seed, n=SEEN, L=2, heads=(2, 2)), stored(seed, 4)
-    found = turned(POLICIES[name], inputs, live, Budget(count=B))
-    assert sets(found) == brute_force(name, inputs, live, B)
-    assert {found.positions.dtype, found.offsets.dtype} == {np.dtype(np.int64)}
+    actual = turned(POLICIES[name], inputs, live, Budget(count=B))
+    assert sets(actual) == brute_force(name, inputs, live, B)
+    assert {actual.positions.dtype, actual.offsets.dtype} == {np.dtype(np.int64)}
 
 
 @pytest.mark.spec("PO-TURN")
@@ -96,9 +96,9 @@ def test_a_place_that_is_not_stored_is_won_by_its_own_head() -> None:
     The wins are 14 and 8, and the shares 13 and 9.
     """
     inputs, live = drawn(3, n=SEEN, L=2, heads=(2, 2)), [[*range(SEEN)], [*range(N, SEEN)]] * 2
-    found = sets(turned(POLICIES["adakv"], inputs, live, Budget(count=11)))
-    assert found == brute_force("adakv", inputs, live, 11)
-    assert [*map(len, found)] == [13, 5] * 2
+    actual = sets(turned(POLICIES["adakv"], inputs, live, Budget(count=11)))
+    assert actual == brute_force("adakv", inputs, live, 11)
+    assert [*map(len, actual)] == [13, 5] * 2
 
 
 @pytest.mark.spec("PO-TURN")
@@ -144,8 +144,8 @@ def test_one_observation_stands_for_sets_that_store_the_same() -> None:
 def test_h2o_adds_what_every_query_of_the_turn_attends_to(seed: int, B: int) -> None:
     """Check that sums belong to their tokens, and that the decision follows the last query."""
     inputs = drawn(seed, n=SEEN, L=1, heads=(2, 2))
-    before, found, after = after_records(policies.h2o(), inputs, Budget(count=B))
-    assert after == found == [summed(plain(inputs.layers[0]), g, before[g], B) for g in range(2)]
+    before, actual, after = after_records(policies.h2o(), inputs, Budget(count=B))
+    assert after == actual == [summed(plain(inputs.layers[0]), g, before[g], B) for g in range(2)]
 
 
 def summed(layer: oracle.Layer, g: int, kept: list[int], B: int) -> list[int]:
@@ -168,8 +168,8 @@ def test_a_turn_ends_in_a_decision_whatever_the_cadence() -> None:
     inputs, budget = drawn(5, n=SEEN, L=1, heads=(1, 1)), Budget(count=4)
     _, running = policies.start(policy, budget, shown(policy, inputs, [list(range(N))], N, N))
     live = np.column_stack([running.live, np.arange(N, SEEN)[None]])
-    found, after = policies.advance_turn(policy, budget, running, shown(policy, inputs, live, SEEN, SEEN), TURN)
-    assert len(found.positions) == after.live.shape[1] == 4
+    actual, after = policies.advance_turn(policy, budget, running, shown(policy, inputs, live, SEEN, SEEN), TURN)
+    assert len(actual.positions) == after.live.shape[1] == 4
 
 
 def own_view(policy: Policy, inputs: Inputs, g: int) -> Observation:

@@ -126,8 +126,8 @@ def test_the_output_has_thousands_of_channels() -> None:
 @pytest.mark.spec("PO-VATP")
 def test_each_of_thousands_of_tokens_has_its_own_norm() -> None:
     v = Numbers(3).fractions(5_000 * 3).reshape(1, 5_000, 3) - 0.5
-    (found,) = value_norms(v)
-    assert scores_agree(found, [sum(map(abs, value)) for value in v[0].tolist()])
+    (actual,) = value_norms(v)
+    assert scores_agree(actual, [sum(map(abs, value)) for value in v[0].tolist()])
 
 
 @pytest.mark.spec("PO-VATP", "PO-CRITICALKV")
@@ -163,13 +163,13 @@ def test_scores_and_preferences_lie_within_their_bound(seed: int, window: int, t
     """A window of one query has no variance, and therefore no preference."""
     inputs = drawn(seed)
     policy = policies.cake(window, KERNEL, 8.0, tau1, tau2)
-    found = policy.scorer(observation(policy, inputs), policy.protection(inputs.n))
-    rows = iter(found.values)
+    actual = policy.scorer(observation(policy, inputs), policy.protection(inputs.n))
+    rows = iter(actual.values)
     for view in inputs.layers:
         assert all(scores_agree(next(rows), want) for want in cake_oracle.scores(plain(view), window, KERNEL, 8.0))
-    assert found.preferences is not None
+    assert actual.preferences is not None
     want = [cake_oracle.preference(plain(view), window, tau1, tau2) for view in inputs.layers]
-    assert scores_agree(found.preferences, want)
+    assert scores_agree(actual.preferences, want)
 
 
 @pytest.mark.spec("PO-CAKE")
@@ -210,12 +210,12 @@ def shown(inputs: Inputs, **constants: Any) -> list[tuple[LayerView, Any]]:
 def test_scores_lie_within_their_bound(seed: int, N_sink: int, chunk: int) -> None:
     for view, W_o in shown(drawn(seed), N_sink=N_sink, chunk=chunk):
         plain, free = rehearsed(view), slice(N_sink, max(N_sink, view.k.shape[1] - REHEARSED["N_recent"]))
-        for found, want in (
+        for actual, want in (
             (kvzip_score(view, N_sink), kvzip.scores(plain, N_sink)),
             (kvzip_plus_score(view, N_sink, W_o), kvzip.scores(plain, N_sink, W_o.tolist())),
         ):
-            assert all(scores_agree(a[free], b[free]) for a, b in zip(found, want, strict=True))
-            assert np.isnan(np.delete(found, np.arange(view.k.shape[1])[free], axis=1)).all()
+            assert all(scores_agree(a[free], b[free]) for a, b in zip(actual, want, strict=True))
+            assert np.isnan(np.delete(actual, np.arange(view.k.shape[1])[free], axis=1)).all()
 
 
 @pytest.mark.spec("PO-KVZIP", "PO-KVZIP-PLUS")
@@ -255,12 +255,12 @@ def test_a_prompt_that_was_not_rehearsed_is_refused() -> None:
 @pytest.mark.parametrize(("heads", "n", "B"), [(1_000, 400, 300), (300, 5_000, 700), (70_000, 12, 9)])
 def test_shares_of_many_heads(heads: int, n: int, B: int) -> None:
     scores = Numbers(heads).integers(0, heads // 2, heads).astype(np.float64)
-    found = FullHeads(scores, 8)(B * heads, Scores(np.zeros((heads, n)), np.arange(n + 1)))
+    actual = FullHeads(scores, 8)(B * heads, Scores(np.zeros((heads, n)), np.arange(n + 1)))
     full = (B - 8) * heads // (n - 8)
-    assert found.dtype == np.int64
-    assert found.sum() == heads * B
-    assert sorted(np.flatnonzero(found == n)) == sorted(np.lexsort((np.arange(heads), -scores))[:full])
-    assert np.ptp(found[found < n]) <= 1
+    assert actual.dtype == np.int64
+    assert actual.sum() == heads * B
+    assert sorted(np.flatnonzero(actual == n)) == sorted(np.lexsort((np.arange(heads), -scores))[:full])
+    assert np.ptp(actual[actual < n]) <= 1
 
 
 @pytest.mark.spec("PO-KVZIP-HEADS", "TA-CALIBRATION")

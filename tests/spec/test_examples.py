@@ -48,8 +48,8 @@ def budget_forms(inputs: Json) -> object:
 def covered(i: Json) -> object:
     reserves = [coverage.coverage_reserve(integers(sizes), flags(shut), *rest) for sizes, shut, *rest in i["reserves"]]
     before = Dissolution(integers(i["kept"]), floats(i["ratio"]), floats(i["ratio"]) * floats(i["D"]))
-    found = coverage.backfill(before, integers(i["offsets"]), floats(i["D"]), i["reserve"])
-    return {"reserves": reserves, **vars(found)}
+    actual = coverage.backfill(before, integers(i["offsets"]), floats(i["D"]), i["reserve"])
+    return {"reserves": reserves, **vars(actual)}
 
 
 def impacts(inputs: Json) -> object:
@@ -127,22 +127,22 @@ def by_function(name: str, given: Json) -> object:
         given = {names[0]: given} if whole else {"cases": given}
     shared = {key: x for key, x in given.items() if key not in ("parameters", "cases")}
     p, open_ = CrystalCacheParameters(**given.get("parameters", {})), [key for key in names if key not in shared]
-    found = [call(function, {**shared, **named(case, open_)}, p) for case in given.get("cases", [{}])]
-    return found if "cases" in given else found[0]
+    actual = [call(function, {**shared, **named(case, open_)}, p) for case in given.get("cases", [{}])]
+    return actual if "cases" in given else actual[0]
 
 
 def by_item(name: str, given: Json) -> object:
     """Return the results of an item on inputs in the format of vectors. If the example names no result, return one."""
     cases = given["inputs"] if isinstance(given["inputs"], list) else [given["inputs"]]
-    found = []
+    actual = []
     for case in map(decoded, cases):
         p = parameters_of(given.get("parameters", {}))
         if name in ("CC-ADAPTIVE-MERGE", "CC-TRUNK-WEIGHT"):
             p = replace(p, **{key: case[key] for key in vars(p) if key in case})
         result = {key: plain(value) for key, value in BY_ITEM[name](case, p).items()}
         whole = isinstance(given["expected"], dict)
-        found.append(result if whole else [*result.values()] if len(result) > 1 else next(iter(result.values())))
-    return found if isinstance(given["inputs"], list) else found[0]
+        actual.append(result if whole else [*result.values()] if len(result) > 1 else next(iter(result.values())))
+    return actual if isinstance(given["inputs"], list) else actual[0]
 
 
 def agree(actual: Any, expected: Json, bound: float) -> None:
@@ -179,14 +179,14 @@ def test_the_example_holds(name: str) -> None:
     assert given["item"] == name
     want = decoded(given["expected"])
     if name in OWN:
-        found: Any = OWN[name](given["inputs"])
+        actual: Any = OWN[name](given["inputs"])
     elif name in FUNCTIONS and "parameters" not in given and (name == "CC-COATTENTION" or not isinstance(want, dict)):
-        found = by_function(name, given["inputs"])
+        actual = by_function(name, given["inputs"])
     else:
-        found = by_item(name, given)
+        actual = by_item(name, given)
     for key in BOUNDED[name].results if name.startswith("NK-") and name in BOUNDED else []:
-        assert scores_agree(np.ravel(found.pop(key)), np.ravel(want.pop(key)).tolist())
-    agree(found, want, given.get("bound", 0.0))
+        assert scores_agree(np.ravel(actual.pop(key)), np.ravel(want.pop(key)).tolist())
+    agree(actual, want, given.get("bound", 0.0))
 
 
 @pytest.mark.parametrize("name", ITEMS)

@@ -104,8 +104,8 @@ def test_a_value_of_another_kind_is_refused(field: str, value: object) -> None:
 def bounded() -> Mapping[str, set[str]]:
     """Return the bounded results of each operation, from the vectors."""
     return {
-        operation: found for operation, tests in operations().items()
-        if (found := {name for test in tests for name in test.get("bounded", [])})
+        operation: actual for operation, tests in operations().items()
+        if (actual := {name for test in tests for name in test.get("bounded", [])})
     }
 
 

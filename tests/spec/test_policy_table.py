@@ -76,8 +76,8 @@ def test_the_page_has_the_columns_that_are_tested_and_says_what_they_mean() -> N
 
 
 def test_every_cell_has_a_known_answer_and_every_reason_a_use() -> None:
-    found = [cell.partition(": ") for row in TABLE.values() for cell in row.values()]
-    assert {answer for answer, _, _ in found} == {"yes", "no", "N/A"}
+    actual = [cell.partition(": ") for row in TABLE.values() for cell in row.values()]
+    assert {answer for answer, _, _ in actual} == {"yes", "no", "N/A"}
     explained = re.findall(r"^- \*(\w+)\*: ", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert {reason for answer, _, reason in found if answer != "yes"} == set(explained)
-    assert all(not reason for answer, _, reason in found if answer == "yes")
+    assert {reason for answer, _, reason in actual if answer != "yes"} == set(explained)
+    assert all(not reason for answer, _, reason in actual if answer == "yes")

@@ -218,14 +218,14 @@ def test_neighbours_by_hand(earlier: bool) -> None:
                   "earlier": earlier},
         "weights": {"form": "falling", "seed": 4, "along": "lists", "bits": 5},
     }
-    found = expanded(inputs)
+    actual = expanded(inputs)
     for i in range(n):
         first = word(3, i + 1) % 5
         tried = [i + (steps + steps)[first + at] for at in range(5)]
         right = [50 + j for j in tried if 0 <= j < n and (j // C < i // C if earlier else j // C == i // C)][:2]
-        assert found["lists"][i] == right + [-1] * (2 - len(right))
+        assert actual["lists"][i] == right + [-1] * (2 - len(right))
         drawn = sorted(((word(4, 2 * i + at) >> 59) / 32 for at in (1, 2)), reverse=True)
-        assert found["weights"][i] == drawn[: len(right)] + [0.0] * (2 - len(right))
+        assert actual["weights"][i] == drawn[: len(right)] + [0.0] * (2 - len(right))
 
 
 def test_a_summary_shows_where_a_result_differs() -> None:

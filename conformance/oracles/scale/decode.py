@@ -18,8 +18,8 @@ def inverse_norms(k: Any) -> Vector:
     """Return the mean inverse norms of CC-KEY-NORM."""
     lengths = np.sqrt((k.astype(np.float64) ** 2).sum(axis=2))
     with np.errstate(divide="ignore"):
-        found: Vector = (1 / lengths).sum(axis=0) / len(k)
-    return found
+        result: Vector = (1 / lengths).sum(axis=0) / len(k)
+    return result
 
 
 def activation(norms: Vector, offsets: IntVector, theta: float) -> BoolVector:
@@ -27,8 +27,8 @@ def activation(norms: Vector, offsets: IntVector, theta: float) -> BoolVector:
     finite = norms[np.isfinite(norms)]
     eta = np.where(np.isfinite(norms), norms / (finite.max() if len(finite) else 1.0), 1.0)
     above = np.concatenate([[0], np.cumsum(eta > theta)])
-    found: BoolVector = 2 * (above[offsets[1:]] - above[offsets[:-1]]) > np.diff(offsets)
-    return found
+    result: BoolVector = 2 * (above[offsets[1:]] - above[offsets[:-1]]) > np.diff(offsets)
+    return result
 
 
 def rows_of(W: Weights) -> Rows:
@@ -82,10 +82,10 @@ def segment_graph(
     The weights before the prune are for pairs near tau_edge.
     """
     old, m = len(W[0]) - 1, len(sizes)
-    found = pairs(E, bounds[:-1], old)
-    w = pair_weights(found, sizes)
+    result = pairs(E, bounds[:-1], old)
+    w = pair_weights(result, sizes)
     stays = w > p.tau_edge
-    a, b, fresh = found.a[stays], found.b[stays], w[stays]
+    a, b, fresh = result.a[stays], result.b[stays], w[stays]
     row = np.repeat(np.arange(old), np.diff(W[0]))
     rows, columns = np.concatenate([row, a, b]), np.concatenate([W[1], b, a])
     values = np.concatenate([W[2], fresh, fresh])

@@ -157,12 +157,12 @@ def log_sum_exp(q: Any, k: Any, positions: IntVector, scaling: float, softcap: f
     """Return the natural logarithm of the denominators of Eq. 3 without sinks, (H, n)."""
     n, group = q.shape[1], len(q) // len(k)
     hidden = positions[None, :] > positions[len(positions) - n :, None]
-    found = np.empty(q.shape[:2])
+    result = np.empty(q.shape[:2])
     for h in range(len(q)):
         x = q[h].astype(np.float64) @ k[h // group].astype(np.float64).T * scaling
         if softcap is not None:
             x = softcap * np.tanh(x / softcap)
         x[hidden] = -np.inf
         top = x.max(axis=1)
-        found[h] = top + np.log(np.exp(x - top[:, None]).sum(axis=1))
-    return found
+        result[h] = top + np.log(np.exp(x - top[:, None]).sum(axis=1))
+    return result

@@ -19,15 +19,15 @@ def attended(q: Any, k: Any, scaling: float, softcap: float | None, sinks: Any =
     """
     n, group = q.shape[1], len(q) // len(k)
     ahead = np.triu(np.ones((k.shape[1], k.shape[1]), dtype=np.bool_), 1)[k.shape[1] - n :]
-    found = np.empty((len(q), n, k.shape[1]))
+    result = np.empty((len(q), n, k.shape[1]))
     for h in range(len(q)):
         x = q[h].astype(np.float64) @ k[h // group].astype(np.float64).T * scaling
         x = x if softcap is None else softcap * np.tanh(x / softcap)
         top = x.max(axis=1, keepdims=True, where=~ahead, initial=-np.inf)
         power = np.where(ahead, 0.0, np.exp(x - top))
         beside = 0.0 if sinks is None else np.exp(float(sinks[h]) - top)
-        found[h] = power / (power.sum(axis=1, keepdims=True) + beside)
-    return found
+        result[h] = power / (power.sum(axis=1, keepdims=True) + beside)
+    return result
 
 
 def expected(
@@ -40,7 +40,7 @@ def expected(
     """
     half, group = len(inv_freq), len(q) // len(k)
     mean_turn = np.exp(1j * np.multiply.outer(ahead, inv_freq)).mean(axis=0) * factor
-    found, mass = np.zeros(k.shape[:2]), 0.0
+    actual, mass = np.zeros(k.shape[:2]), 0.0
     for h in range(len(q)):
         x, key = q[h].astype(np.float64), k[h // group].astype(np.float64)
         pairs = (x[:, :half] + 1j * x[:, half:]) * np.exp(-1j * np.multiply.outer(at, inv_freq)) / factor * mean_turn
@@ -49,10 +49,10 @@ def expected(
         z = onto.mean(axis=0) + onto.var(axis=0) / 2
         power = np.exp(z - z.max())
         beside = 0.0 if sinks is None else np.exp(float(sinks[h]) - z.max())
-        found[h // group] += power / (power.sum() + beside) / group
+        actual[h // group] += power / (power.sum() + beside) / group
         size = scaling * np.sqrt((x * x).sum(axis=1)).max() * np.sqrt((key * key).sum(axis=1)).max()
         mass = max(mass, size + size**2)
-    return found * np.sqrt((v.astype(np.float64) ** 2).sum(axis=2)), mass
+    return actual * np.sqrt((v.astype(np.float64) ** 2).sum(axis=2)), mass
 
 
 def cosines_with(V: Matrix, j: int) -> Vector:
@@ -60,10 +60,10 @@ def cosines_with(V: Matrix, j: int) -> Vector:
 
     Products are added from the first channel to the last, and none is fused.
     """
-    found = np.zeros(len(V))
+    result = np.zeros(len(V))
     for c in range(V.shape[1]):
-        found = found + V[:, c] * V[j, c]
-    return found
+        result = result + V[:, c] * V[j, c]
+    return result
 
 
 def diverse(s: Vector, V: Matrix, retained: BoolVector, k: int, lam: float) -> IntVector:

@@ -39,16 +39,17 @@ def in_order(terms: Vector) -> float:
 
 def in_groups(group: IntVector, terms: Vector, groups: int) -> Vector:
     """Return the sum of each group's terms, in the order of the terms."""
-    found = np.zeros(groups)
-    np.add.at(found, group, terms)
-    return found
+    result = np.zeros(groups)
+    np.add.at(result, group, terms)
+    return result
 
 
-def edge_columns(found: Any) -> Columns:
+def edge_columns(result: Any) -> Columns:
     """Return the edges of CC-EDGES: intra by owner and rank, then cross by owner and rank."""
     columns = []
-    for index, weight, turned in ((found.intra, found.intra_weight, False), (found.cross, found.cross_weight, True)):
-        own = np.repeat(np.arange(len(index)) + found.start, index.shape[1])
+    intra, cross = (result.intra, result.intra_weight, False), (result.cross, result.cross_weight, True)
+    for index, weight, turned in (intra, cross):
+        own = np.repeat(np.arange(len(index)) + result.start, index.shape[1])
         other, w = index.ravel(), weight.ravel()
         there = other >= 0
         own, other, w = own[there], other[there], w[there]
@@ -90,12 +91,12 @@ def trunks(ends: BoolVector, E: Columns, start: int, p: CrystalCacheParameters) 
 
 def _split(offsets: IntVector, T_max: int) -> IntVector:
     """Apply CC-SPLIT to every trunk, larger pieces first, and return the offsets."""
-    found = [0]
+    result = [0]
     for size in np.diff(offsets).tolist():
         k = -(-size // T_max)
         short, more = divmod(size, k)
-        found += [short + 1] * more + [short] * (k - more)
-    return np.cumsum(found).astype(np.int64)
+        result += [short + 1] * more + [short] * (k - more)
+    return np.cumsum(result).astype(np.int64)
 
 
 def counts(ids: IntVector) -> IntVector:
@@ -110,8 +111,8 @@ def rarity(c: IntVector, form: str = "logarithm") -> Vector:
         return 1 / (1 + c)
     if form == "exponential":
         return np.exp(-c.astype(np.float64))
-    found: Vector = 1 / (1 + np.log1p(c))
-    return found
+    result: Vector = 1 / (1 + np.log1p(c))
+    return result
 
 
 def token_impact(S: Vector, c: IntVector, p: CrystalCacheParameters) -> Vector:
@@ -129,11 +130,11 @@ def token_impact(S: Vector, c: IntVector, p: CrystalCacheParameters) -> Vector:
 
 def trunk_impact(M: Vector, offsets: IntVector) -> Vector:
     """Return the impact of CC-TRUNK-IMPACT. Offsets count from the segment's first token."""
-    found = []
+    result = []
     for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
         top = np.sort(M[a:b])[::-1][:3].tolist()
-        found.append(added(top) / len(top))
-    return np.array(found)
+        result.append(added(top) / len(top))
+    return np.array(result)
 
 
 def pairs(E: Columns, bounds: IntVector, new_from: int = 0) -> Pairs:
@@ -155,11 +156,11 @@ def pairs(E: Columns, bounds: IntVector, new_from: int = 0) -> Pairs:
     return Pairs(low[first], high[first], number, total)
 
 
-def pair_weights(found: Pairs, sizes: IntVector) -> Vector:
+def pair_weights(result: Pairs, sizes: IntVector) -> Vector:
     """Return the weights of Eq. 25 before the prune. The product of sizes is an exact integer."""
-    product = sizes[found.a].astype(object) * sizes[found.b].astype(object)
-    density = np.array([int(k) / int(size) for k, size in zip(found.number.tolist(), product, strict=True)])
-    weights: Vector = found.total / found.number * np.sqrt(density)
+    product = sizes[result.a].astype(object) * sizes[result.b].astype(object)
+    density = np.array([int(k) / int(size) for k, size in zip(result.number.tolist(), product, strict=True)])
+    weights: Vector = result.total / result.number * np.sqrt(density)
     return weights
 
 
@@ -192,22 +193,22 @@ def normalised_impact(M_bar: Vector, epsilon: float) -> Vector:
     """Return the impact of CC-NORMALISED-IMPACT for the unprotected trunks."""
     ell = np.log1p(M_bar)
     low, high = ell.min(), ell.max()
-    found: Vector = (ell - low) / (high - low + epsilon)
-    return found
+    result: Vector = (ell - low) / (high - low + epsilon)
+    return result
 
 
 def score(D: Vector, M_bar: Vector, shut: BoolVector, p: CrystalCacheParameters) -> Vector:
     """Return the scores of CC-SCORE, with NaN for protected trunks."""
-    found = np.full(len(D), np.nan)
+    result = np.full(len(D), np.nan)
     if not shut.all():
-        found[~shut] = np.maximum(D[~shut], p.alpha * normalised_impact(M_bar[~shut], p.epsilon))
-    return found
+        result[~shut] = np.maximum(D[~shut], p.alpha * normalised_impact(M_bar[~shut], p.epsilon))
+    return result
 
 
 def protected(offsets: IntVector, n: int, p: CrystalCacheParameters) -> BoolVector:
     """Return the protected trunks by CC-PROTECTED."""
-    found: BoolVector = (offsets[:-1] < p.N_sink) | (offsets[1:] > n - p.W_recent)
-    return found
+    result: BoolVector = (offsets[:-1] < p.N_sink) | (offsets[1:] > n - p.W_recent)
+    return result
 
 
 class Dissolved(NamedTuple):

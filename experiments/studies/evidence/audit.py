@@ -59,12 +59,12 @@ def audit(folder: Path) -> list[Audit]:
     if git_output(folder, "rev-parse", "HEAD") is None:
         raise SpecError("audit", str(folder), "must be a folder in a git repository")
     files = [path for path in sorted(folder.rglob("*.toml")) if path.with_suffix(".jsonl.xz").exists()]
-    found = [_audited(path, folder) for path in files]
-    if not found:
+    result = [_audited(path, folder) for path in files]
+    if not result:
         raise SpecError(
             "audit", str(folder), "must have a rules file NAME.toml in the folder of the results NAME.jsonl.xz"
         )
-    return found
+    return result
 
 
 def _audited(path: Path, folder: Path) -> Audit:
@@ -108,8 +108,8 @@ def _pooled(rules: Rules, rows: Sequence[Row]) -> Iterator[str]:
     asked = [row for row in rows if "cells" in row and row["part"] == CONFIRM and not row.get("control")]
     some = Samples(merged(asked))
     for claim in rules.claims:
-        if some.rows and (found := opposite_signs(claim, some)):
-            yield f"pooled claim: {claim.name}; opposite signs {found}"
+        if some.rows and (result := opposite_signs(claim, some)):
+            yield f"pooled claim: {claim.name}; opposite signs {result}"
 
 
 def _finding(path: Path, rules: str, rows: str, commits: set[str | None]) -> str:

@@ -97,9 +97,9 @@ def verdicts(
         commits: commits that contain the rules of the samples, from `commits_with_rules`.
     """
     level = SIGNIFICANT / max(1, len(claims))
-    found = [_verdict(claim, dev, confirm, level, commits) for claim in claims]
-    corrected = holm({one.claim.name: one.p for one in found if one.p is not None})
-    return [replace(one, corrected=corrected.get(one.claim.name)) for one in found]
+    result = [_verdict(claim, dev, confirm, level, commits) for claim in claims]
+    corrected = holm({one.claim.name: one.p for one in result if one.p is not None})
+    return [replace(one, corrected=corrected.get(one.claim.name)) for one in result]
 
 
 def _verdict(
@@ -115,15 +115,15 @@ def _verdict(
     contexts = len({row["context"] for row in tried[0].rows}) if some.by else tried[0].contexts
     power = _power(claim, tried, some, level)
     parts = differences(some, above, below)
-    found = replace(
+    result = replace(
         undecided, difference=some.ratio(above, below), power=power, dev_contexts=contexts, opposite=opposite(parts),
         splits=tuple(split_text(kind, own) for kind, own in parts.items() if len(own) > 1),
     )
     kept = some.prompt_kept(first), other.prompt_kept(second)
     if claim.second != FULL and abs(kept[0] - kept[1]) > SAME_CACHE * min(kept):
-        return replace(found, flag=f"prompt tokens kept: {kept[0]:.1f} and {kept[1]:.1f}")
+        return replace(result, flag=f"prompt tokens kept: {kept[0]:.1f} and {kept[1]:.1f}")
     p, bound = _p(claim, some, above, below)
-    return replace(found, p=p, bound=bound)
+    return replace(result, p=p, bound=bound)
 
 
 def _undecided(claim: Claim, some: Samples, other: Samples, dev: Samples, registered: bool) -> str:

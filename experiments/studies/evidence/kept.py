@@ -102,10 +102,10 @@ def control_tokens(budget: str, length: int) -> int:
 
 def evidence_mask(sample: Sample, seen: int) -> BoolVector:
     """Return a mask (seen,) that is True for the sample's evidence."""
-    found = np.zeros(seen, dtype=np.bool_)
+    result = np.zeros(seen, dtype=np.bool_)
     for start, stop in sample.evidence:
-        found[start:stop] = True
-    return found
+        result[start:stop] = True
+    return result
 
 
 def control_set(

@@ -122,8 +122,8 @@ def measure(
         _Cell(policy, budget, prompt.set_of(policy, budget, sample), prompt.step_of(policy, budget))
         for policy, budget in wanted
     ]
-    found = reader.rows(cells, batch_size)
-    return {"cells": found, "seconds": {**prompt.seconds, "reading": time.perf_counter() - start}}
+    result = reader.rows(cells, batch_size)
+    return {"cells": result, "seconds": {**prompt.seconds, "reading": time.perf_counter() - start}}
 
 
 def kept_rows(sample: Sample, prompt: Prompt, wanted: Sequence[tuple[str, str]]) -> Row:
@@ -165,24 +165,24 @@ class _Reader:
     def rows(self, cells: Sequence[_Cell], batch_size: int) -> list[Row]:
         """Return the rows of the cells. The full cache is processed first if cells are compared with it."""
         full = _Cell(FULL, "1.0", Retention.shared(np.arange(self._seen), self._seen))
-        found = dict[_Content, _Reading]()
+        result = dict[_Content, _Reading]()
         if self._gold and (known := self._read_full(full)):
-            found[full.content] = known
+            result[full.content] = known
         elsewhere = {
             (cell.policy, cell.budget): self._in_steps(cell.step) if cell.step else self._blind()
             for cell in cells if cell.step or cell.policy == BLIND
         }
         different = {cell.content: cell for cell in cells if (cell.policy, cell.budget) not in elsewhere}
-        left = [cell for content, cell in different.items() if content not in found]
+        left = [cell for content, cell in different.items() if content not in result]
         left.sort(key=lambda cell: len(cell.kept.positions) / cell.kept.groups)  # to reduce padding
         for first in range(0, len(left), batch_size):
             some = left[first : first + batch_size]
-            found.update(zip((cell.content for cell in some), self._side_by_side(some), strict=True))
-        if self._full is not None and full.content in found:
+            result.update(zip((cell.content for cell in some), self._side_by_side(some), strict=True))
+        if self._full is not None and full.content in result:
             # Rounding in a batch must not make the full cache differ from itself.
-            found[full.content] = found[full.content]._replace(said=self._full)
+            result[full.content] = result[full.content]._replace(said=self._full)
         return [
-            self._row(cell, elsewhere.get((cell.policy, cell.budget)) or found[cell.content]) for cell in cells
+            self._row(cell, elsewhere.get((cell.policy, cell.budget)) or result[cell.content]) for cell in cells
         ]
 
     def _read_full(self, full: _Cell) -> _Reading | None:
@@ -202,8 +202,8 @@ class _Reader:
     def _blind(self) -> _Reading:
         """Process the question without the context."""
         cache, fed = RetainedCache(self._prompt.observed.architecture.config), self._sample.question_ids
-        (found,) = self._said(cache, fed, [0.0])
-        return found
+        (result,) = self._said(cache, fed, [0.0])
+        return result
 
     def _side_by_side(self, cells: Sequence[_Cell]) -> list[_Reading]:
         """Process several cells in one forward pass, each with a compacted cache."""
@@ -221,8 +221,8 @@ class _Reader:
         each = [self._gold_said(row) for row in columns]
         answers = self._known_answers(each) or self._answers(cache, columns[:, 0])
         return [
-            _Reading(said, answer, self._stored(length, fed, answer))
-            for said, answer, length in zip(each, answers, lengths, strict=True)
+            _Reading(prediction, answer, self._stored(length, fed, answer))
+            for prediction, answer, length in zip(each, answers, lengths, strict=True)
         ]
 
     def _read(self, cache: RetainedCache, fed: Sequence[int], rows: int, needs: Needs = NOTHING) -> Tensor:
@@ -249,12 +249,12 @@ class _Reader:
             return None
         return Said(columns.float(), torch.tensor(self._gold, device=columns.device))
 
-    def _known_answers(self, said: Sequence[Said | None]) -> Sequence[list[int] | None] | None:
+    def _known_answers(self, predictions: Sequence[Said | None]) -> Sequence[list[int] | None] | None:
         """Return the answers that need no generation, or None if a row needs one."""
         if not self._judged:
-            return [None] * len(said)
-        if self._of_gold and all(one is not None and one.exact for one in said):
-            return [list(self._gold)] * len(said)
+            return [None] * len(predictions)
+        if self._of_gold and all(one is not None and one.exact for one in predictions):
+            return [list(self._gold)] * len(predictions)
         return None
 
     def _answers(self, cache: RetainedCache, first: Tensor) -> list[list[int]]:
@@ -271,23 +271,23 @@ class _Reader:
 
     def _in_steps(self, step: Step) -> _Reading:
         """Process a cell whose policy evicts while decoding, token by token."""
-        fed, said, stored, answer = step.placement.fed_ids, None, list[float](), None
+        fed, gold_score, stored, answer = step.placement.fed_ids, None, list[float](), None
         if self._gold:
             columns = self._steps(step, [*fed, *self._gold[:-1]], stored)
-            said = self._gold_said(torch.cat(columns[-len(self._gold) :]))
-        if said is not None and self._of_gold and said.exact:
+            gold_score = self._gold_said(torch.cat(columns[-len(self._gold) :]))
+        if gold_score is not None and self._of_gold and gold_score.exact:
             answer = list(self._gold)
         elif self._judged:
             answer = self._answer_in_steps(step, fed, [] if self._gold else stored)
-        return _Reading(said, answer, stored)
+        return _Reading(gold_score, answer, stored)
 
     def _steps(self, step: Step, tokens: Sequence[int], stored: list[float]) -> list[Tensor]:
         """Return the logits (1, vocabulary) of the prompt's last token and of each given token."""
         assert step.observed.logits is not None
-        cache, found = compact(step.observed.cache, step.decision), [step.observed.logits[:, -1]]
+        cache, result = compact(step.observed.cache, step.decision), [step.observed.logits[:, -1]]
         with Session(step.method, self._subject.model):
-            found += [self._step(cache, torch.tensor([[token]]), stored) for token in tokens]
-        return found
+            result += [self._step(cache, torch.tensor([[token]]), stored) for token in tokens]
+        return result
 
     def _answer_in_steps(self, step: Step, fed: Sequence[int], stored: list[float]) -> list[int]:
         assert step.observed.logits is not None
@@ -307,23 +307,23 @@ class _Reader:
         return logits[:, -1]
 
     def _row(self, cell: _Cell, reading: _Reading) -> Row:
-        said, kept = reading.said, cell.kept
+        gold, kept = reading.said, cell.kept
         lengths = np.diff(kept.offsets)
         placement = cell.step.placement if cell.step else self._prompt.placement
         slots, prompt = float(lengths.mean()), 0 if cell.policy == BLIND else len(placement.prompt_ids)
         mean = float(np.mean(reading.stored)) if reading.stored else slots
         sizes = {"mean_cache": mean, "peak_cache": max([prompt, *map(ceil, reading.stored)])}
-        found = {
+        result = {
             "policy": cell.policy, "budget": cell.budget, **_kept_of(kept, self._evidence),
             "answer_slots": mean - slots, "right": self._right(reading),
             "answer": None if reading.answer is None else decode(self._subject.tokenizer, reading.answer),
             **sizes, **{name.replace("cache", "bytes"): round(slot * self._slot_bytes) for name, slot in sizes.items()},
         }
-        if said is None or self._full is None:
-            return found
+        if gold is None or self._full is None:
+            return result
         lost = None if self._attention is None else lost_attention(kept, self._attention)
         return {
-            **found, "exact": said.exact, "likelihood": said.likelihood, "divergence": said.divergence(self._full),
+            **result, "exact": gold.exact, "likelihood": gold.likelihood, "divergence": gold.divergence(self._full),
             "lost_attention": lost,
         }
 

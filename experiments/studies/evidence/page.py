@@ -79,8 +79,8 @@ def study_sections(rows: Sequence[Row], rules: Rules | None) -> list[Html]:
     bounds = table("Controls and their required accuracy", *control_cells(checked)) if checked else ""
     failed = ", ".join(failed_controls(checked))
 
-    def each(made: Callable[[Samples], str]) -> str:
-        return Html("".join(section(name, made(some), level=3) for name, some in placements.items()))
+    def each(cell: Callable[[Samples], str]) -> str:
+        return Html("".join(section(name, cell(some), level=3) for name, some in placements.items()))
 
     return [
         section(
@@ -178,13 +178,13 @@ def _best(samples: Samples) -> str:
 
     def winner(some: Samples, budget: str) -> str:
         cells = [cell for cell in some.cells if cell[1] == budget and compared(cell)]
-        found = {cell: some.recovery(cell) for cell in cells}
-        if not any(one.known for one in found.values()):
+        result = {cell: some.recovery(cell) for cell in cells}
+        if not any(one.known for one in result.values()):
             return "not known" if some.worth().known else most_right(some, cells)
-        best = max(found, key=lambda cell: found[cell].value)
-        ties = [cell for cell in cells if found[cell].value == found[best].value]
+        best = max(result, key=lambda cell: result[cell].value)
+        ties = [cell for cell in cells if result[cell].value == result[best].value]
         close = [cell[0] for cell in cells if cell not in ties and not some.over(best, cell).low > 0]
-        return best_of([name for name, _ in ties], found[best], close)
+        return best_of([name for name, _ in ties], result[best], close)
 
     def winner_by_answers(some: Samples, budget: str) -> str:
         return most_right(some, [cell for cell in some.cells if cell[1] == budget and compared(cell)])
@@ -193,14 +193,14 @@ def _best(samples: Samples) -> str:
         return cell[0] not in EVERY_CONTROL and cell not in off
 
     def most_right(some: Samples, cells: Sequence[tuple[str, str]]) -> str:
-        found = {cell: one for cell in cells if (one := some.accuracy(cell)).known}
-        best = max(found, key=lambda cell: found[cell].value, default=None)
-        if best is None or not found[best].value:
-            return "no right answer" if found else "not known"
-        ties = [cell for cell in found if found[cell].value == found[best].value]
-        pairs = {cell: some.pairs(best, cell) for cell in found if cell not in ties}
+        result = {cell: one for cell in cells if (one := some.accuracy(cell)).known}
+        best = max(result, key=lambda cell: result[cell].value, default=None)
+        if best is None or not result[best].value:
+            return "no right answer" if result else "not known"
+        ties = [cell for cell in result if result[cell].value == result[best].value]
+        pairs = {cell: some.pairs(best, cell) for cell in result if cell not in ties}
         close = [cell[0] for cell, pair in pairs.items() if pair is None or pair.p > SIGNIFICANT]
-        return best_of([name for name, _ in ties], found[best], close)
+        return best_of([name for name, _ in ties], result[best], close)
 
     heading = ["task", *(f"budget {budget}" for budget in budgets)]
     answered = {title: some for title, some in by_task(samples).items() if some.able().rows}
@@ -253,7 +253,7 @@ _PAPER_TASKS = tuple(dict.fromkeys(task for each in _TABLES for task in each.tas
 
 def _beside_papers(placements: Mapping[str, Samples]) -> Html:
     """Return each published table with its source and kvspec's accuracies for the same policies, budgets and tasks."""
-    made = [note(
+    created = [note(
         "The published results are from different models, prompt lengths and samples. Compare the order of the policies"
         " only.", "warning"
     )]
@@ -276,5 +276,5 @@ def _beside_papers(placements: Mapping[str, Samples]) -> Html:
             "", *(f"{model}, {budget}" for model, budget in each.columns),
             *(f"here: {title}, {budget}" for title, _, budget in here),
         ]
-        made.append(table(each.caption, headings, lines, folded=not here) + note(each.note, "small"))
-    return Html("\n".join(made))
+        created.append(table(each.caption, headings, lines, folded=not here) + note(each.note, "small"))
+    return Html("\n".join(created))

@@ -222,14 +222,14 @@ class Rules:
         """
         if not self.calibration:
             return None
-        found = load_calibration(folder / self.calibration)
-        for context in found.samples or ():
+        result = load_calibration(folder / self.calibration)
+        for context in result.samples or ():
             if part_of(context) != DEV:
                 raise SpecError(
                     "calibration", self.calibration,
                     f"was made from {context}, a context of the confirm part; calibrate on a different text",
                 )
-        return found
+        return result
 
 
 def check_budget(argument: str, budget: str) -> None:

@@ -192,7 +192,7 @@ def methods(rules: Rules, subject: Subject) -> dict[str, Method]:
         SpecError: if a policy does not support the model, if its calibration is missing, or if its name has the suffix
             `@prompt` although the policy always evicts only at the end of the prompt.
     """
-    found, budget = {}, read_budget(rules.budgets[0] if rules.budgets else "1.0")
+    result, budget = {}, read_budget(rules.budgets[0] if rules.budgets else "1.0")
     for name in rules.policies:
         text = name.removesuffix(AT_PROMPT)
         try:
@@ -204,11 +204,11 @@ def methods(rules: Rules, subject: Subject) -> dict[str, Method]:
         if text != name:
             policy = replace(method.policy, cadence=SEGMENT_END)
             method = Method(policy, method.budget, method.engine)
-        found[name] = method
+        result[name] = method
     if RANDOM_TRUNKS in rules.controls:
         method = subject.policy("crystalcache", budget).on(subject.model)
-        found[RANDOM_TRUNKS] = replace(method, policy=random_trunks(method.policy))
-    return found
+        result[RANDOM_TRUNKS] = replace(method, policy=random_trunks(method.policy))
+    return result
 
 
 def check_budgets(rules: Rules, policies: Mapping[str, Method], lengths: Iterable[int]) -> Iterator[str]:
@@ -266,34 +266,34 @@ def left_of(
     path: Path, rules: Rules, subject: Subject, every: Iterable[Item],
 ) -> dict[str, tuple[Item, tuple[Cell, ...]]]:
     """Return the samples with missing cells by unit, and the missing cells."""
-    stored, found = {unit_named(_key(row)): row for row in merged(load_rows(path))}, {}
+    stored, result = {unit_named(_key(row)): row for row in merged(load_rows(path))}, {}
     for item in every:
         row = stored.get(unit_named(item.identity(rules, subject)), {"cells": ()})
         here = {(cell["policy"], cell["budget"]) for cell in row["cells"]}
         cells = tuple(cell for cell in item.cells(rules) if cell not in here)
         if cells:
-            found[item.unit(rules, subject, cells)] = item, cells
-    return found
+            result[item.unit(rules, subject, cells)] = item, cells
+    return result
 
 
 def rows_of(path: Path, rules: Rules, subject: Subject, every: Iterable[Item]) -> list[Row]:
     """Return the stored rows of these samples from all runs, with only the cells of the rules."""
-    stored, found = {unit_named(_key(row)): row for row in merged(load_rows(path))}, []
+    stored, result = {unit_named(_key(row)): row for row in merged(load_rows(path))}, []
     for item in every:
         if row := stored.get(unit_named(item.identity(rules, subject))):
             cells = {(cell["policy"], cell["budget"]): cell for cell in row["cells"]}
-            found.append({**row, "cells": [cells[cell] for cell in item.cells(rules) if cell in cells]})
-    return found
+            result.append({**row, "cells": [cells[cell] for cell in item.cells(rules) if cell in cells]})
+    return result
 
 
 def merged(rows: Iterable[Row]) -> list[Row]:
     """Return one row per sample, with the cells and the durations of all rows of the sample."""
-    found: dict[str, Row] = {}
+    result: dict[str, Row] = {}
     for row in rows:
-        before = found.setdefault(unit_named(_key(row)), {"cells": (), "seconds": {}})
+        before = result.setdefault(unit_named(_key(row)), {"cells": (), "seconds": {}})
         cells = {(cell["policy"], cell["budget"]): cell for cell in (*before["cells"], *row["cells"])}
         before |= {**row, "cells": [*cells.values()], "seconds": {**before["seconds"], **row.get("seconds", {})}}
-    return list(found.values())
+    return list(result.values())
 
 
 class Measuring:

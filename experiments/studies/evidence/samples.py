@@ -51,8 +51,8 @@ class Samples:
         ]
         names = [template_of(row) if clusters == TEMPLATE else _context_of(row) for row in rows]
         last = {name: at for at, name in enumerate(names)}
-        firsts, found = np.unique([last[name] for name in names], return_inverse=True)
-        self.clusters: IntVector = found.astype(np.int64)
+        firsts, result = np.unique([last[name] for name in names], return_inverse=True)
+        self.clusters: IntVector = result.astype(np.int64)
         depths = [0.0 if clusters == TEMPLATE else _depth_of(rows[int(at)]) for at in firsts]
         self._strata: IntVector = np.unique(depths, return_inverse=True)[1].astype(np.int64)
 
@@ -146,11 +146,11 @@ class Samples:
         some = self.with_evidence().having(cell)
         if not some.rows:
             return NOTHING
-        found = [
+        result = [
             np.mean(np.asarray(cells[cell]["evidence_kept"]) == row["evidence_tokens"])
             for row, cells in zip(some.rows, some._cells, strict=True)
         ]
-        return some.ratio(np.array(found, dtype=np.float64), np.ones(len(found)))
+        return some.ratio(np.array(result, dtype=np.float64), np.ones(len(result)))
 
     def answered(self, cell: tuple[str, str]) -> Estimate:
         """Return the fraction of right answers among all samples, also of tasks that the full cache cannot do."""

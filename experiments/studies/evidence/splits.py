@@ -48,15 +48,15 @@ def differences(
         above: differences of the two policies.
         below: denominators of the differences, as in `Samples.ratio`.
     """
-    found = dict[str, dict[str, Estimate]]()
+    result = dict[str, dict[str, Estimate]]()
     for kind, value in SPLITS.items():
         names = np.array([value(row) or "" for row in some.rows])
         for name in sorted(set(names) - {""}, key=lambda name: (ORDER.index(name) if name in ORDER else -1, name)):
             own = np.flatnonzero(names == name)
             if len(own) >= FEWEST:
                 part = some.only([some.rows[int(at)] for at in own])
-                found.setdefault(kind, {})[name] = part.ratio(above[own], below[own])
-    return found
+                result.setdefault(kind, {})[name] = part.ratio(above[own], below[own])
+    return result
 
 
 def opposite(parts: Mapping[str, Mapping[str, Estimate]]) -> str:

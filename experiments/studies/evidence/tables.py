@@ -30,11 +30,11 @@ __all__ = [
 
 def grouped(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[Row, list[Row]]]:
     """Group rows with equal values in all named columns. Return the common values and the rows of each group."""
-    found: dict[str, tuple[Row, list[Row]]] = {}
+    result: dict[str, tuple[Row, list[Row]]] = {}
     for row in rows:
         about = {name: row.get(name) for name in names}
-        found.setdefault(repr(about), (about, []))[1].append(row)
-    return list(found.values())
+        result.setdefault(repr(about), (about, []))[1].append(row)
+    return list(result.values())
 
 
 def failures(rows: Sequence[Row]) -> Html:
@@ -62,11 +62,11 @@ def budgets_of(samples: Samples) -> list[str]:
 
 def off_budget(samples: Samples) -> dict[tuple[str, str], float]:
     """Return the relative difference of cells whose number of kept prompt tokens differs from the budget's median."""
-    found = dict[tuple[str, str], float]()
+    result = dict[tuple[str, str], float]()
     for budget in budgets_of(samples):
         kept = {cell: samples.prompt_kept(cell) for cell in samples.cells if cell[1] == budget}
-        found |= {cell: tokens / median(kept.values()) - 1 for cell, tokens in kept.items()}
-    return {cell: part for cell, part in found.items() if abs(part) > SAME_CACHE and cell[0] not in (FULL, BLIND)}
+        result |= {cell: tokens / median(kept.values()) - 1 for cell, tokens in kept.items()}
+    return {cell: part for cell, part in result.items() if abs(part) > SAME_CACHE and cell[0] not in (FULL, BLIND)}
 
 
 def flagged(samples: Samples) -> str:
@@ -234,12 +234,12 @@ def curves_of(placements: Mapping[str, Samples]) -> str:
 
 def swept(policies: Iterable[str]) -> dict[tuple[str, str], dict[float, str]]:
     """Return the policies that differ only in one numeric constant, by name and constant, then by value."""
-    found: dict[tuple[str, str], dict[float, str]] = {}
+    result: dict[tuple[str, str], dict[float, str]] = {}
     for policy in policies:
         name, constants = _spelled(policy)
         if len(constants) == 1 and isinstance(value := next(iter(constants.values())), int | float):
-            found.setdefault((name, next(iter(constants))), {})[value] = policy
-    return {each: dict(sorted(values.items())) for each, values in found.items() if len(values) >= _FEWEST}
+            result.setdefault((name, next(iter(constants))), {})[value] = policy
+    return {each: dict(sorted(values.items())) for each, values in result.items() if len(values) >= _FEWEST}
 
 
 def _spelled(policy: str) -> tuple[str, dict[str, Any]]:
@@ -271,7 +271,7 @@ def sweeps(samples: Samples) -> str:
 def differences(samples: Samples) -> str:
     """Return each policy's gain over the random control of equal granularity with equally many kept prompt tokens.
     All worthy tasks count together. If this control was not run, the control is `random`."""
-    some, found = samples.worthy(), []
+    some, result = samples.worthy(), []
     off = off_budget(some)
     for budget in budgets_of(some):
         lines = []
@@ -281,17 +281,17 @@ def differences(samples: Samples) -> str:
             if ((control, budget) in off) is ((name, budget) in off):
                 lines.append(([name, control], some.over((name, budget), (control, budget)), None))
         if any(one.known for _, one, _ in lines):
-            found.append(forest(f"Budget {budget}", ["policy", "over"], lines))
-    if not found:
+            result.append(forest(f"Budget {budget}", ["policy", "over"], lines))
+    if not result:
         return right_answers(samples)
     tasks = ", ".join(by_task(some)).lower()
     about = f"Recovery minus the recovery of a random control. Tasks: {tasks}. n = {len(some.rows)}."
-    return note(about) + grid(found, "grid broad") + right_answers(samples)
+    return note(about) + grid(result, "grid broad") + right_answers(samples)
 
 
 def right_answers(samples: Samples) -> Html:
     """Compare right answers in tasks without likelihoods with the full cache or the first policy (McNemar's test)."""
-    found = []
+    result = []
     for title, some in by_task(samples).items():
         cells = [cell for cell in some.cells if cell[0] != BLIND and not some.worth().known]
         base = FULL_CELL if FULL_CELL in cells else next(iter(cells), FULL_CELL)
@@ -302,8 +302,8 @@ def right_answers(samples: Samples) -> Html:
         n = min(pair.difference.n for pair in pairs.values())
         if (least := 2.0 ** (1 - n)) > SIGNIFICANT:
             about = f"{n} samples are too few for a significant difference: the smallest possible p is {least:g}."
-            found.append(note(about, "warning"))
-        found.append(forest(
+            result.append(note(about, "warning"))
+        result.append(forest(
             f"{title}, n = {n}. Compared with {' '.join(base)}: {some.answered(base)}. Exact McNemar test, Holm's"
             " correction",
             ["policy", "budget", "accuracy", "won", "lost", "p"], [
@@ -313,7 +313,7 @@ def right_answers(samples: Samples) -> Html:
                 ) for cell, pair in pairs.items()
             ],
         ))
-    return Html("".join(found))
+    return Html("".join(result))
 
 
 def depths(samples: Samples) -> str:

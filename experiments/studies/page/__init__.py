@@ -259,13 +259,13 @@ def table(
     body = "\n".join(
         f'<tr><th scope="row">{_named(line[0])}</th>{"".join(map(_cell, line[1:], names[1:]))}</tr>' for line in lines
     )
-    made = (
+    created = (
         f'<div class="wide" tabindex="0" role="region" aria-label="{escape(caption)}"><table class="{kind}">'
         f"<thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>"
     )
     if folded:
-        return Html(f"<details><summary>{_html(caption)}</summary>{made}</details>")
-    return Html(f"<figure><figcaption>{_html(caption)}</figcaption>{made}</figure>")
+        return Html(f"<details><summary>{_html(caption)}</summary>{created}</details>")
+    return Html(f"<figure><figcaption>{_html(caption)}</figcaption>{created}</figure>")
 
 
 def _named(name: object) -> str:
@@ -275,9 +275,9 @@ def _named(name: object) -> str:
 
 def _cell(content: object, name: object) -> str:
     kind = ' class="figure"' if _FIGURE.match(str(content)) else ""
-    said = f' data-name="{escape(str(name))}"' if name else ""
+    attribute = f' data-name="{escape(str(name))}"' if name else ""
     text = _html(content)
-    return f"<td{kind}{said}>{_INTERVAL.sub(_unbroken, text) if kind else text}</td>"
+    return f"<td{kind}{attribute}>{_INTERVAL.sub(_unbroken, text) if kind else text}</td>"
 
 
 def _unbroken(interval: re.Match[str]) -> str:
@@ -289,12 +289,12 @@ def forest(
     caption: str, headings: Sequence[str], lines: Sequence[tuple[Sequence[object], Estimate, float | None]],
 ) -> Html:
     """Return a table with a forest plot of each line's difference. A dashed line is the smallest claimed difference."""
-    made = [
+    created = [
         [first, Html(forest_mark(one, smallest)), str(one) or "not known", *others]
         for (first, *others), one, smallest in lines
     ]
     above = Html(f"difference{forest_axis()}")
-    return table(caption, [headings[0], above, "95 % interval", *headings[1:]], made, kind="forest stacked")
+    return table(caption, [headings[0], above, "95 % interval", *headings[1:]], created, kind="forest stacked")
 
 
 def shaded(shares: Float64[Vector, " n"]) -> Html:

@@ -48,7 +48,7 @@ def _chosen(cells: Mapping[tuple[str, str, str], Cell]) -> str:
     by_lambda = dict[float, list[float]]()
     for (_, _, policy), cell in cells.items():
         by_lambda.setdefault(spelled(policy)[1].get("diversity", 0.5), []).append(cell.difference)
-    means = ", ".join(f"{penalty:g}: {fmean(found):+.4f}" for penalty, found in by_lambda.items())
+    means = ", ".join(f"{penalty:g}: {fmean(result):+.4f}" for penalty, result in by_lambda.items())
     return f"The registered rule chooses lambda {choose_lambda(by_lambda):g}; mean differences {means}."
 
 

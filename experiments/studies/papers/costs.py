@@ -136,10 +136,10 @@ def _watched(backend: Backend, device: torch.device, seconds: dict[str, float]) 
 def _generated(model: Any, ids: Tensor, cache: DynamicCache) -> tuple[float, float]:
     """Read a prompt and tokens into a cache. Return the seconds of the prompt and of a later token."""
     forward = partial(model, **{cache_name(model): cache}, use_cache=True, logits_to_keep=1)
-    seconds, found = timed(model.device, partial(forward, input_ids=ids))
+    seconds, result = timed(model.device, partial(forward, input_ids=ids))
 
     def decode() -> None:
-        last = found
+        last = result
         for _ in range(TOKENS):
             last = forward(input_ids=last.logits[:, -1:].argmax(-1))
 
@@ -168,8 +168,8 @@ def _peak(device: torch.device, run: Callable[[], T]) -> tuple[int, T]:
         torch.cuda.reset_peak_memory_stats(device)
         before, result = torch.cuda.memory_allocated(device), run()
         return torch.cuda.max_memory_allocated(device) - before, result
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as results:
         result = run()
-    events: Any = found.profiler.kineto_results.events()
+    events: Any = results.profiler.kineto_results.events()
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     return max(accumulate(change for _, change in changes), default=0), result

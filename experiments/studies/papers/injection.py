@@ -288,8 +288,8 @@ def _through(chunk: Chunk, codec: str, depth: int) -> Chunk:
             return x
         part = x[:, tokens.start : tokens.stop].double().cpu().numpy()
         step = scale(part, SCHEMES[scheme], 8)
-        made = torch.from_numpy(decoded(codes(part, step, 8), step)).to(x)
-        return torch.cat([x[:, : tokens.start], made, x[:, tokens.stop :]], 1)
+        created = torch.from_numpy(decoded(codes(part, step, 8), step)).to(x)
+        return torch.cat([x[:, : tokens.start], created, x[:, tokens.stop :]], 1)
 
     return _mapped(chunk, layers, back)
 

@@ -86,10 +86,11 @@ def read_locomo(path: Path) -> list[Talk]:
         SpecError: if the file does not have the format of LoCoMo's repository.
     """
     try:
-        made = [_talks(sample) for sample in json.loads(path.read_bytes())]
+        conversations = [_talks(sample) for sample in json.loads(path.read_bytes())]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SpecError("file", str(path), f"must be LoCoMo's locomo10.json: {error!r}") from error
-    return [talks[at] for at in range(max(map(len, made), default=0)) for talks in made if at < len(talks)]
+    longest = max(map(len, conversations), default=0)
+    return [talks[at] for at in range(longest) for talks in conversations if at < len(talks)]
 
 
 def _talks(sample: Mapping[str, Any]) -> list[Talk]:
@@ -183,13 +184,13 @@ def patched_residuals(
         SpecError: if the decoder of the model has no list of layers.
     """
     own, at = _decoder_layers(model), list(wrapped.markers)
-    found = dict[int, Tensor]()
-    with _hooked(own, lambda index, x: found.__setitem__(index, x[:, at].clone())), restored_rotation(model):
+    result = dict[int, Tensor]()
+    with _hooked(own, lambda index, x: result.__setitem__(index, x[:, at].clone())), restored_rotation(model):
         prefilled(model, wrapped.ids)
     random = torch.Generator().manual_seed(_SEED)
 
     def write(index: int, x: Tensor) -> None:
-        given = found[index] if index in layers else torch.zeros_like(found[index])
+        given = result[index] if index in layers else torch.zeros_like(result[index])
         if index in layers and noise:
             given = given + noise * given.std() * torch.randn(given.shape, generator=random).to(given)
         x[:, at] = given

@@ -70,8 +70,8 @@ class Figure:
         """Return the text of a difference for a page."""
         if versus not in self.over:
             return ""
-        name, found = self.over[versus]
-        return found.text("+.2f", intervals) + (f" {name}" if versus == BEST else "")
+        name, result = self.over[versus]
+        return result.text("+.2f", intervals) + (f" {name}" if versus == BEST else "")
 
 
 @dataclass(frozen=True)
@@ -134,13 +134,13 @@ def _paired(
     table: Table, groups: Iterable[Sequence[_Value]], every: Mapping[str, Mapping[tuple[int, str], float]],
 ) -> dict[tuple[str, str, str], list[float]]:
     """Return the differences for a registered rule, by model, budget and policy."""
-    found = dict[tuple[str, str, str], list[float]]()
+    result = dict[tuple[str, str, str], list[float]]()
     for group in groups if table.rule else ():
         first, (other,) = group[0], table.versus
         if first.policy not in (*EVERY_CONTROL, other):
             model, budget = (first.row[list(table.rows).index(axis)] for axis in ("model", "budget"))
-            found[model, budget, first.policy] = [one.value - every[other][one.sample] for one in group]
-    return found
+            result[model, budget, first.policy] = [one.value - every[other][one.sample] for one in group]
+    return result
 
 
 def _values(table: Table, measured: Measured, part: int) -> Iterator[_Value]:
@@ -293,8 +293,8 @@ def _tidy(filled: Filled) -> Iterator[dict[str, object]]:
         if figure is not None:
             value, low, high, n = figure.value
             line: dict[str, object] = {**about, "n": n, "value": value, "low": low, "high": high, "exact": figure.exact}
-            for versus, (name, found) in figure.over.items():
-                line |= {f"over {versus}": found.value, f"{versus} low": found.low, f"{versus} high": found.high}
+            for versus, (name, result) in figure.over.items():
+                line |= {f"over {versus}": result.value, f"{versus} low": result.low, f"{versus} high": result.high}
                 line |= {BEST: name} if versus == BEST else {}
             yield line
         elif not np.isnan(paper):

@@ -131,9 +131,9 @@ def run_explain(
     (result,), (counts,) = run.retentions, run.kept_tokens
     assert isinstance(result, CrystalRetention)
     compared = [(other, _session(subject, other, budget, ids).retentions[0]) for other in others]
-    said = f"CrystalCache with budget {budget} on the model {subject.label}, backend {run.backend}. Kept: {counts}."
+    message = f"CrystalCache with budget {budget} on the model {subject.label}, backend {run.backend}. Kept: {counts}."
     shown = record(result, torch.tensor(ids).numpy(), PAPER)
-    page = explain_html(shown, texts_of(subject.tokenizer, ids), prompt.name, said, *compared)
+    page = explain_html(shown, texts_of(subject.tokenizer, ids), prompt.name, message, *compared)
     publish_readable(out, page.encode())
     say(f"{out}: kept {counts}; {len(result.ratio)} trunks, {len(page) / 1024:.0f} KiB")
 

@@ -105,17 +105,17 @@ def seconds(run: Callable[[], object]) -> float:
 
 def timed(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[float]:
     """Return a list that receives the processor time of each later call of a method."""
-    function, found = getattr(owner, name), list[float]()
+    function, result = getattr(owner, name), list[float]()
 
     def run(*args: Any, **kwargs: Any) -> Any:
         began = time.process_time()
         try:
             return function(*args, **kwargs)
         finally:
-            found.append(time.process_time() - began)
+            result.append(time.process_time() - began)
 
     monkeypatch.setattr(owner, name, run)
-    return found
+    return result
 
 
 def surplus(what: str, rounds: list[tuple[float, float]]) -> float:
@@ -161,8 +161,8 @@ def test_a_prefill_of_a_shape(shape: str, monkeypatch: pytest.MonkeyPatch) -> No
 
     def read_under(make: Callable[[], RetentionPolicy], tokens: int = PROMPT) -> None:
         with make()(model):
-            for found in inside:
-                found.clear()
+            for result in inside:
+                result.clear()
             read(tokens)
 
     rounds: dict[str, list[tuple[float, float, float]]] = {}

@@ -115,15 +115,15 @@ def inputs(n: int, edges: int) -> tuple[CoAttention, Any, Any]:
     rng = np.random.default_rng(1)
     intra, cross = (edges_like(n, share, k, rng, 40) for share, k in zip(DENSITIES[edges], (8, 4), strict=True))
     S = rng.uniform(0.1, 20, n)
-    made = CoAttention(0, S, intra[0], intra[1].astype(np.float64), cross[0], cross[1].astype(np.float64))
-    return made, rng.zipf(1.2, n) % 50_000, rng.random(n) < 1 / 18
+    created = CoAttention(0, S, intra[0], intra[1].astype(np.float64), cross[0], cross[1].astype(np.float64))
+    return created, rng.zipf(1.2, n) % 50_000, rng.random(n) < 1 / 18
 
 
-def stages(made: CoAttention, ids: Any, ends: Any) -> Any:
+def stages(coattention: CoAttention, ids: Any, ends: Any) -> Any:
     crystal, n = BACKEND.require_crystal(), len(ids)
-    M = crystal.impact(made.salience, ids, PAPER)
-    trunks = crystal.trunks(made, M, ends, PAPER)
-    graph = crystal.graph(made, trunks, PAPER)
+    M = crystal.impact(coattention.salience, ids, PAPER)
+    trunks = crystal.trunks(coattention, M, ends, PAPER)
+    graph = crystal.graph(coattention, trunks, PAPER)
     protected = np.zeros(len(trunks.sizes), dtype=np.bool_)
     score = crystal.score(graph.D, trunks.impact, protected, PAPER)
     return crystal.dissolve(score, trunks, M, graph.D, protected, n // 2, PAPER)
@@ -163,13 +163,13 @@ def state(tail: int) -> DecodeState:
         rng.uniform(3, 15, M),
     )
     ids, counts = np.unique(rng.zipf(1.2, SEEN) % 50_000, return_counts=True)
-    found = replace(
+    result = replace(
         empty_state(parse_budget("0.5")), seen=SEEN + tail, step=tail, live=table, D=rng.random(M), W=weights(rng),
         ids=ids, counts=counts, mu=20.0, sigma=5.0, tail_ids=tuple(rng.integers(0, 99, tail).tolist()),
         tail_inverse_norms=(1.0,) * tail,
     )
-    check_state(found)
-    return found
+    check_state(result)
+    return result
 
 
 def step(before: DecodeState) -> Any:

@@ -95,7 +95,7 @@ def _best(weights: Floats, k: int, tau: np.float32) -> tuple[NDArray[np.int64], 
 def numpy_s1(q: Floats, k: Floats) -> list[Any]:
     """Run S1 in chunks of 1024 with BLAS products and partitions. Buffers are reused in place."""
     H, n, d = q.shape
-    group, found = H // len(k), []
+    group, result = H // len(k), []
     for c in range(0, n, C):
         stop = min(n, c + C)
         rows = q[:, c:stop].reshape(len(k), group * (stop - c), d) * np.float32(d**-0.5)
@@ -109,8 +109,8 @@ def numpy_s1(q: Floats, k: Floats) -> list[Any]:
         own = A[:, c:] / (np.linalg.norm(A[:, c:], axis=1, keepdims=True) + np.float32(1e-8))
         cosine = own @ own.T
         np.fill_diagonal(cosine, -1)
-        found.append((salience, _best(cosine, K_INTRA, TAU_INTRA), _best(A[:, :c], K_CROSS, TAU_CROSS) if c else None))
-    return found
+        result.append((salience, _best(cosine, K_INTRA, TAU_INTRA), _best(A[:, :c], K_CROSS, TAU_CROSS) if c else None))
+    return result
 
 
 def torch_s1(q: Any, k: Any) -> list[Any]:
@@ -118,7 +118,7 @@ def torch_s1(q: Any, k: Any) -> list[Any]:
     import torch
 
     H, n, d = q.shape
-    found = []
+    result = []
     shared = k.repeat_interleave(H // len(k), dim=0)
     for c in range(0, n, C):
         stop = min(n, c + C)
@@ -131,5 +131,5 @@ def torch_s1(q: Any, k: Any) -> list[Any]:
         cosine = (own @ own.T).fill_diagonal_(-1)
         intra = cosine.topk(min(K_INTRA, stop - c), dim=1)
         cross = A[:, :c].topk(min(K_CROSS, c), dim=1) if c else None
-        found.append((salience, intra, cross))
-    return found
+        result.append((salience, intra, cross))
+    return result

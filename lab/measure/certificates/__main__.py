@@ -87,9 +87,9 @@ def _mine(name: str) -> bool:
 
 def compile_engine(language: str, program: Path) -> None:
     """Compile an example engine."""
-    made = ROOT / program
-    made.parent.mkdir(exist_ok=True)
-    subprocess.run([*COMPILERS[language], "-o", str(made)], cwd=DOCS / "examples" / language, check=True)
+    executable = ROOT / program
+    executable.parent.mkdir(exist_ok=True)
+    subprocess.run([*COMPILERS[language], "-o", str(executable)], cwd=DOCS / "examples" / language, check=True)
 
 
 def make(name: str) -> None:
@@ -109,19 +109,19 @@ def make(name: str) -> None:
     shutil.copyfile(out / "certificate.toml", OUT / f"{name}.toml")
 
 
-def _counts(made: dict[str, Any]) -> str:
+def _counts(certificate: dict[str, Any]) -> str:
     """Return the number of rows by verdict. For an engine, only the families that it offers count."""
-    verdicts = Counter(row["verdict"] for row in made["items"].values() if row["verdict"] != "not offered")
+    verdicts = Counter(row["verdict"] for row in certificate["items"].values() if row["verdict"] != "not offered")
     order = ("pass", "fail", "not served", "not promised", "N/A", "not run")
     return ", ".join(f"{verdicts[one]} {one}" for one in order if verdicts[one])
 
 
 def _row(name: str) -> str:
-    made = tomllib.loads((OUT / f"{name}.toml").read_text(encoding="utf-8"))
-    with_ = made["device"].get("transformers")
-    who = made["subject"]["name"] + (f", transformers {with_}" if with_ else "")
-    note = SUBJECTS[name].note or (f"fails: {', '.join(made['failing'])}" if made["failing"] else "")
-    return f"| [{name}]({name}.toml) | {made['verdict']} | {who} | {_counts(made)} | {note} |"
+    certificate = tomllib.loads((OUT / f"{name}.toml").read_text(encoding="utf-8"))
+    with_ = certificate["device"].get("transformers")
+    who = certificate["subject"]["name"] + (f", transformers {with_}" if with_ else "")
+    note = SUBJECTS[name].note or (f"fails: {', '.join(certificate['failing'])}" if certificate["failing"] else "")
+    return f"| [{name}]({name}.toml) | {certificate['verdict']} | {who} | {_counts(certificate)} | {note} |"
 
 
 def page() -> str:

@@ -59,9 +59,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _shown(defect: Defect) -> bool:
-    found = said(defect)
-    shown = bool(found) and found == defect.fields["Prints"]
-    print(f"{'still there' if shown else 'OTHERWISE'}  {defect.title}: {found or 'no error'}", flush=True)
+    result = said(defect)
+    shown = bool(result) and result == defect.fields["Prints"]
+    print(f"{'still there' if shown else 'OTHERWISE'}  {defect.title}: {result or 'no error'}", flush=True)
     return shown
 
 

@@ -166,10 +166,10 @@ def _version(name: str) -> str:
 
 def _said(*command: str) -> str:
     try:
-        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=20)
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=20)
     except OSError:
         return "unknown"
-    return found.stdout.strip() or "unknown"
+    return result.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

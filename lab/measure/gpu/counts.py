@@ -74,12 +74,12 @@ class DeviceTensor(Tensor):
 
     @staticmethod
     def __new__(cls, held: Tensor) -> "DeviceTensor":
-        made: DeviceTensor = Tensor._make_wrapper_subclass(
+        created: DeviceTensor = Tensor._make_wrapper_subclass(
             cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype,
             device=DEVICE,
         )
-        made.held = held
-        return made
+        created.held = held
+        return created
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -151,10 +151,11 @@ class HostReads(TorchDispatchMode):
         if (inside and (to_host or function in _READS or _masks(function, args))) or _waits(function, given, kwargs):
             self.counts[reader()] += 1
         wrappers = {id(one.held): one for one in given if isinstance(one, DeviceTensor)}
-        found = self.calculate(function, *_held(args), **_held(kwargs))
+        result = self.calculate(function, *_held(args), **_held(kwargs))
         if to_host or function in _SCALARS:
-            return found
-        return tree_map_only(Tensor, lambda one: wrappers[id(one)] if id(one) in wrappers else DeviceTensor(one), found)
+            return result
+        wrap = lambda one: wrappers[id(one)] if id(one) in wrappers else DeviceTensor(one)  # noqa: E731
+        return tree_map_only(Tensor, wrap, result)
 
     @staticmethod
     def calculate(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -252,9 +253,9 @@ class Watched(RetainedCache):
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Update the cache as a RetainedCache, and record the number of bytes."""
-        found = super().update(*args, **kwargs)
+        result = super().update(*args, **kwargs)
         self.most = max(self.most, storage_bytes(self.layers))
-        return found
+        return result
 
 
 def deep_llama(layers: int = LAYERS) -> LlamaForCausalLM:

@@ -105,9 +105,9 @@ def whole_heads(heads: Heads) -> Tensor:
         for lengths in (H_KV * [G], heads.lengths)
     )
     query, keys, values = (one.reshape(-1, 1, D) for one in (heads.query, heads.keys, heads.values))
-    found = varlen_attn(query, keys, values, rows, ends, G, max(heads.lengths))
-    assert isinstance(found, Tensor)
-    return found.reshape(1, -1, 1, D)
+    actual = varlen_attn(query, keys, values, rows, ends, G, max(heads.lengths))
+    assert isinstance(actual, Tensor)
+    return actual.reshape(1, -1, 1, D)
 
 
 ROUTES: dict[str, Callable[[Heads], Tensor]] = {
@@ -166,8 +166,8 @@ def _beside_the_full_cache(
         for name in names:
             for budget in BUDGETS:
                 say(f"decoding, {name}, {budget}, batch {batch}")
-                found = tokens_a_second(scale, subject, NamedPolicy(name, budget), scale.behind, batch)
-                rows.append((name, str(budget), f"{found:.1f}", f"{found / full:.2f}"))
+                result = tokens_a_second(scale, subject, NamedPolicy(name, budget), scale.behind, batch)
+                rows.append((name, str(budget), f"{result:.1f}", f"{result / full:.2f}"))
     finally:
         columns = ("policy", "budget", "tokens a second", "times the full cache")
         report.tables.append(Table(f"Decoding behind {scale.behind} tokens, batch {batch}", columns, tuple(rows)))

@@ -29,7 +29,7 @@ from spec.records import CoAttention, CrystalRetention
 Array = np.ndarray[Any, Any]
 
 
-def following(found: CoAttention) -> Backend:
+def following(result: CoAttention) -> Backend:
     """Return the reference with this S1 instead of its S1."""
 
     class Following:
@@ -37,22 +37,22 @@ def following(found: CoAttention) -> Backend:
             return getattr(BACKEND.require_crystal(), name)
 
         def coattention(self, *_: Any) -> CoAttention:
-            return found
+            return result
 
     return replace(BACKEND, name="following", crystal=cast(CrystalStages, Following()))
 
 
-def kept_complaints(found: CrystalRetention, q: Array, k: Array, **arguments: Any) -> Iterator[str]:
+def kept_complaints(result: CrystalRetention, q: Array, k: Array, **arguments: Any) -> Iterator[str]:
     """Yield the errors in a float32 result of `prefill`, given float64 q and k and the other arguments of `prefill`."""
     p, scaling = arguments["parameters"], arguments["scaling"]
-    yield from coattention_complaints(found.coattention, q, k, p, scaling, arguments["softcap"], "float32")
-    want = prefill(q, k, backend=following(found.coattention), **arguments)
-    if found.kept.tolist() != want.kept.tolist():
-        yield f"{len(set(found.kept.tolist()) ^ set(want.kept.tolist()))} kept positions differ after S1"
+    yield from coattention_complaints(result.coattention, q, k, p, scaling, arguments["softcap"], "float32")
+    want = prefill(q, k, backend=following(result.coattention), **arguments)
+    if result.kept.tolist() != want.kept.tolist():
+        yield f"{len(set(result.kept.tolist()) ^ set(want.kept.tolist()))} kept positions differ after S1"
 
 
 def coattention_complaints(
-    found: CoAttention, q: Array, k: Array, p: CrystalCacheParameters, scaling: float, softcap: float | None,
+    result: CoAttention, q: Array, k: Array, p: CrystalCacheParameters, scaling: float, softcap: float | None,
     precision: str,
 ) -> Iterator[str]:
     """Yield the errors in S1 of one segment from position 0, compared with the full-size oracle.
@@ -65,15 +65,15 @@ def coattention_complaints(
         return tolerances.attention_error(q, k, scaling, softcap, precision)
 
     def cosines(error: Vector, Q: int) -> Matrix:
-        found: Matrix = tolerances.cosine_error(error[:, None], error, Q, H, precision)
-        return found
+        result: Matrix = tolerances.cosine_error(error[:, None], error, Q, H, precision)
+        return result
 
     mean_error = tolerances.head_mean_error(H, precision)
     want = coattention(q, k, np.arange(n), p, scaling, softcap, weights, cosines, mean_error, behind=n)
-    yield from scale_checks.salience(found.salience, want, p, precision, strict=False)
+    yield from scale_checks.salience(result.salience, want, p, precision, strict=False)
     intra, cross = (p.k_intra, p.tau_intra), (p.k_cross, p.tau_cross)
-    yield from scale_checks.neighbours(found.intra, found.intra_weight, want.intra, *intra, strict=False)
-    yield from scale_checks.neighbours(found.cross, found.cross_weight, want.cross, *cross, strict=False)
+    yield from scale_checks.neighbours(result.intra, result.intra_weight, want.intra, *intra, strict=False)
+    yield from scale_checks.neighbours(result.cross, result.cross_weight, want.cross, *cross, strict=False)
 
 
 def generation(report: Report, scale: Scale, subject: Subject) -> None:
@@ -94,15 +94,15 @@ def generation(report: Report, scale: Scale, subject: Subject) -> None:
     synchronize()
     report.add(f"generation of {scale.new_tokens} tokens, compilation included", time.perf_counter() - start, "s")
     report.add("its peak memory, weights included", None if memory is None else memory[1] / 1e9, "GB")
-    (found,) = results
+    (result,) = results
     report.notes.append(
-        f"Generation handed S1 q and k as {_kind(watch.given[0])}. It kept {len(found.kept)} of {len(ids)} positions."
+        f"Generation handed S1 q and k as {_kind(watch.given[0])}. It kept {len(result.kept)} of {len(ids)} positions."
     )
-    _check(report, scale, subject, ids, found, watch)
+    _check(report, scale, subject, ids, result, watch)
 
 
 def _check(
-    report: Report, scale: Scale, subject: Subject, ids: Any, found: CrystalRetention, watch: Watch,
+    report: Report, scale: Scale, subject: Subject, ids: Any, result: CrystalRetention, watch: Watch,
 ) -> None:
     q, k = (_wide(x) for x in watch.given[:2])
     _, parameters, scaling, softcap = watch.given[2:6]
@@ -112,9 +112,9 @@ def _check(
     }
     say("the reference on the same q and k, in float64")
     want = prefill(q, k, **arguments)
-    differ = len(set(found.kept.tolist()) ^ set(want.kept.tolist()))
+    differ = len(set(result.kept.tolist()) ^ set(want.kept.tolist()))
     report.add("kept positions that differ from the reference's own (near ties)", differ, "positions")
-    complaints = list(kept_complaints(found, q, k, **arguments))
+    complaints = list(kept_complaints(result, q, k, **arguments))
     report.notes.append(
         "The comparator accepts the kept set: S1 lies in the certified box, and the reference leads from it to the"
         " same positions." if not complaints else f"The comparator rejects the kept set: {complaints[:5]}"

@@ -156,9 +156,9 @@ class Subject:
                 )
             else:
                 self.forward(ids)
-        (found,) = run.retentions
-        assert isinstance(found, CrystalRetention)
-        return found, dict(run.timings)
+        (actual,) = run.retentions
+        assert isinstance(actual, CrystalRetention)
+        return actual, dict(run.timings)
 
 
 def _row(ids: IntVector) -> torch.Tensor:

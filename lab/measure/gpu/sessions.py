@@ -48,9 +48,9 @@ def sessions(report: Report, scale: Scale) -> None:
 
 def _beside(method: Method, here: PreTrainedModel, there: PreTrainedModel) -> tuple[str, ...]:
     logits, kept, _ = _read(method, here)
-    found, found_kept, reads = _read(method, there)
+    result, found_kept, reads = _read(method, there)
     differ = sum(len(a ^ b) for a, b in zip(kept, found_kept, strict=True)) // 2
-    error = max(float((a - b).abs().max()) for a, b in zip(logits, found, strict=True))
+    error = max(float((a - b).abs().max()) for a, b in zip(logits, result, strict=True))
     return f"{differ} of {sum(map(len, kept))}", f"{error:.1e}", str(reads[0]), str(max(reads[1:]))
 
 
@@ -71,29 +71,29 @@ def _read(method: Method, model: PreTrainedModel) -> tuple[list[torch.Tensor], l
     return logits, kept, counts
 
 
-def _kept_sets(found: Retention) -> list[set[int]]:
-    return [set(found.group(at).tolist()) for at in range(found.groups)]
+def _kept_sets(result: Retention) -> list[set[int]]:
+    return [set(result.group(at).tolist()) for at in range(result.groups)]
 
 
 @contextmanager
 def _host_reads() -> Iterator[list[str]]:
     """Context manager that yields the functions of kvspec that wait for the device, from warnings of CUDA."""
-    found: list[str] = []
+    result: list[str] = []
 
     def show(message: Any, *_: Any, **__: Any) -> None:
         place = reader()
         if "synchroniz" in str(message) and not place.startswith(("transformers", "elsewhere")):
-            found.append(place)
+            result.append(place)
 
     if default_device().type != "cuda":
-        yield found
+        yield result
         return
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = show
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield found
+            yield result
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

@@ -62,8 +62,8 @@ def compared(press: str, number: int) -> Report:
             others = tuple(other for other in some if other != reading)
             without = ours(inputs, frozenset(others))
             head = next(h for h, (a, b) in enumerate(zip(without, theirs, strict=True)) if a != b)
-            found = Example(inputs, others, without[head], theirs[head])
-            report.smallest[reading] = min(report.smallest.get(reading, found), found, key=lambda e: e.size)
+            result = Example(inputs, others, without[head], theirs[head])
+            report.smallest[reading] = min(report.smallest.get(reading, result), result, key=lambda e: e.size)
     return report
 
 

@@ -103,8 +103,8 @@ def run(policy: Policy, inputs: Inputs, B: int) -> Kept:
     heads = len(inputs.k)
     groups = heads if policy.granularity is Granularity.HEAD else 1
     # A line may give a layer 0 tokens, which is not a valid budget. The protected window raises both budgets.
-    found = policies.retain(policy, Budget(count=max(1, B)), Observation(inputs.n, groups, None, {0: inputs.view}))
-    return [found.group(g).tolist() for g in range(groups)] * (heads // groups)
+    result = policies.retain(policy, Budget(count=max(1, B)), Observation(inputs.n, groups, None, {0: inputs.view}))
+    return [result.group(g).tolist() for g in range(groups)] * (heads // groups)
 
 
 def topk(scores: Array, B: int) -> Kept:
@@ -266,9 +266,9 @@ def kvzip(inputs: Inputs, readings: Set[str], plus: bool = False, uniform: bool 
 
     def behind_prefix(view: LayerView) -> Array:
         parts = [score(replace(view, repeats=(one,)), min(given.sinks, one.start)) for one in view.repeats or ()]
-        found: Array = np.nan_to_num(np.fmax.reduce(parts))
-        found[:, : given.sinks] = np.nan
-        return found
+        result: Array = np.nan_to_num(np.fmax.reduce(parts))
+        result[:, : given.sinks] = np.nan
+        return result
 
     if BEHIND_PREFIX in readings:
         host = replace(host, scorer=LayerScorer(host.scorer.needs, behind_prefix, separable=False))
@@ -288,11 +288,11 @@ def kvzip(inputs: Inputs, readings: Set[str], plus: bool = False, uniform: bool 
     shares = np.full(L, gone // L)
     if not uniform:
         shares = np.bincount(torch.tensor(-scores).reshape(-1).topk(gone).indices // (n * H_kv), minlength=L)
-    found: Kept = []
+    result: Kept = []
     for row, share in zip(-scores, shares, strict=True):
         away = set(torch.tensor(row).topk(int(share)).indices.tolist())
-        found += [[i for i in range(n) if h * n + i not in away] for h in range(H_kv)]
-    return found
+        result += [[i for i in range(n) if h * n + i not in away] for h in range(H_kv)]
+    return result
 
 
 def dms(inputs: Inputs, readings: Set[str]) -> Kept:

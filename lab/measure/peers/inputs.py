@@ -97,16 +97,16 @@ def positions_of(some: Array, keys: Array) -> Array:
     Raises:
         ValueError: for a key that does not occur, or that occurs at two positions of its head.
     """
-    found = np.empty(some.shape[:2], dtype=np.int64)
+    result = np.empty(some.shape[:2], dtype=np.int64)
     for head, (wanted, every) in enumerate(zip(some, keys, strict=True)):
         places = {key.tobytes(): at for at, key in enumerate(every)}
         if len(places) < len(every):
             raise ValueError(f"head {head}: {len(every) - len(places)} of {len(every)} keys are equal to another")
         try:
-            found[head] = [places[key.tobytes()] for key in wanted]
+            result[head] = [places[key.tobytes()] for key in wanted]
         except KeyError:
             raise ValueError(f"head {head}: a key is none of the prompt's") from None
-    return found
+    return result
 
 
 def threshold(ratio: float) -> float:
@@ -156,7 +156,7 @@ class Rehearsed:
 
     def views(self, first: int) -> dict[int, LayerView]:
         """Return the layers, after the tokens from `first` on have been repeated."""
-        inputs, found = self.inputs, dict[int, LayerView]()
+        inputs, result = self.inputs, dict[int, LayerView]()
         plan = Rehearsal(self.template, first, 0, inputs.constants.rehearsed, 8)
         for layer in range(inputs.constants.layers):
             repeats, (k, v) = list[Repeat](), self.cached(layer)
@@ -165,5 +165,5 @@ class Rehearsed:
                 raw = hidden.reshape(len(ids), -1, D).transpose(1, 0, 2)
                 q = unrotated(raw, -inputs.n - np.arange(len(ids)), inputs.inv_freq, 1.0)
                 repeats.append(Repeat(start, stop, q, own, np.linalg.norm(hidden, axis=1)))
-            found[layer] = LayerView(inputs.raw_q[:, :0], k, v, D**-0.5, None, repeats=tuple(repeats))
-        return found
+            result[layer] = LayerView(inputs.raw_q[:, :0], k, v, D**-0.5, None, repeats=tuple(repeats))
+        return result

@@ -66,13 +66,13 @@ def kept_by_press(make: Make, inputs: Inputs, eager: bool) -> list[list[int]]:
         shown = {"hidden_states": hidden, "past_key_values": stored, "cache_position": torch.arange(inputs.n)}
         press.forward_hook(module, [], shown, [])
         return unmasked(module, inputs)
-    found, places = gathered_by(press, module, hidden, keys, *others)
+    result, places = gathered_by(press, module, hidden, keys, *others)
     if module.masked_key_indices is not None:
         return unmasked(module, inputs)
-    if found is keys:
+    if result is keys:
         return [[*range(inputs.n)] for _ in inputs.k]
     if places is None:
-        places = positions_of(found[0].numpy(), inputs.k)
+        places = positions_of(result[0].numpy(), inputs.k)
     return [sorted(head.tolist()) for head in places]
 
 
@@ -85,8 +85,8 @@ def gathered_by(press: Any, module: Any, hidden: Any, keys: Any, *others: Any) -
         return gather(x, dim, index)
 
     with patch.object(torch.Tensor, "gather", recorded):
-        found, _ = press.compress(module, hidden, keys, *others)
-    return found, taken[-1][0, :, :, 0].numpy() if taken else None
+        result, _ = press.compress(module, hidden, keys, *others)
+    return result, taken[-1][0, :, :, 0].numpy() if taken else None
 
 
 def unmasked(module: Any, inputs: Inputs) -> list[list[int]]:

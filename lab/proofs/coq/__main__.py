@@ -63,17 +63,17 @@ def check() -> int:
     fresh(BUILD)
     try:
         compile_all(BUILD)
-        found = surprises(BUILD)
+        result = surprises(BUILD)
         vectors = check_vectors(BUILD)
     except ProofFailure as failure:
         print(failure)
         return 1
     compile_engine(BUILD)
-    print("\n".join(found), end="\n" if found else "")
+    print("\n".join(result), end="\n" if result else "")
     number = sum(1 for _ in stated(HERE / "proofs"))
-    print(f"coq: {number} theorems, {vectors} vectors in the kernel, {len(found)} surprises,"
+    print(f"coq: {number} theorems, {vectors} vectors in the kernel, {len(result)} surprises,"
           f" {time.perf_counter() - started:.0f} s", flush=True)
-    return int(bool(judge(ENGINE) or found))
+    return int(bool(judge(ENGINE) or result))
 
 
 def judged() -> int:

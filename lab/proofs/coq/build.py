@@ -73,12 +73,12 @@ def fresh(home: Path) -> None:
 
 def affected(home: Path, name: str, files: tuple[str, ...] = FILES) -> tuple[str, ...]:
     """Return a file and all files that require it, directly or indirectly, in the order of compilation."""
-    found = [name]
+    result = [name]
     for other in files:
         lines = _REQUIRED.findall((home / f"{other}.v").read_text(encoding="utf-8"))
-        if other != name and set(found) & set(" ".join(lines).split()):
-            found.append(other)
-    return tuple(found)
+        if other != name and set(result) & set(" ".join(lines).split()):
+            result.append(other)
+    return tuple(result)
 
 
 def run_coq(home: Path, name: str) -> str:
@@ -149,8 +149,8 @@ def stated(folder: Path) -> Iterator[tuple[Path, int, str]]:
     """Yield file, line and name of each theorem whose name begins like an item."""
     for path in sorted(folder.glob("*.v")):
         text = path.read_text(encoding="utf-8")
-        for found in _THEOREM.finditer(text):
-            yield path, text.count("\n", 0, found.start(1)) + 1, found[1]
+        for match in _THEOREM.finditer(text):
+            yield path, text.count("\n", 0, match.start(1)) + 1, match[1]
 
 
 def theorems(folder: Path, items: Iterable[str]) -> Iterator[Theorem]:
@@ -181,11 +181,11 @@ _COMMENT = re.compile(r"\(\*(?:(?!\(\*|\*\)).)*\*\)", re.DOTALL)
 _SECTION = re.compile(r"^\* ([^\n:]+):((?:[^\n]|\n(?!\*))*)", re.MULTILINE)
 
 
-def assumed(said: str) -> frozenset[str]:
+def assumed(text: str) -> frozenset[str]:
     """Return the names of the axioms in the output of `Print Assumptions`. Unknown lines are returned unchanged."""
-    entries = [line for line in said.splitlines() if line.strip() and not line[0].isspace()]
-    found = {line for line in entries if line != "Closed under the global context" and not _HEADING.fullmatch(line)}
-    return frozenset(name[1] if (name := _AXIOM.fullmatch(line)) else line for line in found)
+    entries = [line for line in text.splitlines() if line.strip() and not line[0].isspace()]
+    match = {line for line in entries if line != "Closed under the global context" and not _HEADING.fullmatch(line)}
+    return frozenset(name[1] if (name := _AXIOM.fullmatch(line)) else line for line in match)
 
 
 def rests_on(home: Path, module: str, names: list[str]) -> frozenset[str]:
@@ -204,11 +204,11 @@ def checked(home: Path, files: tuple[str, ...] = FILES) -> Iterator[str]:
     named = [word for name in files for word in ("-norec", f"Kvspec.{name}")]
     asked = ["coqchk", "-silent", "-o", "-Q", ".", "Kvspec", *named]
     done = subprocess.run(asked, cwd=home, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    found = {title: {line.strip() for line in body.splitlines()} - {"", "<none>"}
+    result = {title: {line.strip() for line in body.splitlines()} - {"", "<none>"}
              for title, body in _SECTION.findall(done.stdout)}
-    if done.returncode or not found:
+    if done.returncode or not result:
         yield f"coqchk: {done.stdout.strip()}"
-    for title, entries in found.items():
+    for title, entries in result.items():
         odd = {one for one in entries if not one.startswith("Coq.")} - {"Set is predicative"}
         if odd:
             yield f"coqchk: {title}: {', '.join(sorted(odd))}"
@@ -218,7 +218,7 @@ def unsafe(text: str) -> list[str]:
     """Return the commands in a source that assume something or disable a check."""
     while (bare := _COMMENT.sub(" ", text)) != text:
         text = bare
-    return [found[0].strip() for found in _UNSAFE.finditer(text)]
+    return [match[0].strip() for match in _UNSAFE.finditer(text)]
 
 
 def surprises(home: Path) -> list[str]:
@@ -227,8 +227,8 @@ def surprises(home: Path) -> list[str]:
     for path, _, name in stated(HERE / "proofs"):
         names.setdefault(path.stem, []).append(name)
     sources = {name: (home / f"{name}.v").read_text(encoding="utf-8") for name in FILES}
-    found = [f"{name}: {line}" for name, text in sources.items() for line in unsafe(text)]
+    result = [f"{name}: {line}" for name, text in sources.items() for line in unsafe(text)]
     for module, known in names.items():
         if odd := rests_on(home, module, known) - (REALS if module in OVER_THE_REALS else frozenset()):
-            found.append(f"{module}: rests on {', '.join(sorted(odd))}")
-    return [*found, *checked(home)]
+            result.append(f"{module}: rests on {', '.join(sorted(odd))}")
+    return [*result, *checked(home)]

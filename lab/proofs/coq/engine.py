@@ -86,8 +86,8 @@ class Model:
         with suppress(OSError):
             self._running.stdin.write(line)
             self._running.stdin.flush()
-        said = self._running.stdout.readline().rstrip("\n")
-        return said or json.dumps({"id": number, "error": f"the extracted model ended with exit code {self.stop()}"})
+        output = self._running.stdout.readline().rstrip("\n")
+        return output or json.dumps({"id": number, "error": f"the extracted model ended with exit code {self.stop()}"})
 
     def stop(self) -> int:
         """Stop the process, and return its exit code."""

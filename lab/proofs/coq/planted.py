@@ -125,10 +125,10 @@ def read_rows(path: Path) -> tuple[Planted, ...]:
     for row in tomllib.loads(path.read_text(encoding="utf-8")).get("error", []):
         if sorted(row) != sorted(names):
             raise SpecError(path.name, row, f"each [[error]] must have {', '.join(names)} and nothing else")
-        rows.append(found := Planted(**row))
-        times = found.path.read_text(encoding="utf-8").count(found.old) if found.path.is_file() else 0
+        rows.append(result := Planted(**row))
+        times = result.path.read_text(encoding="utf-8").count(result.old) if result.path.is_file() else 0
         if times != 1:
-            raise SpecError(path.name, found.old, f"must occur once in {found.file}, not {times} times")
+            raise SpecError(path.name, result.old, f"must occur once in {result.file}, not {times} times")
     return tuple(rows)
 
 
@@ -206,11 +206,11 @@ def _table(rows: Sequence[Planted], compiled: Path, folder: Path, jobs: int) -> 
     """Print the table. Yield the errors that no check detects, and those that cannot be planted."""
     print("| file | item | error | proof | vector | comparison |\n| --- | --- | --- | --- | --- | --- |")
     with ProcessPoolExecutor(jobs) as pool:
-        for error, found in pool.map(partial(_row, compiled=compiled, folder=folder), rows):
-            ways = [found] if isinstance(found, str) else [found.proof, found.vector, found.comparison]
+        for error, result in pool.map(partial(_row, compiled=compiled, folder=folder), rows):
+            ways = [result] if isinstance(result, str) else [result.proof, result.vector, result.comparison]
             cells = " | ".join(way.replace("|", "\\|") or NOTHING for way in ways)
             print(f"| {error.file} | {error.item} | {error.what} | {cells} |", flush=True)
-            if isinstance(found, str) or not any(ways):
+            if isinstance(result, str) or not any(ways):
                 yield f"{error.file}: {error.what}"
 
 
@@ -227,9 +227,9 @@ def _mutants(compiled: Path) -> Iterator[str]:
             continue
         with replaced(mutant.edit):
             sides: dict[str, Side] = {"coq": coq, "independent": third, "reference": in_reference()}
-            found = next(differences(sides, questions(1, QUESTIONS)), NOTHING)
-        print(f"| {mutant.item} | {mutant.why} | {found} |", flush=True)
-        if not found.endswith(": reference stands alone"):
+            result = next(differences(sides, questions(1, QUESTIONS)), NOTHING)
+        print(f"| {mutant.item} | {mutant.why} | {result} |", flush=True)
+        if not result.endswith(": reference stands alone"):
             yield mutant.name
     engine.stop()
 

@@ -62,15 +62,15 @@ def extracted(program: Path, seconds: float = 60) -> tuple[Engine, Side]:
     return engine, Side(backend_of(engine), item)
 
 
-def _read(said: Json) -> Json:
+def _read(value: Json) -> Json:
     """Convert floats and large integers from text, at any depth."""
-    if isinstance(said, Mapping):
-        return {name: _read(inner) for name, inner in said.items()}
-    if isinstance(said, list):
-        return [_read(inner) for inner in said]
-    if not isinstance(said, str):
-        return said
-    return int(said) if said.lstrip("-").isdigit() else float.fromhex(said)
+    if isinstance(value, Mapping):
+        return {name: _read(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_read(inner) for inner in value]
+    if not isinstance(value, str):
+        return value
+    return int(value) if value.lstrip("-").isdigit() else float.fromhex(value)
 
 
 def in_reference() -> Side:
@@ -106,14 +106,14 @@ def _units_of_reference(i: Json, p: CrystalCacheParameters) -> Any:
     """Return the best units, which are protected through their first tokens."""
     bounds, protected = np.array(i["offsets"]), np.zeros(i["offsets"][-1], dtype=np.bool_)
     protected[bounds[:-1][np.array(i["pinned"])]] = True
-    found = top_units(Scores(np.array(i["values"]), bounds), np.full(len(i["values"]), i["B"]), protected)
-    return {"kept": np.split(found.positions, found.offsets[1:-1])}
+    result = top_units(Scores(np.array(i["values"]), bounds), np.full(len(i["values"]), i["B"]), protected)
+    return {"kept": np.split(result.positions, result.offsets[1:-1])}
 
 
 def _blocks_of_reference(i: Json, p: CrystalCacheParameters) -> Any:
     values, shares, pinned = (np.array(i[name]) for name in ("values", "shares", "pinned"))
-    found = best_blocks(values, shares, pinned, i["b"])
-    return {"positions": found.positions, "offsets": found.offsets}
+    result = best_blocks(values, shares, pinned, i["b"])
+    return {"positions": result.positions, "offsets": result.offsets}
 
 
 def _blocks_by_force(i: Json, p: CrystalCacheParameters) -> Any:
@@ -213,10 +213,10 @@ def _trunks(draw: Random) -> Question:
 
     intra = [row([j for j in range(i // 8 * 8, min(n, i // 8 * 8 + 8)) if j != i], 6) for i in range(n)]
     cross = [row(list(range(max(0, i // 8 * 8 - 6), i // 8 * 8)), 2) for i in range(n)]
-    found = record([1.0] * n, intra, cross, 6, 2, start)
+    result = record([1.0] * n, intra, cross, 6, 2, start)
     impact = np.array([draw.randint(1, 9) * unit for _ in range(n)])
     ends = np.array(_flags(draw, n, draw.choice([0.05, 0.4])))
-    return lambda side: side.backend.require_crystal().trunks(found, impact, ends, p)
+    return lambda side: side.backend.require_crystal().trunks(result, impact, ends, p)
 
 
 def _score(draw: Random) -> Question:

@@ -238,9 +238,9 @@ def check_vectors(home: Path) -> int:
     Raises:
         ProofFailure: if a theorem does not hold.
     """
-    found = list(written())
-    proofs = (f"Theorem {name} : {statement}.\nProof. vm_compute. reflexivity. Qed.\n" for name, statement in found)
+    actual = list(written())
+    proofs = (f"Theorem {name} : {statement}.\nProof. vm_compute. reflexivity. Qed.\n" for name, statement in actual)
     (home / "Vectors.v").write_text("From Kvspec Require Import Binary64.\n\n" + "\n".join(proofs), encoding="utf-8")
     run_coq(home, "Binary64")
     run_coq(home, "Vectors")
-    return len(found)
+    return len(actual)

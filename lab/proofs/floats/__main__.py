@@ -26,27 +26,27 @@ _ROW = re.compile(r"^(\| `(\w+)` \| ([^|]+) \|.*\| )([^|]*)( \|)$", re.MULTILINE
 Key = tuple[str, str]
 
 
-def figure(found: float) -> str:
-    return f"{found:.2g}"
+def figure(result: float) -> str:
+    return f"{result:.2g}"
 
 
-def _key(row: re.Match[str], found: Mapping[Key, float]) -> Key | None:
-    return next((key for key in found if key[1] == row[2] and key[0] in row[3].split(", ")), None)
+def _key(row: re.Match[str], result: Mapping[Key, float]) -> Key | None:
+    return next((key for key in result if key[1] == row[2] and key[0] in row[3].split(", ")), None)
 
 
-def rewritten(text: str, found: Mapping[Key, float]) -> str:
+def rewritten(text: str, result: Mapping[Key, float]) -> str:
     """Return the page with the largest errors, as ratios to the bound, by item and bound."""
     def row(line: re.Match[str]) -> str:
-        key = _key(line, found)
-        return line[0] if key is None else f"{line[1]}{figure(found[key])}{line[5]}"
+        key = _key(line, result)
+        return line[0] if key is None else f"{line[1]}{figure(result[key])}{line[5]}"
 
     return _ROW.sub(row, text)
 
 
-def stale(text: str, found: Mapping[Key, float]) -> Iterator[str]:
+def stale(text: str, result: Mapping[Key, float]) -> Iterator[str]:
     """Yield a message for each figure of the page that differs from the current one."""
-    written = {key: float(line[4]) for line in _ROW.finditer(text) if (key := _key(line, found)) is not None}
-    for key, value in found.items():
+    written = {key: float(line[4]) for line in _ROW.finditer(text) if (key := _key(line, result)) is not None}
+    for key, value in result.items():
         if key not in written or not written[key] / MOVES <= value <= written[key] * MOVES:
             yield f"{key[0]}: README.md says {written.get(key, 'nothing')}, found {figure(value)}: run with --write"
 
@@ -131,10 +131,10 @@ def main(arguments: list[str]) -> int:
     print(f"the largest error over the bound, of {asked.inputs} inputs:")
     largest = {}
     for case in CASES:
-        found, inputs = worst(case, asked.inputs)
-        largest[case.item, case.bound] = found
-        failed += found > 1
-        print(f"{case.item:20} {case.bound:24} {found:.3g}{f' on {inputs}' if found > 1 else ''}")
+        result, inputs = worst(case, asked.inputs)
+        largest[case.item, case.bound] = result
+        failed += result > 1
+        print(f"{case.item:20} {case.bound:24} {result:.3g}{f' on {inputs}' if result > 1 else ''}")
     text = README.read_text(encoding="utf-8")
     if asked.write:
         README.write_text(rewritten(text, largest), encoding="utf-8")

@@ -75,8 +75,8 @@ class Ball:
 
 def operator(name: str) -> Callable[[Any, Any], Ball]:
     def operate(self: Ball, other: Any) -> Ball:
-        found: Callable[[arb], arb] = getattr(self.arb, name)
-        return Ball(found(ball(other)))
+        result: Callable[[arb], arb] = getattr(self.arb, name)
+        return Ball(result(ball(other)))
 
     return operate
 
@@ -180,12 +180,12 @@ def worst(case: Case, number: int, seed: int = 0) -> tuple[float, Sequence[Any]]
         lambda n: 1, lambda n: -1, lambda n: 1 - 2 * (n % 2), lambda n: int(1 - 2 * bits[n % 997]),
     )
     real, sides = exact(case.oracle), [case.oracle, *(hostile(case.oracle, one) for one in signs)]
-    found: tuple[float, Sequence[Any]] = (-1.0, ())
+    result: tuple[float, Sequence[Any]] = (-1.0, ())
     for _ in range(number):
         inputs = case.draw(rng)
         with suppress(Undecided):
-            found = max(found, (ratio(case, inputs, real, sides), inputs), key=lambda pair: pair[0])
-    return found
+            result = max(result, (ratio(case, inputs, real, sides), inputs), key=lambda pair: pair[0])
+    return result
 
 
 def ratio(case: Case, inputs: Sequence[Any], real: Any, sides: Sequence[Any]) -> float:

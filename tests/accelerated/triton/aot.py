@@ -138,12 +138,12 @@ def compile_for_ones(job: Job) -> None:
 
 def compile_job(job: Job) -> Compiled:
     """Compile, and read the resources of the cubin."""
-    found = _compiled(job, {"q_dim", "k_dim"})
-    registers, stack, local = _resources(found.asm["cubin"])
-    ptx = found.asm["ptx"]
+    actual = _compiled(job, {"q_dim", "k_dim"})
+    registers, stack, local = _resources(actual.asm["cubin"])
+    ptx = actual.asm["ptx"]
     return Compiled(
         job.kernel, job.element, job.constants.get("d", 0), job.shape.rows, job.shape.columns,
-        job.shape.warps, registers, stack, local, found.metadata.shared,
+        job.shape.warps, registers, stack, local, actual.metadata.shared,
         len(re.findall(r"wgmma\.mma_async", ptx)),
         len(re.findall(r"\bfma\.rn\.f64", ptx)),
     )
@@ -171,18 +171,18 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     wanted = [job for element in chosen.elements.split(",") for d in chosen.dims for job in jobs(d, element)]
     for job in [*wanted, *later_jobs()]:
-        found = compile_job(job)
-        print(json.dumps(asdict(found)) if chosen.json else _line(found), flush=True)
+        actual = compile_job(job)
+        print(json.dumps(asdict(actual)) if chosen.json else _line(actual), flush=True)
     for job in [*jobs(chosen.dims[0], "bf16"), *later_jobs()]:
         compile_for_ones(job)
     return 0
 
 
-def _line(found: Compiled) -> str:
+def _line(actual: Compiled) -> str:
     return (
-        f"{found.kernel:17} {found.element} d={found.d:<3} {found.rows}x{found.columns} w{found.warps}:"
-        f" {found.registers} registers, stack {found.stack}, local {found.local}, shared {found.shared},"
-        f" wgmma {found.wgmma}, float64 fma {found.fused}"
+        f"{actual.kernel:17} {actual.element} d={actual.d:<3} {actual.rows}x{actual.columns} w{actual.warps}:"
+        f" {actual.registers} registers, stack {actual.stack}, local {actual.local}, shared {actual.shared},"
+        f" wgmma {actual.wgmma}, float64 fma {actual.fused}"
     )
 
 

@@ -31,18 +31,18 @@ Row = dict[str, Any]
 def in_a_compiling_process(*arguments: str) -> str:
     """Return the standard output of a Python process in which kernels are compiled, not interpreted."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    found = subprocess.run(
+    actual = subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
-    assert found.returncode == 0, found.stderr[-3000:]
-    return found.stdout
+    assert actual.returncode == 0, actual.stderr[-3000:]
+    return actual.stdout
 
 
 @pytest.fixture(scope="module")
 def compiled() -> list[Row]:
     """Every kernel, S1's for four widths of heads in bfloat16."""
-    said = in_a_compiling_process("-m", "tests.accelerated.triton.aot", "--json", "64", "96", "128", "256")
-    return [json.loads(line) for line in said.splitlines()]
+    printed = in_a_compiling_process("-m", "tests.accelerated.triton.aot", "--json", "64", "96", "128", "256")
+    return [json.loads(line) for line in printed.splitlines()]
 
 
 @pytest.mark.spec("CC-COATTENTION")
@@ -86,7 +86,7 @@ def test_a_machine_without_a_device_is_told_what_would_make_it_run() -> None:
 
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device here")
-    said = in_a_compiling_process("-c", ASK_FOR_IT)
-    assert "needs a CUDA device" in said
-    assert "TRITON_INTERPRET=1" in said
-    assert "numba" in said
+    printed = in_a_compiling_process("-c", ASK_FOR_IT)
+    assert "needs a CUDA device" in printed
+    assert "TRITON_INTERPRET=1" in printed
+    assert "numba" in printed

@@ -110,9 +110,9 @@ def test_a_given_lse_is_read_where_it_is() -> None:
     inputs = wide(16, 2, n=24)
     lse = right_lse(inputs)
     padded = torch.nn.functional.pad(lse, (3, 0), value=float("nan"))[:, 3:]
-    found = run(inputs, lse=lse)
-    assert not list(stage_checks.coattention(found, inputs, "float32"))
-    assert same_edges(run(inputs, lse=padded), found)
+    actual = run(inputs, lse=lse)
+    assert not list(stage_checks.coattention(actual, inputs, "float32"))
+    assert same_edges(run(inputs, lse=padded), actual)
     assert list(stage_checks.coattention(run(inputs, lse=lse + math.log(2)), inputs, "float32"))
 
 
@@ -150,11 +150,11 @@ def tile_sizes(draw: st.DrawFn) -> AttentionTiles:
 @given(inputs=st.one_of(attention_inputs(), later_segments()), tiles=tile_sizes())
 def test_every_tile_size_lies_in_the_certified_box(inputs: AttentionInputs, tiles: AttentionTiles) -> None:
     """Sizes that divide neither the chunk nor one another."""
-    found = coattention_of(
+    actual = coattention_of(
         *attention_tensors(inputs.q, inputs.k), inputs.positions, inputs.parameters, inputs.scaling,
         inputs.softcap, tiles, None, None if inputs.sinks is None else torch.tensor(inputs.sinks),
     )
-    assert not list(stage_checks.coattention(found, inputs, "float32"))
+    assert not list(stage_checks.coattention(actual, inputs, "float32"))
 
 
 def longer(n: int = 90) -> AttentionInputs:
@@ -185,8 +185,8 @@ def test_the_bound_is_sharp() -> None:
     assert len(rows) > 2
     for row in rows:
         below = float(np.nextafter(np.float32(weights[row]), np.float32(0)))
-        found = run(replace(one, parameters=replace(one.parameters, tau_cross=below)))
-        assert found.cross_weight[row].tolist() == [weights[row], 0.0]
+        actual = run(replace(one, parameters=replace(one.parameters, tau_cross=below)))
+        assert actual.cross_weight[row].tolist() == [weights[row], 0.0]
 
 
 @pytest.mark.spec("CC-COATTENTION")

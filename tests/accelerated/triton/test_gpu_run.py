@@ -42,8 +42,8 @@ def test_the_dry_run_is_done_with_every_part(tmp_path: Path, monkeypatch: pytest
     record = json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))
     assert set(record["parts"].values()) == {"done"}
     assert "Dry run" in page.read_text(encoding="utf-8")
-    said = " ".join(figure["what"] for figure in record["figures"])
-    assert all(part in said for part in (
+    captions = " ".join(figure["what"] for figure in record["figures"])
+    assert all(part in captions for part in (
         "exponentials", "generation", "eager torch", "share of S1", "per head, group as rows", "h2o", "spliced",
     ))
     titles = [table["title"] for table in record["tables"]]
@@ -61,17 +61,17 @@ def test_the_box_over_whole_arrays_takes_float32_and_no_other_list() -> None:
     inputs = prompt.inputs
     q, k = inputs.q.astype(np.float64), inputs.k.astype(np.float64)
     stages = FLOAT32.require_crystal()
-    found = stages.coattention(inputs.q, inputs.k, inputs.positions, inputs.parameters, inputs.scaling, None)
+    actual = stages.coattention(inputs.q, inputs.k, inputs.positions, inputs.parameters, inputs.scaling, None)
 
     def complaints(**changes: object) -> list[str]:
-        changed = replace(found, **changes)  # type: ignore[arg-type]
+        changed = replace(actual, **changes)  # type: ignore[arg-type]
         return list(coattention_complaints(changed, q, k, inputs.parameters, inputs.scaling, None, "float32"))
 
-    assert (found.cross >= 0).any()
+    assert (actual.cross >= 0).any()
     assert complaints() == []
-    assert complaints(salience=found.salience * 1.01)
+    assert complaints(salience=actual.salience * 1.01)
     for name in ("intra", "cross"):
-        index, weight = getattr(found, name), getattr(found, f"{name}_weight")
+        index, weight = getattr(actual, name), getattr(actual, f"{name}_weight")
         row = int(np.flatnonzero((index >= 0).sum(axis=1) > 1)[-1])
         swapped, gone, elsewhere, heavier = index.copy(), index.copy(), index.copy(), weight.copy()
         swapped[row, :2] = index[row, 1::-1]

@@ -123,12 +123,12 @@ def test_attention_stays_inside_its_arrays(inputs: AttentionInputs, with_lse: bo
     # Any numbers do: what is asked is where they are read.
     lse = torch.linspace(0, 9, q.shape[0] * q.shape[1], device=q.device).view(q.shape[:2]) if with_lse else None
     with poisoned_allocations(coattention) as fields:
-        found = run(
+        actual = run(
             inputs, guarded(q, fields), guarded(k, fields), None if lse is None else guarded(lse, fields)
         )
     assert len(fields) >= 6
     assert all(field.is_whole() for field in fields)
-    assert same(found, run(inputs, q, k, lse))
+    assert same(actual, run(inputs, q, k, lse))
 
 
 @pytest.mark.spec("CC-COATTENTION")
@@ -155,13 +155,13 @@ def test_norms_stay_inside_their_arrays(n: int, d: int, H_kv: int, zero: bool) -
     if zero:
         k[0, 0] = 0
     with poisoned_allocations(activation) as fields:
-        found = NORMS.inverse_key_norms(guarded(k, fields).transpose(0, 1))
+        actual = NORMS.inverse_key_norms(guarded(k, fields).transpose(0, 1))
     assert all(field.is_whole() for field in fields)
     want = RIGHT_NORMS.inverse_key_norms(k.cpu().numpy().transpose(1, 0, 2))
     finite = np.isfinite(want)
-    assert np.isfinite(found).tolist() == finite.tolist()
+    assert np.isfinite(actual).tolist() == finite.tolist()
     radius = tolerances.key_norm_error(H_kv, d) * want[finite]
-    assert (np.abs(found[finite] - want[finite]) <= radius).all()
+    assert (np.abs(actual[finite] - want[finite]) <= radius).all()
 
 
 SCORES, RIGHT_SCORES = BACKEND.require_nestedkv(), REFERENCE.require_nestedkv()
@@ -174,11 +174,11 @@ def test_scores_stay_inside_their_arrays(n: int, d: int, H_kv: int, W: int) -> N
     k = torch.randn(n, H_kv, d, device=default_device()) + 1.0
     p = replace(NESTED, W=W)
     with poisoned_allocations(nestedkv) as fields:
-        found = SCORES.anomaly_score(guarded(k, fields).transpose(0, 1), p)
+        actual = SCORES.anomaly_score(guarded(k, fields).transpose(0, 1), p)
     assert len(fields) >= 8
     assert all(field.is_whole() for field in fields)
     plain = k.cpu().numpy().transpose(1, 0, 2)
-    for head, got, want in zip(plain, found, RIGHT_SCORES.anomaly_score(plain, p), strict=True):
+    for head, got, want in zip(plain, actual, RIGHT_SCORES.anomaly_score(plain, p), strict=True):
         assert (np.abs(got - want) <= nestedkv_radius(head.tolist(), p, "float32")).all()
 
 

@@ -92,11 +92,11 @@ def test_q_and_k_are_never_copied_to_the_host(monkeypatch: pytest.MonkeyPatch) -
         q.double().cpu().numpy(), k.double().cpu().numpy(), np.arange(N), TINY, q.shape[2] ** -0.5, None
     )
     judged = Prompt(inputs, prompt(N)[0].numpy(), ENDS, "0.5")
-    (found,) = run.retentions
-    assert isinstance(found, CrystalRetention)
-    assert not list(stage_checks.retention(found, judged, "float32"))
+    (actual,) = run.retentions
+    assert isinstance(actual, CrystalRetention)
+    assert not list(stage_checks.retention(actual, judged, "float32"))
     expected = prefill(**{**judged.arguments, "backend": "numpy"})
-    np.testing.assert_array_equal(found.kept, expected.kept)
+    np.testing.assert_array_equal(actual.kept, expected.kept)
 
 
 @pytest.mark.spec("CC-PREFILL")

@@ -61,18 +61,18 @@ def answer(
             with nullcontext() if steps else run.reading():
                 return model(input_ids=torch.tensor([tokens]), past_key_values=cache).logits
 
-        fed, said = list(placement.fed_ids), list[int]()
+        fed, answer_ids = list(placement.fed_ids), list[int]()
         for piece in [[token] for token in fed] if steps else [fed] if fed else []:
             logits = read(piece)
             stored.append(cache.mean_length)
-        while not said or (said[-1] not in stop_ids and len(said) < max_new_tokens):
-            if said:
-                logits = read(said[-1:])
+        while not answer_ids or (answer_ids[-1] not in stop_ids and len(answer_ids) < max_new_tokens):
+            if answer_ids:
+                logits = read(answer_ids[-1:])
                 stored.append(cache.mean_length)
-            said.append(int(logits[0, -1].argmax()))
+            answer_ids.append(int(logits[0, -1].argmax()))
     mean = sum(stored) / len(stored) if stored else float(kept)
     peak = max([len(placement.prompt_ids), *map(ceil, stored)])
-    return Answer(said, mean, peak), [retention.group(at).tolist() for at in range(retention.groups)]
+    return Answer(answer_ids, mean, peak), [retention.group(at).tolist() for at in range(retention.groups)]
 
 
 def commit_all(folder: Path) -> str:
@@ -80,8 +80,8 @@ def commit_all(folder: Path) -> str:
     author = ["-c", "user.name=kvspec", "-c", "user.email=tests@kvspec.invalid"]
     for arguments in (["init", "-q"], ["add", "--all"], [*author, "commit", "-q", "--allow-empty", "-m", "files"]):
         subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True)
-    said = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, check=True, capture_output=True, text=True)
-    return said.stdout.strip()
+    completed = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, check=True, capture_output=True, text=True)
+    return completed.stdout.strip()
 
 
 RULES = """
@@ -171,15 +171,15 @@ def command(folder: Path, *words: str) -> None:
 def measured(out: Path) -> dict[str, Row]:
     """Return the row of each sample without its duration and process. No sample is measured twice."""
     rows = load_rows(out / "study.jsonl")
-    found = {row["sample"]: {k: v for k, v in row.items() if k not in ("seconds", "pid")} for row in rows}
-    assert len(found) == len(rows)
-    return found
+    actual = {row["sample"]: {k: v for k, v in row.items() if k not in ("seconds", "pid")} for row in rows}
+    assert len(actual) == len(rows)
+    return actual
 
 
 def holders(out: Path) -> set[int]:
     """Return the ids of processes that hold a sample."""
-    found = [holder_of(lease).get("pid") for lease in out.glob(".study.jsonl-*.lease")]
-    return {pid for pid in found if pid is not None}
+    actual = [holder_of(lease).get("pid") for lease in out.glob(".study.jsonl-*.lease")]
+    return {pid for pid in actual if pid is not None}
 
 
 VOID = {"meta", "input", "br", "wbr"}
@@ -197,8 +197,8 @@ class Table:
     lines: list[list[str]] = field(default_factory=list)
 
     def line(self, *first: str) -> list[str]:
-        (found,) = (line for line in self.lines if line[: len(first)] == list(first))
-        return found
+        (actual,) = (line for line in self.lines if line[: len(first)] == list(first))
+        return actual
 
 
 @dataclass
@@ -268,8 +268,8 @@ class Page(HTMLParser):
             self._panel.words.append((*self._place, self._said))
 
     def table(self, caption: str) -> Table:
-        (found,) = (table for table in self.tables if table.caption.startswith(caption))
-        return found
+        (actual,) = (table for table in self.tables if table.caption.startswith(caption))
+        return actual
 
 
 def study_rows(contexts: int = 12, part: str = "confirm") -> list[Row]:
@@ -295,15 +295,15 @@ def cells(draw: Random) -> list[Row]:
 
     The full cache is right with probability 0.9, and no other likelihood is above the likelihood of the full cache.
     """
-    found = [cell("fullcache", "1.0", -draw.random(), draw.random() < 0.9, 1.0, 1000.0)]
-    found.append(cell("blind", "0", -8 - draw.random(), False, 0.0, 20.0))
+    actual = [cell("fullcache", "1.0", -draw.random(), draw.random() < 0.9, 1.0, 1000.0)]
+    actual.append(cell("blind", "0", -8 - draw.random(), False, 0.0, 20.0))
     for budget in BUDGETS:
         for at, policy in enumerate((*POLICIES, "random", "evidence")):
             likelihood = -draw.uniform(0, 9 - 2 * at)
             kept = [draw.randrange(5) for _ in range(3)]
             size = 1000 * float(budget) * (1.02 if policy == "knorm" and budget == "0.3" else 1)
-            found.append(cell(policy, budget, likelihood, likelihood > -3, kept, size))
-    return found
+            actual.append(cell(policy, budget, likelihood, likelihood > -3, kept, size))
+    return actual
 
 
 def cell(policy: str, budget: str, likelihood: float, right: bool, kept: Any, size: float) -> Row:

@@ -69,27 +69,27 @@ def subject() -> Subject:
     return Loading("pocket", "numpy").subject()
 
 
-def ran(made: Rules, out: Path) -> list[dict[str, Any]]:
+def ran(study: Rules, out: Path) -> list[dict[str, Any]]:
     """Return the rows after a run with any exit code."""
     with suppress(Exit):
-        run(made, LOADING, Running(out))
+        run(study, LOADING, Running(out))
     return load_rows(out / "study.jsonl")
 
 
-def cells_of(made: Rules, subject: Subject) -> dict[str, list[list[tuple[str, str]]]]:
+def cells_of(study: Rules, subject: Subject) -> dict[str, list[list[tuple[str, str]]]]:
     """Return the cells of the first context's samples, by task."""
-    found: dict[str, list[list[tuple[str, str]]]] = {}
-    for item in items(replace(made, contexts=1), subject, PARTS):
-        found.setdefault(item.task, []).append(list(item.cells(made)))
-    return found
+    actual: dict[str, list[list[tuple[str, str]]]] = {}
+    for item in items(replace(study, contexts=1), subject, PARTS):
+        actual.setdefault(item.task, []).append(list(item.cells(study)))
+    return actual
 
 
 @pytest.mark.law("as-it-is-described")
 def test_options_are_the_product_of_their_parts_with_one_full_cache_and_the_controls(subject: Subject) -> None:
     limited = {*product(("crystalcache", "streamingllm"), ("0.3", "0.5")), (FULL, "1.0")}
     controls = {("without needle", "1.0"), ("only needle", "1.0")}
-    found = cells_of(rules(), subject)
-    assert {task: [set(cells) for cells in each] for task, each in found.items()} == {
+    actual = cells_of(rules(), subject)
+    assert {task: [set(cells) for cells in each] for task, each in actual.items()} == {
         "needle": [limited | controls, {("window holds needle", "0.3")}, {("window misses needle", "0.3")}],
         "delayed_association": [limited | controls | {("window misses needle", "0.3")}],
     }
@@ -109,8 +109,8 @@ def test_every_task_placement_and_policy_is_taken_together_or_refused_with_its_r
             with pytest.raises(SpecError, match=f"placements = '{placement}': {task} supports only after: the earlier"):
                 rules(",".join(names), "0.9", task, placements=placement)
         else:
-            made = rules(",".join(names), "0.9", task, placements=placement)
-            assert (made.tasks, made.placements, made.policies) == ((task,), (placement,), tuple(names))
+            study = rules(",".join(names), "0.9", task, placements=placement)
+            assert (study.tasks, study.placements, study.policies) == ((task,), (placement,), tuple(names))
     taken = set[str]()
     for name in names:
         method = None if CALIBRATED.search(name) else methods(rules(name, "0.9"), subject)[name]
@@ -149,8 +149,8 @@ def test_a_second_run_adds_what_is_not_stored(subject: Subject, tmp_path: Path) 
 def test_a_chat_template_is_the_default_and_another_sample(subject: Subject) -> None:
     """A tokenizer without a template reads bare text. An option also chooses bare text."""
     def drawn(bare: bool) -> list[Item]:
-        made = replace(rules(tasks="needle,needle_in_prose,delayed_association"), bare=bare)
-        return [item for item in items(replace(made, contexts=1), subject, PARTS) if not item.control]
+        study = replace(rules(tasks="needle,needle_in_prose,delayed_association"), bare=bare)
+        return [item for item in items(replace(study, contexts=1), subject, PARTS) if not item.control]
 
     plain = drawn(True)
     assert [item.digest for item in drawn(False)] == [item.digest for item in plain]
@@ -171,9 +171,9 @@ def test_a_chat_template_is_the_default_and_another_sample(subject: Subject) -> 
         assert one.unit(SMALL, subject) != other.unit(SMALL, subject)
         assert ("template", None) in one.identity(SMALL, subject).items()
         assert (one.sample.chat_template != "none") is (other.sample.chat_template == "none")
-        said = [str(subject.tokenizer.decode(list(ids))) for ids in (one.sample.context_ids, one.sample.question_ids)]
-        assert "user" in said[0][:20]
-        assert "assistant" in said[1]
+        texts = [str(subject.tokenizer.decode(list(ids))) for ids in (one.sample.context_ids, one.sample.question_ids)]
+        assert "user" in texts[0][:20]
+        assert "assistant" in texts[1]
 
 
 @pytest.mark.law("as-it-is-described")
@@ -182,17 +182,17 @@ def test_options_and_the_rules_that_they_write_are_one_run(tmp_path: Path) -> No
     options = ["--length", "200,220", "--seed", "1,2", "--tasks", "needle(depth=0.5)", "--policies", "h2o,snapkv(W=16)"]
     written = CliRunner().invoke(app, ["compare", *options, "--budgets", "64", "--write-rules", str(file)])
     assert written.exit_code == 0, written.output
-    made = load_rules(file)
+    study = load_rules(file)
     again = rules("h2o,snapkv(W=16)", "64", "needle(depth=0.5)", "200,220", seeds="1,2")
-    assert (made.source, again.source) == (str(file), "")
-    assert replace(made, digest="", title="t", source="") == replace(again, digest="")
-    assert (made.lengths, made.seeds, made.policies) == ((200, 220), (1, 2), ("h2o", "snapkv(W=16)"))
+    assert (study.source, again.source) == (str(file), "")
+    assert replace(study, digest="", title="t", source="") == replace(again, digest="")
+    assert (study.lengths, study.seeds, study.policies) == ((200, 220), (1, 2), ("h2o", "snapkv(W=16)"))
 
 
 @pytest.mark.law("as-it-is-described")
 def test_policies_that_decide_while_decoding_are_compared_below_sinks_and_window(tmp_path: Path) -> None:
-    made = rules("h2o,tova,h2o@prompt", "48", "needle", "200", 1, controls=False)
-    (row,) = ran(made, tmp_path)
+    study = rules("h2o,tova,h2o@prompt", "48", "needle", "200", 1, controls=False)
+    (row,) = ran(study, tmp_path)
     cells = {cell["policy"]: cell for cell in row["cells"]}
     assert all(cell["kept"] == 48 for cell in cells.values())
     assert cells["h2o"]["mean_cache"] <= 49 < cells["h2o@prompt"]["mean_cache"]
@@ -218,12 +218,12 @@ def test_a_prompt_is_read_once_for_all_its_cells(tmp_path: Path, monkeypatch: py
         return observe(model, ids, **rest)
 
     monkeypatch.setattr("experiments.studies.evidence.kept.observe", counted)
-    made = rules("crystalcache,snapkv,tova,fullcache", "0.7,0.8", "needle", "200", 2)
-    ran(made, tmp_path)
-    assert read == [200] * 3 * made.contexts
+    study = rules("crystalcache,snapkv,tova,fullcache", "0.7,0.8", "needle", "200", 2)
+    ran(study, tmp_path)
+    assert read == [200] * 3 * study.contexts
     read.clear()
-    ran(replace(made, placements=("in_prompt",), controls=(FULL,)), tmp_path)
-    assert len(read) == 2 * made.contexts
+    ran(replace(study, placements=("in_prompt",), controls=(FULL,)), tmp_path)
+    assert len(read) == 2 * study.contexts
     assert abs(read[0] - read[1]) == 1
 
 
@@ -256,10 +256,10 @@ def many_rows() -> list[dict[str, Any]]:
 def test_scores_are_readable_in_every_terminal(width: int, tables: int) -> None:
     """Check that no number is truncated: "0.…" is not readable."""
     rows = [row for row in many_rows() if not row["control"]]
-    found = summary_tables(rows, width)
-    assert len(found) == tables
+    actual = summary_tables(rows, width)
+    assert len(actual) == tables
     console = Console(width=width, record=True, file=StringIO())
-    for table in found:
+    for table in actual:
         console.print(table)
     shown = console.export_text()
     assert "…" not in shown
@@ -290,9 +290,9 @@ def test_the_command_compares_takes_up_again_and_writes_a_table(tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.glob("*.*")) == [
         next(path.name for path in tmp_path.glob(".*.plan")), "report.html", "study.jsonl", "table.csv",
     ]
-    made = CliRunner().invoke(app, ["report", str(tmp_path), "--table", str(tmp_path / "table.tex")])
-    assert made.exit_code == 0, made.output
-    assert made.output.split() == [str(tmp_path / "report.html"), str(tmp_path / "table.tex")]
+    report = CliRunner().invoke(app, ["report", str(tmp_path), "--table", str(tmp_path / "table.tex")])
+    assert report.exit_code == 0, report.output
+    assert report.output.split() == [str(tmp_path / "report.html"), str(tmp_path / "table.tex")]
     counted, table = summary([row]), pd.read_csv(tmp_path / "table.csv")
     result_table(counted)
     assert table["policy"].tolist() == [one["policy"] for one in counted]

@@ -81,22 +81,22 @@ def measured(
     request: pytest.FixtureRequest, subject: Subject, samples: list[Sample],
 ) -> list[tuple[Sample, Placement, Prompt, dict[tuple[str, str], Row]]]:
     """Return each sample, its placement, its prompt, and the rows of its cells."""
-    found = []
+    actual = []
     for sample in samples:
         prompt = on_prompt(subject, place(sample, request.param))
         cells = measure(subject, sample, prompt, WANTED, 1)["cells"]
-        found.append((sample, prompt.placement, prompt, {(cell["policy"], cell["budget"]): cell for cell in cells}))
-    return found
+        actual.append((sample, prompt.placement, prompt, {(cell["policy"], cell["budget"]): cell for cell in cells}))
+    return actual
 
 
 def held(cache: RetainedCache) -> list[torch.Tensor]:
     """Return positions, keys and values that each layer and head stores, without spare slots."""
-    found = []
+    actual = []
     for layer in cache.full_layers:
-        found += [layer.head_positions(0, head) for head in range(layer.heads)]
+        actual += [layer.head_positions(0, head) for head in range(layer.heads)]
         flat: Any = layer.segments() if isinstance(layer, RaggedLayer) else [(layer.keys, layer.values)]
-        found += [tensor for pair in flat for tensor in pair]
-    return found
+        actual += [tensor for pair in flat for tensor in pair]
+    return actual
 
 
 @pytest.mark.law("eviction-equals-masking")
@@ -112,9 +112,9 @@ def test_measures_equal_masks_on_a_dense_forward(subject: Subject, measured: Any
     survived = set()
     for name, at in product(kept, range(len(BUDGETS))):
         row, retention = cells[name, BUDGETS[at]], kept[name][at]
-        found = dense_answer(subject, context, placement, sample, retention)
-        assert row["likelihood"] == pytest.approx(float(found[range(len(gold)), gold].sum()), abs=2e-4), name
-        divergence = (dense.exp() * (dense - found)).sum(dim=-1).mean()
+        actual = dense_answer(subject, context, placement, sample, retention)
+        assert row["likelihood"] == pytest.approx(float(actual[range(len(gold)), gold].sum()), abs=2e-4), name
+        divergence = (dense.exp() * (dense - actual)).sum(dim=-1).mean()
         assert row["divergence"] == pytest.approx(float(divergence), abs=1e-4), name
         counts = [len(gold_places & set(retention.group(group).tolist())) for group in range(retention.groups)]
         assert row["evidence_kept"] == (counts if len(set(counts)) > 1 else counts[0])
@@ -270,8 +270,8 @@ def test_several_budgets_are_each_budget_alone(subject: Subject, samples: list[S
     shown = observed.narrowed(policy.scorer.needs).prompt(0, policy.granularity)
     budgets = [parse_budget(budget) for budget in ("0.2", "0.9", "0.5")]
     each = retain_each(policy, budgets, shown)
-    for budget, found in zip(budgets, each, strict=True):
-        assert same(found, retain(policy, budget, shown))
+    for budget, actual in zip(budgets, each, strict=True):
+        assert same(actual, retain(policy, budget, shown))
     assert len({len(retention.positions) for retention in each}) == 3
 
 

@@ -76,14 +76,14 @@ def model(**given: Any) -> PolicyLM:
 
 
 def evaluated(own: Any, tasks: TaskManager, *names: str, **given: Any) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = simple_evaluate(
+    actual: Mapping[str, Any] = simple_evaluate(
         model=own, tasks=list(names or ("said", "chosen")), task_manager=tasks, bootstrap_iters=0, **given,
     )
-    return found
+    return actual
 
 
-def responses(found: Mapping[str, Any], task: str) -> list[Any]:
-    return [sample["resps"] for sample in found["samples"][task]]
+def responses(actual: Mapping[str, Any], task: str) -> list[Any]:
+    return [sample["resps"] for sample in actual["samples"][task]]
 
 
 @pytest.mark.parametrize(("policy", "mark"), [("fullcache", ""), ("snapkv", MARK), ("h2o@prompt", MARK)])

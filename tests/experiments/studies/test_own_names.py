@@ -102,8 +102,8 @@ def test_rules_and_options_tell_versions_apart(mine: Path) -> None:
 @pytest.mark.law("as-it-is-described")
 def test_a_task_that_is_right_in_part_or_has_no_evidence_has_no_bounded_control(mine: Path, one_thread: None) -> None:
     command = ["compare", "--tasks", "mine:PARTLY,mine:NOWHERE", "--samples", "1", "--length", "200"]
-    found = CliRunner().invoke(app, [*command, "--policies", "snapkv,fullcache", "--budgets", "0.5"])
-    assert found.exit_code == 0, found.output
+    actual = CliRunner().invoke(app, [*command, "--policies", "snapkv,fullcache", "--budgets", "0.5"])
+    assert actual.exit_code == 0, actual.output
     rows = load_rows(Path("results/study.jsonl"))
     assert [[cell["policy"] for cell in row["cells"]] for row in rows] == [["fullcache", "snapkv"]] * 2
     for task in ("needl", "mine:ABSENT"):
@@ -174,8 +174,8 @@ def test_a_calibration_says_over_which_contexts_it_was_taken(tmp_path: Path, one
     """
     text = RULES[RULES.index("[study]") :].replace('["streamingllm"]', '["triattention@prompt"]')
     rules, file = rules_file(tmp_path, text.replace("contexts = 4", "contexts = 12")), tmp_path / "mine.npz"
-    made = CliRunner().invoke(app, ["calibrate", str(rules), "--out", str(file), "--tokens", "256"])
-    assert made.exit_code == 0, made.output
+    result = CliRunner().invoke(app, ["calibrate", str(rules), "--out", str(file), "--tokens", "256"])
+    assert result.exit_code == 0, result.output
     calibration = load_calibration(file)
     assert calibration.samples is not None
     assert [part_of(context) for context in calibration.samples] == ["dev"]
@@ -184,8 +184,8 @@ def test_a_calibration_says_over_which_contexts_it_was_taken(tmp_path: Path, one
     for part, (samples, controlled) in product(PARTS, ((calibration.samples, True), (None, False))):
         save_calibration(replace(calibration, samples=samples), file)
         folder = tmp_path / str(controlled)
-        found = CliRunner().invoke(app, ["study", "--rules", str(rules), "--out", str(folder), "--part", part])
-        assert found.exit_code == 0, found.output
+        actual = CliRunner().invoke(app, ["study", "--rules", str(rules), "--out", str(folder), "--part", part])
+        assert actual.exit_code == 0, actual.output
         pages = [path.read_text(encoding="utf-8") for path in folder.glob("*.md")]
         assert all(("Uncontrolled" in page) is not controlled for page in pages)
         for row in load_rows(folder / "study.jsonl"):

@@ -99,17 +99,17 @@ def test_an_answer_is_that_of_a_session_that_reads_the_question_after_the_evicti
     policy: str, budget: float, pocket: Pocket,
 ) -> None:
     model, tokenizer = pocket
-    found = kvspec.compare(model, tokenizer, ASKED, TEXT, policies=[policy], budgets=[budget])
+    actual = kvspec.compare(model, tokenizer, ASKED, TEXT, policies=[policy], budgets=[budget])
     context = (*opening_ids(tokenizer), *encode(tokenizer, TEXT))
     ends = model.generation_config.eos_token_id
     stops = frozenset(ends if isinstance(ends, list) else [ends])
     for one in ASKED:
         asked = encode(tokenizer, "\n\n" + QUESTION_FRAME.format(question=one["question"]))
-        said, kept = answer(
+        answer_ids, kept = answer(
             model, policy_from_name(policy, budget), Placement("after", context, 0, asked), 50, stops
         )
-        (line,) = found[(found["policy"] == policy) & (found["question"] == one["question"])].to_dict("records")
-        assert line["answer"] == decode(tokenizer, said.token_ids).strip()
+        (line,) = actual[(actual["policy"] == policy) & (actual["question"] == one["question"])].to_dict("records")
+        assert line["answer"] == decode(tokenizer, answer_ids.token_ids).strip()
         assert line["tokens_kept"] == np.mean([len(group) for group in kept])
         assert line["prompt_tokens"] == len(context)
 
@@ -127,10 +127,10 @@ def test_a_text_is_read_once_for_all_its_questions_and_policies(
     monkeypatch.setattr("experiments.studies.evidence.kept.observe", counted)
     rows = [{**CODE, "text": TEXT}, {"text": OTHER, "question": "What is the budget?", "answer": ["5310", 9]},
             {**MONTH, "text": TEXT}]
-    found = kvspec.compare(*pocket, rows, policies=["snapkv", "knorm"], budgets=[0.5], backend="numpy")
+    actual = kvspec.compare(*pocket, rows, policies=["snapkv", "knorm"], budgets=[0.5], backend="numpy")
     tokens = [len(opening_ids(pocket[1])) + len(encode(pocket[1], text)) for text in (TEXT, OTHER)]
     assert read == tokens
-    each = found.drop_duplicates("question")
+    each = actual.drop_duplicates("question")
     assert each["text"].tolist() == [0, 0, 1]
     assert each["prompt_tokens"].tolist() == [tokens[0], tokens[0], tokens[1]]
     assert each["expected"].tolist() == ["7492", "1111", "5310 | 9"]
@@ -138,12 +138,12 @@ def test_a_text_is_read_once_for_all_its_questions_and_policies(
 
 @pytest.mark.law("figures-are-counted-right")
 def test_recovery_and_kept_evidence_are_shares_of_the_full_cache(pocket: Pocket) -> None:
-    found = kvspec.compare(*pocket, ASKED, TEXT, policies=["streamingllm"], budgets=[0.2], backend="numpy")
-    by_policy = found[found["question"] == CODE["question"]].set_index("policy")
+    actual = kvspec.compare(*pocket, ASKED, TEXT, policies=["streamingllm"], budgets=[0.2], backend="numpy")
+    by_policy = actual[actual["question"] == CODE["question"]].set_index("policy")
     assert by_policy.loc[["fullcache", "blind"], "recovery"].tolist() == [1.0, 0.0]
     assert by_policy.loc[["fullcache", "blind", "streamingllm"], "evidence_kept"].tolist() == [1.0, 0.0, 0.0]
     assert by_policy.loc["streamingllm", "recovery"] < 0.5  # The code is evicted.
-    many = found[(found["question"] == MONTH["question"]) & (found["policy"] == "streamingllm")]
+    many = actual[(actual["question"] == MONTH["question"]) & (actual["policy"] == "streamingllm")]
     assert 0 < many["evidence_kept"].item() < 1  # Every occurrence counts: some are among the newest tokens.
 
 
@@ -156,8 +156,8 @@ def test_recovery_and_kept_evidence_are_shares_of_the_full_cache(pocket: Pocket)
 def test_the_grade_is_the_one_asked_for(grade: str, answer: str, score: float, pocket: Pocket) -> None:
     """The answer of the pocket model is "The secret code for Project Aurora is 7492.", for all grades."""
     rows = [{**CODE, "answer": answer}]
-    found = kvspec.compare(*pocket, rows, TEXT, policies=[], budgets=[0.9], grade=grade)
-    full = found[found["policy"] == "fullcache"]
+    actual = kvspec.compare(*pocket, rows, TEXT, policies=[], budgets=[0.9], grade=grade)
+    full = actual[actual["policy"] == "fullcache"]
     assert full["score"].item() == pytest.approx(score)
     assert bool(full["recovery"].isna().item()) is (grade == "regex")
 
@@ -174,12 +174,12 @@ def refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         monkeypatch.setattr(sys, "argv", ["kvspec", "compare", *arguments, "--policies", "snapkv,streamingllm"])
         with pytest.raises(SystemExit) as stopped:
             cli.main()
-        said = capsys.readouterr()
-        assert (stopped.value.code, said.out) == (2, ""), said
-        assert said.err.startswith("kvspec: ")
-        assert said.err.count("\n") == 1
+        printed = capsys.readouterr()
+        assert (stopped.value.code, printed.out) == (2, ""), printed
+        assert printed.err.startswith("kvspec: ")
+        assert printed.err.count("\n") == 1
         assert not (tmp_path / "results").exists()
-        return said.err
+        return printed.err
 
     return run
 
@@ -206,8 +206,8 @@ def test_a_file_of_questions_that_is_none_is_refused_with_its_row(
 ) -> None:
     (tmp_path / "q.csv").write_bytes(data)
     (tmp_path / "t.txt").write_text(TEXT, encoding="utf-8")
-    said = refusal(["--questions", "q.csv", "--text", "t.txt"])
-    assert all(word in said for word in words), said
+    message = refusal(["--questions", "q.csv", "--text", "t.txt"])
+    assert all(word in message for word in words), message
 
 
 @pytest.mark.parametrize(
@@ -233,14 +233,14 @@ def test_what_cannot_be_compared_is_refused_with_what_to_type(
     put(tmp_path, {**CODE, "answer": "("}, name="(.csv")
     (tmp_path / "empty.txt").write_text(" \n", encoding="utf-8")
     (tmp_path / "long.txt").write_text(FILLER * 2000, encoding="utf-8")
-    said = refusal(arguments)
-    assert all(word in said for word in words), said
+    message = refusal(arguments)
+    assert all(word in message for word in words), message
 
 
 def test_a_spreadsheet_s_mark_and_quoted_commas_are_no_part_of_a_question(tmp_path: Path, pocket: Pocket) -> None:
     (tmp_path / "q.csv").write_bytes(b'\xef\xbb\xbfquestion,answer\r\n"What is it, then?",007\r\n"A\nB",NA\r\n')
-    found = kvspec.compare(*pocket, tmp_path / "q.csv", TEXT, policies=[], budgets=[0.9])
-    full = found[found["policy"] == "fullcache"]
+    actual = kvspec.compare(*pocket, tmp_path / "q.csv", TEXT, policies=[], budgets=[0.9])
+    full = actual[actual["policy"] == "fullcache"]
     assert full["question"].tolist() == ["What is it, then?", "A\nB"]
     assert full["expected"].tolist() == ["007", "NA"]
 
@@ -304,9 +304,9 @@ def test_several_right_answers_come_in_any_sequence(answers: object, pocket: Poc
     """
     rows = pd.DataFrame([{**CODE, "answer": answers}, {**MONTH, "answer": "1111", "evidence": None}]).convert_dtypes()
     budgets: Any = np.array([200])
-    found = kvspec.compare(*pocket, rows, TEXT, policies=[], budgets=budgets)
-    assert found["expected"].unique().tolist() == ["7492 | x", "1111"]
-    assert found[found["policy"] == "fullcache"]["score"].tolist() == [1.0, 0.0]
+    actual = kvspec.compare(*pocket, rows, TEXT, policies=[], budgets=budgets)
+    assert actual["expected"].unique().tolist() == ["7492 | x", "1111"]
+    assert actual[actual["policy"] == "fullcache"]["score"].tolist() == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(("given", "words"), [
@@ -328,8 +328,8 @@ def test_slips_of_a_call_are_refused_with_what_to_type(
 def test_a_budget_below_what_a_policy_keeps_is_warned_of(pocket: Pocket) -> None:
     """The command warned, but the Python call did not."""
     with pytest.warns(UserWarning, match="budget 20 is 20 of .* tokens, but snapkv always keeps the last 32 tokens"):
-        found = kvspec.compare(*pocket, [CODE], TEXT, policies=["snapkv"], budgets=[20], backend="numpy")
-    assert found.set_index("policy").loc["snapkv", "tokens_kept"] == 32
+        actual = kvspec.compare(*pocket, [CODE], TEXT, policies=["snapkv"], budgets=[20], backend="numpy")
+    assert actual.set_index("policy").loc["snapkv", "tokens_kept"] == 32
 
 
 def test_a_model_and_a_tokenizer_that_are_swapped_are_named(pocket: Pocket) -> None:

@@ -78,8 +78,8 @@ def some(rows: Iterable[Row], **wanted: str) -> list[Row]:
 
 
 def value(row: Row, policy: str, budget: str, name: str) -> float:
-    (found,) = (cell[name] for cell in row["cells"] if (cell["policy"], cell["budget"]) == (policy, budget))
-    return float(np.mean(found))
+    (actual,) = (cell[name] for cell in row["cells"] if (cell["policy"], cell["budget"]) == (policy, budget))
+    return float(np.mean(actual))
 
 
 def interval(above: Sequence[float], below: Sequence[float], contexts: Sequence[str]) -> tuple[float, ...]:
@@ -124,9 +124,9 @@ def test_points_of_the_pictures_are_those_by_hand(shown: Page, rows: list[Row]) 
                     right = int(sum(value(row, *cell, "right") for row in own))
                     each = recovered(own, cell), interval(kept, ones, contexts), wilson_by_hand(right, len(own))
                     stored = np.mean([value(row, *cell, "kept") for row in own])
-                    for table, found in zip(tables, each, strict=True):
+                    for table, actual in zip(tables, each, strict=True):
                         written = [float(figure) for figure in table.line(*cell)[2:]]
-                        assert written == pytest.approx([stored, *found[:3]], abs=THREE_DIGITS)
+                        assert written == pytest.approx([stored, *actual[:3]], abs=THREE_DIGITS)
 
 
 def test_every_point_stands_where_its_table_says(shown: Page) -> None:
@@ -262,12 +262,12 @@ def test_what_cannot_be_shown_is_said(rows: list[Row], tmp_path: Path) -> None:
     without = [{**row, "cells": row["cells"][2:5], "part": "dev"} for row in rows[:16]]
     (tmp_path / "none").mkdir()
     page = page_of(tmp_path / "none", study=without)
-    said = " ".join(page.notes)
-    assert "fullcache (no recovery, and no check that the model can do the task); blind (no recovery)" in said
-    assert "(the random control of" in said
-    assert "None of the 3 claims is decided" in said
-    assert "Dev samples decide no claim" in said
-    assert "over only 4 contexts are too narrow" in said
+    notes = " ".join(page.notes)
+    assert "fullcache (no recovery, and no check that the model can do the task); blind (no recovery)" in notes
+    assert "(the random control of" in notes
+    assert "None of the 3 claims is decided" in notes
+    assert "Dev samples decide no claim" in notes
+    assert "over only 4 contexts are too narrow" in notes
     assert not any(title.startswith("recovery") for title in page.panels)
 
 
@@ -355,8 +355,8 @@ def test_a_figure_has_a_curve_for_each_policy(form: str, rows: list[Row], tmp_pa
     mixed = CliRunner().invoke(app, ["report", str(tmp_path / "two"), "--figure", str(tmp_path / f"figure.{form}")])
     assert "results with different rules, backend, spec_version: write each run to a" in str(mixed.exception)
     page_of(tmp_path, study=rows)
-    made = CliRunner().invoke(app, ["report", str(tmp_path), "--figure", str(tmp_path / "new" / f"figure.{form}")])
-    assert made.exit_code == 0, made.output
+    result = CliRunner().invoke(app, ["report", str(tmp_path), "--figure", str(tmp_path / "new" / f"figure.{form}")])
+    assert result.exit_code == 0, result.output
     drawn = (tmp_path / "new" / f"figure.{form}").read_bytes()
     assert drawn.startswith({"svg": b"<?xml", "pdf": b"%PDF", "png": b"\x89PNG"}[form])
     if form == "svg":

@@ -127,9 +127,9 @@ def untimed(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("paper")
-    code, said = called(folder, "--quick")
-    assert code == 0, said
-    return folder, said
+    code, output = called(folder, "--quick")
+    assert code == 0, output
+    return folder, output
 
 
 def test_a_table_has_the_figures_of_its_rows_and_the_published_ones(ran: tuple[Path, str]) -> None:
@@ -181,13 +181,13 @@ def test_stages_have_seconds_and_caches_have_bytes(ran: tuple[Path, str]) -> Non
 
 @pytest.mark.law("as-it-is-described")
 def test_what_was_not_run_says_so(ran: tuple[Path, str]) -> None:
-    folder, said = ran
+    folder, output = ran
     page = (folder / "out" / "paper.html").read_text("utf-8")
     for sentence in (
         "Not run: give --file for hotpotqa (longbench-file).", "Not run: nobody can.",
         "Not run on pocket: 200000 tokens, more than the positions of the model.",
     ):
-        assert sentence in " ".join(said.split())
+        assert sentence in " ".join(output.split())
         assert sentence in page
     assert "not run" in (folder / "out" / "by-length.tex").read_text("utf-8")
 
@@ -195,9 +195,9 @@ def test_what_was_not_run_says_so(ran: tuple[Path, str]) -> None:
 @pytest.mark.law("as-it-is-described")
 def test_long_names_and_intervals_leave_room_for_a_table() -> None:
     """Check that the name of a policy can break at its parts, and that an interval breaks only on paper."""
-    made = elements.table("t", ["policy", "mean"], [['a_b(c="d")', "0.40 [0.17, 0.69]"]])
-    assert '<th scope="row">a_<wbr>b(<wbr>c=<wbr>&quot;d&quot;)</th>' in made
-    assert '<td class="figure">0.40 <span class="unbroken">[0.17, 0.69]</span></td>' in made
+    created = elements.table("t", ["policy", "mean"], [['a_b(c="d")', "0.40 [0.17, 0.69]"]])
+    assert '<th scope="row">a_<wbr>b(<wbr>c=<wbr>&quot;d&quot;)</th>' in created
+    assert '<td class="figure">0.40 <span class="unbroken">[0.17, 0.69]</span></td>' in created
     on_screen, _, on_paper = elements.style("report").partition("@media print")
     assert ".unbroken { white-space: nowrap; }" in on_screen
     assert ".unbroken { white-space: normal; }" in on_paper
@@ -221,14 +221,14 @@ def test_a_run_that_was_cut_gives_the_same_rows(ran: tuple[Path, str], tmp_path:
 
 @pytest.mark.law("as-it-is-described")
 def test_a_dry_run_says_what_there_is_to_do_and_stores_nothing(tmp_path: Path) -> None:
-    code, said = called(tmp_path, "--quick", "--dry-run")
+    code, output = called(tmp_path, "--quick", "--dry-run")
     assert code == 0
     # There are two samples, each with the full cache and three policies at two budgets. Answers have at most 50 tokens.
-    (line,) = (line.split() for line in said.splitlines() if line.strip().startswith("needle"))
+    (line,) = (line.split() for line in output.splitlines() if line.strip().startswith("needle"))
     assert line[1:3] == ["2", "14"]
     assert line[4] == "700"
-    assert "memory: weights" in said
-    assert "hours" in said
+    assert "memory: weights" in output
+    assert "hours" in output
     assert not (tmp_path / "out").exists()
 
 
@@ -265,11 +265,11 @@ def test_a_part_reads_all_rows_of_a_file_or_has_tasks_without_it(tmp_path: Path)
     (file := tmp_path / "math500.jsonl").write_text("\n".join(map(json.dumps, rows)))
     dev = [row for row in rows if int(hashlib.md5(row["unique_id"].encode()).hexdigest(), 16) % 5 < 2]
     for options, samples in (((), 3), (("--file", str(file)), len(dev))):
-        code, said = called(tmp_path, "--dry-run", *options, text=PROBLEMS)
-        assert code == 0, said
-        (line,) = (line.split() for line in said.splitlines() if line.strip().startswith("problems"))
+        code, output = called(tmp_path, "--dry-run", *options, text=PROBLEMS)
+        assert code == 0, output
+        (line,) = (line.split() for line in output.splitlines() if line.strip().startswith("problems"))
         assert line[1] == str(samples)
-        assert "Not run on pocket: 200000 tokens" in said
+        assert "Not run on pocket: 200000 tokens" in output
 
 
 @pytest.mark.law("as-it-is-described")
@@ -360,12 +360,12 @@ def test_the_registered_rules_decide_about_what_was_counted() -> None:
     alone = {key: each for key, each in right.items() if key[2][-4:] not in ("1.0)", "1.5)")}
     _, confirmed, boxes = counted(alone)
     assert "gives Branch A; first 64: p 0.0002 (passes Bonferroni), " in confirmed.note
-    for changed, said in (
+    for changed, note in (
         ({key: equal if key[0] == "first" else each for key, each in alone.items()}, "gives Branch C"),
         ({key: equal if key[0] == "second" else each for key, each in alone.items()}, "gives Branch B"),
         ({key: each for key, each in alone.items() if key[0] == "first"}, "needs two models and has 1"),
     ):
-        assert said in counted(changed)[1].note
+        assert note in counted(changed)[1].note
     assert boxes.ours[("first", "64"), ("triattention",)].value.value == 0.75
 
 

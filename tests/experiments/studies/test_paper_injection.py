@@ -94,8 +94,8 @@ def test_patched_markers_have_their_residuals_in_the_band_and_nothing_elsewhere(
     depth, at, inner = len(whole.layers), list(whole.markers), [2, 3, 4]
     bands = {"early": {0}, "mid": {depth // 4}, "upper": {depth // 2}, "all": set(range(depth))}
     for patch in PATCHES:
-        made, kept = scene.chunk_of(ids, Session("short", patch=patch)), set[int]()
-        for index, pair in made.layers.items():
+        created, kept = scene.chunk_of(ids, Session("short", patch=patch)), set[int]()
+        for index, pair in created.layers.items():
             for wanted, tensor in zip(whole.layers[index], pair, strict=True):
                 if torch.equal(tensor[:, at], wanted[:, at]):
                     kept.add(index)
@@ -103,7 +103,9 @@ def test_patched_markers_have_their_residuals_in_the_band_and_nothing_elsewhere(
                     assert not tensor[:, at].any()
         assert bands.get(patch, set()) <= kept
         assert len(kept) == depth if patch == "all" else len(kept) < depth
-        same = [torch.equal(pair[1][:, inner], whole.layers[index][1][:, inner]) for index, pair in made.layers.items()]
+        same = [
+            torch.equal(pair[1][:, inner], whole.layers[index][1][:, inner]) for index, pair in created.layers.items()
+        ]
         assert all(same) is (patch == "all")
 
 
@@ -115,7 +117,7 @@ def test_probes_are_those_of_one_forward_over_the_text(one_thread: None) -> None
     """
     scene = Scene(Loading("chat", "numpy").subject(), draw_talk(0))
     model, session = scene.subject.model, Session("short", text=True, probe=True)
-    found, (cache, ids, _) = scene.measure(session), scene._opened(session)
+    actual, (cache, ids, _) = scene.measure(session), scene._opened(session)
     before, question = scene.session_ids(session), scene._question()
     assert cache.get_seq_length() == len(before)
     assert scene.tokens(session) == len(before) + len(ids)
@@ -125,8 +127,8 @@ def test_probes_are_those_of_one_forward_over_the_text(one_thread: None) -> None
     chunks, start = [scene.chunk_of(one, session) for one in scene._chosen(session)], len(before)
     for layer, weights in enumerate(forward.attentions):
         rows = weights[0, :, -len(question) :].double()
-        assert found["entropy"][layer] == pytest.approx(float(torch.special.entr(rows).sum(-1).mean()), rel=1e-4)
-        assert found["sinks"][layer] == pytest.approx(float(rows[..., :4].sum(-1).mean()), rel=1e-4)
+        assert actual["entropy"][layer] == pytest.approx(float(torch.special.entr(rows).sum(-1).mean()), rel=1e-4)
+        assert actual["sinks"][layer] == pytest.approx(float(rows[..., :4].sum(-1).mean()), rel=1e-4)
         same, still, at = list[Tensor](), list[Tensor](), start
         for chunk in chunks:
             own = slice(chunk.markers[0] + 2, chunk.markers[-1])  # The slice begins after the marker and the line end.
@@ -135,12 +137,12 @@ def test_probes_are_those_of_one_forward_over_the_text(one_thread: None) -> None
             same.append(torch.cosine_similarity(chunk.layers[layer][0][:, own].double(), there, -1))
             still.append(torch.cosine_similarity(moved, there, -1))
             at += len(chunk.ids)
-        assert found["cosine"][layer] == pytest.approx(float(torch.cat(same, 1).mean()), abs=1e-5)
-        assert found["unrotated"][layer] == pytest.approx(float(torch.cat(still, 1).mean()), abs=1e-5)
-    assert found["unrotated"][0] == pytest.approx(1)
+        assert actual["cosine"][layer] == pytest.approx(float(torch.cat(same, 1).mean()), abs=1e-5)
+        assert actual["unrotated"][layer] == pytest.approx(float(torch.cat(still, 1).mean()), abs=1e-5)
+    assert actual["unrotated"][0] == pytest.approx(1)
     (table,) = (one for one in tables_of(scene.template) if one.name == "figure-4")
-    whole, first, *_ = filled_lines(table, {arm.name: [found, found] for arm in table.arms.values()})
-    for line, name, figure in ((whole, "all", fmean(found["cosine"])), (first, "0", found["cosine"][0])):
+    whole, first, *_ = filled_lines(table, {arm.name: [actual, actual] for arm in table.arms.values()})
+    for line, name, figure in ((whole, "all", fmean(actual["cosine"])), (first, "0", actual["cosine"][0])):
         assert line[:3] == ["baseline", name, f"{figure:.3f} [{figure:.3f}, {figure:.3f}]"]
 
 

@@ -106,21 +106,21 @@ def test_the_audit_reads_the_history(tmp_path: Path) -> None:
     commit_all(tmp_path)
     write_rows(tmp_path / "forged.jsonl.xz", {**row["forged"], "commit": "0" * 40})
     commit_all(tmp_path)
-    found = {one.study.removesuffix(".toml"): one for one in audit(tmp_path)}
-    assert (found["named"].rules, found["named"].rows) == (first, second)
-    assert {name: one.finding for name, one in found.items()} == {
+    actual = {one.study.removesuffix(".toml"): one for one in audit(tmp_path)}
+    assert (actual["named"].rules, actual["named"].rows) == (first, second)
+    assert {name: one.finding for name, one in actual.items()} == {
         "named": "rules before rows, by the commit of every row",
         "old": "rules before rows; rows of before 0.4 do not name their commit",
         "same": "exploratory: rules and rows are of one commit",
         "forged": "exploratory: a row names a commit without these rules",
         "other": "exploratory: no commit has the rules of these rows",
     }
-    assert {name for name, one in found.items() if one.failures} == {"forged"}
-    assert found["forged"].failures == ("false commit: a row names a commit without these rules",)
+    assert {name for name, one in actual.items() if one.failures} == {"forged"}
+    assert actual["forged"].failures == ("false commit: a row names a commit without these rules",)
     printed = CliRunner().invoke(app, ["study", "--audit", str(tmp_path)])
     assert printed.exit_code == 1
     assert first[:8] in printed.output
-    (tmp_path / KNOWN).write_text(f"forged = {list(found['forged'].failures)}\n", encoding="utf-8")
+    (tmp_path / KNOWN).write_text(f"forged = {list(actual['forged'].failures)}\n", encoding="utf-8")
     assert CliRunner().invoke(app, ["study", "--audit", str(tmp_path)]).exit_code == 0
 
 
@@ -146,9 +146,9 @@ def planted(folder: Path, rows: list[Row]) -> tuple[str, ...]:
     commit, digest = commit_all(folder), load_rules(path).digest
     write_rows(path.with_suffix(".jsonl.xz"), *({**row, "rules": digest, "commit": commit} for row in rows))
     commit_all(folder)
-    (found,) = audit(folder)
-    assert found.finding == "rules before rows, by the commit of every row"
-    return found.failures
+    (actual,) = audit(folder)
+    assert actual.finding == "rules before rows, by the commit of every row"
+    return actual.failures
 
 
 CLAIM = '''[[claim]]
@@ -227,8 +227,8 @@ def test_the_gate_holds_per_template() -> None:
     ({"fullcache": 7, "blind": 1, "evidence": 9}, "blind"), ({"fullcache": 7, "blind": 0, "evidence": 8}, "evidence"),
 ])
 def test_a_task_that_fails_its_controls_on_dev_carries_no_claim(right: dict[str, int], failed: str) -> None:
-    said = gate(claim("accuracy"), gated(**right))
-    assert said.startswith(f"needle_in_prose at 64: {failed} answers") if failed else said == ""
+    message = gate(claim("accuracy"), gated(**right))
+    assert message.startswith(f"needle_in_prose at 64: {failed} answers") if failed else message == ""
 
 
 @pytest.mark.parametrize("value", ["number", "word"])
@@ -274,11 +274,11 @@ def told(subject: Subject, sample: Sample, placement: Placement, names: Sequence
     wanted = [(name, str(B)) for name, B in product(names, BUDGETS) if B in BUDGETS[:1] or not name.startswith(DIVERSE)]
     methods = {name: subject.policy(name, Budget(count=BUDGETS[0])).on(subject.model) for name in names}
     prompt = read_prompt(subject, methods, [str(B) for B in BUDGETS], placement)
-    found = dict[Cell, tuple[Row, Kept]]()
+    actual = dict[Cell, tuple[Row, Kept]]()
     for row, cell in zip(measure(subject, sample, prompt, wanted, 5)["cells"], wanted, strict=True):
         kept = prompt.set_of(*cell, sample)
-        found[cell] = row, [kept.group(at).tolist() for at in range(kept.groups)]
-    return found
+        actual[cell] = row, [kept.group(at).tolist() for at in range(kept.groups)]
+    return actual
 
 
 @pytest.mark.law("parts-equal-the-whole")
@@ -294,8 +294,8 @@ def test_a_cell_keeps_and_says_what_a_context_of_its_own_does(
     sample = replace(draw_sample(task, subject.tokenizer, LENGTH, 1, 9), max_new_tokens=MOST)
     presented = place(sample, placement)
     names = [*(name for name in SERVED if name in diverse or not name.startswith(DIVERSE)), BREATH]
-    before, found = len(presented.prompt_ids) - presented.dropped_slots, told(subject, sample, presented, names)
-    for (name, B), (given, kept) in found.items():
+    before, actual = len(presented.prompt_ids) - presented.dropped_slots, told(subject, sample, presented, names)
+    for (name, B), (given, kept) in actual.items():
         expected, sets = answer(subject.model, subject.policy(name, parse_budget(B)), presented, MOST, subject.stop_ids)
         assert kept == [[at for at in own if at < before] for own in sets], name
         assert given["answer"] == decode(subject.tokenizer, expected.token_ids), name
@@ -303,9 +303,9 @@ def test_a_cell_keeps_and_says_what_a_context_of_its_own_does(
         assert given["peak_cache"] == expected.peak_cache, name
         assert given["mean_cache"] == pytest.approx(expected.mean_cache), name
         assert given["answer_slots"] == pytest.approx(expected.mean_cache - np.mean(given["kept"])), name
-    assert {name for name, _ in found} == set(names)
-    assert len({str(kept) for _, kept in found.values()}) > len(names) / 2
-    assert len({given["answer"] for given, _ in found.values()}) > 2
+    assert {name for name, _ in actual} == set(names)
+    assert len({str(kept) for _, kept in actual.values()}) > len(names) / 2
+    assert len({given["answer"] for given, _ in actual.values()}) > 2
 
 
 @pytest.mark.law("parts-equal-the-whole")
@@ -318,15 +318,15 @@ def test_a_policy_that_decides_at_each_token_reads_the_gold_answer_so(subject: S
     presented, policy = place(sample), subject.policy(name, 150)
     prompt = read_prompt(subject, {name: policy.on(subject.model)}, ["150"], presented)
     (cell,) = measure(subject, sample, prompt, [(name, "150")], 1)["cells"]
-    said, stored = list[torch.Tensor](), list[float]()
+    logits, stored = list[torch.Tensor](), list[float]()
     with policy(subject.model), torch.no_grad():
         cache = subject.model(input_ids=torch.tensor([presented.prompt_ids])).past_key_values
         for token in (*presented.fed_ids, *sample.answer_ids[:-1]):
-            said.append(subject.model(input_ids=torch.tensor([[token]]), past_key_values=cache).logits[0, -1])
+            logits.append(subject.model(input_ids=torch.tensor([[token]]), past_key_values=cache).logits[0, -1])
             stored.append(cache.mean_length)
-    said = said[-len(sample.answer_ids) :]
+    logits = logits[-len(sample.answer_ids) :]
     likelihood = sum(
-        float(one.double().log_softmax(dim=-1)[token]) for one, token in zip(said, sample.answer_ids, strict=True)
+        float(one.double().log_softmax(dim=-1)[token]) for one, token in zip(logits, sample.answer_ids, strict=True)
     )
     assert cell["likelihood"] == pytest.approx(likelihood, abs=1e-4)
     assert cell["mean_cache"] == pytest.approx(np.mean(stored))

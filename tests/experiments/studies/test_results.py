@@ -89,9 +89,9 @@ def test_a_cut_last_line_is_set_aside_and_said_once(tmp_path: Path, caplog: pyte
         append_row(path, {"policy": "c"})
     assert [row["policy"] for row in load_rows(path)] == ["a", "b", "c"]
     assert (tmp_path / "results.jsonl.cut").read_bytes() == cut.encode()[:-1] + b"\n"
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert "results.jsonl: its last line was cut" in said
-    assert "results.jsonl.cut" in said
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "results.jsonl: its last line was cut" in message
+    assert "results.jsonl.cut" in message
 
 
 def test_a_whole_row_without_its_end_is_kept(tmp_path: Path) -> None:
@@ -109,8 +109,8 @@ def test_four_processes_lose_no_row_and_double_none(tmp_path: Path) -> None:
     while any(writer.is_alive() for writer in writers):
         load_rows(path)  # A reader finds only whole rows between the writes.
     assert [writer.exitcode for writer in writers] == [0] * 4
-    found = sorted((row["writer"], row["at"]) for row in load_rows(path))
-    assert found == [(writer, at) for writer in range(4) for at in range(50)]
+    actual = sorted((row["writer"], row["at"]) for row in load_rows(path))
+    assert actual == [(writer, at) for writer in range(4) for at in range(50)]
     assert not (tmp_path / "results.jsonl.cut").exists()
 
 
@@ -174,10 +174,10 @@ def test_a_lease_that_another_worker_removes_stays_removed(tmp_path: Path, monke
     lease = tmp_path / ".rows.jsonl-a.lease"
 
     def removed(worker: Leases) -> bool:
-        found = holds(worker)
+        actual = holds(worker)
         if removals and removals.pop(0):
             lease.unlink()
-        return found
+        return actual
 
     with Leases(path, unit_of) as touching:
         assert touching.take("a")
@@ -279,8 +279,8 @@ def test_right_answers_of_the_readme_are_those_of_the_file() -> None:
 def test_difference_and_counts_of_a_claim_are_of_the_same_samples(study: str) -> None:
     """A row once had a difference over 84 samples and counts over 243 samples."""
     head, *lines = evidence_pages.decided(study)
-    said = [dict(zip(head, line, strict=True)) for line in lines]
-    by_answers = [one for one in said if one["claim"].endswith("by answers")]
+    rows = [dict(zip(head, line, strict=True)) for line in lines]
+    by_answers = [one for one in rows if one["claim"].endswith("by answers")]
     assert by_answers
     for one in by_answers:
         first, second, n = map(int, re.findall(r"\d+", one["right answers"]))
@@ -324,8 +324,8 @@ def test_figures_in_sentences_are_those_of_the_rows() -> None:
         assert f"| text of {size} tokens, budget {budget} | {' | '.join(map(str, counts))} |" in guide
     cells = ("chunkkv", "0.3"), ("snapkv", "0.3"), ("fullcache", "1.0")
     chunks, snap, full = (right("rules", "in_prompt", *cell) for cell in cells)
-    said = f"{chunks} right answers with ChunkKV, {snap} right answers with SnapKV, and {full} right answers with the"
-    assert f"The model gave {said} full cache." in " ".join(guide.split())
+    sentence = f"{chunks} right answers with ChunkKV, {snap} right answers with SnapKV, and {full} right answers with the"
+    assert f"The model gave {sentence} full cache." in " ".join(guide.split())
 
 
 def at_place(policy: str, low: float, high: float) -> tuple[int, int]:

@@ -205,13 +205,13 @@ def rows_of(values: list[tuple[str, float, float, float, bool, bool]], part: str
 
     The log-likelihood of the full cache is 0.
     """
-    found = []
+    actual = []
     for at, (context, a, b, blind, a_right, b_right) in enumerate(values):
         cells = {
             (FULL, "1.0"): (0.0, True, 100.0), (BLIND, "0"): (blind, False, 2.0), ("snapkv", "0.3"): (a, a_right, 30.0),
             ("knorm", "0.3"): (b, b_right, 30.2),
         }
-        found.append({
+        actual.append({
             "context": context, "task": "needle_in_prose", "length": 100, "placement": "after", "part": part,
             "sample": str(at), "metadata": {}, "evidence_tokens": 4, "answer_tokens": 2, "model": "m",
             "backend": "numpy",
@@ -224,7 +224,7 @@ def rows_of(values: list[tuple[str, float, float, float, bool, bool]], part: str
                 for (policy, budget), (likelihood, right, cache) in cells.items()
             ],
         })
-    return found
+    return actual
 
 
 VALUES = [

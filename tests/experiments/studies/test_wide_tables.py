@@ -21,12 +21,12 @@ def test_no_number_of_a_wide_table_is_cut(width: int) -> None:
     headings = ["policy", *(f"column {at}" for at in range(20))]
     lines = [[name, *(f"0.{at:02}{row}" for at in range(20))] for row, name in enumerate(("snapkv", "crystalcache"))]
     pieces = fitting_tables("Table 13", headings, lines, width)
-    said = StringIO()
+    stream = StringIO()
     for piece in pieces:
-        Console(width=width, file=said).print(piece)
-    assert "…" not in said.getvalue()
-    assert all(len(line) <= width for line in said.getvalue().splitlines())
-    assert {cell for line in lines for cell in line} <= set(said.getvalue().split())
+        Console(width=width, file=stream).print(piece)
+    assert "…" not in stream.getvalue()
+    assert all(len(line) <= width for line in stream.getvalue().splitlines())
+    assert {cell for line in lines for cell in line} <= set(stream.getvalue().split())
     assert (len(pieces) == 1) is (width == 200)
 
 

@@ -131,13 +131,13 @@ def test_killed_actors_of_ray_make_the_rows_of_one_process(rules: Path, tmp_path
         for process in sorted(holders(together) - killed)[:2]:
             os.kill(process, signal.SIGKILL)
             killed.add(process)
-    said, _ = running.communicate()
-    assert running.returncode == 0, said
+    message, _ = running.communicate()
+    assert running.returncode == 0, message
     assert measured(together) == measured(alone)
     assert len(measured(alone)) == ROWS
     assert len(killed) == 4
     assert not list(together.glob(".*.lease"))
-    assert f"study.jsonl: {ROWS} of {ROWS} samples done, 0 failed" in said
+    assert f"study.jsonl: {ROWS} of {ROWS} samples done, 0 failed" in message
 
 
 def test_what_cannot_be_measured_is_a_row_with_its_error(
@@ -166,9 +166,9 @@ def test_what_cannot_be_measured_is_a_row_with_its_error(
     ]
     assert len(of_file(path)) == 3
     assert len(load_rows(path)) == len(measured(tmp_path)) == 1
-    told = list(status(tmp_path))
-    assert told[0].endswith("study.jsonl: 1 of 3 samples done, 2 failed")
-    assert sum("failed: needle_in_prose, number" in line for line in told) == 2
+    lines = list(status(tmp_path))
+    assert lines[0].endswith("study.jsonl: 1 of 3 samples done, 2 failed")
+    assert sum("failed: needle_in_prose, number" in line for line in lines) == 2
     assert swept(rules, tmp_path).exit_code == 1
     assert len(of_file(path)) == 3
     assert swept(rules, tmp_path, "--again").exit_code == 0
@@ -268,11 +268,11 @@ def test_the_status_names_who_is_at_work_and_who_is_silent(tmp_path: Path, monke
                 Event().wait(seconds)
 
         monkeypatch.setattr(leases, "time", SimpleNamespace(sleep=look))
-        told = list(status(tmp_path))
-    assert told[0] == f"{path}: 1 of 4 samples done, 0 failed"
-    assert sorted("SILENT" in line for line in told[1:3]) == [False, True]
-    assert all(f"under way: process {os.getpid()} of " in line for line in told[1:3])
-    assert told[3:] == ["  0:05:00 to go with 1 at work"]
+        lines = list(status(tmp_path))
+    assert lines[0] == f"{path}: 1 of 4 samples done, 0 failed"
+    assert sorted("SILENT" in line for line in lines[1:3]) == [False, True]
+    assert all(f"under way: process {os.getpid()} of " in line for line in lines[1:3])
+    assert lines[3:] == ["  0:05:00 to go with 1 at work"]
 
 
 def test_actors_that_still_load_their_models_are_waited_for(
@@ -300,9 +300,9 @@ def test_actors_that_still_load_their_models_are_waited_for(
 
 @pytest.mark.law("refused-before-anything-changes")
 def test_a_sweep_s_file_and_the_options_of_a_grid_exclude_each_other(rules: Path, tmp_path: Path) -> None:
-    found = swept(rules, tmp_path / "out", "--length", "300")
-    said = f"length = '300': cannot be used with a rules file: leave out the option, and edit {rules} instead"
-    assert str(found.exception) == said
+    actual = swept(rules, tmp_path / "out", "--length", "300")
+    expected = f"length = '300': cannot be used with a rules file: leave out the option, and edit {rules} instead"
+    assert str(actual.exception) == expected
     assert not (tmp_path / "out").exists()
 
 

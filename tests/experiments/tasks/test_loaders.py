@@ -264,8 +264,8 @@ def test_a_problem_of_math_is_its_context_and_each_part_has_its_own(tmp_path: Pa
     digests = [int(hashlib.md5(row["unique_id"].encode()).hexdigest(), 16) % 5 < 2 for row in rows]
     for kind, part in (("math-dev-file", True), ("math-confirm-file", False)):
         name = problems(tmp_path, *rows, kind=kind)
-        found = [made(ground, name, at)[0].metadata["id"] for at in range(digests.count(part))]
-        assert found == [row["unique_id"] for row, dev in zip(rows, digests, strict=True) if dev is part]
+        actual = [made(ground, name, at)[0].metadata["id"] for at in range(digests.count(part))]
+        assert actual == [row["unique_id"] for row, dev in zip(rows, digests, strict=True) if dev is part]
 
 
 LETTERS = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"

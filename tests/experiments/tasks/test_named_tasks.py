@@ -101,11 +101,11 @@ def frequent_words_hold(ground: Ground, sample: Sample) -> None:
 
 def occurrences_hold(ground: Ground, sample: Sample, listing: list[str]) -> None:
     """Check that the evidence has all occurrences except those in the recent window."""
-    found = pieces(ground, sample)
+    actual = pieces(ground, sample)
     all_of_them = [word for word in listing if word in sample.references]
-    assert all_of_them[: len(found)] == found
+    assert all_of_them[: len(actual)] == actual
     window = said(ground, sample.context_ids[-RECENT - 8 :]).split()
-    assert len(all_of_them) - len(found) <= sum(word in sample.references for word in window) + 1
+    assert len(all_of_them) - len(actual) <= sum(word in sample.references for word in window) + 1
 
 
 def affixes_hold(ground: Ground, sample: Sample) -> None:
@@ -272,8 +272,8 @@ def test_v1_puts_the_answers_into_the_same_slots_of_every_sample_and_unpinned_do
     for dialect, same in (("ruler_v1", True), ("ruler_v1_unpinned", False)):
         by_size = defaultdict(list)
         for index in range(6):
-            found = slots(named[1], f"{dialect}_{task}", index)
-            by_size[len(found)].append(found)
+            actual = slots(named[1], f"{dialect}_{task}", index)
+            by_size[len(actual)].append(actual)
         pairs = [pair for alike in by_size.values() for pair in pairwise(alike)]
         assert len(pairs) >= 2
         assert all((one == other) is same for one, other in pairs)

@@ -84,14 +84,14 @@ def apart(template: str, text: str) -> Mapping[str, str]:
 
     def field(match: re.Match[str]) -> str:
         name = match[1]
-        found = f"(?P={name})" if name in seen else f"(?P<{name}>.+?)"
+        actual = f"(?P={name})" if name in seen else f"(?P<{name}>.+?)"
         seen.add(name)
-        return found
+        return actual
 
     pattern = re.sub(r"\\\{(\w+)\\\}", field, re.escape(template))
-    found = re.search(f"(?s){pattern}$", text)
-    assert found, text
-    return found.groupdict()
+    matched = re.search(f"(?s){pattern}$", text)
+    assert matched, text
+    return matched.groupdict()
 
 
 def one_answer(template: str) -> str:
@@ -101,14 +101,14 @@ def one_answer(template: str) -> str:
 def niah_holds(ground: Ground, name: str, sample: Sample) -> None:
     haystack, kind = TASKS[name]
     template = "".join(OFFICIAL["niah"])
-    found = apart(template if kind.endswith("s") else one_answer(template), prompt(ground, sample))
-    assert found["type_needle_v"] == kind
-    keys = found["query"].split(", ")
-    assert found["query"] == (keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])}, {keys[-1]}")
+    actual = apart(template if kind.endswith("s") else one_answer(template), prompt(ground, sample))
+    assert actual["type_needle_v"] == kind
+    keys = actual["query"].split(", ")
+    assert actual["query"] == (keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])}, {keys[-1]}")
     assert all(key.startswith("and ") is (len(keys) > 1 and at == len(keys) - 1) for at, key in enumerate(keys))
-    lines = found["context"].split("\n")
+    lines = actual["context"].split("\n")
     if haystack == "prose":
-        assert len(re.findall(rf" {FACT} ", found["context"])) == 4 if "multi" in name else 1
+        assert len(re.findall(rf" {FACT} ", actual["context"])) == 4 if "multi" in name else 1
     elif haystack == "noise":
         assert len([line for line in lines if line != NOISE]) == 1
         assert lines[-1] == NOISE
@@ -126,9 +126,9 @@ def vt_holds(ground: Ground, name: str, sample: Sample) -> None:
     example = re.fullmatch(r"(?s)(.+they are: ) ([A-Z]{3}(?: [A-Z]{3}){4})\n\n", shown)
     assert example
     for text, names in ((example[1], example[2].split()), (asked, list(sample.references))):
-        found = apart(template, opening + text)
-        assert found["num_v"] == "5"
-        lines = found["context"].split("\n")
+        actual = apart(template, opening + text)
+        assert actual["num_v"] == "5"
+        lines = actual["context"].split("\n")
         assert lines[-1] == NOISE
         assert all(NOISE in pair for pair in pairwise(lines))
         chain = [line for line in lines if line != NOISE]
@@ -154,12 +154,12 @@ def cwe_holds(ground: Ground, name: str, sample: Sample) -> None:
 
 def check_list(listing: str, common: list[str], often: int, seldom: int, pinned: bool) -> None:
     """Check the official list of common and remaining words with their counts, shuffled by `random.Random(42)`."""
-    found = re.findall(r"\d+\. (\w+)", listing)
-    assert listing == " ".join(f"{at}. {word}" for at, word in enumerate(found, 1))
-    slots = list(range(len(found)))
+    actual = re.findall(r"\d+\. (\w+)", listing)
+    assert listing == " ".join(f"{at}. {word}" for at, word in enumerate(actual, 1))
+    slots = list(range(len(actual)))
     random.Random(42).shuffle(slots)
-    back = dict(zip(slots, found, strict=True))
-    unshuffled = [back[slot] for slot in range(len(found))]
+    back = dict(zip(slots, actual, strict=True))
+    unshuffled = [back[slot] for slot in range(len(actual))]
     others = unshuffled[10 * often :]
     same = unshuffled[: 10 * often] == common * often and others == others[: len(others) // seldom] * seldom
     assert same is pinned
@@ -264,9 +264,9 @@ def test_the_text_runs_on_around_the_facts_and_no_window_repeats(
             pieces, at = pieces + list(ids[at:start]), stop
             before = decoded(tokenizer, tuple(pieces))
             assert any(before.endswith(line) or line.endswith(before) for line in lines)
-        found = decoded(tokenizer, (*pieces, *ids[at:]))
-        assert whole.count(found) == 1
-        seen += range(whole.index(found), whole.index(found) + len(found))
+        actual = decoded(tokenizer, (*pieces, *ids[at:]))
+        assert whole.count(actual) == 1
+        seen += range(whole.index(actual), whole.index(actual) + len(actual))
     assert len(set(seen)) == len(seen)
     again = one_of(tokenizer, prose, 1024, prose.windows(1024), 1, keys=4)
     first = one_of(tokenizer, prose, 1024, 0, 1, keys=4)

@@ -47,24 +47,24 @@ def test_the_first_session_says_what_it_does_before_it_does_it(
 ) -> None:
     """Check the message: creating the environment takes minutes, and pip prints nothing."""
     noxfile = importlib.import_module("noxfile")
-    said: list[str] = []
+    messages: list[str] = []
 
     class Session:
         def log(self, text: str) -> None:
-            said.append(text)
+            messages.append(text)
 
     monkeypatch.setattr(noxfile, "SHARED", tmp_path)
-    monkeypatch.setattr(noxfile, "new_environment", lambda *given: said.append("made"))
+    monkeypatch.setattr(noxfile, "new_environment", lambda *given: messages.append("made"))
     noxfile.shared_python(Session())
-    assert len(said) == 2
-    assert f"making the shared environment of all sessions in {tmp_path}" in said[0]
+    assert len(messages) == 2
+    assert f"making the shared environment of all sessions in {tmp_path}" in messages[0]
 
 
 @pytest.mark.law("as-it-is-described")
 def test_help_needs_no_model() -> None:
-    found = started("--help", MODELS)
-    assert found.returncode == 0, found.stderr
-    assert "verify" in found.stdout
+    actual = started("--help", MODELS)
+    assert actual.returncode == 0, actual.stderr
+    assert "verify" in actual.stdout
 
 
 @pytest.mark.law("as-it-is-described")
@@ -72,9 +72,9 @@ def test_help_needs_no_model() -> None:
 def test_a_backend_is_judged_without_a_model(tmp_path: Path) -> None:
     """Check a backend without a model package. The process collects one test only, and prints the number of tests."""
     one = "test_nestedkv.py::test_equal_keys_score_zero"
-    found = started(f"verify --backend numpy --out {tmp_path} -- -q --collect-only {one}", MODELS)
-    assert found.returncode == 0, found.stderr
-    assert "1 test collected" in found.stdout
+    actual = started(f"verify --backend numpy --out {tmp_path} -- -q --collect-only {one}", MODELS)
+    assert actual.returncode == 0, actual.stderr
+    assert "1 test collected" in actual.stdout
 
 
 @pytest.mark.law("as-it-is-described")
@@ -99,17 +99,17 @@ def test_a_package_that_hides_ours_is_named_with_its_path(tmp_path: Path, monkey
     ],
 )
 def test_what_is_missing_is_named_with_its_extra(command: str, missing: str, extra: str) -> None:
-    found = started(command, [missing])
-    assert found.returncode == 2
-    assert found.stderr.endswith(f"kvspec: {missing} is missing; pip install 'kvspec[{extra}]'\n")
+    actual = started(command, [missing])
+    assert actual.returncode == 2
+    assert actual.stderr.endswith(f"kvspec: {missing} is missing; pip install 'kvspec[{extra}]'\n")
 
 
 def test_serve_without_vllm_says_what_to_install() -> None:
-    found = started("serve model --policy snapkv --budget 0.3 --port 8000", ["vllm"])
-    assert found.returncode == 2
-    assert found.stderr.startswith("kvspec: vllm")
-    assert found.stderr.count("\n") == 1
-    assert found.stderr.endswith("is not installed; install vLLM 0.32 for your device in this environment\n")
+    actual = started("serve model --policy snapkv --budget 0.3 --port 8000", ["vllm"])
+    assert actual.returncode == 2
+    assert actual.stderr.startswith("kvspec: vllm")
+    assert actual.stderr.count("\n") == 1
+    assert actual.stderr.endswith("is not installed; install vLLM 0.32 for your device in this environment\n")
 
 
 @pytest.mark.parametrize(
@@ -166,11 +166,11 @@ def refused(*arguments: str) -> Exception:
 
 @pytest.fixture
 def keys(tmp_path: Path) -> list[str]:
-    found = []
+    actual = []
     for at, fact in enumerate(FACTS):
         (tmp_path / f"{at}.txt").write_text(fact, encoding="utf-8")
-        found.append(archived("put", str(tmp_path / f"{at}.txt"), "--archive", str(tmp_path / "a")).strip())
-    return found
+        actual.append(archived("put", str(tmp_path / f"{at}.txt"), "--archive", str(tmp_path / "a")).strip())
+    return actual
 
 
 @pytest.mark.law("one-line-with-the-way-out")
@@ -190,8 +190,8 @@ def test_a_fact_is_put_listed_got_and_answered(keys: list[str], tmp_path: Path) 
         assert re.fullmatch(rf"{name}, \d+\.\d ms to the first token: {re.escape(FACTS[0].strip())}", line)
     used = (tmp_path / "a").glob("objects/*/*")
     before = {path: path.stat().st_mtime_ns for path in used}
-    found = archived("find", "Which code has Project Aurora?", *here, "--top", "2").splitlines()
-    assert found == [f"{key}  {fact.strip()}" for key, fact in zip(keys, FACTS, strict=True)]
+    actual = archived("find", "Which code has Project Aurora?", *here, "--top", "2").splitlines()
+    assert actual == [f"{key}  {fact.strip()}" for key, fact in zip(keys, FACTS, strict=True)]
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert archived("verify", *here) == "2 objects read\n"
     os.utime(next((tmp_path / "a").glob(f"objects/*/{keys[1]}.*")), (1, 1))
@@ -233,8 +233,8 @@ def test_what_a_policy_keeps_is_put_and_answered(keys: list[str], tmp_path: Path
     assert "calibration" in str(error)
     file = str(tmp_path / "c.npz")
     (tmp_path / "long.txt").write_text(FACTS[0] * 40, encoding="utf-8")
-    made = CliRunner().invoke(app, ["calibrate", str(tmp_path / "long.txt"), "--tokens", "256", "--out", file])
-    assert made.exit_code == 0, made.output
+    result = CliRunner().invoke(app, ["calibrate", str(tmp_path / "long.txt"), "--tokens", "256", "--out", file])
+    assert result.exit_code == 0, result.output
     again = archived("put", str(tmp_path / "0.txt"), "--policy", "triattention", "--calibration", file, *here)
     assert again.strip() not in (kept, *keys)
 
@@ -289,8 +289,8 @@ def test_an_empty_text_and_a_budget_of_no_policy_are_refused(tmp_path: Path) -> 
     here = ("put", str(tmp_path / "note.txt"), "--archive", str(tmp_path / "a"))
     assert "must have at least one token" in str(refused(*here))
     for budget in ("rubbish", "0.5"):
-        said = str(refused(*here, "--budget", budget))
-        assert f"budget = '{budget}': needs a policy: give --policy too" in said
+        message = str(refused(*here, "--budget", budget))
+        assert f"budget = '{budget}': needs a policy: give --policy too" in message
     assert not (tmp_path / "a").exists()
 
 
@@ -300,8 +300,8 @@ def test_a_folder_whose_name_is_no_utf_8_is_verified(tmp_path: Path) -> None:
         archive.put(*chunk(1))
     assert archived("verify", "--archive", str(folder)) == "1 objects read\n"
     (folder / "objects" / os.fsdecode(b"\xff")).touch()
-    said = "1 objects read\n'objects/\\udcff'  does not belong to the archive\n"
-    assert archived("verify", "--archive", str(folder), code=1) == said
+    expected = "1 objects read\n'objects/\\udcff'  does not belong to the archive\n"
+    assert archived("verify", "--archive", str(folder), code=1) == expected
 
 
 def test_a_tenant_s_name_is_shown_as_it_was_typed(tmp_path: Path) -> None:

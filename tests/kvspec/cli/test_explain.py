@@ -90,21 +90,21 @@ def test_the_pages_stages_are_the_references() -> None:
     """Compare kept sets, r, the graph and its degrees bit for bit, and all other values within their bounds."""
     cases = [drawn(seed) for seed in range(PROMPTS)]
     results = node("stages.mjs", str(HOME / "stages.mjs"), given=json.dumps([case.given for case in cases]))
-    for case, found in zip(cases, results, strict=True):
+    for case, actual in zip(cases, results, strict=True):
         want, p = case.wanted, case.parameters
-        assert found["kept"] == want.kept.tolist()
-        assert found["ratio"] == want.ratio.tolist()
-        assert found["B"] == want.budget
+        assert actual["kept"] == want.kept.tolist()
+        assert actual["ratio"] == want.ratio.tolist()
+        assert actual["B"] == want.budget
         for name in ("indptr", "indices", "weights", "degree"):
-            assert found["graph"][name] == getattr(want.graph, name).tolist()
-        D, M_bar = np.array(found["graph"]["D"]), np.array(found["M_bar"])
+            assert actual["graph"][name] == getattr(want.graph, name).tolist()
+        D, M_bar = np.array(actual["graph"]["D"]), np.array(actual["M_bar"])
         radius = tolerances.crystallization_radius(want.graph.degree, p.s, p.epsilon)
         assert (np.abs(D - want.graph.D) <= radius).all()
         assert not list(stage_checks.impact(
-            np.array(found["M"]), want.coattention.salience, case.prompt.token_ids, p
+            np.array(actual["M"]), want.coattention.salience, case.prompt.token_ids, p
         ))
         assert tolerances.close("CC-IMPACT", M_bar, want.trunks.impact)
-        scores = np.array([math.nan if x is None else x for x in found["scores"]])
+        scores = np.array([math.nan if x is None else x for x in actual["scores"]])
         assert not list(stage_checks.score(scores, D, M_bar, want.protected, p))
 
 
@@ -121,8 +121,8 @@ def texts(case: Case) -> list[str]:
 
 def data_of(page: str) -> dict[str, Any]:
     (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    found: dict[str, Any] = json.loads(data)
-    return found
+    actual: dict[str, Any] = json.loads(data)
+    return actual
 
 
 def test_the_page_holds_the_run_and_needs_nothing_else() -> None:
@@ -176,12 +176,12 @@ def drive(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as browser:
         assert browser.stdin
         assert browser.stdout
-        asked, said = browser.stdin, browser.stdout
+        asked, output = browser.stdin, browser.stdout
 
         def in_browser(page: str, steps: Sequence[Mapping[str, Any]]) -> Any:
             file.write_text(page, encoding="utf-8")
             print(json.dumps([str(file), steps]), file=asked, flush=True)
-            return json.loads(said.readline())
+            return json.loads(output.readline())
 
         yield in_browser
         asked.close()
@@ -222,8 +222,8 @@ def test_the_page_says_where_it_computes_another_set(drive: Drive) -> None:
     case = drawn(1)
     shown = record(case.run, case.prompt.token_ids, TINY)
     changed = {**shown, "kept": [*shown["kept"][:-1], shown["kept"][-1] - 1]}
-    (found,) = drive(explain_html(changed, texts(case), "t", ""), [{}])
-    assert found["check"].startswith("Warning: this browser computes a different set")
+    (actual,) = drive(explain_html(changed, texts(case), "t", ""), [{}])
+    assert actual["check"].startswith("Warning: this browser computes a different set")
 
 
 def test_the_arrow_keys_walk_along_the_text_and_the_line(drive: Drive) -> None:
@@ -250,9 +250,9 @@ def test_with_shift_they_walk_along_the_tokens(drive: Drive) -> None:
     assert [step["chosen"] for step in every] == [["trunk-0"]] * (sizes[0] + 1) + [["trunk-1"]] + [["trunk-0"]] * 2
     assert (back["token"], alone["token"]) == ([f"token-{sizes[0] - 1}"], [])
     for i, step in enumerate(walked[1:]):
-        said = step["details"][step["details"].index(f"Token {i}, ") :]
-        assert f"salience{case.run.coattention.salience[i]:.3f}" in said
-        assert f"impact{M[i]:.3f}" in said
+        detail = step["details"][step["details"].index(f"Token {i}, ") :]
+        assert f"salience{case.run.coattention.salience[i]:.3f}" in detail
+        assert f"impact{M[i]:.3f}" in detail
 
 
 def test_another_policy_is_counted_by_its_sets(drive: Drive) -> None:
@@ -269,9 +269,9 @@ def test_another_policy_is_counted_by_its_sets(drive: Drive) -> None:
     (shown,) = drive(page, [{"set": {"measure": "beside"}}])
     both = sum(counts[i] for i in kept) / 3
     whole = sum(counts) / 3
-    said = (f"heads keeps {whole:.0f} tokens (mean over 3 sets, one set for a layer and KV head). Both policies keep"
+    detail = (f"heads keeps {whole:.0f} tokens (mean over 3 sets, one set for a layer and KV head). Both policies keep"
             f" {both:.0f} tokens, only CrystalCache {len(kept) - both:.0f}, only heads {whole - both:.0f}.")
-    assert shown["beside"] == said
+    assert shown["beside"] == detail
 
 
 def test_a_space_that_a_tokenizer_drops_at_the_start_is_shown() -> None:

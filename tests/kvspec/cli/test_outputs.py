@@ -78,10 +78,10 @@ def refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     ("paper crystalcache --model /nowhere --out mine", MADE), ("paper injection --model /nowhere --out mine", MADE),
 ])
 def test_no_file_of_the_user_is_replaced(line: str, word: str, refusal: Refusal) -> None:
-    said = refusal(line)
-    assert word in said
-    assert ("--force" in said) is (word == MADE)
-    assert said.count("\n") == 1
+    message = refusal(line)
+    assert word in message
+    assert ("--force" in message) is (word == MADE)
+    assert message.count("\n") == 1
 
 
 @pytest.mark.parametrize("check", [False, True])
@@ -152,8 +152,8 @@ def test_what_kvspec_made_is_made_again(tmp_path: Path) -> None:
     for command, name, more in (("explain", "page.html", ["--backend", "numpy"]), ("calibrate", "c.npz", [])):
         for _ in range(2):
             line = [command, str(tmp_path / "text.txt"), "--out", str(tmp_path / name), *more]
-            made = CliRunner().invoke(app, line)
-            assert made.exit_code == 0, made.output
+            result = CliRunner().invoke(app, line)
+            assert result.exit_code == 0, result.output
 
 
 def test_force_replaces_a_file_of_the_user(tmp_path: Path) -> None:

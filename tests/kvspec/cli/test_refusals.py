@@ -41,12 +41,12 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         monkeypatch.setattr(sys, "argv", ["kvspec", *arguments])
         with pytest.raises(SystemExit) as stopped:
             cli.main()
-        said = capsys.readouterr()
-        assert stopped.value.code == 2, said
-        assert said.out == ""
-        assert said.err.count("\n") == 1, said.err
-        assert said.err.startswith("kvspec: ")
-        return said.err
+        printed = capsys.readouterr()
+        assert stopped.value.code == 2, printed
+        assert printed.out == ""
+        assert printed.err.count("\n") == 1, printed.err
+        assert printed.err.startswith("kvspec: ")
+        return printed.err
 
     return run
 
@@ -90,8 +90,8 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 def test_compare_refuses_before_any_work(
     arguments: tuple[str, ...], words: tuple[str, ...], tmp_path: Path, refusal: Refusal,
 ) -> None:
-    said = refusal(["compare", *SHORT, "--out", str(tmp_path / "new" / "out"), *arguments])
-    assert all(word in said for word in words), said
+    message = refusal(["compare", *SHORT, "--out", str(tmp_path / "new" / "out"), *arguments])
+    assert all(word in message for word in words), message
     assert not list(tmp_path.iterdir())
 
 
@@ -111,8 +111,8 @@ def test_a_mistake_in_the_call_is_one_line_too(
 ) -> None:
     (tmp_path / "x.txt").write_text("Some words.", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    found = refusal(words.split())
-    assert all(part in found for part in said), found
+    actual = refusal(words.split())
+    assert all(part in actual for part in said), actual
 
 
 @pytest.mark.parametrize("command", ["keep", "explain", "compress", "calibrate", "archive put", "compare"])
@@ -133,9 +133,9 @@ def test_a_model_that_is_none_is_named_with_what_to_type(
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{}", encoding="utf-8")
     arguments = [*SHORT, "--out", "out"] if command == "compare" else ["x.txt"]
-    said = refusal([*command.split(), *arguments, "--model", model])
-    assert f"model = '{model}': {words}" in said
-    assert "'pocket', 'chat', 'smollm2'" in said
+    message = refusal([*command.split(), *arguments, "--model", model])
+    assert f"model = '{model}': {words}" in message
+    assert "'pocket', 'chat', 'smollm2'" in message
 
 
 @pytest.mark.parametrize("command", ["sweep", "compress", "calibrate", "keep", "archive put"])
@@ -147,8 +147,8 @@ def test_a_text_beyond_the_models_positions_is_refused(command: str, tmp_path: P
         "calibrate": [str(text), "--tokens", "9000", "--out", out], "keep": [str(text), "--policy", "streamingllm"],
         "archive put": [str(text), "--archive", out],
     }
-    said = refusal([*command.split(), *arguments[command]])
-    assert re.search(r"(lengths|PROMPT|tokens|token_ids|TEXT) = \d+: tokens are more than the 8192 positions", said)
+    message = refusal([*command.split(), *arguments[command]])
+    assert re.search(r"(lengths|PROMPT|tokens|token_ids|TEXT) = \d+: tokens are more than the 8192 positions", message)
     assert not list(tmp_path.glob("out/objects/*"))
     assert not (tmp_path / "out").is_file()
 
@@ -163,10 +163,10 @@ def test_a_stretched_rotation_reaches_further() -> None:
         return LlamaConfig(max_position_embeddings=64, rope_parameters={"rope_theta": 1e4, **rope})
 
     yarn = config(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
-    for made, most in ((config(rope_type="default"), 64), (yarn, 256), (config(rope_type="linear", factor=2.0), 128)):
-        check_positions(made, "length", most - 10, 10)
+    for rope, most in ((config(rope_type="default"), 64), (yarn, 256), (config(rope_type="linear", factor=2.0), 128)):
+        check_positions(rope, "length", most - 10, 10)
         with pytest.raises(SpecError, match=rf"length = {most}: tokens and 1 of question .* give at most {most - 1}$"):
-            check_positions(made, "length", most, 1)
+            check_positions(rope, "length", most, 1)
     check_positions(PretrainedConfig(), "length", 10**9)
 
 
@@ -199,11 +199,11 @@ def test_an_out_that_cannot_be_made_is_refused_first(
         monkeypatch.setattr(sys, "argv", ["kvspec", command, "--out", str(out)])
         with pytest.raises(SystemExit) as stopped:
             cli.main()
-        shown, said = capsys.readouterr()
+        shown, errors = capsys.readouterr()
         assert shown.startswith("kvspec demo: compares three policies" if command == "demo" else "")
         assert stopped.value.code == 2
-        assert said.startswith(f"kvspec: out = '{out}': cannot be created as a folder")
-        assert said.count("\n") == 1
+        assert errors.startswith(f"kvspec: out = '{out}': cannot be created as a folder")
+        assert errors.count("\n") == 1
     assert (tmp_path / "file").read_text(encoding="utf-8") == "x"
 
 
@@ -219,17 +219,17 @@ def test_a_look_at_a_folder_makes_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_file_of_results_that_is_none_is_named_first(tmp_path: Path, refusal: Refusal) -> None:
     (tmp_path / "study.jsonl").write_text("no row\n", encoding="utf-8")
-    said = refusal(["compare", *SHORT, "--out", str(tmp_path), "--model", "/nowhere"])
-    assert "study.jsonl:1" in said
+    message = refusal(["compare", *SHORT, "--out", str(tmp_path), "--model", "/nowhere"])
+    assert "study.jsonl:1" in message
 
 
 @pytest.mark.parametrize("text", ["", " \n\t"])
 def test_calibrating_on_nothing_keeps_the_old_statistics(text: str, tmp_path: Path, refusal: Refusal) -> None:
     (tmp_path / "empty.txt").write_text(text, encoding="utf-8")
     (tmp_path / "c.npz").write_bytes(b"old")
-    said = refusal(["calibrate", str(tmp_path / "empty.txt"), "--out", str(tmp_path / "c.npz"), "--force"])
-    assert "TEXT" in said
-    assert "must not be empty" in said
+    message = refusal(["calibrate", str(tmp_path / "empty.txt"), "--out", str(tmp_path / "c.npz"), "--force"])
+    assert "TEXT" in message
+    assert "must not be empty" in message
     assert (tmp_path / "c.npz").read_bytes() == b"old"
 
 
@@ -240,8 +240,8 @@ def test_files_that_cannot_be_written_are_refused_first(tmp_path: Path, refusal:
         ["calibrate", str(text), "--out", str(tmp_path)], ["calibrate", str(text), "--out", str(text / "x.npz")],
         ["explain", str(text), "--out", str(tmp_path)],
     ):
-        said = refusal([*arguments, "--model", "/nowhere"])
-        assert re.search("must be a file, but is a folder|cannot be created as a folder", said)
+        message = refusal([*arguments, "--model", "/nowhere"])
+        assert re.search("must be a file, but is a folder|cannot be created as a folder", message)
     assert "must be a readable text file" in refusal(["compress", str(tmp_path / "b.txt")])
 
 
@@ -257,24 +257,24 @@ def test_controls_that_fail_are_exit_code_1(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.law("as-it-is-described")
 def test_progress_is_lines_where_there_is_no_terminal() -> None:
-    said = StringIO()
-    with progress_bar(Console(file=said, width=30), 4, every=0.0, after=0.0) as progress:
+    stream = StringIO()
+    with progress_bar(Console(file=stream, width=30), 4, every=0.0, after=0.0) as progress:
         for at in range(4):
             progress(f"a long description of cell {at}")
-    lines = said.getvalue().splitlines()
+    lines = stream.getvalue().splitlines()
     assert [line.split("  ")[0] for line in lines] == ["1/4", "2/4", "3/4", "4/4"]
     assert [line.endswith(" to go") for line in lines] == [False, True, True, True]
-    said = StringIO()
-    with progress_bar(Console(file=said), 1000, every=60.0, after=0.0) as progress:
+    stream = StringIO()
+    with progress_bar(Console(file=stream), 1000, every=60.0, after=0.0) as progress:
         for _ in range(1000):
             progress("x")
-    assert len(said.getvalue().splitlines()) == 2
-    said = StringIO()
+    assert len(stream.getvalue().splitlines()) == 2
+    stream = StringIO()
     for terminal in (False, True):  # A run of less than two seconds shows nothing.
-        with progress_bar(Console(file=said, force_terminal=terminal), 2) as progress:
+        with progress_bar(Console(file=stream, force_terminal=terminal), 2) as progress:
             progress("x")
             progress("x")
-    assert said.getvalue() == ""
+    assert stream.getvalue() == ""
 
 
 @pytest.mark.law("figures-are-counted-right")
@@ -282,11 +282,11 @@ def test_the_time_to_go_leaves_out_the_first_part(monkeypatch: pytest.MonkeyPatc
     """The first part includes loading and compilation: 60 s here, then 1 s for each part."""
     clock = iter([0.0, 60.0, 61.0, 62.0])
     monkeypatch.setattr("experiments.studies.report.time", SimpleNamespace(monotonic=lambda: next(clock)))
-    said = StringIO()
-    with progress_bar(Console(file=said), 100, every=0.0) as progress:
+    stream = StringIO()
+    with progress_bar(Console(file=stream), 100, every=0.0) as progress:
         for _ in range(3):
             progress("x")
-    assert said.getvalue().splitlines() == ["1/100  x", "2/100  x  0:01:38 to go", "3/100  x  0:01:37 to go"]
+    assert stream.getvalue().splitlines() == ["1/100  x", "2/100  x  0:01:38 to go", "3/100  x  0:01:37 to go"]
 
 
 @pytest.mark.law("as-it-is-described")

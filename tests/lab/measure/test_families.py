@@ -41,9 +41,9 @@ def test_every_name_of_transformers_has_a_family() -> None:
 # Gemma 4 has other widths and KV heads in its full-attention layers than in those that slide. `nightly` has all.
 @pytest.mark.parametrize("name", ["gemma4_text", "gpt_bigcode", "gemma3"])
 def test_a_family_that_holds(name: str) -> None:
-    found = list(outcomes(KNOWN[name]))
-    assert [one.verdict for one in found] == ["holds"] * len(COLUMNS), found
-    assert all(one.policy == "save" or 0 < one.worst <= run.BOUND for one in found)
+    actual = list(outcomes(KNOWN[name]))
+    assert [one.verdict for one in actual] == ["holds"] * len(COLUMNS), actual
+    assert all(one.policy == "save" or 0 < one.worst <= run.BOUND for one in actual)
 
 
 @pytest.mark.parametrize(("name", "refused"), [
@@ -167,10 +167,10 @@ def test_a_third_outcome_ends_in_an_exit_of_1(
 
 def test_the_page_says_what_becomes_of_each_family() -> None:
     verdicts = {"a": "holds", "b": "refused", "c": "not built"}
-    found = [Outcome(family, column, verdict, "why: so", 1e-7) for family, verdict in verdicts.items()
+    actual = [Outcome(family, column, verdict, "why: so", 1e-7) for family, verdict in verdicts.items()
              for column in COLUMNS]
-    found += [Outcome("d", column, "holds" if column != "turn" else "refused", "other") for column in COLUMNS]
-    text = run.page(found)
+    actual += [Outcome("d", column, "holds" if column != "turn" else "refused", "other") for column in COLUMNS]
+    text = run.page(actual)
     for expected in (
         "Hold in every column (1)\n\n```text\na\n```", "| d | + | + | + | + | - | + | + | + |", "| why | b | no |",
         "| other | d | no |", "Not built: c.",

@@ -64,9 +64,9 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_issue_is_whole() -> None:
-    found, text = upstream.defects(), upstream.PAGE.read_text(encoding="utf-8")
-    assert len({one.title for one in found}) == len(found) == text.count("\n### ") >= 10
-    for one in found:
+    actual, text = upstream.defects(), upstream.PAGE.read_text(encoding="utf-8")
+    assert len({one.title for one in actual}) == len(actual) == text.count("\n### ") >= 10
+    for one in actual:
         assert tuple(one.fields) == upstream.FIELDS, one.title
         section = text[: text.index(f"### {one.title}\n")].rpartition("\n## ")[2]
         assert section.startswith(f"{one.fields['Package']}\n"), one.title
@@ -90,14 +90,14 @@ def test_an_issue_whose_script_ends_well_is_gone(page: Path) -> None:
 
 @pytest.mark.parametrize("name", certificates.SUBJECTS)
 def test_a_certificate_is_about_the_files_that_are_here(name: str) -> None:
-    made = tomllib.loads((certificates.OUT / f"{name}.toml").read_text(encoding="utf-8"))
+    certificate = tomllib.loads((certificates.OUT / f"{name}.toml").read_text(encoding="utf-8"))
     schema = json.loads((SPEC / "certificate.schema.json").read_text(encoding="utf-8"))
-    pytest.importorskip("jsonschema").validate(json.loads(json.dumps(made, default=str)), schema)
+    pytest.importorskip("jsonschema").validate(json.loads(json.dumps(certificate, default=str)), schema)
     subject = certificates.SUBJECTS[name]
-    assert made["subject"]["named"] == subject.named
+    assert certificate["subject"]["named"] == subject.named
     if subject.kind != "command":
         file = f"{subject.named.partition(':')[0]}.py"
-        assert made["subject"]["digest"] == digest_of({file: subject.folder / file})
+        assert certificate["subject"]["digest"] == digest_of({file: subject.folder / file})
 
 
 def test_the_table_is_of_all_certificates() -> None:
@@ -185,12 +185,12 @@ def test_our_pyramid_on_one_layer_is_what_the_policy_keeps_there(seed: int) -> N
     inputs, (ours, _) = drawn(seed, 120), OURS["PyramidKV"]
     views, heads = dict.fromkeys(range(SMALL.layers), inputs.view), len(inputs.k)
     B = -(-inputs.kept * inputs.n // 1)
-    found = policies.retain(
+    actual = policies.retain(
         policies.pyramidkv(SMALL.window, SMALL.kernel), Budget(count=int(B)),
         Observation(inputs.n, SMALL.layers * heads, None, views),
     )
     for layer in range(SMALL.layers):
-        groups = [found.group(layer * heads + head).tolist() for head in range(heads)]
+        groups = [actual.group(layer * heads + head).tolist() for head in range(heads)]
         assert ours(replace(inputs, layer=layer), frozenset()) == groups
 
 
@@ -262,8 +262,8 @@ def test_a_cell_that_is_run_again_is_the_stored_one() -> None:
 
 @pytest.mark.law("as-it-is-described")
 def test_a_failure_is_a_cell_with_its_smallest_input_on_the_page() -> None:
-    said = "not knorm with 2 tokens, B = 1: kept set 0 of 1 holds [1] instead of [0]"
-    cell = cell_of("knorm", Outcome("test[knorm]", [], [], "failed", found=f"{said}\nit agrees with nothing"))
-    assert cell == {"verdict": "differs", "as": "knorm", "smallest": said}
+    expected = "not knorm with 2 tokens, B = 1: kept set 0 of 1 holds [1] instead of [0]"
+    cell = cell_of("knorm", Outcome("test[knorm]", [], [], "failed", found=f"{expected}\nit agrees with nothing"))
+    assert cell == {"verdict": "differs", "as": "knorm", "smallest": expected}
     cells = {**CELLS["numpy"]["cells"], "knorm": cell}
-    assert f"- numpy, knorm: {said}" in matrix_page({**CELLS, "numpy": {**CELLS["numpy"], "cells": cells}})
+    assert f"- numpy, knorm: {expected}" in matrix_page({**CELLS, "numpy": {**CELLS["numpy"], "cells": cells}})

@@ -127,15 +127,15 @@ class Case:
     def attempt(self, at: int, number: int, promised: Callable[[], None] = lambda: None) -> tuple[bool, list[str]]:
         """Return whether the operation completed, and the list of its calls. `promised` is called on completion."""
         done = False
-        with faults(at, number) as made:
+        with faults(at, number) as injected:
             try:
                 with self.open() as archive:
                     OPERATIONS[self.operation](archive, self.keys)
                     done = True
                     promised()
             except (ArchiveError, OSError, Killed):
-                assert len(made.calls) >= at > 0
-        return done, made.calls
+                assert len(injected.calls) >= at > 0
+        return done, injected.calls
 
     def check(self, done: bool, killed: bool = False) -> None:
         """Check the conditions after the disk works again. Then repeat the operation."""
@@ -175,16 +175,16 @@ class Case:
         assert archive.get(self.keys["his"], BOB) is not None
         self._age_hers()
 
-    def assert_gone(self, found: list[bytes] | None = None) -> None:
+    def assert_gone(self, actual: list[bytes] | None = None) -> None:
         """Check that no token, tenant, key or salt of hers is left in the folder or in the given bytes."""
-        found = blobs(self.folder) if found is None else found
+        actual = blobs(self.folder) if actual is None else actual
         for name in ("hers", "hers, damaged"):
             manifest, tensors = MADE[name]
             sought = [
                 ALICE.encode(), self.keys[name].encode(), manifest.key.encode(), manifest.ids.encode(),
                 tensors["token_ids"].numpy().tobytes(), *self.salts,
             ]
-            assert not any(needle in blob for needle in sought for blob in found)
+            assert not any(needle in blob for needle in sought for blob in actual)
 
 
 def put(archive: Archive, keys: dict[str, str]) -> None:

@@ -128,8 +128,8 @@ class ArchiveMachine(RuleBasedStateMachine):
 
     def look(self, key: str, store: int = 0, puts_away: bool = True) -> None:
         tenant, text = self.texts[key]
-        found = self.stores[store].get(key, tenant)
-        if found is None:
+        actual = self.stores[store].get(key, tenant)
+        if actual is None:
             note("a miss" + " of a damaged chunk" * (DAMAGED in self.may[key]))
             self.narrow(key, "is a miss", DAMAGED, GONE, HALF)
             if DAMAGED in self.may[key]:
@@ -137,8 +137,8 @@ class ArchiveMachine(RuleBasedStateMachine):
             return
         self.narrow(key, "was read", THERE)
         manifest, tensors = chunk(text, tenant=tenant)
-        assert all(torch.equal(found.tensors[name], tensors[name]) for name in tensors)
-        assert (found.manifest.tenant, found.manifest.ids) == (tenant, manifest.ids)
+        assert all(torch.equal(actual.tensors[name], tensors[name]) for name in tensors)
+        assert (actual.manifest.tenant, actual.manifest.ids) == (tenant, manifest.ids)
 
     @rule(store=stores)
     def get_all(self, store: int) -> None:
@@ -225,8 +225,8 @@ class ArchiveMachine(RuleBasedStateMachine):
         else:
             self.may |= {key: {GONE} for key in own}
             self.tried = {tried for tried in self.tried if tried[0] != tenant}
-            found = b"".join(blobs(self.folder))
-            assert not [word for word in (tenant, *own) if word.encode() in found], "a forgotten word is in a file"
+            actual = b"".join(blobs(self.folder))
+            assert not [word for word in (tenant, *own) if word.encode() in actual], "a forgotten word is in a file"
             note("a tenant is forgotten")
         self.list_all()
 

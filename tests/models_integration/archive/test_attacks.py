@@ -52,8 +52,8 @@ def write_until_killed(folder: Path, first: int, ready: Connection) -> None:
     vars(files)["_write"] = partial(write_slowly, ready)
     chunks = [chunk(seed, tokens=TOKENS) for seed in range(first, first + 10)]
     with Archive(folder) as archive:
-        for made in chunks:
-            archive.put(*made)
+        for created in chunks:
+            archive.put(*created)
 
 
 def write_for(seconds: float, folder: Path, first: int, together: Barrier) -> None:
@@ -80,12 +80,12 @@ def read_for(seconds: float, folder: Path, seed: int, together: Barrier) -> None
         together.wait()
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            told = [path for path in (folder / "told").glob("*") if not path.name.startswith(".")]
-            for path in rng.sample(told, min(20, len(told))):
-                found = archive.get(path.read_text(), "alice")
+            promised = [path for path in (folder / "told").glob("*") if not path.name.startswith(".")]
+            for path in rng.sample(promised, min(20, len(promised))):
+                actual = archive.get(path.read_text(), "alice")
                 _, tensors = chunk(int(path.name), tokens=64)
-                assert found is not None
-                assert torch.equal(found.tensors["1.v"], tensors["1.v"])
+                assert actual is not None
+                assert torch.equal(actual.tensors["1.v"], tensors["1.v"])
             archive.entries()
 
 
@@ -217,10 +217,10 @@ def test_two_writers_and_four_readers_lose_nothing(tmp_path: Path, pytestconfig:
         child.join()
     codes = [child.exitcode for child in children]
     assert codes == [0] * 6
-    told = {path.read_text() for path in (tmp_path / "told").glob("[0-9]*")}
+    promised = {path.read_text() for path in (tmp_path / "told").glob("[0-9]*")}
     with Archive(tmp_path) as archive:
-        assert {entry.key for entry in archive.entries()} == told
-        assert len(told) > 20
+        assert {entry.key for entry in archive.entries()} == promised
+        assert len(promised) > 20
         assert archive.verify().clean
 
 
@@ -243,12 +243,12 @@ def crafted(folder: Path, manifest: str, tensors: dict[str, Tensor], key: str) -
 
 
 def forged(name: str) -> str:
-    made = MANIFESTS[name]
+    manifest = MANIFESTS[name]
     if name == "nested":
         return "[" * 100_000 + "]" * 100_000
-    if not isinstance(made, dict) or not made:
-        return json.dumps(made)
-    return json.dumps({**asdict(chunk(2)[0]), **made})
+    if not isinstance(manifest, dict) or not manifest:
+        return json.dumps(manifest)
+    return json.dumps({**asdict(chunk(2)[0]), **manifest})
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
@@ -286,13 +286,13 @@ def test_crafted_tensors_are_a_miss_and_cannot_be_put(tmp_path: Path, change: st
     manifest, tensors = chunk(2)
     if change == "other kept sets":
         manifest = replace(manifest, kept="0" * 64)
-    made = {name: tensor for name, tensor in {**tensors, **TENSORS[change]}.items() if tensor is not None}
+    created = {name: tensor for name, tensor in {**tensors, **TENSORS[change]}.items() if tensor is not None}
     with Archive(tmp_path) as archive:
-        crafted(tmp_path, manifest.to_json(), made, manifest.key)
+        crafted(tmp_path, manifest.to_json(), created, manifest.key)
         assert archive.get(manifest.key, "alice") is None
         words = "not those of its manifest" if change.startswith("other") else "tensors"
         with pytest.raises(SpecError, match=words):
-            archive.put(manifest, made)
+            archive.put(manifest, created)
         assert archive.verify().read == 0
 
 

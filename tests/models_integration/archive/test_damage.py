@@ -220,8 +220,8 @@ def needles(seed: int, *keys: str) -> list[bytes]:
 
 
 def survive(folder: Path, *sought: list[bytes]) -> list[bytes]:
-    found = blobs(folder)
-    return [needle for one in sought for needle in one if any(needle in blob for blob in found)]
+    actual = blobs(folder)
+    return [needle for one in sought for needle in one if any(needle in blob for blob in actual)]
 
 
 @both

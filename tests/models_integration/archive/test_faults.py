@@ -132,12 +132,12 @@ def test_a_chunk_that_was_set_aside_is_there_or_the_failure_is_named(
         while failed:
             at += 1
             path.rename(path.with_name(f"{TEMPORARY}{path.name}-{at:08x}{ASIDE}"))
-            with faults(at, number) as made, suppress(ArchiveError, OSError):
-                found = work(archive, key)
-                assert found is not None, made.calls
-                assert not isinstance(found, Report) or found.clean <= (found.read == 1), made.calls
+            with faults(at, number) as injected, suppress(ArchiveError, OSError):
+                actual = work(archive, key)
+                assert actual is not None, injected.calls
+                assert not isinstance(actual, Report) or actual.clean <= (actual.read == 1), injected.calls
             assert archive.get(key, "alice") is not None
-            failed = len(made.calls) >= at
+            failed = len(injected.calls) >= at
         assert at > 3
 
 
@@ -201,9 +201,9 @@ CRASHES = 12
 
 def recorded(case: Case, dropped: int = 0) -> tuple[list[Disk], int]:
     """Return the disk after each call of the operation, and the number of syncs."""
-    with recording(case.folder, dropped) as (made, states), case.open() as archive:
+    with recording(case.folder, dropped) as (calls, states), case.open() as archive:
         OPERATIONS[case.operation](archive, case.keys)
-    return states, made.syncs
+    return states, calls.syncs
 
 
 def check_crash(case: Case, disk: Disk, rng: Random, share: float, promised: bool) -> None:
@@ -268,7 +268,7 @@ def test_the_first_put_of_a_new_archive_is_durable(quick_path: Path, dropped: in
     Without any one of the syncs, the chunk may be lost.
     """
     (root := quick_path / "root").mkdir()
-    with recording(root, dropped, each=False) as (made, states):
+    with recording(root, dropped, each=False) as (calls, states):
         if begun:
             (root / "new" / "nested" / "archive" / "objects").mkdir(parents=True)
         with Archive(root / "new" / "nested" / "archive") as archive:
@@ -276,7 +276,7 @@ def test_the_first_put_of_a_new_archive_is_durable(quick_path: Path, dropped: in
     states[-1].crash(quick_path / "left", Random(1), 0.0)
     with Archive(quick_path / "left" / "new" / "nested" / "archive") as archive:
         assert (archive.get(key, "alice") is not None) == (dropped == 0)
-    assert made.syncs == 7
+    assert calls.syncs == 7
 
 
 @pytest.mark.parametrize("dropped", [2, 3], ids=["the salt", "the folder"])

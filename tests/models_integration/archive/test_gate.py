@@ -124,21 +124,21 @@ def test_another_rotation_is_another_rotation_of_the_identity(rotation: str) -> 
 @pytest.mark.law("as-it-is-described")
 def test_longrope_has_its_long_frequencies_in_a_long_session() -> None:
     model = build("Llama", rope_parameters=dict(ROTATIONS["longrope"]))
-    found = recognise(model)
-    (name,) = found.used()
-    assert torch.equal(frequencies_at(model, found, 64).frequencies[name], found.frequencies[name])
-    ratio = found.frequencies[name] / frequencies_at(model, found, 65).frequencies[name]
+    actual = recognise(model)
+    (name,) = actual.used()
+    assert torch.equal(frequencies_at(model, actual, 64).frequencies[name], actual.frequencies[name])
+    ratio = actual.frequencies[name] / frequencies_at(model, actual, 65).frequencies[name]
     assert (ratio - torch.tensor([2.0, 3 / 1.1, 5 / 1.2, 8 / 1.3])).abs().max() < 1e-5
 
 
 @pytest.mark.law("refused-before-anything-changes")
 def test_dynamic_frequencies_are_refused_beyond_their_range() -> None:
     model = build("Llama", rope_parameters=dict(ROTATIONS["dynamic"]))
-    found = recognise(model)
-    (name,) = found.used()
-    assert torch.equal(frequencies_at(model, found, 256).frequencies[name], found.frequencies[name])
+    actual = recognise(model)
+    (name,) = actual.used()
+    assert torch.equal(frequencies_at(model, actual, 256).frequencies[name], actual.frequencies[name])
     with pytest.raises(SpecError, match="max_position_embeddings, 256"):
-        frequencies_at(model, found, 257)
+        frequencies_at(model, actual, 257)
 
 
 @pytest.mark.law("the-proof-has-teeth")
@@ -149,9 +149,9 @@ def test_the_bound_of_the_probe_lies_far_from_both() -> None:
     """
     model = build("Llama")
     before, after = (rope._probe(model, start) for start in (0, rope.PROBE_START))
-    found = recognise(model)
-    (name,) = found.used()
-    theta = found.frequencies[name]
+    actual = recognise(model)
+    (name,) = actual.used()
+    theta = actual.frequencies[name]
     errors = {
         style: rope._error(
             turned(before[0]["keys"], angles_between(9, rope.PROBE_START, theta, theta), style),
@@ -192,17 +192,17 @@ def test_a_codec_on_tensors_is_the_reference_s(arm: str) -> None:
     layers[2][0][1] = 0.0
     tensors = encode(layers, arm, 4)
     for at, pair in layers.items():
-        for name, x, found, scheme in zip(
+        for name, x, actual, scheme in zip(
             "kv", pair, decode(tensors, at, torch.float32), (ARMS[arm].keys, ARMS[arm].values), strict=True
         ):
             if f"{at}.{name}" in tensors:
-                assert torch.equal(found, x)
+                assert torch.equal(actual, x)
                 continue
             part = x[:, ARMS[arm].first : 12 - ARMS[arm].last].double().numpy()
             step = scale(part, SCHEMES[str(scheme)], 8)
             assert tensors[f"{at}.{name}.q"].tolist() == codes(part, step, 8).tolist()
             assert tensors[f"{at}.{name}.s"].double().numpy().tolist() == step.tolist()
-            assert (found - x).abs().max() <= 0.51 * step.max()
+            assert (actual - x).abs().max() <= 0.51 * step.max()
 
 
 @pytest.mark.law("decided-as-the-reference")

@@ -71,8 +71,8 @@ def test_every_codec_comes_back_within_its_step(archive: Archive, codec: str) ->
     chunk = library.get(library.put(PARTS[0], codec=codec))
     assert chunk is not None
     for (keys, values), layer in zip(chunk.layers.values(), plain_layers(prefilled(model, PARTS[0])), strict=True):
-        for found, computed in ((keys, layer.keys[0]), (values, layer.values[0])):
-            assert relative(found, computed) <= (0 if codec == "none" else 1 / 127)
+        for actual, computed in ((keys, layer.keys[0]), (values, layer.values[0])):
+            assert relative(actual, computed) <= (0 if codec == "none" else 1 / 127)
     assert chunk.ids == tuple(PARTS[0])
 
 

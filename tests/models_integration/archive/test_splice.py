@@ -49,9 +49,9 @@ def injected(
 ) -> tuple[Tensor, RetainedCache]:
     rotary = recognise(model)
     total = len(SYSTEM) + sum(len(chunk) - hidden for chunk, hidden in chunks) + len(QUERY)
-    made = [change(computed(model, chunk, rotary, hidden)) for chunk, hidden in chunks]
+    created = [change(computed(model, chunk, rotary, hidden)) for chunk, hidden in chunks]
     _, cache = read(model, SYSTEM)
-    splice(cache, made, frequencies_at(model, rotary, total))
+    splice(cache, created, frequencies_at(model, rotary, total))
     assert cache.get_seq_length() == total - len(QUERY)
     return read(model, QUERY, cache)
 
@@ -59,9 +59,9 @@ def injected(
 def gap(logits: Tensor, cache: RetainedCache, oracle: Oracle) -> float:
     """Return the largest relative difference of the logits and of every layer's keys and values."""
     pairs = [(logits, oracle.logits)]
-    for found, expected in zip(plain_layers(cache), plain_layers(oracle.cache), strict=True):
-        slots = oracle.own if found.is_sliding else oracle.visible  # The window is longer than the session.
-        pairs += [(found.keys, expected.keys[:, :, slots]), (found.values, expected.values[:, :, slots])]
+    for actual, expected in zip(plain_layers(cache), plain_layers(oracle.cache), strict=True):
+        slots = oracle.own if actual.is_sliding else oracle.visible  # The window is longer than the session.
+        pairs += [(actual.keys, expected.keys[:, :, slots]), (actual.values, expected.values[:, :, slots])]
     return max(relative(a.float(), b.float()) for a, b in pairs)
 
 
@@ -120,12 +120,12 @@ def test_a_chunk_is_rebased_where_the_session_outgrows_the_first_range() -> None
     model = build("Llama", rope_parameters=dict(ROTATIONS["longrope"]))
     chunks = [ids(60, 6), ids(40, 7)]
     rotary = recognise(model)
-    made = [computed(model, chunk, rotary) for chunk in chunks]
+    created = [computed(model, chunk, rotary) for chunk in chunks]
     fresh = plain_layers(prefilled(model, SYSTEM + chunks[0] + chunks[1]))[0].keys  # These keys are in the long range.
 
     def error(live: Rotary) -> float:
         _, cache = read(model, SYSTEM)
-        splice(cache, made, live)
+        splice(cache, created, live)
         return relative(plain_layers(cache)[0].keys[:, :, 5:], fresh[:, :, 5:])
 
     assert error(frequencies_at(model, rotary, 105)) < BOUND

@@ -134,12 +134,13 @@ def test_the_state_is_the_reference_s(gone: frozenset[int]) -> None:
         expected = join_chunk(
             before, np.array(tokens), kept.positions, inverse_key_norms(keys), ENDS, BREATHING, rule.engine
         )
-        (found,) = rule.flushed(states_of(cache), cache.keys_of(0)).rows
-    assert found.stored.tolist() == expected.stored.tolist() == cache.stored_positions().tolist()
-    assert (found.seen, found.step) == (57, 0)
-    for a, b in ((found.D, expected.D), (found.live.impact, expected.live.impact), (found.counts, expected.counts),
-                 (found.live.inverse_norms, expected.live.inverse_norms), (found.live.offsets, expected.live.offsets)):
-        np.testing.assert_array_equal(a, b)
+        (actual,) = rule.flushed(states_of(cache), cache.keys_of(0)).rows
+    assert actual.stored.tolist() == expected.stored.tolist() == cache.stored_positions().tolist()
+    assert (actual.seen, actual.step) == (57, 0)
+    for name in ("D", "counts"):
+        np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name))
+    for name in ("impact", "inverse_norms", "offsets"):
+        np.testing.assert_array_equal(getattr(actual.live, name), getattr(expected.live, name))
 
 
 @pytest.mark.law("refused-before-anything-changes")
@@ -195,16 +196,16 @@ PART = ids(24, 21)
 
 
 def with_gaps(model: PreTrainedModel, rotary: Rotary) -> list[Chunk]:
-    made = [computed(model, chunk, rotary, hidden, (0, len(chunk) - 1)) for chunk, hidden in CHUNKS]
-    return [compacted(chunk, kept_of(len(chunk.ids), gone)) for chunk, gone in zip(made, GAPS, strict=True)]
+    created = [computed(model, chunk, rotary, hidden, (0, len(chunk) - 1)) for chunk, hidden in CHUNKS]
+    return [compacted(chunk, kept_of(len(chunk.ids), gone)) for chunk, gone in zip(created, GAPS, strict=True)]
 
 
 def evicted_positions(start: int) -> set[int]:
-    found = set()
+    actual = set()
     for (chunk, hidden), gone in zip(CHUNKS, GAPS, strict=True):
-        found |= {start + place - hidden for place in gone if place >= hidden}
+        actual |= {start + place - hidden for place in gone if place >= hidden}
         start += len(chunk) - hidden
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma3Text", "Glm", "GPTNeoX", "DeepseekV2", "DeepseekV3"])
@@ -333,10 +334,10 @@ def test_a_compacted_chunk_is_never_the_full_one(archive: Archive) -> None:
     assert library.put(PART, method=StreamingLLM(24)) not in keys[1:]
     sizes = {key: archive.get(key, "alice") for key in keys}
     for key, stored in zip(keys, (24, 12, 13, 12, 12), strict=True):
-        chunk, found = library.get(key), sizes[key]
+        chunk, actual = library.get(key), sizes[key]
         assert chunk is not None
-        assert found is not None
-        assert (found.manifest.tokens, chunk.ids) == (24, tuple(PART))
+        assert actual is not None
+        assert (actual.manifest.tokens, chunk.ids) == (24, tuple(PART))
         assert all(tuple(chunk.places(layer).shape) == (1, keys_of.shape[1]) == (1, stored)
                    for layer, (keys_of, _) in chunk.layers.items())
     assert len(archive.entries()) == 6

@@ -35,9 +35,9 @@ from tests.processes import started
 pytestmark = pytest.mark.law("promised-is-there-forgotten-is-not")
 
 
-def same(found: dict[str, Tensor], given: dict[str, Tensor]) -> bool:
-    return found.keys() == given.keys() and all(
-        found[name].dtype == given[name].dtype and torch.equal(found[name], given[name]) for name in given
+def same(actual: dict[str, Tensor], given: dict[str, Tensor]) -> bool:
+    return actual.keys() == given.keys() and all(
+        actual[name].dtype == given[name].dtype and torch.equal(actual[name], given[name]) for name in given
     )
 
 
@@ -59,11 +59,11 @@ def test_what_is_put_is_got(tmp_path: Path) -> None:
         assert archive.put(replace(manifest, created=99.0), tensors) == key
     with Archive(tmp_path) as archive:
         for _ in range(2):
-            found = archive.get(key, "alice", MODEL)
-            assert found is not None
-            assert found.manifest == manifest
-            assert same(found.tensors, tensors)
-            found.tensors["0.k"].zero_()
+            actual = archive.get(key, "alice", MODEL)
+            assert actual is not None
+            assert actual.manifest == manifest
+            assert same(actual.tensors, tensors)
+            actual.tensors["0.k"].zero_()
         assert [entry.key for entry in archive.entries()] == [key]
         assert archive.verify().clean
     assert path.read_bytes() == before
@@ -252,7 +252,7 @@ def test_folders_and_files_are_the_owners_alone(tmp_path: Path, umask: int) -> N
                 archive.put(*chunk(0))
     finally:
         os.umask(before)
-    made = [path for name in ("new", "there") for path in (tmp_path / name).rglob("*")]
-    assert {oct(path.stat().st_mode & 0o777) for path in made} == {"0o600", "0o700"}
+    paths = [path for name in ("new", "there") for path in (tmp_path / name).rglob("*")]
+    assert {oct(path.stat().st_mode & 0o777) for path in paths} == {"0o600", "0o700"}
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
     assert stat.S_IMODE((tmp_path / "there").stat().st_mode) == 0o750

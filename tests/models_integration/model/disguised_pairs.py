@@ -33,8 +33,8 @@ class Named(nn.Module):
         vars(self)[name] = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.base(x) * vars(self)[self.name]
-        return found
+        actual: Tensor = self.base(x) * vars(self)[self.name]
+        return actual
 
 
 class Buffered(nn.Module):
@@ -46,8 +46,8 @@ class Buffered(nn.Module):
         self.register_buffer("tensor", tensor)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.base(x) * self.use(self.get_buffer("tensor"))
-        return found
+        actual: Tensor = self.base(x) * self.use(self.get_buffer("tensor"))
+        return actual
 
 
 class Packed(nn.Module):
@@ -61,8 +61,8 @@ class Packed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight: Any = self.weight
-        found: Tensor = x @ (weight * weight.scale["by"]).T
-        return found
+        actual: Tensor = x @ (weight * weight.scale["by"]).T
+        return actual
 
 
 class Settings(list[int]):
@@ -105,9 +105,9 @@ class WithoutState(Forgetful):
 
 
 def _module(by: float) -> types.ModuleType:
-    found = types.ModuleType(f"factor_{by}")
-    vars(found)["by"] = by
-    return found
+    actual = types.ModuleType(f"factor_{by}")
+    vars(actual)["by"] = by
+    return actual
 
 
 def _class(change: Callable[[Tensor], Tensor]) -> Any:
@@ -115,8 +115,8 @@ def _class(change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _times(x: Tensor, value: Any) -> Tensor:
-    found: Tensor = x * value.by
-    return found
+    actual: Tensor = x * value.by
+    return actual
 
 
 def _stepped(x: Tensor, steps: Any) -> Tensor:
@@ -136,8 +136,8 @@ def _buffered(use: Callable[[Tensor], Tensor], one: Callable[[], Tensor], other:
 
 
 def _quantised(by: float) -> Tensor:
-    found: Tensor = torch.quantize_per_tensor(torch.ones(48) * by, by / 10, 0, torch.qint8)
-    return found
+    actual: Tensor = torch.quantize_per_tensor(torch.ones(48) * by, by / 10, 0, torch.qint8)
+    return actual
 
 
 def _reversed_layers(model: Any) -> None:
@@ -297,8 +297,8 @@ def _key(model: Any) -> None:
 
 
 def _first(x: Tensor, table: Any) -> Tensor:
-    found: Tensor = x * next(iter(table.values()))
-    return found
+    actual: Tensor = x * next(iter(table.values()))
+    return actual
 
 
 def _normed(model: Any) -> None:

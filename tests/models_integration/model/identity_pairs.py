@@ -53,11 +53,11 @@ class LoRA(nn.Module):
         self.scaling, self._active_adapter, self._disable_adapters = {"default": 1.0, "other": 3.0}, ["default"], False
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.base(x)
+        actual: Tensor = self.base(x)
         if self._disable_adapters:
-            return found
+            return actual
         scale: float = self.alpha / self.settings.rank * sum(self.scaling[name] for name in self._active_adapter)
-        return found + scale * (x @ self.a.T @ self.b.T)
+        return actual + scale * (x @ self.a.T @ self.b.T)
 
 
 class Holding(nn.Module):
@@ -332,8 +332,8 @@ def _loaded(model: PreTrainedModel) -> PreTrainedModel:
     with TemporaryDirectory() as folder:
         model.save_pretrained(Path(folder, "one"))
         path = Path(folder, "one").rename(Path(folder, "other"))
-        found: PreTrainedModel = type(model).from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
-    return found
+        actual: PreTrainedModel = type(model).from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
+    return actual
 
 
 def _accelerated(model: Any) -> None:

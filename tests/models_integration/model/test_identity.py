@@ -51,8 +51,8 @@ def negate(model: PreTrainedModel) -> PreTrainedModel:
 
 def moved(model: Any, device: str) -> PreTrainedModel:
     """Move the model to a device."""
-    found: PreTrainedModel = model.to(device, torch.float32)
-    return found
+    actual: PreTrainedModel = model.to(device, torch.float32)
+    return actual
 
 
 @pytest.fixture
@@ -74,11 +74,11 @@ def test_equal_models_have_one_identity(family: str) -> None:
     """Check a copy, a second instance and a moved model in every part. The model gets no new attribute."""
     model = build(family)
     before = {name: set(vars(module)) for name, module in model.named_modules()}
-    found = identify(model)
+    actual = identify(model)
     assert {name: set(vars(module)) for name, module in model.named_modules()} == before
     for same in (copy.deepcopy(model), build(family), moved(model, "cpu")):
-        assert identify(same) == found
-        assert identify(same).digest == found.digest
+        assert identify(same) == actual
+        assert identify(same).digest == actual.digest
 
 
 def bit(model: PreTrainedModel) -> None:
@@ -115,16 +115,16 @@ def test_a_difference_is_in_its_part_and_in_the_digest(
 
 def logits(model: PreTrainedModel) -> Tensor:
     with torch.no_grad():
-        found = model(input_ids=prompt(24) % 131).logits
-    assert isinstance(found, Tensor)
-    return found
+        actual = model(input_ids=prompt(24) % 131).logits
+    assert isinstance(actual, Tensor)
+    return actual
 
 
 def check_apart(one: PreTrainedModel, other: PreTrainedModel) -> None:
     assert float((logits(one) - logits(other)).abs().max()) > 1e-3
-    found = [identify(model) for model in (one, other)]
-    assert found[0].digest != found[1].digest
-    assert found[0].unrotated + found[0].rotation != found[1].unrotated + found[1].rotation
+    actual = [identify(model) for model in (one, other)]
+    assert actual[0].digest != actual[1].digest
+    assert actual[0].unrotated + actual[0].rotation != actual[1].unrotated + actual[1].rotation
 
 
 @pytest.mark.parametrize(("family", "field", "first", "second"), FIELDS)
@@ -172,8 +172,8 @@ def test_models_that_look_unlike_and_answer_alike_have_one_identity(name: str) -
     model, (prepared, changed) = made("Llama"), EQUAL[name]
     prepared(model)
     before, answers = identify(model), logits(model)
-    found = changed(model)
-    other = found if isinstance(found, PreTrainedModel) else model
+    actual = changed(model)
+    other = actual if isinstance(actual, PreTrainedModel) else model
     assert identify(other) == before
     assert torch.equal(logits(other), answers)
 
@@ -282,10 +282,10 @@ def test_tied_parts_that_become_equal_ones_make_no_other_model() -> None:
 def test_a_tensor_of_several_chunks_is_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that the digest is independent of the chunk size and depends on every value."""
     model = build("Llama")
-    found = identify(model)
+    actual = identify(model)
     monkeypatch.setattr(tensor_digest, "CHUNK_BYTES", 40)
-    assert identify(model) == found
-    assert identify(negate(build("Llama"))).weights != found.weights
+    assert identify(model) == actual
+    assert identify(negate(build("Llama"))).weights != actual.weights
     assert tensor_digest.CHUNK_BYTES % 8 == 0
 
 
@@ -360,8 +360,8 @@ def test_a_command_makes_it_once_and_only_where_a_row_or_a_file_needs_it(
         (["compress", str(text)], 0), (["archive", "put", str(text), "--archive", archive], 1),
         ([*asked, "--out", str(tmp_path / "out")], 1), (["calibrate", str(long), "--out", str(statistics)], 1),
     ):
-        found = CliRunner().invoke(app, arguments)
-        assert found.exit_code == 0, found.output
+        actual = CliRunner().invoke(app, arguments)
+        assert actual.exit_code == 0, actual.output
         assert len(identified) == count, arguments
         identified.clear()
     assert {row["model"] for row in load_rows(tmp_path / "out" / "study.jsonl")} == {identify(model).named("pocket")}

