@@ -1,4 +1,4 @@
-"""Tables and pictures of docs/results/place.md: does CrystalCache keep what is associated, or what stands early?"""
+"""Tables and pictures of docs/results/place.md: does CrystalCache keep associated tokens, or early tokens?"""
 
 from collections.abc import Callable
 from functools import partial

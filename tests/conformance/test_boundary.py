@@ -120,8 +120,8 @@ def test_a_bare_assertion_tells_what_must_hold_and_the_values_in_it() -> None:
         assert np.abs(actual - 0.5).max() < limit
     message = failure(caught.value, [], {"q": [1, 2], "case": "a\nb"})
     lines = message["found"].splitlines()
-    assert "must hold: np.abs(found - 0.5).max() < limit" in lines
-    assert {"found = array([0.5 , 1.583])", "limit = 1e-06"} <= set(lines)
+    assert "must hold: np.abs(actual - 0.5).max() < limit" in lines
+    assert {"actual = array([0.5 , 1.583])", "limit = 1e-06"} <= set(lines)
     assert message["input"] == "    q=[1, 2]\n    case='a\\nb'"
     vector = {"group": {"operation": "score", "parameters": {"alpha": 1}}, "test": {"tcId": 3, "inputs": {"D": [0.5]}}}
     message = failure(caught.value, [], vector)

@@ -245,7 +245,7 @@ def test_every_table_is_that_of_the_rows(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.law("figures-are-counted-right")
 def test_the_sentences_about_places_are_those_of_the_rows() -> None:
-    """Of docs/results/place.md: at the start impact keeps the fact, and later random trunks keep more."""
+    """Check docs/results/place.md: at the start impact keeps the fact, and later random trunks keep more."""
     whole: dict[tuple[str, str, bool], list[bool]] = {}
     for row in rows_of("place"):
         if (row["part"], row["placement"]) == ("confirm", "paper"):
