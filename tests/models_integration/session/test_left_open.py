@@ -41,7 +41,7 @@ def test_a_session_that_nobody_holds_ends(policy: str) -> None:
 
 @pytest.mark.law("the-model-stays-as-it-was")
 def test_a_session_that_is_entered_and_thrown_away_warns_at_once() -> None:
-    """Without a warning, `generate` would use a full cache in silence."""
+    """Check the warning, because `generate` would otherwise use a full cache in silence."""
     model: Any = build("llama")
     with pytest.warns(RuntimeWarning, match="nothing holds the session of this LlamaForCausalLM"):
         method("snapkv")(model).__enter__()
