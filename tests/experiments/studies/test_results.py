@@ -324,8 +324,8 @@ def test_figures_in_sentences_are_those_of_the_rows() -> None:
         assert f"| text of {size} tokens, budget {budget} | {' | '.join(map(str, counts))} |" in guide
     cells = ("chunkkv", "0.3"), ("snapkv", "0.3"), ("fullcache", "1.0")
     chunks, snap, full = (right("rules", "in_prompt", *cell) for cell in cells)
-    sentence = f"{chunks} right answers with ChunkKV, {snap} right answers with SnapKV, and {full} right answers with the"
-    assert f"The model gave {sentence} full cache." in " ".join(guide.split())
+    sentence = f"{chunks} right answers with ChunkKV, {snap} right answers with SnapKV, and {full} right answers with"
+    assert f"The model gave {sentence} the full cache." in " ".join(guide.split())
 
 
 def at_place(policy: str, low: float, high: float) -> tuple[int, int]:
