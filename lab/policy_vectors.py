@@ -32,6 +32,7 @@ from reference.policies.criticalkv import two_stages
 from reference.policies.kvcrush import scored_or_representative
 from reference.policies.kvzip import rehearsal_chunks
 from reference.policies.kvzip_heads import FullHeads, head_scores
+from reference.policies.parts import join_budgets
 from reference.policies.protections import SinkAndRecent
 from reference.policies.selectors import best_blocks, fill_units, top_units
 from spec.budget import Budget
@@ -127,6 +128,12 @@ def pyramid(i: Json) -> Result:
     return {"shares": Pyramid(i["W"], i["beta"])(i["B"] * i["L"], given)}
 
 
+def composed(i: Json) -> Result:
+    """Return the shares of a pyramid over layers, then of Ada-KV's rule over the heads of each layer."""
+    budgets = join_budgets(Pyramid(i["W"], i["beta"]), Adaptive(Fraction(i["safeguard"])), i["W"])
+    return shared(i, lambda total, own, /: budgets(total, replace(own, heads=i["heads"])))
+
+
 def observed(i: Json) -> Result:
     (view,) = layers_of(i).layers
     return {"window": observed_attention(view, i["W"]), "accumulated": accumulated_attention(view)}
@@ -174,6 +181,7 @@ POLICY_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     "PO-REPRESENTATIVES": crushed,
     "PO-WHOLE-SHARES": lambda i: {"shares": largest_remainder([Fraction(target) for target in i["targets"]])},
     "PO-PYRAMID-BUDGET": pyramid,
+    "PO-COMPOSE": composed,
     "PO-ADAPTIVE-BUDGET": lambda i: shared(i, Adaptive(Fraction(i["safeguard"]))),
     "PO-COMPETITION-BUDGET": lambda i: shared(i, Competition(Fraction(i["safeguard"]))),
     "PO-THRESHOLD": lambda i: shared(i, Above(i["tau"])),

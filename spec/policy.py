@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
 from spec.arrays import BoolVector, Cube, Float64, Int64, IntMatrix, IntVector, Matrix, Vector
+from spec.composition import check_parts
 from spec.errors import SpecError
 from spec.retention import Granularity
 from spec.validate import check_choices
@@ -338,7 +339,11 @@ NOTHING_PROMISED = Promises()
 
 @dataclass(frozen=True)
 class Policy:
-    """An eviction policy: a name, the five parts, a granularity, the smallest budget and the guarantees."""
+    """An eviction policy: a name, the five parts, a granularity, the smallest budget and the guarantees.
+
+    Raises:
+        SpecError: if two parts do not fit together (see `spec.composition`).
+    """
 
     name: str
     scorer: Scorer
@@ -351,6 +356,9 @@ class Policy:
     """Smallest budget in tokens, if larger than the number of protected tokens. None means that no budget is raised."""
     promises: Promises = NOTHING_PROMISED
     """What this combination of parts guarantees. A combination with a different part may guarantee less."""
+
+    def __post_init__(self) -> None:
+        check_parts(self)
 
     @property
     def floor(self) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rich.console import Console
 
 from experiments.tasks.registry import FILES, TABLE
-from reference.policies.describe import PolicyDescription, describe_policy, list_policies
+from reference.policies.describe import PolicyDescription, describe_parts, describe_policy, list_policies
 
 __all__ = ["show_policies", "show_policy", "show_tasks"]
 
@@ -23,7 +23,8 @@ This list shows when each policy evicts, but does not rank policies by quality. 
 If a policy evicts from the first prompt only, read later turns inside `with run.reading():`.
 diverse-NAME is the policy NAME with set-conditioned selection: a token similar to kept tokens has a lower score.
 The paper on set-conditioned diversity calls triattention "1d" and diverse-triattention "1d_div".
-`kvspec policies NAME` prints the paper, the constants and an example call of the policy NAME."""
+`kvspec policies NAME` prints the paper, the constants, an example call and the parts of the policy NAME.
+Parts of a policy can be changed: `snapkv/layers=pyramid/heads=adaptive`. spec/composition.md lists the parts."""
 
 _TASK_LEGEND = """
 text: text that the contexts consist of
@@ -48,6 +49,7 @@ def show_policy(name: str) -> None:
     """
     for line in _lines(describe_policy(name)):
         _print(line)
+    _print(f"parts: {describe_parts(name)}")
 
 
 def show_tasks() -> None:

@@ -44,6 +44,17 @@ def competed(i: Json, safeguard: Fraction, shares: Callable[..., list[int]]) -> 
     return {"shares": shares(blanked(i), i["B"], safeguard)}
 
 
+def composed(i: Json) -> Json:
+    """Return the shares of each layer's heads: the layer's part of the pyramid, divided by Ada-KV's rule."""
+    rows, heads = blanked(i), i["heads"]
+    L = len(rows) // heads
+    layers_ = oracle.pyramid_shares(Fraction(i["B"]), i["W"], L, len(rows[0]), i["beta"])
+    return {"shares": [
+        share for at, B in enumerate(layers_)
+        for share in oracle.adaptive_shares(rows[at * heads : (at + 1) * heads], B, Fraction(i["safeguard"]))
+    ]}
+
+
 def rehearsal(i: Json) -> Json:
     given = [i[name] for name in ("token_ids", "template", "N_sink", "N_recent", "chunk", "overlap")]
     spans, read = kvzip.chunks(*given)
@@ -153,6 +164,7 @@ RESULTS: Mapping[str, Callable[[Any], Json]] = {
     "PO-PYRAMID-BUDGET": lambda i: {
         "shares": oracle.pyramid_shares(Fraction(i["B"]), i["W"], i["L"], i["n"], i["beta"])
     },
+    "PO-COMPOSE": composed,
     "PO-ADAPTIVE-BUDGET": lambda i: competed(i, Fraction(i["safeguard"]), oracle.adaptive_shares),
     "PO-COMPETITION-BUDGET": lambda i: competed(i, Fraction(i["safeguard"]), oracle.competition_shares),
     "PO-THRESHOLD": lambda i: {

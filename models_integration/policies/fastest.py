@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from reference.backend import BACKEND as REFERENCE
-from reference.policies.names import DIVERSE, NAMES, families_of
+from reference.policies.names import DIVERSE, NAMES, families_of, home_of
 from spec.backend import Backend, resolve
 from spec.errors import BackendUnavailable
 from spec.parameters import NESTEDKV, PAPER
@@ -61,7 +61,7 @@ def fastest(name: str, device: str, *families: str) -> Backend:
 
 def _order(name: str, device: str) -> list[str]:
     """Return the names of all backends that may run a policy on a device type, fastest first."""
-    compiled = bool(set(families_of(name)) - {"diversity"})
+    compiled, name = bool(set(families_of(name)) - {"diversity"}), home_of(name)
     if device != "cpu":
         usual = [TENSORS, COMPILED, REFERENCE.name]
     elif name not in NAMES:

@@ -309,8 +309,8 @@ def policy_from_name(
         SpecError: if the name, a constant or the budget is invalid.
         BackendUnavailable: if the backend cannot run on this machine.
     """
-    name = check_name(name)
-    constants = _from_tokenizer(name, tokenizer) | check_constants(name, constants)
+    name, own = names.split_name(name)
+    constants = _from_tokenizer(name, tokenizer) | check_constants(name, own | constants)
     if name not in _CLASSES:
         return NamedPolicy(name, budget, **constants)
     if name == "crystalcache":
@@ -389,11 +389,11 @@ def spelled(text: str) -> tuple[str, dict[str, Any]]:
         SpecError: if the text has a wrong form, the name is unknown, or the policy does not have a constant.
     """
     name, bracket, rest = text.partition("(")
-    name = check_name(name, "policy")
+    name, own = names.split_name(name, "policy")
     if bracket and (not rest.endswith(")") or "\n" in rest):
         raise SpecError("policy", text, _FORM)
     try:
         constants: dict[str, Any] = tomllib.loads(f"constants = {{{rest[:-1]}}}")["constants"]
     except tomllib.TOMLDecodeError as error:
         raise SpecError("policy", text, f"{_FORM}: {error}") from error
-    return name, check_constants(name, constants)
+    return name, check_constants(name, own | constants)

@@ -16,7 +16,7 @@ from models_integration.cache.retained_cache import RetainedCache
 from models_integration.session.method import Method
 from models_integration.session.observed import ObservedSegment
 from reference.policies.blocks import InBlocks
-from reference.policies.budgets import Above, Adaptive, Competition, tokens_of
+from reference.policies.budgets import Adaptive, Competition, tokens_of
 from reference.policies.chunkkv import Chunks
 from reference.policies.criticalkv import EPSILON, TwoScores, two_stages
 from reference.policies.defensivekv import Defensive
@@ -26,13 +26,14 @@ from reference.policies.kvcrush import scored_or_representative
 from reference.policies.names import with_twins
 from reference.policies.rkv import QueryCache
 from reference.policies.scorers import LayerScorer
-from reference.policies.selectors import fill_units, recent_half, top_tokens, top_units
+from reference.policies.selectors import recent_half
 from reference.policies.triattention import TriAttention
 from reference.policies.vase import Sampled, exponential_numbers, ranges_first
 from reference.policies.vatp import ValueWeighted
 from spec.arrays import BoolVector, Matrix
 from spec.backend import Backend
 from spec.budget import Budget
+from spec.composition import required_by
 from spec.errors import SpecError
 from spec.policy import LayerView, Observation, Policy, RecordingScorer, Running, Scorer, Scores, Selection
 from spec.retention import Granularity, Retention
@@ -41,9 +42,6 @@ __all__ = ["DeviceChoices", "choose", "policy_on_device"]
 
 SCORERS = (
     LayerScorer, Chunks, Defensive, ExpectedAttention, HeavyHitters, QueryCache, Sampled, TriAttention,
-)
-SELECTORS = (
-    fill_units, ranges_first, recent_half, scored_or_representative, top_tokens, top_units, two_stages,
 )
 
 
@@ -109,12 +107,17 @@ def policy_on_device(policy: Policy, engine: Backend) -> Policy | None:
     twin = with_twins(policy, replace(engine, scores=engine.tensors))
     (select, _), scorer = _selector(policy), _host(twin.scorer)
     known = isinstance(scorer, HeavyHitters if isinstance(twin.scorer, ValueWeighted) else SCORERS)
-    if not known or _function(select) not in SELECTORS or isinstance(policy.budgets, Above):
+    if not known or not all(map(_device_part, (select, policy.budgets))):
         return None
     if _by_value(policy) and policy.granularity is not Granularity.HEAD:
         return None
     functions = [_function(part) for part in vars(scorer).values()]
     return twin if any(own is one for own in functions for one in engine.tensors.values()) else None
+
+
+def _device_part(part: object) -> bool:
+    required = required_by(part)
+    return required is not None and required.device
 
 
 def choose(policy: Policy, engine: Backend, budget: Budget, one: Observation) -> Chosen | None:

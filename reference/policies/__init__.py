@@ -6,6 +6,7 @@ from reference.policies.cadences import advance, advance_turn, start
 from reference.policies.cake import cake
 from reference.policies.caote import caote
 from reference.policies.chunkkv import chunkkv, chunkkv_described
+from reference.policies.composition import compose, named_policy, plain_policy
 from reference.policies.criticalkv import critical_adakv, criticalkv, with_critical_selection
 from reference.policies.crystalcache import crystalcache
 from reference.policies.curdkv import curdkv
@@ -29,23 +30,26 @@ from reference.policies.nestedkv import (
     nestedkv_without_both,
     nestedkv_without_continuum,
 )
+from reference.policies.parts import apply_transforms
 from reference.policies.pyramidkv import pyramidkv, pyramidkv_described
 from reference.policies.retain import retain, retain_turn
 from reference.policies.rkv import rkv
 from reference.policies.scored import policy_from_score
 from reference.policies.snapkv import snapkv
 from reference.policies.streaming_llm import streaming_llm
+from reference.policies.texts import policy_from_text
 from reference.policies.tova import tova
 from reference.policies.triattention import triattention
 from reference.policies.vase import vase
 from reference.policies.vatp import vatp, with_value_norms
 
 __all__ = [
-    "adakv", "advance", "advance_turn", "cake", "caote", "chunkkv", "chunkkv_described", "critical_adakv", "criticalkv",
-    "crystalcache", "curdkv", "defensivekv", "diverse", "epicache", "eviction_budget", "expected_attention",
-    "full_cache", "h2o", "h2o_described", "in_blocks", "keydiff", "knorm", "kvcrush", "kvzip", "kvzip_heads",
-    "kvzip_plus", "kvzip_uniform", "lagkv", "morphkv", "nestedkv", "nestedkv_without_adaptive", "nestedkv_without_both",
-    "nestedkv_without_continuum", "policy_from_score", "pyramidkv", "pyramidkv_described", "retain", "retain_turn",
-    "rkv", "scheduled", "snapkv", "start", "streaming_llm", "tova", "toward_mean_values", "triattention", "vase",
-    "vatp", "with_adaptive_budgets", "with_critical_selection", "with_representatives", "with_value_norms",
+    "adakv", "advance", "advance_turn", "apply_transforms", "cake", "caote", "chunkkv", "chunkkv_described", "compose",
+    "critical_adakv", "criticalkv", "crystalcache", "curdkv", "defensivekv", "diverse", "epicache", "eviction_budget",
+    "expected_attention", "full_cache", "h2o", "h2o_described", "in_blocks", "keydiff", "knorm", "kvcrush", "kvzip",
+    "kvzip_heads", "kvzip_plus", "kvzip_uniform", "lagkv", "morphkv", "named_policy", "nestedkv",
+    "nestedkv_without_adaptive", "nestedkv_without_both", "nestedkv_without_continuum", "plain_policy",
+    "policy_from_score", "policy_from_text", "pyramidkv", "pyramidkv_described", "retain", "retain_turn", "rkv",
+    "scheduled", "snapkv", "start", "streaming_llm", "tova", "toward_mean_values", "triattention", "vase", "vatp",
+    "with_adaptive_budgets", "with_critical_selection", "with_representatives", "with_value_norms",
 ]

@@ -51,7 +51,7 @@ def adakv(W: int = 32, kernel: int = 7, safeguard: Fraction | int = Fraction(1, 
         SpecError: if the window is not positive, the kernel is even, or the safeguard is outside [0, 1].
     """
     score = partial(adakv_score, W=W, kernel=check_odd(kernel))
-    host = replace(snapkv(W, kernel), name="adakv", scorer=LayerScorer(Needs("all", W), score))
+    host = replace(snapkv(W, kernel), name="adakv", scorer=LayerScorer(Needs("all", W), score, unscored=(0, W)))
     return replace(host, budgets=Adaptive(safeguard))
 
 

@@ -8,6 +8,7 @@ from reference.policies.criticalkv import two_stages
 from reference.policies.scorers import check_positive
 from reference.policies.selectors import Choice, best_blocks, best_tokens, recent_half, top_tokens, top_units
 from spec.arrays import BoolVector, IntVector
+from spec.composition import Required, required_by
 from spec.errors import SpecError
 from spec.policy import Policy, Scores, Selection
 
@@ -20,6 +21,11 @@ class InBlocks:
 
     select: Callable[..., Selection]
     choose: Choice
+
+    @property
+    def required(self) -> Required:
+        """Return what the host's selector needs. Sets keep whole blocks, so they can keep less than their shares."""
+        return replace(required_by(self.select) or Required(), exact=False)
 
     def __call__(self, scores: Scores, budgets: IntVector, protected: BoolVector, /) -> Selection:
         return self.select(scores, budgets, protected, choose=self.choose)

@@ -2,19 +2,21 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import ClassVar
 
 import numpy as np
 
 from spec.arrays import Float64, Int64, IntVector, Matrix
 from spec.budget import Budget
+from spec.composition import HEAD_SETS, LAYER_SETS, Required, required_by, requires
 from spec.errors import SpecError
-from spec.policy import Policy, Scores
+from spec.policy import Budgets, Policy, Scores
 
 __all__ = [
-    "Above", "Adaptive", "Competition", "Pyramid", "across_layers", "adakv_official", "even", "everything",
-    "largest_remainder", "pyramid_targets", "pyramidkv_official", "spread", "tokens_of", "winners",
+    "Above", "Adaptive", "Competition", "LayersThenHeads", "Pyramid", "across_layers", "adakv_official", "even",
+    "everything", "largest_remainder", "pyramid_targets", "pyramidkv_official", "spread", "tokens_of", "winners",
 ]
 
 
@@ -23,6 +25,11 @@ def tokens_of(policy: Policy, budget: Budget, seen: int) -> int:
     return max(policy.floor, budget.tokens(seen))
 
 
+_UNITS = Required(frozenset({"tokens", "chunks", "trunks"}))
+_BY_LAYER = HEAD_SETS | LAYER_SETS
+
+
+@requires(replace(_UNITS, shares="equal", device=True))
 def even(total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
     """Return equal shares of the total.
 
@@ -40,6 +47,7 @@ class Above:
     """Budgets that keep the tokens with scores above a threshold, but at most an even share of the total per group."""
 
     tau: float
+    required: ClassVar[Required] = Required(shares="layer", exact=False)
 
     def __call__(self, total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
         """Return the number of each group's tokens that are protected or have a score above tau.
@@ -55,6 +63,7 @@ class Above:
         return shares
 
 
+@requires(replace(_UNITS, shares="everything", exact=False, device=True))
 def everything(total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
     """Return the number of all cached tokens as the budget of every group. The argument `total` is ignored."""
     return np.full(len(scores.values), scores.offsets[-1], dtype=np.int64)
@@ -104,6 +113,10 @@ class Pyramid:
     """Number of tokens in the window. Every group keeps the window in addition to the tokens of the pyramid."""
     beta: int = 20
 
+    @property
+    def required(self) -> Required:
+        return Required(frozenset({"tokens", "chunks"}), _BY_LAYER, window=self.W, shares="counts", device=True)
+
     def __call__(self, total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
         """Return the budget of each group. The pyramid over the layers is computed separately for each head index.
 
@@ -143,6 +156,7 @@ class Adaptive:
     """
 
     safeguard: Fraction | int
+    required: ClassVar[Required] = Required(sets=HEAD_SETS, shares="layer", device=True)
 
     def __post_init__(self) -> None:
         _check_share(self.safeguard)
@@ -173,6 +187,7 @@ class Competition:
     """
 
     safeguard: Fraction | int
+    required: ClassVar[Required] = Required(sets=HEAD_SETS, shares="layer", device=True)
 
     def __post_init__(self) -> None:
         _check_share(self.safeguard)
@@ -193,6 +208,34 @@ class Competition:
         return np.concatenate(shares)
 
 
+@dataclass(frozen=True)
+class LayersThenHeads:
+    """Budgets by two rules: the first rule divides the total among layers, the second a layer's share among heads."""
+
+    layers: Budgets
+    heads: Budgets
+
+    @property
+    def required(self) -> Required:
+        """Return what both rules need. The shares of a layer depend on the first rule, and on scores of the layer."""
+        rule = required_by(self.layers) or Required()
+        return replace(rule, units=frozenset({"tokens"}), sets=HEAD_SETS, device=False)
+
+    def __call__(self, total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
+        """Return the budget of each head. The sum of a layer is the sum that the first rule gives the layer's heads.
+
+        Implements: PO-COMPOSE
+        """
+        L = len(scores.values) // scores.heads
+        sums = self.layers(total, scores).reshape(L, scores.heads).sum(axis=1)
+        rows = np.split(scores.values, L)
+        return np.concatenate([
+            self.heads(int(share), replace(scores, values=own, preferences=None))
+            for share, own in zip(sums, rows, strict=True)
+        ])
+
+
+@requires(Required(sets=_BY_LAYER, shares="model", device=True))
 def across_layers(total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
     """Return how many of the `total` best-scored tokens of all layers belong to each group.
 

@@ -14,6 +14,7 @@ from reference.policies.protections import SinkAndRecent
 from reference.policies.scorers import check_odd, check_positive, host_tables, stacked, with_window
 from reference.policies.selectors import top_units
 from spec.arrays import BoolVector, Cube, Float64, Int64, IntVector, Matrix
+from spec.composition import HEAD_SETS, Provided, Required
 from spec.errors import SpecError
 from spec.policy import DeviceArray, LayerView, Needs, Observation, Policy, Scores
 from spec.retention import Granularity
@@ -82,6 +83,10 @@ class Cake:
     def needs(self) -> Needs:
         return Needs("all", self.W, takes=self.takes)
 
+    @property
+    def provided(self) -> Provided:
+        return Provided(unscored=(0, self.W), preferences=True, no_steps="decides once, after the prompt")
+
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         constants = self.W, self.kernel, self.gamma, self.tau1, self.tau2
         found = [self.layer(view, *constants) for view in observation.layers.values()]
@@ -119,6 +124,10 @@ class Preferred:
 
     W: int
 
+    @property
+    def required(self) -> Required:
+        return Required(preferences=True, sets=HEAD_SETS, window=self.W, shares="preferences")
+
     def __call__(self, total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
         """Return the budget of each layer and head. The total is first divided among head indices, then among layers.
 
@@ -126,7 +135,8 @@ class Preferred:
 
         Source: CAKE, Section 4.2.
         """
-        assert scores.preferences is not None
+        if scores.preferences is None:
+            raise SpecError("scores.preferences", None, "are needed: use the scorer of cake, or different budgets")
         L, n = len(scores.preferences), int(scores.offsets[-1])
         W, shares = min(self.W, n), np.empty((L, scores.heads), dtype=np.int64)
         preferences = [Fraction(float(preference)) for preference in scores.preferences]

@@ -14,6 +14,7 @@ from reference.policies.scorers import Received, check_positive, stacked, with_w
 from reference.policies.selectors import fill_units
 from spec.arrays import BoolVector, Float64, Int64, IntVector, Matrix, Vector
 from spec.backend import Backend, resolve
+from spec.composition import LAYER_SETS, Provided
 from spec.policy import LayerView, Needs, Observation, Policy, Scores
 from spec.retention import Granularity
 
@@ -57,6 +58,10 @@ class Chunks:
         return self.N_reuse == 1
 
     layerwise = separable
+
+    @property
+    def provided(self) -> Provided:
+        return Provided("chunks", LAYER_SETS, (0, self.W))
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         """Return the scores of each layer's chunks and tokens.

@@ -12,6 +12,7 @@ from reference.policies.scorers import check_weighable, host_rows
 from reference.policies.selectors import Choice, best_tokens, staged, top_tokens, top_units
 from reference.policies.snapkv import snapkv
 from spec.arrays import BoolVector, IntVector, Matrix
+from spec.composition import Provided, Required, provided_by, requires
 from spec.errors import SpecError
 from spec.policy import (
     NOTHING_PROMISED,
@@ -31,6 +32,7 @@ __all__ = ["EPSILON", "TwoScores", "critical_adakv", "criticalkv", "two_stages",
 EPSILON = 1e-4
 
 
+@requires(Required(second="output", device=True))
 def two_stages(
     scores: Scores, budgets: IntVector, protected: BoolVector, /, share: Fraction, choose: Choice = best_tokens,
 ) -> Selection:
@@ -64,6 +66,11 @@ class TwoScores:
     @property
     def needs(self) -> Needs:
         return replace(self.host.needs, values=True)
+
+    @property
+    def provided(self) -> Provided | None:
+        host, no_steps = provided_by(self.host), "computes second scores of prompts only: leave the cadence out"
+        return None if host is None else replace(host, second="output", no_steps=no_steps)
 
     @property
     def layerwise(self) -> bool:

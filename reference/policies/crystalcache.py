@@ -1,6 +1,7 @@
 """CrystalCache as a policy: stages S1 to S5 score the trunks, and stage S6 (dissolution) selects the tokens."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from reference.crystalcache.dissolution import dissolved_D
 from reference.crystalcache.pipeline import observe
@@ -10,6 +11,7 @@ from reference.policies.protections import SinkAndRecent
 from reference.policies.selectors import Dissolve, touched_units
 from spec.arrays import BoolVector, Float64, Vector
 from spec.backend import Backend, CrystalStages, resolve
+from spec.composition import MODEL_SETS, Provided
 from spec.parameters import PAPER, CrystalCacheParameters
 from spec.policy import Needs, Observation, Policy, Promises, Scores
 from spec.records import CoAttention, CrystalRetention, TrunkGraph, Trunks
@@ -39,6 +41,7 @@ class CrystalScorer:
     sentence_ends: frozenset[int]
     parameters: CrystalCacheParameters
     needs: Needs
+    provided: ClassVar[Provided] = Provided("trunks", MODEL_SETS)
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         (view,) = observation.layers.values()

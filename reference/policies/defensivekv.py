@@ -14,6 +14,7 @@ from reference.policies.protections import SinkAndRecent
 from reference.policies.scorers import check_odd, check_positive, stacked, with_window
 from reference.policies.selectors import top_units
 from spec.arrays import BoolVector, Cube, Float64, IntVector, Matrix
+from spec.composition import Provided
 from spec.errors import SpecError
 from spec.policy import DeviceArray, LayerView, Needs, Observation, Policy, Scores
 from spec.retention import Granularity
@@ -132,6 +133,10 @@ class Defensive:
     @property
     def needs(self) -> Needs:
         return Needs("all", self.W, values=True, budget=True, takes=self.takes)
+
+    @property
+    def provided(self) -> Provided:
+        return Provided(unscored=(0, self.W))
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         assert observation.B is not None

@@ -13,11 +13,12 @@ import numpy as np
 from reference.calibration import Calibration, Identity
 from reference.policies.layers import is_cascading, is_layerwise
 from reference.policies.names import DIVERSE, NAMES, POLICIES, NamedPolicy, check_name, make_policy
+from reference.policies.texts import text_of
 from spec.errors import SpecError
 from spec.policy import Policy, SeparableScorer
 from spec.retention import Granularity
 
-__all__ = ["MEANINGS", "PolicyDescription", "describe_policy", "field_meanings", "list_policies"]
+__all__ = ["MEANINGS", "PolicyDescription", "describe_parts", "describe_policy", "field_meanings", "list_policies"]
 
 
 MEANINGS: Mapping[str, str] = {
@@ -171,8 +172,24 @@ def _goes_on(policy: Policy) -> bool:
     return policy.granularity is Granularity.MODEL or (isinstance(scorer, SeparableScorer) and scorer.separable)
 
 
+def describe_parts(name: str) -> str:
+    """Return the text of the parts of a policy of kvspec, with default constants.
+
+    >>> describe_parts("pyramidkv")
+    'score=snapkv:W=32:kernel=7/layers=pyramid:beta=20'
+
+    Raises:
+        SpecError: if the name is unknown.
+    """
+    return text_of(example_policy(name := check_name(name)), _example_constants(name))
+
+
 def example_policy(name: str) -> Policy:
     """Return the policy with default constants, for a model with one layer, two KV heads and d = 4."""
+    return make_policy(name, _example_constants(name))
+
+
+def _example_constants(name: str) -> dict[str, Any]:
     row, identity = POLICIES[name.removeprefix(DIVERSE)], Identity("example", np.ones(2), 1.0)
     calibration = Calibration(identity, (0,), np.zeros((1, 2, 4)), np.zeros((1, 2, 2)), np.ones((1, 2)))
     stand_ins: dict[str, Any] = {
@@ -180,4 +197,4 @@ def example_policy(name: str) -> Policy:
         "calibration": calibration, "template": ((1,), (2,), (3,)), "sentence_ends": frozenset({0}),
     }
     wanted = signature(row.make).parameters.keys() & stand_ins.keys()
-    return make_policy(name, {key: stand_ins[key] for key in wanted})
+    return {key: stand_ins[key] for key in wanted}

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import cast
+from typing import ClassVar, cast
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from reference.policies.budgets import largest_remainder
 from reference.policies.selectors import top_tokens, top_units
 from spec.arrays import BoolVector, Cube, Float64, Int64, IntMatrix, IntVector
 from spec.backend import Backend, DiversityStages, resolve
+from spec.composition import Provided, Required, provided_by
 from spec.errors import SpecError
 from spec.policy import (
     NOTHING_PROMISED,
@@ -57,6 +58,11 @@ class Signed:
     @property
     def needs(self) -> Needs:
         return replace(self.host.needs, layers="all", values=True)
+
+    @property
+    def provided(self) -> Provided | None:
+        host = provided_by(self.host)
+        return None if host is None else replace(host, signatures=True)
 
     @property
     def separable(self) -> bool:
@@ -138,6 +144,7 @@ class Diverse:
 
     stages: DiversityStages
     lam: float
+    required: ClassVar[Required] = Required(signatures=True)
 
     def __post_init__(self) -> None:
         check_penalty(self.lam)
@@ -163,6 +170,7 @@ class TowardMean:
     """Selector of the tokens with the largest score + lam * c. A token's c is its signature's cosine with the mean."""
 
     lam: float
+    required: ClassVar[Required] = Required(signatures=True)
 
     def __post_init__(self) -> None:
         check_penalty(self.lam)

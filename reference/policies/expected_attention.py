@@ -15,6 +15,7 @@ from reference.policies.scorers import stacked
 from reference.policies.selectors import top_tokens
 from spec.arrays import BoolVector, Cube, Float64, Int64, IntVector, Matrix, Vector
 from spec.backend import Backend, resolve
+from spec.composition import Provided
 from spec.errors import SpecError
 from spec.policy import DeviceArray, LayerView, Needs, Observation, Policy, Scores
 from spec.retention import Granularity
@@ -94,6 +95,10 @@ class ExpectedAttention:
     separable: bool = True
     layerwise: ClassVar[bool] = True
     weigh: Weigh = expected_weights
+
+    @property
+    def provided(self) -> Provided:
+        return Provided(unscored=(self.N_sink, 0))
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         return stacked(observation, [self.of_layer(view, observation.seen) for view in observation.layers.values()])

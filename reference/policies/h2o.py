@@ -15,6 +15,7 @@ from reference.policies.scorers import LayerScorer, Received, Score, check_posit
 from reference.policies.selectors import recent_half, top_tokens
 from spec.arrays import BoolVector, Float64, Int64, IntMatrix, Matrix
 from spec.backend import Backend, resolve
+from spec.composition import Provided
 from spec.policy import Cadence, LayerView, Needs, Observation, Policy, Promises, Scores
 from spec.retention import Granularity
 
@@ -38,6 +39,7 @@ class HeavyHitters:
     needs: Needs = Needs("all", None)
     score: Score = h2o_score
     layerwise: ClassVar[bool] = True
+    provided: ClassVar[Provided] = Provided(no_steps="")
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         scores = stacked(observation, [self.score(view) for view in observation.layers.values()])

@@ -11,6 +11,7 @@ from reference.policies.scorers import LayerScorer, check_positive
 from reference.policies.selectors import best_blocks, best_tokens, marked, top_tokens, top_units
 from reference.policies.snapkv import snapkv
 from spec.arrays import Bool, BoolMatrix, BoolVector, Float64, Int64, IntMatrix, IntVector, Matrix
+from spec.composition import Required, requires
 from spec.errors import SpecError
 from spec.policy import NOTHING_PROMISED, Policy, Scores, Selection
 from spec.validate import check_choices
@@ -73,6 +74,7 @@ def representatives(
     return best_tokens(totals, places, stays)
 
 
+@requires(Required(exact=False, device=True))
 def scored_or_representative(
     scores: Scores, budgets: IntVector, protected: BoolVector, /, b: int, share: Fraction, anchor: str,
 ) -> Selection:

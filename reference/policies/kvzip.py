@@ -14,6 +14,7 @@ from reference.policies.scorers import LayerScorer, stacked
 from reference.policies.selectors import top_units
 from spec.arrays import BoolVector, Cube, Float64, Int64, IntVector, Matrix, Vector
 from spec.backend import Backend, resolve
+from spec.composition import Provided
 from spec.errors import SpecError
 from spec.policy import DeviceArray, LayerView, Needs, Observation, Policy, Rehearsal, Repeat, Scores
 from spec.retention import Granularity
@@ -120,6 +121,11 @@ class KVzipPlus:
     N_sink: int
     largest: Largest = largest_attention
     score: Callable[..., DeviceArray] = kvzip_plus_score
+
+    @property
+    def provided(self) -> Provided:
+        recent = 0 if self.needs.rehearsal is None else self.needs.rehearsal.N_recent
+        return Provided(unscored=(self.N_sink, recent))
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         """Return the scores of KVzip+.

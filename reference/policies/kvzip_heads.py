@@ -12,6 +12,7 @@ from reference.policies.protections import SinkAndRecent
 from reference.policies.scorers import recency
 from reference.policies.selectors import top_units
 from spec.arrays import Float64, Int64, IntVector, Matrix, Vector
+from spec.composition import HEAD_SETS, Required
 from spec.errors import SpecError
 from spec.policy import Needs, Policy, Scores
 from spec.retention import Granularity
@@ -47,6 +48,10 @@ class FullHeads:
     scores: Float64[Vector, " heads"]
     window: int
     """Number of first and recent tokens that every head keeps."""
+
+    @property
+    def required(self) -> Required:
+        return Required(frozenset({"tokens", "chunks"}), HEAD_SETS, window=self.window, shares="counts", device=True)
 
     def __call__(self, total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
         """Return the number of tokens that each head keeps.

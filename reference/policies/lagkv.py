@@ -87,7 +87,7 @@ def lagkv(N_sink: int = 4, lag: int = 128) -> Policy:
         SpecError: if N_sink is negative, or if lag is not positive.
     """
     score = partial(lagkv_score, N_sink=N_sink, lag=check_positive("lag", lag))
+    scorer = LayerScorer(Needs("all", 0, values=True), score, unscored=(N_sink, 0))
     return Policy(
-        "lagkv", LayerScorer(Needs("all", 0, values=True), score), even, top_units, SinkAndRecent(N_sink, 0),
-        granularity=Granularity.HEAD,
+        "lagkv", scorer, even, top_units, SinkAndRecent(N_sink, 0), granularity=Granularity.HEAD,
     )

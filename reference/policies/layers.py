@@ -4,11 +4,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from reference.policies.budgets import Above, Adaptive, Competition, Pyramid, even, everything
-from reference.policies.cake import Cake, Preferred
-from reference.policies.kvzip_heads import FullHeads
+from reference.policies.budgets import LayersThenHeads
 from reference.policies.selectors import top_units
 from spec.arrays import Int64, IntVector
+from spec.composition import Required, Shares, provided_by, required_by
 from spec.policy import Budgets, JoiningScorer, LayerwiseScorer, Policy, Scores
 from spec.retention import Granularity
 
@@ -18,16 +17,16 @@ __all__ = ["is_cascading", "is_layerwise", "policy_of_layer"]
 def is_layerwise(policy: Policy) -> bool:
     """Return True if the kept tokens of each layer depend only on queries, keys and values of this layer.
 
-    The result is also False if the policy's budgets function is not defined in `reference.policies`.
+    The result is also False if the policy's budgets do not declare what the shares depend on.
     """
-    scorer, needs, budgets = policy.scorer, policy.scorer.needs, policy.budgets
+    scorer, needs, shares = policy.scorer, policy.scorer.needs, _shares(policy)
     if policy.granularity is Granularity.MODEL or needs.layers != "all" or needs.rehearsal is not None:
         return False
     if not (isinstance(scorer, LayerwiseScorer) and scorer.layerwise):
         return False
     if policy.cadence.every is not None:
-        return budgets is even and isinstance(scorer, JoiningScorer)
-    return budgets in (even, everything) or isinstance(budgets, Above | Adaptive | Competition | Pyramid | FullHeads)
+        return shares == "equal" and isinstance(scorer, JoiningScorer)
+    return shares in ("equal", "everything", "layer", "counts")
 
 
 def is_cascading(policy: Policy) -> bool:
@@ -35,8 +34,15 @@ def is_cascading(policy: Policy) -> bool:
 
     The shares of a layer then only shrink while the model reads a prompt (CAKE, Algorithm 1).
     """
-    parts = isinstance(policy.scorer, Cake) and isinstance(policy.budgets, Preferred) and policy.selector is top_units
-    return parts and policy.granularity is Granularity.HEAD and policy.cadence.every is None
+    scorer = provided_by(policy.scorer)
+    parts = scorer is not None and scorer.preferences and _shares(policy) == "preferences"
+    parts = parts and policy.selector is top_units and policy.cadence.every is None
+    return parts and policy.granularity is Granularity.HEAD
+
+
+def _shares(policy: Policy) -> Shares:
+    required = required_by(policy.budgets)
+    return "unknown" if required is None else required.shares
 
 
 def policy_of_layer(policy: Policy, at: int, L: int) -> Policy:
@@ -44,9 +50,12 @@ def policy_of_layer(policy: Policy, at: int, L: int) -> Policy:
 
     Implements: PO-RETAIN
     """
-    if not isinstance(policy.budgets, Pyramid | FullHeads):
+    budgets = policy.budgets
+    if _shares(policy) != "counts":
         return policy
-    return replace(policy, budgets=_OfLayer(policy.budgets, at, L))
+    if isinstance(budgets, LayersThenHeads):
+        return replace(policy, budgets=replace(budgets, layers=_OfLayer(budgets.layers, at, L)))
+    return replace(policy, budgets=_OfLayer(budgets, at, L))
 
 
 @dataclass(frozen=True)
@@ -56,6 +65,11 @@ class _OfLayer:
     budgets: Budgets
     at: int
     L: int
+
+    @property
+    def required(self) -> Required:
+        """Return what the budgets need. The size of the window was checked with all layers."""
+        return replace(required_by(self.budgets) or Required(), window=None)
 
     def __call__(self, total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
         groups, m = scores.values.shape

@@ -10,7 +10,10 @@ from pkgutil import iter_modules
 from typing import Any
 
 from reference import policies
+from reference.policies.composition import constants_from_text
+from reference.policies.grammar import Composition, is_composition, parse_composition
 from reference.policies.named import REGISTERED, NamedPolicy
+from reference.policies.texts import policy_from_text
 from spec.backend import Backend, owner_of, resolve
 from spec.errors import SpecError
 from spec.plugins import Plugin, find_plugin
@@ -20,7 +23,8 @@ from spec.validate import check_choices
 
 __all__ = [
     "BACKEND", "BLOCK", "DIVERSE", "ENTRY_POINTS", "LEFT_OUT", "NAMES", "POLICIES", "NamedPolicy", "check_name",
-    "constants_of", "constants_of_model", "families_of", "make_policy", "own_policy", "with_twins",
+    "constants_of", "constants_of_model", "families_of", "home_of", "make_policy", "own_policy", "split_name",
+    "with_twins",
 ]
 
 
@@ -129,6 +133,8 @@ def check_name(name: str, argument: str = "name") -> str:
             "the name comes first: policy_from_name('snapkv', 0.3)"
         )
         raise SpecError(argument, name if isinstance(name, (int, float)) else kind, f"must be text; {made}")
+    if is_composition(name):
+        return str(_composition(name, argument))
     if name in NAMES or name in entry_points(group=ENTRY_POINTS).names:
         return name
     if (known := _CANONICAL.get(_bare(name))) is not None:
@@ -141,6 +147,46 @@ def check_name(name: str, argument: str = "name") -> str:
         raise SpecError(argument, name, f"must be a name; pass constants as arguments, such as {call}")
     own_policy(name, argument)
     return name
+
+
+def _composition(text: str, argument: str = "name") -> Composition:
+    """Parse the text of a policy, and check the name and the constants of the policy in the text.
+
+    Raises:
+        SpecError: if the text is invalid, or if the name is not that of a built-in policy.
+    """
+    found = parse_composition(text, argument)
+    name = check_name(found.name, argument)
+    if name not in NAMES:
+        raise SpecError(argument, text, f"changes parts of {name}, but only policies of kvspec have parts with names")
+    constants_from_text(POLICIES[name.removeprefix(DIVERSE)], found.constants, _defaults(name))
+    return replace(found, name=name)
+
+
+def _defaults(name: str) -> Mapping[str, Any]:
+    """Return defaults of the constants that a name adds to the constants of the maker function."""
+    diverse = {"diversity": 0.5, "signature": "flat", "rule": _RULES[0]} if name.startswith(DIVERSE) else {}
+    return diverse | ({} if name in _FIRST else {BACKEND: "numpy"})
+
+
+def split_name(name: str, argument: str = "name") -> tuple[str, dict[str, Any]]:
+    """Return the name and the constants of a text without parts, such as `snapkv:W=16`. Other names have no constants.
+
+    Raises:
+        SpecError: as in `check_name`.
+    """
+    if (name := check_name(name, argument)) in NAMES or not is_composition(name):
+        return name, {}
+    found = _composition(name, argument)
+    if found.parts or found.scorer_only:
+        return name, {}
+    row = POLICIES[found.name.removeprefix(DIVERSE)]
+    return found.name, constants_from_text(row, found.constants, _defaults(found.name))
+
+
+def home_of(name: str) -> str:
+    """Return the named policy that a text changes. The result for a name is the name."""
+    return _split_parts(name)[0]
 
 
 def own_policy(name: str, argument: str = "name") -> Plugin:
@@ -163,7 +209,10 @@ def constants_of(name: str) -> frozenset[str]:
     Raises:
         SpecError: as in `check_name`.
     """
-    if (name := check_name(name)) not in NAMES:
+    if is_composition(name := check_name(name)):
+        found = _composition(name)
+        return constants_of(found.name) - frozenset(found.constants) - {BLOCK} | {BACKEND}
+    if name not in NAMES:
         return frozenset()
     row = POLICIES[name.removeprefix(DIVERSE)]
     if name.startswith(DIVERSE):
@@ -177,10 +226,11 @@ def families_of(name: str) -> tuple[str, ...]:
     Raises:
         SpecError: as in `check_name`.
     """
-    if (name := check_name(name)) not in NAMES:
+    name, parts = _split_parts(check_name(name))
+    if name not in NAMES:
         return ()
-    row, diverse = POLICIES[name.removeprefix(DIVERSE)], ("diversity",) * name.startswith(DIVERSE)
-    return (*((row.family,) if BACKEND in row.constants else ()), *diverse)
+    row, diverse = POLICIES[name.removeprefix(DIVERSE)], name.startswith(DIVERSE) or "diverse" in parts
+    return (*((row.family,) if BACKEND in row.constants else ()), *(("diversity",) if diverse else ()))
 
 
 def constants_of_model(name: str) -> frozenset[str]:
@@ -189,8 +239,17 @@ def constants_of_model(name: str) -> frozenset[str]:
     Raises:
         SpecError: as in `check_name`.
     """
-    name = check_name(name)
-    return POLICIES[name.removeprefix(DIVERSE)].of_model if name in NAMES else frozenset()
+    name, parts = _split_parts(check_name(name))
+    own = POLICIES[name.removeprefix(DIVERSE)].of_model if name in NAMES else frozenset[str]()
+    return own | {"W_o"} if "critical" in parts else own
+
+
+def _split_parts(name: str) -> tuple[str, frozenset[str]]:
+    """Return the named policy that a text changes, and the names of the changed parts."""
+    if not is_composition(name):
+        return name, frozenset()
+    found = parse_composition(name)
+    return found.name, frozenset(found.parts)
 
 
 def make_policy(name: str, constants: Mapping[str, Any]) -> Policy:
@@ -200,7 +259,10 @@ def make_policy(name: str, constants: Mapping[str, Any]) -> Policy:
         SpecError: as in `check_name`, and if a constant's value is invalid for the policy.
         BackendUnavailable: if the backend cannot run here, or lacks a stage family that the policy needs.
     """
-    if (name := check_name(name)) not in NAMES:
+    if is_composition(name := check_name(name)):
+        made = policy_from_text(_composition(name), constants)
+        return with_twins(made, resolve(constants.get(BACKEND, "numpy")))
+    if name not in NAMES:
         given = own_policy(name).value
         assert isinstance(given, Policy)
         return given

@@ -11,6 +11,7 @@ from reference.policies.crystalcache import CrystalRecords, crystal_retention
 from reference.policies.selectors import touched_units
 from spec.arrays import BoolVector, Int64, IntVector
 from spec.budget import Budget
+from spec.composition import required_by
 from spec.errors import SpecError
 from spec.policy import Budgets, LayerView, Needs, Observation, Policy, Scores, Selection
 from spec.records import Dissolution
@@ -112,6 +113,7 @@ def _retained(
 
 def chosen(policy: Policy, B: int, scores: Scores, protected: BoolVector) -> Selection:
     """Select the tokens to keep: on average B per group. The score of a unit with a protected token becomes NaN."""
+    _check_units(policy, scores, len(protected))
     pinned = touched_units(protected, scores.offsets)
     if pinned.any():
         scores = replace(scores, values=np.where(pinned, np.nan, scores.values))
@@ -121,6 +123,17 @@ def chosen(policy: Policy, B: int, scores: Scores, protected: BoolVector) -> Sel
             "budget", B, f"must be at least {int(protected.sum())}, the number of tokens that {policy.name} protects"
         )
     return policy.selector(scores, shares, protected)
+
+
+def _check_units(policy: Policy, scores: Scores, n: int) -> None:
+    """Check that the scores have one column for each unit, and that the selector accepts these units."""
+    columns, units = scores.values.shape[1], len(scores.offsets) - 1
+    if columns != units or int(scores.offsets[-1]) != n:
+        raise SpecError("scores", scores.values.shape, f"must have a column for each of {units} units")
+    required = required_by(policy.selector)
+    if required is not None and required.units == {"tokens"} and units != n:
+        reason = f"must be one for each of the {n} tokens: use the selector fill_units, or scores of tokens"
+        raise SpecError("scores", f"{units} units", reason)
 
 
 def retain_turn(

@@ -15,6 +15,7 @@ from reference.policies.protections import SinkAndRecent
 from reference.policies.scorers import Score, check_odd, check_positive, stacked, with_window
 from reference.policies.selectors import top_units
 from spec.arrays import BoolVector, Float64, Int64, IntMatrix, Matrix
+from spec.composition import Provided
 from spec.errors import SpecError
 from spec.policy import Cadence, DeviceArray, LayerView, Needs, Observation, Policy, Scores
 from spec.retention import Granularity
@@ -113,6 +114,10 @@ class QueryCache:
     @property
     def needs(self) -> Needs:
         return Needs("all", self.W, takes=self.takes)
+
+    @property
+    def provided(self) -> Provided:
+        return Provided(unscored=(0, self.W), no_steps="")
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         return self.step(None, observation)

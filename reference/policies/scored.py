@@ -12,6 +12,7 @@ from reference.policies.budgets import Above, even
 from reference.policies.protections import SinkAndRecent
 from reference.policies.selectors import top_units
 from spec.arrays import BoolVector, Float64, Matrix, Vector
+from spec.composition import Provided
 from spec.errors import SpecError
 from spec.policy import SEGMENT_END, Needs, Observation, Policy, Promises, Scores
 from spec.retention import Granularity
@@ -39,6 +40,11 @@ class _Function:
     needs: Needs
     granularity: Granularity
     separable: bool
+
+    @property
+    def provided(self) -> Provided:
+        no_steps = "has a scoring function of prompts: leave the cadence out, or write a scorer with the method step"
+        return Provided(sets=frozenset({self.granularity}), no_steps=no_steps)
 
     @property
     def layerwise(self) -> bool:

@@ -7,8 +7,10 @@ from typing import ClassVar
 import numpy as np
 
 from spec.arrays import BoolVector, Float64, Int64, IntMatrix, Matrix
+from spec.composition import ANY_SETS, HEAD_SETS, Provided
 from spec.errors import SpecError
 from spec.policy import DeviceArray, LayerView, Needs, Observation, Scores
+from spec.retention import Granularity
 
 __all__ = [
     "LayerScorer", "Received", "Score", "check_odd", "check_positive", "check_weighable", "host_rows", "host_tables",
@@ -30,7 +32,26 @@ class LayerScorer:
     needs: Needs
     score: Score
     separable: bool = True
+    unscored: tuple[int, int] = (0, 0)
+    """Numbers of first and of last tokens whose score is NaN."""
+    sets: frozenset[Granularity] = HEAD_SETS
+    """Parts of the model for which `score` returns one row, if the scorer uses all layers."""
     layerwise: ClassVar[bool] = True
+
+    @property
+    def provided(self) -> Provided:
+        """Return what the scorer provides. A decode step has one query, so scores from more queries are refused."""
+        repeat, rows = self.needs.rehearsal, self.needs.query_rows
+        unscored = self.unscored if repeat is None else (repeat.N_sink, repeat.N_recent)
+        no_steps = ""
+        if repeat is not None:
+            no_steps = "lets the model repeat the prompt: leave the cadence out"
+        elif rows is None:
+            no_steps = "uses all queries, but a decode step has one: use the scorer of h2o, or leave the cadence out"
+        elif rows > 1:
+            no_steps = f"uses {rows} queries, but a decode step has one: use QueryCache({rows}, score)"
+        sets = self.sets if self.needs.layers == "all" else ANY_SETS
+        return Provided(sets=sets, unscored=unscored, no_steps=no_steps)
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         return stacked(observation, [self.score(view) for view in observation.layers.values()])
@@ -126,6 +147,7 @@ class _Recency:
     needs: Needs = Needs()
     separable: bool = False
     layerwise: ClassVar[bool] = True
+    provided: ClassVar[Provided] = Provided(sets=ANY_SETS, no_steps="keeps no records: leave the cadence out")
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         cached = np.arange(observation.seen) if observation.positions is None else observation.positions

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 
 from spec.arrays import Bool, BoolMatrix, BoolVector, Float64, Int64, IntVector, Matrix, Vector
 from spec.backend import CrystalStages
+from spec.composition import MODEL_SETS, Required, requires
 from spec.errors import SpecError
 from spec.parameters import CrystalCacheParameters
 from spec.policy import Scores, Selection
@@ -28,6 +29,7 @@ def touched_units(
     return touched
 
 
+@requires(Required(frozenset({"tokens", "chunks"}), device=True))
 def top_units(scores: Scores, budgets: IntVector, protected: BoolVector, /) -> Selection:
     """Select a group's protected units, then the best-scored other units up to the budget.
 
@@ -56,6 +58,7 @@ def best_tokens(
 Choice: TypeAlias = Callable[[Matrix, IntVector, BoolMatrix], Selection]
 
 
+@requires(Required(device=True))
 def top_tokens(
     scores: Scores, budgets: IntVector, protected: BoolVector, /, choose: Choice = best_tokens,
 ) -> Selection:
@@ -73,7 +76,8 @@ def staged(
 
     Implements: PO-TWO-STAGES, PO-VASE
     """
-    assert scores.second is not None
+    if scores.second is None:
+        raise SpecError("scores.second", None, "are needed, because the selector has two stages: use top_units instead")
     chosen = top_tokens(scores, first, protected, choose)
     return choose(scores.second, budgets, marked(chosen, scores.values.shape[1]))
 
@@ -107,6 +111,7 @@ def best_blocks(
     ])
 
 
+@requires(Required(frozenset({"chunks"}), device=True))
 def fill_units(scores: Scores, budgets: IntVector, protected: BoolVector, /) -> Selection:
     """Select a group's protected tokens, then whole units by score, then the best tokens of one more unit.
 
@@ -128,6 +133,7 @@ def fill_units(scores: Scores, budgets: IntVector, protected: BoolVector, /) -> 
     return _selection(groups)
 
 
+@requires(Required(device=True))
 def recent_half(
     scores: Scores, budgets: IntVector, protected: BoolVector, /, choose: Choice = best_tokens,
 ) -> Selection:
@@ -166,10 +172,12 @@ class Dissolve:
 
     stages: CrystalStages
     parameters: CrystalCacheParameters
+    required: ClassVar[Required] = Required(frozenset({"trunks"}), MODEL_SETS, exact=False)
 
     def __call__(self, scores: Scores, budgets: IntVector, protected: BoolVector, /) -> Selection:
-        assert scores.members is not None
-        assert len(budgets) == 1
+        if scores.members is None or len(budgets) != 1:
+            reason = "must be one row with scores of tokens inside trunks: use the scorer of crystalcache"
+            raise SpecError("scores", scores.values.shape, reason)
         units = Trunks(scores.offsets, scores.values[0])
         no_D = np.zeros(len(units.impact))
         result = self.stages.dissolve(

@@ -50,6 +50,6 @@ def snapkv(W: int = 32, kernel: int = 7) -> Policy:
     """
     score = partial(snapkv_score, W=check_positive("W", W), kernel=check_odd(kernel))
     return Policy(
-        "snapkv", LayerScorer(Needs("all", W), score), even, top_units, SinkAndRecent(0, W),
+        "snapkv", LayerScorer(Needs("all", W), score, unscored=(0, W)), even, top_units, SinkAndRecent(0, W),
         granularity=Granularity.HEAD,
     )

@@ -10,6 +10,7 @@ from reference.policies.scorers import LayerScorer, Received
 from reference.policies.selectors import top_tokens
 from spec.arrays import Float64, Matrix
 from spec.backend import Backend, resolve
+from spec.composition import LAYER_SETS
 from spec.policy import Cadence, LayerView, Needs, Policy
 from spec.retention import Granularity
 
@@ -42,6 +43,6 @@ def tova(backend: str | Backend = "numpy") -> Policy:
     stages = engine.require_policies()
     score = partial(tova_score, received=stages.received_attention)
     return Policy(
-        "tova", LayerScorer(Needs("all", 1, takes=engine.takes), score), even,
+        "tova", LayerScorer(Needs("all", 1, takes=engine.takes), score, sets=LAYER_SETS), even,
         partial(top_tokens, choose=stages.best_tokens), SinkAndRecent(0, 0), Cadence(every=1), Granularity.LAYER,
     )

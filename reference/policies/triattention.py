@@ -15,6 +15,7 @@ from reference.policies.scorers import host_rows
 from reference.policies.selectors import top_units
 from reference.triattention import Mode, distance_score, joined, z_scores
 from spec.arrays import BoolVector, Float64, Int64, IntMatrix, Matrix, Vector
+from spec.composition import Provided
 from spec.errors import SpecError
 from spec.policy import Cadence, DeviceArray, LayerView, Needs, Observation, Policy, Scores
 from spec.retention import Granularity
@@ -49,6 +50,10 @@ class TriAttention:
     pin_prompt: int
     needs: Needs = Needs("all", 0, budget=True)
     score: Callable[..., DeviceArray] = largest_z_scores
+
+    @property
+    def provided(self) -> Provided:
+        return Provided(sets=frozenset({GRANULARITY[self.mode]}), unscored=(self.pin_prompt, 0), no_steps="")
 
     @property
     def layerwise(self) -> bool:

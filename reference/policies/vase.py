@@ -18,6 +18,7 @@ from reference.policies.rkv import last_queries
 from reference.policies.scorers import check_odd, check_positive, host_rows, stacked, with_window
 from reference.policies.selectors import staged
 from spec.arrays import BoolVector, Float64, Int64, IntMatrix, IntVector, Matrix, Vector
+from spec.composition import Provided, Required, requires
 from spec.errors import SpecError
 from spec.policy import Cadence, DeviceArray, LayerView, Needs, Observation, Policy, Scores, Selection
 from spec.retention import Granularity
@@ -82,6 +83,7 @@ def value_range(v: DeviceArray) -> Float64[Matrix, "H_kv n"]:
     return widths
 
 
+@requires(Required(second="sample", device=True))
 def ranges_first(
     scores: Scores, budgets: IntVector, protected: BoolVector, /, share: Fraction, N_sink: int,
 ) -> Selection:
@@ -117,6 +119,10 @@ class Sampled:
     @property
     def needs(self) -> Needs:
         return Needs("all", self.W, values=True, takes=self.takes)
+
+    @property
+    def provided(self) -> Provided:
+        return Provided(unscored=(0, self.W), second="sample", no_steps="")
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         at = np.arange(observation.seen) if observation.positions is None else observation.positions

@@ -13,6 +13,7 @@ from reference.policies.protections import protecting
 from reference.policies.scorers import LayerScorer, check_weighable, host_rows, host_tables
 from spec.arrays import BoolVector, Float64, Int64, IntMatrix, Matrix
 from spec.backend import Backend
+from spec.composition import Provided, provided_by
 from spec.errors import SpecError
 from spec.policy import (
     NOTHING_PROMISED,
@@ -52,6 +53,10 @@ class ValueWeighted:
     @property
     def needs(self) -> Needs:
         return replace(self.host.needs, values=True)
+
+    @property
+    def provided(self) -> Provided | None:
+        return provided_by(self.host)
 
     @property
     def separable(self) -> bool:

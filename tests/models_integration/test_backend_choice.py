@@ -20,6 +20,7 @@ from reference.policies.protections import SinkAndRecent
 from reference.policies.scorers import LayerScorer
 from reference.policies.selectors import top_units
 from spec.backend import Backend, NestedKVStages, resolve
+from spec.composition import ANY_SETS
 from spec.errors import BackendUnavailable, SpecError
 from spec.parameters import TINY
 from spec.policy import LayerView, Needs, Policy
@@ -149,5 +150,6 @@ def snapkv_score(view: LayerView) -> Any:
 
 
 def test_a_score_of_the_user_s_own_is_not_replaced_by_a_function_of_equal_name() -> None:
-    policy = Policy("mine", LayerScorer(Needs("all", 0), snapkv_score), even, top_units, SinkAndRecent(0, 0))
+    scorer = LayerScorer(Needs("all", 0), snapkv_score, sets=ANY_SETS)
+    policy = Policy("mine", scorer, even, top_units, SinkAndRecent(0, 0))
     assert with_twins(policy, resolve("torch")) is policy

@@ -1,0 +1,273 @@
+"""Policies from text: `policy_from_text` makes a policy from its text, and `text_of` writes the text of a policy."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from inspect import Parameter, signature
+from typing import Any
+
+from reference.policies.budgets import Above, Adaptive, Competition, Pyramid, across_layers, even, everything
+from reference.policies.cake import Preferred
+from reference.policies.grammar import Composition, Words, format_value, parse_value
+from reference.policies.named import REGISTERED, NamedPolicy
+from reference.policies.parts import (
+    Transform,
+    apply_transforms,
+    half_selector,
+    join_budgets,
+    plain_selector,
+    split_budgets,
+    split_transforms,
+    with_steps,
+)
+from reference.policies.protections import SinkAndRecent
+from reference.policies.scorers import check_positive
+from reference.policies.selectors import top_units
+from spec.composition import provided_by, required_by
+from spec.errors import SpecError
+from spec.policy import NOTHING_PROMISED, SEGMENT_END, Budgets, Cadence, Policy, Promises
+from spec.promises import promises_of
+from spec.retention import Granularity
+
+__all__ = [
+    "DATA", "DIVERSE", "DIVERSITY", "HEADS", "LAYERS", "PARTS", "SETS", "TRANSFORMS", "WHOLE", "Constants", "compose",
+    "constants_from_text", "named_policy", "plain_policy", "promises_of_parts",
+]
+
+Constants = Mapping[str, Any]
+
+DIVERSE = "diverse-"
+DATA = frozenset({"W_o", "backend", "calibration", "factor", "inv_freq", "sentence_ends", "served", "template"})
+"""Constants without text. They come from the model, the tokenizer, a file or the caller."""
+WHOLE = frozenset({"crystalcache"})
+"""Policies that accept no parts, because sessions run them as a whole."""
+SETS = {"model": Granularity.MODEL, "layer": Granularity.LAYER, "head": Granularity.HEAD}
+DIVERSITY: Constants = {"diversity": 0.5, "signature": "flat", "rule": "alpha"}
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """A rule of budgets: function or class, default constants, and the function that makes the budgets."""
+
+    kind: Any
+    constants: Constants
+    make: Callable[[Constants, int], Budgets]
+
+
+LAYERS: Mapping[str, _Rule] = {
+    "even": _Rule(even, {}, lambda own, window: even),
+    "full": _Rule(everything, {}, lambda own, window: everything),
+    "global": _Rule(across_layers, {}, lambda own, window: across_layers),
+    "pyramid": _Rule(Pyramid, {"beta": 20}, lambda own, window: Pyramid(window, check_positive("beta", own["beta"]))),
+    "preference": _Rule(Preferred, {}, lambda own, window: Preferred(window)),
+}
+HEADS: Mapping[str, _Rule] = {
+    "even": _Rule(even, {}, lambda own, window: even),
+    "adaptive": _Rule(Adaptive, {"safeguard": Fraction(1, 5)}, lambda own, window: Adaptive(own["safeguard"])),
+    "quota": _Rule(Competition, {"safeguard": Fraction(1, 5)}, lambda own, window: Competition(own["safeguard"])),
+}
+TRANSFORMS: Mapping[str, tuple[str, Constants]] = {
+    "values": ("N_sink", {"N_sink": 4}),
+    "critical": ("share", {"share": Fraction(1, 2)}),
+    "crush": ("share", {"share": Fraction(1, 4), "block": 16, "anchor": "alternating"}),
+    "diverse": ("diversity", DIVERSITY),
+    "block": ("block", {"block": 16}),
+}
+"""Constant that the value of each transform sets, and the constants with defaults. Transforms apply in this order."""
+PARTS = (
+    "sink", "recent", "select", "layers", "heads", "threshold", "every", "sets", "floor", *TRANSFORMS,
+)
+"""Names of the parts, in the order of the text."""
+_BUDGETS = ("layers", "heads", "threshold")
+_CHANGED_BY = {
+    "cadence": ("every", *_BUDGETS), "budgets": _BUDGETS, "protection": ("sink", "recent"),
+    "selector": ("select", *TRANSFORMS), "granularity": ("sets",), "least": ("floor",),
+    "host": tuple(TRANSFORMS)[::-1], "mode": ("diverse",), "lam": ("diverse",), "scorer": ("every",),
+}
+"""Parts of the text that can cause an error about an argument, the most likely part first."""
+
+
+def constants_from_text(row: NamedPolicy, given: Words, more: Constants = {}) -> dict[str, Any]:  # noqa: B006
+    """Return the constants of a named policy from text, with the types of the defaults. `more` has further defaults.
+
+    Raises:
+        SpecError: if the policy does not have a constant, or if the text is not a value of the constant.
+    """
+    defaults = {key: one.default for key, one in signature(row.make).parameters.items() if key in row.constants}
+    defaults |= {**row.parameters, **more}
+    own = {"W" if key == "window" and "window" not in defaults else key: value for key, value in given.items()}
+    return _typed(own, {key: value for key, value in defaults.items() if key not in DATA - {"backend"}})
+
+
+def _typed(given: Words, defaults: Constants) -> dict[str, Any]:
+    found = dict[str, Any]()
+    for key, text in given.items():
+        like = defaults.get(key, Parameter.empty)
+        if like is Parameter.empty or isinstance(like, tuple) or key == "parameters":
+            known = ", ".join(sorted(key for key in defaults if key != "parameters")) or "none"
+            raise SpecError(key, text, f"is not a constant with text; the constants are {known}")
+        try:
+            found[key] = parse_value(text, like)
+        except (ValueError, KeyError, ZeroDivisionError):
+            raise SpecError(key, text, f"must be a value such as {format_value(like)}") from None
+    return found
+
+
+def compose(composition: Composition, data: Constants) -> Policy:
+    """Return the policy of a parsed text, without its final name. `data` has the constants without text.
+
+    Implements: PO-COMPOSE
+
+    Raises:
+        SpecError: if a name, a value or a constant is unknown, or if parts do not fit. The message has the wrong part.
+    """
+    parts, text, name = composition.parts, str(composition), composition.name
+    if name.removeprefix(DIVERSE) not in REGISTERED:
+        raise SpecError("policy", text, f"has the unknown name {name!r}; `kvspec policies` lists the names")
+    if parts and composition.name in WHOLE:
+        raise SpecError("policy", text, f"{composition.name} accepts no parts: set constants instead, such as N_sink")
+    if unknown := [part for part in parts if part not in PARTS]:
+        raise SpecError("policy", text, f"the part {unknown[0]!r} is unknown; the parts are {', '.join(PARTS)}")
+    try:
+        host = _host(composition, data)
+        return _composed(host, composition, data) if parts else host
+    except SpecError as error:
+        raise _pointed(error, composition) from None
+
+
+def _pointed(error: SpecError, composition: Composition) -> SpecError:
+    """Return the error about the text, with the part that causes the error."""
+    parts = composition.parts
+    causes = [part for part in (*_CHANGED_BY.get(error.argument, ()), error.argument) if part in parts]
+    causes += [part for part, (_, own) in parts.items() if error.argument in own]
+    if not causes:
+        return SpecError("policy", str(composition), str(error))
+    value, own = parts[causes[0]]
+    shown = Composition(f"{causes[0]}={value}", constants=own)
+    return SpecError("policy", str(composition), f"the part /{shown}: {error.argument} {error.bound}")
+
+
+def _host(composition: Composition, data: Constants) -> Policy:
+    name = composition.name
+    row = REGISTERED[name.removeprefix(DIVERSE)]
+    more = DIVERSITY if name.startswith(DIVERSE) else {}
+    policy = named_policy(name, {**constants_from_text(row, composition.constants, more), **data})
+    return plain_policy(policy) if composition.scorer_only else policy
+
+
+def named_policy(name: str, constants: Constants) -> Policy:
+    """Return the policy of a name, with the constants that it has. Other constants are ignored."""
+    row = REGISTERED[name.removeprefix(DIVERSE)]
+    policy = row.policy({key: value for key, value in constants.items() if key in row.constants | row.of_model})
+    if not name.startswith(DIVERSE):
+        promises = promises_of(name) if policy.promises == NOTHING_PROMISED else policy.promises
+        return replace(policy, promises=promises)
+    own = {**DIVERSITY, **{key: constants[key] for key in DIVERSITY.keys() & constants.keys()}}
+    return apply_transforms(policy, [("diverse", own)], constants.get("backend", "numpy"))
+
+
+def plain_policy(policy: Policy) -> Policy:
+    """Return the scorer of a policy with plain parts: equal shares, the best units, the least protection."""
+    host, _ = split_transforms(policy)
+    provided = provided_by(host.scorer)
+    protection = SinkAndRecent(0, 0) if provided is None else SinkAndRecent(*provided.unscored)
+    return replace(
+        host, name="plain", budgets=even, selector=plain_selector(host.selector), protection=protection,
+        cadence=SEGMENT_END, least=0, promises=NOTHING_PROMISED,
+    )
+
+
+def _composed(host: Policy, composition: Composition, data: Constants) -> Policy:
+    parts = composition.parts
+    base, transforms = split_transforms(host)
+    protection = base.protection
+    if parts.keys() & {"sink", "recent"}:
+        known = protection if isinstance(protection, SinkAndRecent) else SinkAndRecent(protection.size, 0)
+        protection = SinkAndRecent(
+            _number(parts, "sink", known.sink) or 0, _number(parts, "recent", known.recent) or 0
+        )
+    cadence = _cadence(parts, base.cadence)
+    made = replace(
+        base, scorer=with_steps(base.scorer) if cadence.every is not None else base.scorer, protection=protection,
+        budgets=_budgets(parts, base.budgets, protection.size), selector=_selector(parts, base.selector),
+        cadence=cadence, granularity=SETS[_choice(parts, "sets", SETS, base.granularity)],
+        least=_number(parts, "floor", base.least), promises=NOTHING_PROMISED,
+    )
+    return apply_transforms(made, _transforms(parts, transforms, data), data.get("backend", "numpy"))
+
+
+def _number(parts: Mapping[str, tuple[str, Words]], part: str, known: int | None) -> int | None:
+    if part not in parts:
+        return known
+    value, own = parts[part]
+    _typed(own, {})
+    if part in ("floor", "every") and value == "none":
+        return None
+    return int(_typed({part: value}, {part: 0})[part])
+
+
+def _choice(parts: Mapping[str, tuple[str, Words]], part: str, known: Constants, default: Any) -> str:
+    if part not in parts:
+        return next(name for name, one in known.items() if one == default)
+    value, own = parts[part]
+    _typed(own, getattr(known.get(value), "constants", {}))
+    if value not in known:
+        raise SpecError(part, value, f"must be one of {', '.join(known)}")
+    return value
+
+
+def _cadence(parts: Mapping[str, tuple[str, Words]], known: Cadence) -> Cadence:
+    if "every" not in parts:
+        return known
+    value, own = parts["every"]
+    return Cadence(_number({"every": (value, {})}, "every", None), **_typed(own, {"excess": 1}))
+
+
+def _budgets(parts: Mapping[str, tuple[str, Words]], known: Budgets, window: int) -> Budgets:
+    if "threshold" in parts:
+        value, own = parts["threshold"]
+        _typed(own, {})
+        return Above(_typed({"threshold": value}, {"threshold": 0.5})["threshold"])
+    rules = dict(zip(("layers", "heads"), split_budgets(known), strict=True))
+    for part, known_rules in (("layers", LAYERS), ("heads", HEADS)):
+        if part in parts:
+            rule = known_rules[_choice(parts, part, known_rules, None)]
+            rules[part] = rule.make({**rule.constants, **_typed(parts[part][1], rule.constants)}, window)
+    return join_budgets(rules["layers"], rules["heads"], window)
+
+
+def _selector(parts: Mapping[str, tuple[str, Words]], known: Any) -> Any:
+    if "select" not in parts:
+        return known
+    kinds = {"top": plain_selector, "half": half_selector}
+    return kinds[_choice(parts, "select", kinds, None)](plain_selector(known))
+
+
+def _transforms(
+    parts: Mapping[str, tuple[str, Words]], known: list[Transform], data: Constants,
+) -> list[Transform]:
+    found = dict(known)
+    for name, (first, defaults) in TRANSFORMS.items():
+        if name in parts:
+            value, own = parts[name]
+            given = {**found.get(name, {}), **_typed({**own, first: value}, defaults)}
+            found[name] = {**defaults, **given}
+    if "critical" in found and "W_o" not in found["critical"]:
+        found["critical"] = {**found["critical"], "W_o": data.get("W_o", {})}
+    return [(name, found[name]) for name in TRANSFORMS if name in found]
+
+
+def promises_of_parts(policy: Policy) -> Promises:
+    """Return what a policy guarantees, as far as the parts declare it. Other properties are not guaranteed.
+
+    Implements: PO-COMPOSE
+    """
+    scorer, budgets, selector = provided_by(policy.scorer), required_by(policy.budgets), required_by(policy.selector)
+    if scorer is None or budgets is None or selector is None:
+        return NOTHING_PROMISED
+    whole = scorer.units == "chunks" and policy.selector is top_units
+    exact = budgets.exact and selector.exact and not whole
+    return Promises(
+        "yes" if exact else "no", "yes" if policy.protection.size else "N/A",
+        "no" if isinstance(policy.budgets, Above) else "yes", row_independence="yes",
+    )

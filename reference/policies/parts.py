@@ -1,0 +1,182 @@
+"""Parts of a policy: split a policy into its parts and transforms, join them again, and compare two parts."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from reference.policies.blocks import InBlocks, in_blocks
+from reference.policies.budgets import LayersThenHeads, Pyramid, even, everything
+from reference.policies.criticalkv import TwoScores, two_stages, with_critical_selection
+from reference.policies.diversity import Diverse, Signed, TowardMean, diverse, toward_mean_values
+from reference.policies.kvcrush import scored_or_representative, with_representatives
+from reference.policies.protections import Places
+from reference.policies.rkv import QueryCache
+from reference.policies.scorers import LayerScorer
+from reference.policies.selectors import best_tokens, recent_half, top_tokens, top_units
+from reference.policies.vatp import ValueWeighted, with_value_norms
+from spec.composition import required_by
+from spec.errors import SpecError
+from spec.policy import Budgets, Policy
+
+__all__ = [
+    "Transform", "apply_transforms", "equal_parts", "half_selector", "join_budgets", "plain_selector", "split_budgets",
+    "split_transforms", "with_steps",
+]
+
+Transform = tuple[str, Mapping[str, Any]]
+"""Name of a change of scorer and selector, and its constants."""
+
+
+def _keywords(part: Any) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = getattr(part, "keywords", {})
+    return found
+
+
+def _function(part: Any) -> Any:
+    return getattr(part, "func", part)
+
+
+def split_transforms(policy: Policy) -> tuple[Policy, list[Transform]]:
+    """Return the policy without transforms, and the transforms in the order in which they were applied."""
+    found: list[Transform] = []
+    while (step := _outermost(policy)) is not None:
+        policy, transform = step
+        found.insert(0, transform)
+    return policy, found
+
+
+def _outermost(policy: Policy) -> tuple[Policy, Transform] | None:
+    selector, scorer, given = policy.selector, policy.scorer, _keywords(policy.selector)
+    if isinstance(selector, InBlocks):
+        b = _keywords(selector.choose)["b"]
+        return replace(policy, selector=selector.select, least=_least(policy, b)), ("block", {"block": b})
+    if isinstance(scorer, Signed) and isinstance(selector, Diverse | TowardMean):
+        rule = "alpha" if isinstance(selector, Diverse) else "variant_b"
+        own = {"diversity": selector.lam, "signature": scorer.mode, "rule": rule}
+        return replace(policy, scorer=scorer.host, selector=top_units), ("diverse", own)
+    if isinstance(scorer, TwoScores) and _function(selector) is two_stages:
+        data = {"share": given["share"], "W_o": scorer.W_o}
+        return replace(policy, scorer=scorer.host, selector=top_units), ("critical", data)
+    if _function(selector) is scored_or_representative and isinstance(scorer, LayerScorer):
+        bare = replace(scorer, separable=True)
+        host = replace(policy, scorer=bare, selector=top_units, least=_least(policy, given["b"]))
+        return host, ("crush", {"share": given["share"], "block": given["b"], "anchor": given["anchor"]})
+    if isinstance(scorer, ValueWeighted) and isinstance(policy.protection, Places):
+        sinks = len(policy.protection.positions)
+        return replace(policy, scorer=scorer.host, protection=policy.protection.other), ("values", {"N_sink": sinks})
+    return None
+
+
+def _least(policy: Policy, b: int) -> int | None:
+    """Return the smallest budget of the host of a policy in blocks: the size of a block is the smallest, if larger."""
+    return 0 if policy.least == b else policy.least
+
+
+def apply_transforms(policy: Policy, transforms: list[Transform], backend: Any = "numpy") -> Policy:
+    """Return the policy with transforms: changes of scorer and selector together.
+
+    Implements: PO-COMPOSE
+
+    Raises:
+        SpecError: if a transform does not fit the policy.
+    """
+    for name, own in transforms:
+        policy = _TRANSFORMS[name](policy, own, backend)
+    return policy
+
+
+def _diverse(host: Policy, own: Mapping[str, Any], backend: Any) -> Policy:
+    if own["rule"] == "variant_b":
+        return toward_mean_values(host, own["diversity"], own["signature"])
+    return diverse(host, own["diversity"], own["signature"], backend)
+
+
+_TRANSFORMS: Mapping[str, Callable[[Policy, Mapping[str, Any], Any], Policy]] = {
+    "values": lambda host, own, _: with_value_norms(host, own["N_sink"]),
+    "critical": lambda host, own, _: with_critical_selection(host, own["W_o"], own["share"]),
+    "crush": lambda host, own, _: with_representatives(host, own["block"], own["share"], own["anchor"]),
+    "diverse": _diverse,
+    "block": lambda host, own, _: in_blocks(host, own["block"]),
+}
+
+
+def split_budgets(budgets: Budgets) -> tuple[Budgets, Budgets]:
+    """Return the rule that divides the total among layers, and the rule that divides a layer's share among heads."""
+    if isinstance(budgets, LayersThenHeads):
+        return budgets.layers, budgets.heads
+    required = required_by(budgets)
+    by_layer = required is not None and required.shares == "layer" and required.exact
+    return (even, budgets) if by_layer else (budgets, even)
+
+
+def join_budgets(layers: Budgets, heads: Budgets, window: int) -> Budgets:
+    """Return budgets that divide the total among layers, then a layer's share among its heads.
+
+    Implements: PO-COMPOSE
+
+    Raises:
+        SpecError: if the rule for layers already divides the total among heads.
+    """
+    if isinstance(layers, Pyramid):
+        layers = Pyramid(window, layers.beta)
+    if layers is even or heads is even:
+        return heads if layers is even else layers
+    if layers is everything:
+        raise SpecError("layers", "full", "keeps all tokens, so no head can keep more: leave out layers or heads")
+    return LayersThenHeads(layers, heads)
+
+
+def with_steps(scorer: Any) -> Any:
+    """Return a scorer for decode steps: scores from a window of queries need a record of the last queries.
+
+    Implements: PO-COMPOSE
+    """
+    rows = scorer.needs.query_rows
+    if type(scorer) is not LayerScorer or scorer.needs.rehearsal is not None or rows is None or rows < 2:
+        return scorer
+    if scorer.needs.values:
+        reason = "uses values and a window of queries, which no record stores: leave every= out"
+        raise SpecError("every", type(scorer).__name__, reason)
+    return QueryCache(rows, scorer.score, scorer.needs.takes)
+
+
+def plain_selector(selector: Any) -> Any:
+    """Return the selector of single tokens that belongs to a selector, or the selector if it is not one of tokens."""
+    if _function(selector) is recent_half:
+        return partial(top_tokens, **_keywords(selector)) if _keywords(selector) else top_tokens
+    return selector
+
+
+def half_selector(selector: Any) -> Any:
+    """Return the selector that keeps the newest half, with the backend of a selector of single tokens."""
+    if _function(selector) not in (top_tokens, top_units):
+        raise SpecError("select", "half", "needs scores of single tokens: leave the part out")
+    return partial(recent_half, choose=_keywords(selector).get("choose", best_tokens))
+
+
+def equal_parts(one: Any, two: Any) -> bool:
+    """Return True if two parts are equal. Functions, partials, dataclasses and arrays are compared by contents."""
+    if one is two:
+        return True
+    if isinstance(one, np.ndarray) or isinstance(two, np.ndarray):
+        return bool(np.array_equal(one, two, equal_nan=True))
+    if type(one) is not type(two):
+        return False
+    if isinstance(one, partial):
+        return equal_parts((one.func, one.args, one.keywords), (two.func, two.args, two.keywords))
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(equal_parts(one[key], two[key]) for key in one)
+    if isinstance(one, tuple | list):
+        return len(one) == len(two) and all(map(equal_parts, one, two))
+    if is_dataclass(one):
+        return all(equal_parts(getattr(one, own.name), getattr(two, own.name)) for own in fields(one))
+    if hasattr(one, "__code__"):
+        return one.__code__ is two.__code__ and equal_parts(_cells(one), _cells(two))
+    return bool(one == two)
+
+
+def _cells(function: Any) -> tuple[Any, ...]:
+    return tuple(cell.cell_contents for cell in function.__closure__ or ())

@@ -1,0 +1,262 @@
+"""Texts of policies: `policy_from_text` makes a policy from its text, and `text_of` writes the text of a policy."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from typing import Any
+
+from reference.policies.budgets import Above, Pyramid
+from reference.policies.cake import Preferred
+from reference.policies.composition import (
+    DATA,
+    DIVERSE,
+    DIVERSITY,
+    HEADS,
+    LAYERS,
+    SETS,
+    TRANSFORMS,
+    WHOLE,
+    Constants,
+    compose,
+    named_policy,
+    plain_policy,
+    promises_of_parts,
+)
+from reference.policies.grammar import Composition, Words, format_value, parse_composition
+from reference.policies.named import REGISTERED, NamedPolicy
+from reference.policies.parts import (
+    Transform,
+    apply_transforms,
+    equal_parts,
+    half_selector,
+    plain_selector,
+    split_budgets,
+    split_transforms,
+    with_steps,
+)
+from reference.policies.protections import SinkAndRecent
+from reference.policies.selectors import top_tokens, top_units
+from spec.errors import SpecError
+from spec.policy import NOTHING_PROMISED, SEGMENT_END, Policy
+
+__all__ = ["find_name", "policy_from_text", "text_of"]
+
+NO_DATA: Constants = {}
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "sink": ("N_sink",), "recent": ("N_recent", "W"), "excess": ("slack",), "safeguard": ("alpha_s",),
+}
+"""Constants of makers that have a different name in the parts."""
+NOT_CONSTANTS = frozenset({"stages", "choose", "received", "largest", "takes"})
+
+
+def policy_from_text(text: str | Composition, data: Constants = NO_DATA) -> Policy:
+    """Return the policy of a text. A policy that equals a named policy has the name of the named policy.
+
+        policy = policy_from_text("snapkv:W=16/layers=pyramid:beta=20/heads=adaptive:safeguard=0.2")
+
+    `data` has the constants without text, and further constants of the policy.
+
+    Implements: PO-COMPOSE
+
+    Raises:
+        SpecError: if a name, a value or a constant is unknown, or if parts do not fit. The message has the wrong part.
+    """
+    composition = parse_composition(text) if isinstance(text, str) else text
+    policy = compose(composition, data)
+    if not composition.parts and not composition.scorer_only:
+        return policy
+    policy = replace(policy, name="")
+    if (found := find_name(policy, data)) is not None:
+        named = _blocked(*found, data)
+        return replace(policy, name=named.name, promises=named.promises)
+    text = str(_split(policy, {**_data(policy), **data}))
+    return replace(policy, name=text, promises=promises_of_parts(policy))
+
+
+def find_name(policy: Policy, data: Constants = NO_DATA) -> tuple[str, dict[str, Any]] | None:
+    """Return the named policy and the constants that make an equal policy, apart from name and promises, or None.
+
+    If several named policies are equal, the policy of the same name is returned, or else the shortest name.
+    """
+    bare, (_, transforms) = replace(policy, name="", promises=NOTHING_PROMISED), split_transforms(policy)
+    kinds = {kind for kind, _ in transforms}
+    prefix, found = DIVERSE if "diverse" in kinds else "", None
+    for name, row in _rows():
+        for own in _candidates(policy, row, prefix, blocks=row.blocks and not prefix and "block" in kinds):
+            try:
+                made = _blocked(prefix + name, own, {**_data(policy), **data})
+            except (SpecError, TypeError):  # the policy lacks a constant of this name
+                continue
+            if equal_parts(replace(made, name="", promises=NOTHING_PROMISED), bare):
+                if made.name == policy.name:
+                    return prefix + name, own
+                found = found or (prefix + name, own)
+    return found
+
+
+def _rows() -> list[tuple[str, NamedPolicy]]:
+    return sorted(REGISTERED.items(), key=lambda one: (len(one[0]), one[0]))
+
+
+def _candidates(policy: Policy, row: NamedPolicy, prefix: str, *, blocks: bool) -> Iterator[dict[str, Any]]:
+    """Yield the constants of a maker: those of all parts, and those whose names need no translation."""
+    keys = row.constants | frozenset(DIVERSITY if prefix else ()) | frozenset(("block",) if blocks else ())
+    found = None
+    for aliases in (ALIASES, {}):
+        given = _gathered(policy, aliases)
+        own = {key: given[key] for key in keys & given.keys() - DATA - {"parameters"}}
+        if found is None or found.keys() != own.keys():
+            yield own
+        found = own
+
+
+def _blocked(name: str, own: Constants, data: Constants) -> Policy:
+    """Return the named policy with constants. The constant `block` makes the policy keep whole blocks."""
+    policy = named_policy(name, {**own, **data})
+    blocks = "block" in own and "block" not in REGISTERED[name.removeprefix(DIVERSE)].constants
+    return apply_transforms(policy, [("block", own)]) if blocks else policy
+
+
+def _data(policy: Policy) -> dict[str, Any]:
+    given = _gathered(policy, {})
+    found = {key: given[key] for key in DATA & given.keys()}
+    return found | ({"served": given["calibration"].identity} if "calibration" in given else {})
+
+
+def _gathered(policy: Policy, aliases: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+    """Return constants of all parts by the names that makers use. Constants of the scorer come first."""
+    base, transforms = split_transforms(policy)
+    found = dict[str, Any]()
+    for part in (base.scorer, base.budgets, base.selector, base.protection, base.cadence):
+        for name, value in _leaves(part):
+            for key in (name, *aliases.get(name, ())):
+                found.setdefault(key, value)
+    for _, own in transforms:
+        found |= own
+    return found
+
+
+def _leaves(part: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the value of each constant inside a part."""
+    if isinstance(part, partial):
+        items = list(part.keywords.items())
+    elif is_dataclass(part) and not isinstance(part, type):
+        items = [(own.name, getattr(part, own.name)) for own in fields(part)]
+    else:
+        return
+    for name, value in items:
+        if name not in NOT_CONSTANTS:
+            yield name, value
+            yield from _leaves(value)
+
+
+def text_of(policy: Policy, data: Constants = NO_DATA) -> str:
+    """Return the text from which `policy_from_text` makes an equal policy. Constants without text are left out.
+
+    If parts of a named policy have no text, the text is the name with constants.
+
+    Raises:
+        SpecError: if the policy has a part that no text describes, such as a scorer of your own.
+    """
+    found = find_name(policy, data)
+    if found is not None and (found[0] in WHOLE or found != find_name(replace(policy, name=""), data)):
+        return _named_text(*found)
+    try:
+        return str(_split(policy, {**_data(policy), **data}))
+    except SpecError:
+        if found is None:
+            raise
+        return _named_text(*found)
+
+
+def _named_text(name: str, own: Constants) -> str:
+    row, block = REGISTERED[name.removeprefix(DIVERSE)], dict[str, tuple[str, Words]]()
+    if "block" in own and "block" not in row.constants:
+        block["block"] = (format_value(own["block"]), {})
+    rest = {key: value for key, value in own.items() if key not in block}
+    return str(Composition(name, False, _words(row, rest), block))
+
+
+def _words(row: NamedPolicy, own: Constants) -> Words:
+    """Return constants as text. Fields of `parameters` are left out if they have the default."""
+    defaults = row.parameters
+    return {
+        key: format_value(value) for key, value in sorted(own.items())
+        if key not in defaults or defaults[key] != value
+    }
+
+
+def _split(policy: Policy, data: Constants) -> Composition:
+    base, transforms = split_transforms(policy)
+    name, own = _home(base, data)
+    plain = plain_policy(named_policy(name, {**own, **data}))
+    parts: dict[str, tuple[str, Words]] = {}
+    for part, value in _protection(base, plain):
+        parts[part] = (str(value), {})
+    if (half := _half(base, plain, transforms)) is not None:
+        parts["select"] = (half, {})
+    parts |= _budgets(base)
+    if base.cadence != SEGMENT_END:
+        excess = {"excess": str(base.cadence.excess)} if base.cadence.excess != 1 else {}
+        parts["every"] = (str(base.cadence.every).lower(), excess)
+    if base.granularity is not plain.granularity:
+        parts["sets"] = (next(word for word, one in SETS.items() if one is base.granularity), {})
+    if base.least != plain.least:
+        parts["floor"] = (str(base.least).lower(), {})
+    for kind, given in transforms:
+        first, defaults = TRANSFORMS[kind]
+        rest = {key: format_value(given[key]) for key in defaults if key != first}
+        parts[kind] = (format_value(given[first]), rest)
+    return Composition(name, True, _words(REGISTERED[name], own), parts)
+
+
+def _home(base: Policy, data: Constants) -> tuple[str, dict[str, Any]]:
+    """Return the policy that has a scorer, and its constants that the scorer has. A record of queries is left out."""
+    given = dict(_leaves(base.selector)) | dict(_leaves(base.scorer))
+    for change in (_same, with_steps):
+        for name, row in _rows():
+            own = {key: given[key] for key in row.constants & given.keys() - DATA - {"parameters"}}
+            try:
+                host, _ = split_transforms(named_policy(name, {**own, **data}))
+                if name != "fullcache" and equal_parts(change(host.scorer), base.scorer):
+                    return name, own
+            except (SpecError, TypeError):  # the scorer lacks a constant of this name
+                continue
+    raise SpecError("policy", base.name, "has a scorer without a name: only scorers of named policies have a text")
+
+
+def _same(scorer: Any) -> Any:
+    return scorer
+
+
+def _protection(base: Policy, plain: Policy) -> Iterator[tuple[str, int]]:
+    if not isinstance(base.protection, SinkAndRecent) or not isinstance(plain.protection, SinkAndRecent):
+        raise SpecError("policy", base.name, "protects tokens that no text describes: only first and last tokens have")
+    for part in ("sink", "recent"):
+        if (value := getattr(base.protection, part)) != getattr(plain.protection, part):
+            yield part, value
+
+
+def _half(base: Policy, plain: Policy, transforms: list[Transform]) -> str | None:
+    """Return the value of the part `select`, or None if the selector is that of the scorer or of a transform."""
+    replaced = {kind for kind, _ in transforms} & {"diverse", "critical", "crush"}
+    if replaced or equal_parts(base.selector, plain.selector):
+        return None
+    if base.selector is top_tokens and plain.selector is top_units:  # blocks replace one by the other
+        return None
+    if equal_parts(base.selector, half_selector(plain_selector(plain.selector))):
+        return "half"
+    raise SpecError("policy", base.name, "has a selector that no text describes")
+
+
+def _budgets(base: Policy) -> Iterator[tuple[str, tuple[str, Words]]]:
+    if isinstance(base.budgets, Above):
+        yield "threshold", (format_value(base.budgets.tau), {})
+        return
+    for part, rules, own in zip(("layers", "heads"), (LAYERS, HEADS), split_budgets(base.budgets), strict=True):
+        found = [(word, rule) for word, rule in rules.items() if own is rule.kind or type(own) is rule.kind]
+        if not found or (isinstance(own, Pyramid | Preferred) and base.protection.size != own.W):
+            raise SpecError("policy", base.name, "has budgets that no text describes")
+        ((word, rule),) = found
+        if word != "even":
+            yield part, (word, {key: format_value(getattr(own, key)) for key in rule.constants})
