@@ -1,0 +1,68 @@
+"""Sessions under policies from text equal the masked model. A text keeps the tokens that its name keeps."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from models_integration.policies.methods import policy_from_name, spelled
+from models_integration.session.device_choice import policy_on_device
+from reference.policies.layers import is_layerwise
+from reference.policies.names import make_policy
+from spec.backend import resolve
+from tests.models_integration.session.families import at_once, build, prompt, step_by_step
+from tests.models_integration.session.running_cache import POLICIES
+from tests.models_integration.session.sessions import PROMPT, live_sets
+from tests.models_integration.session.test_oracle import converse, run
+
+LAYERS_AND_HEADS = "snapkv:W=4/layers=pyramid:beta=4/heads=adaptive:safeguard=0.5"
+STEPS = ("snapkv:W=4/every=3", "keydiff/recent=2/every=3")
+
+
+@pytest.mark.law("eviction-equals-masking")
+@pytest.mark.spec("PO-COMPOSE")
+@pytest.mark.parametrize("text", [LAYERS_AND_HEADS, "adakv:W=4/layers=pyramid/block=4", *STEPS])
+def test_a_conversation_under_a_composed_policy_equals_the_masked_model(
+    text: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(POLICIES, text, policy_from_name(text, 12))
+    met = run(partial(converse, policy=text))
+    assert met["a segment that evicts"] > 0
+    assert (met["a step that evicts"] > 0) == (text in STEPS)
+
+
+@pytest.mark.spec("PO-COMPOSE")
+@pytest.mark.parametrize(("name", "text"), [
+    ("snapkv(W=4)", "score=snapkv:W=4"), ("pyramidkv(W=4)", "snapkv:W=4/layers=pyramid"),
+    ("critical-adakv(W=4)", "adakv:W=4/critical=0.5"), ("h2o", "score=h2o/select=half/every=1"),
+    ("h2o-described(W=4)", "score=h2o-described/recent=4"), ("nestedkv", "score=nestedkv/heads=quota"),
+    ("tova", "score=tova/every=1"), ("diverse-snapkv(W=4)", "snapkv:W=4/diverse=0.5"), ("vatp", "h2o/values=4/floor=8"),
+])
+@pytest.mark.parametrize("backend", ["numpy", "torch"])
+def test_a_text_keeps_the_tokens_of_the_name_over_steps_and_turns(name: str, text: str, backend: str) -> None:
+    model, found = build("llama"), []
+    for row in (name, text):
+        bare, constants = spelled(row)
+        with policy_from_name(bare, 12, backend=backend, **constants)(model) as run, torch.no_grad():
+            model(input_ids=prompt(PROMPT))
+            assert run.cache is not None
+            kept = [live_sets(run.cache)]
+            step_by_step(model, prompt(40, seed=5), run.cache)
+            kept.append(live_sets(run.cache))
+            if "critical" not in name and "diverse" not in name:  # these evict from the first prompt only
+                at_once(model, prompt(12, seed=6), run.cache)
+            kept.append(live_sets(run.cache))
+        found.append(kept)
+    assert found[0] == found[1]
+
+
+@pytest.mark.spec("PO-COMPOSE")
+@pytest.mark.parametrize(("text", "by_layer", "on_device"), [
+    ("snapkv/layers=pyramid", True, True), (LAYERS_AND_HEADS, True, False), ("snapkv/layers=global", False, True),
+    ("cake/heads=adaptive", False, False), ("snapkv/threshold=0.1", True, False), ("snapkv/every=8", True, True),
+    ("keydiff/every=8", True, True), ("tova/every=none", True, True), ("chunkkv/layers=pyramid", True, True),
+])
+def test_the_path_of_a_policy_follows_from_its_parts(text: str, by_layer: bool, on_device: bool) -> None:
+    policy = make_policy(text, {})
+    assert is_layerwise(policy) == by_layer
+    assert (policy_on_device(policy, resolve("torch")) is not None) == on_device
