@@ -180,6 +180,7 @@ def splice(cache: RetainedCache, chunks: Sequence[Chunk], live: Rotary) -> Tenso
 
 
 def _check_takes(cache: RetainedCache, chunks: Sequence[Chunk], full: Sequence[int]) -> None:
+    cache.check_kept_positions("spliced into")
     for layer in plain_layers(cache):
         if layer.is_initialized and (rows := layer.batch if layer in cache.full_layers else len(layer.keys)) != 1:
             raise SpecError("cache", f"{rows} rows", "must have one row")

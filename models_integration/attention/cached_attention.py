@@ -195,6 +195,7 @@ def ragged_attention(
     """
     if not isinstance(masks, LayerMasks):
         raise SpecError("attention_mask", type(masks).__name__, "must be 2D, or left out: heads store different tokens")
+    layer = layer.attended()
     as_one = rectangle(layer) if masks.plain and len(set(layer.rows.seen_at_compaction.tolist())) == 1 else None
     if as_one is not None:
         mask = masks.of(layer.head_rows(0), layer.layout.lengths[0], layer.padded_seen)

@@ -19,6 +19,7 @@ from models_integration.cache.positions import (
     shown_columns,
     slots_of,
 )
+from models_integration.cache.renumbering import LayerNumbering, TurnedKeys
 from spec.errors import SpecError
 
 __all__ = ["DenseLayer", "IndexedLayer", "RetainedLayer", "SplicedTokens", "drop_tensors", "on_host"]
@@ -37,11 +38,16 @@ class SplicedTokens(NamedTuple):
 class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base's __init_subclass__ is untyped
     """Base class of a full-attention layer from which tokens can be evicted.
 
-    Each key keeps the RoPE rotation of its original position. New tokens are appended, so only compaction causes gaps.
+    Each stored key has the RoPE rotation at which the model computed the key. New tokens are appended, so only
+    compaction causes gaps.
     """
 
     rows: StoredRows
     """Positions of the slots, if all heads of a row share the positions."""
+    numbering: LayerNumbering | None = None
+    """Numbering of a cache with renumbered positions. None: each key has the rotary position of the text."""
+    turned: TurnedKeys | None = None
+    """Turned keys of the last forward pass. A change of the stored tensors removes the turned keys."""
 
     @property
     @abstractmethod
@@ -162,11 +168,32 @@ class DenseLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's 
         """Return the absolute positions of the slots, ascending, (rows, stored)."""
         return self.rows.positions(self.stored_length)
 
-    def held(self, row: int, heads: slice) -> tuple[Tensor, Tensor]:
-        """Return keys and values (heads, stored, d) of KV heads of one row, if possible as views."""
+    def attended(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values (rows, H_kv, stored, d) with the keys at the positions of the next forward pass."""
         assert self.keys is not None
         assert self.values is not None
-        keys, values = self.keys[row, heads], self.values[row, heads]
+        if self.numbering is None:
+            return self.keys, self.values
+        both, slot = {"keys": self.keys, "values": self.values}, self.numbering.turn.slot
+        turned = self._turned_slots(both[slot], self.numbering)
+        if turned is not None:
+            both[slot] = torch.cat([turned, both[slot][:, :, turned.shape[2] :]], dim=2)
+        return both["keys"], both["values"]
+
+    def _turned_slots(self, tensor: Tensor, numbering: LayerNumbering) -> Tensor | None:
+        """Return the turned keys of the first slots, (rows, H_kv, turned, d), or None if no key turns."""
+        if self.turned is None or not self.turned.is_valid(self.rows, numbering):
+            stored = self.stored_positions()
+            computed, assigned = numbering.numbering.moves(stored, self.rows.tokens(self.stored_length))
+            width, turned = computed.shape[1], None
+            if width:
+                turned = numbering.turned(tensor[:, :, :width], computed[:, None], assigned[:, None])
+            self.turned = TurnedKeys(self.rows, numbering, turned)
+        return self.turned.keys
+
+    def held(self, row: int, heads: slice) -> tuple[Tensor, Tensor]:
+        """Return keys and values (heads, stored, d) of KV heads of one row, if possible as views."""
+        keys, values = (tensor[row, heads] for tensor in self.attended())
         if bool((self.rows.kept != EMPTY).all()):
             return keys, values
         stored = self.stored_positions()
@@ -229,7 +256,7 @@ class DenseLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's 
         """Replace each tensor that has slots, (rows, heads, stored, d)."""
         assert self.keys is not None
         assert self.values is not None
-        self.keys, self.values = change(self.keys), change(self.values)
+        self.keys, self.values, self.turned = change(self.keys), change(self.values), None
 
     def follow(self, plan: Plan) -> None:
         """Gather the slots that the plan keeps, if the plan frees slots."""
@@ -255,7 +282,7 @@ class DenseLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's 
     def restore(self, keys: Tensor, values: Tensor, rows: StoredRows, evicted: int) -> None:
         """Set the contents to those of a saved layer: keys and values (rows, H_kv, stored, d), `rows` and `evicted`."""
         self.lazy_initialization(keys, values)
-        self.keys, self.values, self.rows, self.evicted = keys, values, rows, evicted
+        self.keys, self.values, self.rows, self.evicted, self.turned = keys, values, rows, evicted, None
 
     def reset(self) -> None:
         """Remove all tokens."""
@@ -299,7 +326,7 @@ class DenseLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace each row i by row beam_idx[i]."""
         super().reorder_cache(cast(torch.LongTensor, beam_idx))
-        self.rows = self.rows.select(beam_idx)
+        self.rows, self.turned = self.rows.select(beam_idx), None
         self._free_empty()
 
     def _free_empty(self) -> None:
@@ -341,5 +368,5 @@ def on_host(tensor: Tensor | None) -> Any:
 def drop_tensors(layer: Any) -> None:
     """Remove the keys and values of a layer, so that the layer is uninitialised."""
     # In some releases of transformers, `reset` of a layer zeroes the tensors and keeps the length.
-    layer.keys = layer.values = None
+    layer.keys = layer.values = layer.turned = None
     layer.is_initialized = False

@@ -6,6 +6,7 @@ attention runs once for all heads.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from models_integration.cache.dense_layer import DenseLayer, RetainedLayer, SplicedTokens, drop_tensors
 from models_integration.cache.positions import EMPTY, StoredRows, slots_of
+from models_integration.cache.renumbering import LayerNumbering, TurnedKeys
 from spec.errors import SpecError
 
 __all__ = ["HEADS", "HeadLayout", "RaggedLayer", "rectangle"]
@@ -203,12 +205,41 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
             for start, length in zip(self.layout.starts, self.layout.lengths, strict=True)
         ]
 
+    def attended(self) -> "RaggedLayer":
+        """Return the layer, or a view of the layer with the keys at the positions of the next forward pass."""
+        if self.numbering is None:
+            return self
+        if self.turned is None or not self.turned.is_valid(self.layout.kept, self.numbering):
+            self.turned = self._turned_keys(self.numbering)
+        turned, keys = self.turned, self.keys
+        if turned.keys is None:
+            return self
+        assert keys is not None
+        view = copy(self)
+        view.keys, view.numbering = keys.index_copy(0, self._slots(turned.widths).to(keys.device), turned.keys), None
+        return view
+
+    def _slots(self, widths: Sequence[int]) -> Tensor:
+        """Return the first `widths` slots of each head, in the flat storage."""
+        starts = self.layout.starts
+        return torch.cat([start + torch.arange(own, device="cpu") for start, own in zip(starts, widths, strict=True)])
+
+    def _turned_keys(self, numbering: LayerNumbering) -> TurnedKeys:
+        assert self.keys is not None
+        stored = [self.head_rows(segment).positions(length) for segment, length in enumerate(self.layout.lengths)]
+        following = self.rows.tokens(self.layout.grown).repeat_interleave(self.heads)
+        computed, assigned, widths = numbering.numbering.moves_of_heads(stored, following)
+        own = self.keys.index_select(0, self._slots(widths).to(self.keys.device))
+        turned = numbering.turned(own, computed, assigned)
+        return TurnedKeys(self.layout.kept, numbering, turned if any(widths) else None, widths)
+
     def held(self, row: int, heads: slice) -> tuple[Tensor, Tensor]:
         """Return keys and values (heads, stored, d) of KV heads with equally many tokens, as views if possible."""
-        as_one = rectangle(self)
+        layer = self.attended()
+        as_one = rectangle(layer)
         if as_one is not None:
             return as_one[0][row, heads], as_one[1][row, heads]
-        own = self.segments()[row * self.heads : (row + 1) * self.heads][heads]
+        own = layer.segments()[row * self.heads : (row + 1) * self.heads][heads]
         return torch.cat([keys[0] for keys, _ in own]), torch.cat([values[0] for _, values in own])
 
     def packed(self) -> dict[str, Tensor]:
@@ -314,6 +345,7 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
         chosen, parts = (rows[:, None] * heads + torch.arange(heads, device="cpu")).flatten().tolist(), self.segments()
         self.keys = torch.cat([parts[segment][0][0, 0] for segment in chosen])
         self.values = torch.cat([parts[segment][1][0, 0] for segment in chosen])
+        self.turned = None
         holes = self.rows.holes if len(self.rows.holes) == 1 else self.rows.holes[rows]
         self.rows = _shared_by_heads(self.rows.seen_at_compaction[rows], holes)
         self.layout = HeadLayout(tuple(self.layout.kept[segment] for segment in chosen), self.layout.grown)

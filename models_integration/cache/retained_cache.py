@@ -28,6 +28,7 @@ from models_integration.cache.fixed_size_layers import (
 from models_integration.cache.history import ReadIds, call_into
 from models_integration.cache.positions import LayersDiffer, chosen_rows
 from models_integration.cache.ragged_layer import RaggedLayer
+from models_integration.cache.renumbering import LayerNumbering, Numbering
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 
@@ -52,6 +53,7 @@ class RetainedCache(StatefulCache):
         layers_differ: True if layers or heads store different positions.
         continuation: state of the policy for later evictions.
         bytes_freed: bytes of keys and values that eviction has freed so far.
+        numbering: numbering of renumbered positions. None: each key has the rotary position of the text.
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
@@ -65,6 +67,7 @@ class RetainedCache(StatefulCache):
         self.layers_differ = False
         self.continuation: Continuation = Continuation()
         self.bytes_freed = 0
+        self.numbering: Numbering | None = None
         self._read = ReadIds()
         self._call: object = None  # config of the last `generate` that used the cache; each call has a new config
         self._in_context = False
@@ -113,8 +116,8 @@ class RetainedCache(StatefulCache):
 
     @property
     def nbytes(self) -> int:
-        """Size of the cache in bytes: keys, values and recurrent states."""
-        return storage_bytes([*self.layers, *self.beside.values()])
+        """Size of the cache in bytes: keys, values, turned copies of keys, and recurrent states."""
+        return storage_bytes([*self.layers, *self.beside.values(), *(layer.turned for layer in self.full_layers)])
 
     @property
     def state_bytes(self) -> int:
@@ -186,6 +189,8 @@ class RetainedCache(StatefulCache):
         self.check_usable()
         if not self._in_context and not self.full_layers[0].uniform:
             raise SpecError("past_key_values", "rows that differ", "can be used only inside `with policy(model)`")
+        if not self._in_context and self.numbering is not None and self.numbering.base:
+            raise SpecError("past_key_values", "a renumbered stream", "can be used only inside `with policy(model)`")
         if not torch.compiler.is_compiling():
             self.check_history()
         if not isinstance(self.layers[layer_idx], CacheLayerMixin):
@@ -203,7 +208,36 @@ class RetainedCache(StatefulCache):
         if self.layers_differ and not self._in_context:
             raise SpecError("past_key_values", "layers that differ", "can be used only inside `with policy(model)`")
         stored: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        return stored
+        layer = self.layers[layer_idx]
+        if self.numbering is None or not isinstance(layer, RetainedLayer) or layer_idx not in self.numbering.layers:
+            return stored
+        layer.numbering = LayerNumbering(self.numbering, self.numbering.layers[layer_idx])
+        # Attention over heads that store different tokens turns the keys itself (attention/cached_attention.py).
+        return layer.attended() if isinstance(layer, DenseLayer) else stored
+
+    def renumber(self, tokens: int, limit: int) -> int:
+        """Prepare the rotary positions of a forward pass of `tokens` columns, and return the base of these positions.
+
+        The base stays if rows have different lengths, if sliding-window layers are in the model, or if the number
+        `limit` of the model's positions is 0 (unknown).
+        """
+        if self.numbering is None:
+            return 0
+        seen, alike = self.get_seq_length(), len(self.full_layers) == len(self.layers)
+        if limit and seen and alike and self.full_layers[0].uniform:
+            longest = max(layer.stored_length for layer in self.full_layers)
+            self.numbering = self.numbering.before(seen, longest, tokens, limit)
+        return self.numbering.base
+
+    def check_kept_positions(self, verb: str) -> None:
+        """Check that the cache does not have renumbered positions.
+
+        Raises:
+            SpecError: if it does.
+        """
+        if self.numbering is not None:
+            reason = f"cannot be {verb}: type policy(model, positions='kept')"
+            raise SpecError("positions", "renumbered", reason)
 
     def compact(
         self, retentions: Sequence[Retention], padding: Tensor | None = None, layers: Iterable[int] | None = None,
@@ -282,6 +316,8 @@ class RetainedCache(StatefulCache):
             SpecError: if a layer cannot remove tokens, such as a recurrent layer, or a sliding-window layer that has
                 freed tokens. The cache is unchanged.
         """
+        if self.numbering is not None and self.numbering.base:
+            self.check_kept_positions("cropped after its positions began again")
         if tokens_to_remove and self.recurrent:
             reason = "recurrent layers cannot remove a token from the states: process the text with a new cache"
             raise SpecError("tokens_to_remove", tokens_to_remove, reason)

@@ -65,6 +65,7 @@ def save_cache(
     seen = cache.get_seq_length()
     if seen == 0:
         raise SpecError("cache", "0 tokens", "a cache without tokens cannot be saved")
+    cache.check_kept_positions("saved")
     if isinstance(cache.continuation, ScorerRecords):
         reason = "keeps scores of single tokens, which cannot be saved: use a policy that evicts only after prompts"
         raise SpecError("cache", cache.continuation.policy, f"{reason}, such as snapkv or crystalcache")

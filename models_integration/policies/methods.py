@@ -10,17 +10,16 @@ from typing import Any, NoReturn
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from models_integration.model.architecture import describe, unwrapped
+from models_integration.model.architecture import unwrapped
 from models_integration.model.identity import ModelIdentity
 from models_integration.policies.calibration import (
     given_calibration,
-    heads_served_by,
     is_published_file,
     read_published,
-    served_by,
 )
 from models_integration.policies.fastest import default_device_type, fastest
-from models_integration.policies.values import output_projections, read_rotation, repeat_template, sentence_ends
+from models_integration.policies.learned import learned_constants
+from models_integration.policies.values import repeat_template, sentence_ends
 from models_integration.session.crystal import CrystalMethod
 from models_integration.session.method import Method, SteppingMethod
 from models_integration.session.session import Session
@@ -57,13 +56,18 @@ class RetentionPolicy(ABC):
             SpecError: if the model does not support the policy.
         """
 
-    def __call__(self, model: PreTrainedModel) -> Session:
+    def __call__(self, model: PreTrainedModel, *, positions: str = "kept") -> Session:
         """Return the context manager of `with policy(model) as run`.
 
+        Args:
+            model: a causal model of transformers.
+            positions: rotary positions of the kept keys: "kept" (of the text), or "renumbered" (directly before the
+                next query, as in StreamingLLM's paper, so that streams stay in the range of the model).
+
         Raises:
-            SpecError: if kvspec does not support the model, or the model does not support the policy.
+            SpecError: if kvspec does not support the model, or the model does not support policy or positions.
         """
-        return Session(self.on(model), model)
+        return Session(self.on(model), model, positions)
 
     def __enter__(self, *_: object) -> NoReturn:
         """Raise an error, because the model is missing.
@@ -181,7 +185,9 @@ class CrystalCache(CustomPolicy):
 class StreamingLLM(CustomPolicy):
     """StreamingLLM policy: keep the first `N_sink` tokens and the most recent tokens.
 
-        policy = kvspec.StreamingLLM(budget=512)
+        with kvspec.StreamingLLM(budget=512)(model, positions="renumbered") as run:     # the positions of the paper
+
+    The paper renumbers the kept tokens. By default, the kept tokens have the positions of the text.
 
     Args:
         budget: share of the prompt to keep (0.3 or "30%"), or number of tokens to keep (an int).
@@ -277,7 +283,7 @@ class NamedPolicy(RetentionPolicy):
         given = self.constants.get(BACKEND)
         engine = fastest(self.name, unwrapped(model).device.type) if given is None else resolve(given)
         on_device = engine.takes is not None and not names.families_of(self.name)  # KVzip+ runs on the host
-        learned = _learned(self.name, model, self.identity, on_device)
+        learned = learned_constants(self.name, model, self.identity, on_device)
         if is_published_file(file := self.constants.get("calibration")):
             learned["calibration"] = read_published(file, model, self.identity)
         policy = names.make_policy(self.name, {**self.constants, **learned, BACKEND: engine})
@@ -362,21 +368,6 @@ def _from_tokenizer(name: str, tokenizer: object) -> dict[str, Any]:
     if tokenizer is None:
         return {}
     return {constant: make(tokenizer) for constant, make in _MADE.items() if constant in constants_of(name)}
-
-
-def _learned(
-    name: str, model: PreTrainedModel, identity: ModelIdentity | None, on_device: bool,
-) -> dict[str, object]:
-    """Return the constants of the policy that kvspec reads from the model."""
-    architecture, wanted, model = describe(model), names.constants_of_model(name), unwrapped(model)
-    learned: dict[str, object] = {}
-    if "W_o" in wanted:
-        learned["W_o"] = output_projections(architecture, on_device)
-    if "inv_freq" in wanted:
-        learned |= read_rotation(architecture)
-    if "served" in wanted:
-        learned["served"] = (heads_served_by if name == "kvzip-heads" else served_by)(model, identity)
-    return learned
 
 
 _FORM = 'must be a policy name, or a policy name with constants, such as crystalcache(alpha=0.5, impact="salience")'

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from models_integration.attention.capture import observing
 from models_integration.attention.handover import check_handover
+from models_integration.cache.renumbering import check_rule, numbering_of
 from models_integration.cache.retained_cache import RetainedCache, failing_whole
 from models_integration.model.architecture import decoder_inputs, describe, position_range, unwrapped
 from models_integration.model.cache_argument import cache_name, with_one_cache
@@ -21,6 +22,7 @@ from models_integration.session.admission import Admitted, Kind, Place, admit, a
 from models_integration.session.hooks import NO_CALL, Hold, call_under_way, weakly
 from models_integration.session.inputs import Arguments, DecoderOutput, ForwardSpan, accepted
 from models_integration.session.method import Method
+from models_integration.session.rules import check_same_rule, check_scorer, rebased
 from models_integration.session.segment import Forward, Segment, end_step, reading, step
 from models_integration.session.stages import describe_stages
 from models_integration.session.streams import Stream
@@ -67,6 +69,7 @@ class Session:
         sentence_ends: number of tokens of the last segment that end a sentence. None except for CrystalCache.
         kept_tokens: for each prompt of the batch, the numbers of kept tokens beside the budget, and the reason for a
             larger number. `print(run.kept_tokens[0])` prints one line.
+        positions: rule of rotary positions: "kept" or "renumbered".
         over_budget: number of kept tokens minus the budget that you gave, at least 0. If layers or heads keep different
             numbers of tokens, the mean of all sets counts, rounded up. In a batch, the prompt with the most counts.
 
@@ -74,7 +77,9 @@ class Session:
         SpecError: if kvspec does not support the model.
     """
 
-    def __init__(self, method: Method, model: PreTrainedModel) -> None:
+    def __init__(self, method: Method, model: PreTrainedModel, positions: str = "kept") -> None:
+        check_rule(positions)
+        check_scorer(positions, method.policy)
         self.backend = describe_stages(method)
         self.retentions: tuple[Retention, ...] = ()
         self.cache: RetainedCache | None = None
@@ -92,8 +97,11 @@ class Session:
         self._cache_name = cache_name(self._architecture.decoder)
         self._call = NO_CALL
         self._block = ""
+        self.positions = positions
+        self._numbering = numbering_of(self._model, self._architecture) if positions == "renumbered" else None
         self._positions = position_range(self._architecture.config)
-        """Number of positions of the model. 0 if the number is unknown, and after a warning about the number."""
+        """Number of positions of the model. 0 if the number is unknown."""
+        self._warned = False
         self._stream = Stream(method.segment_tokens, method.decode)
         self._wrong: Tensor | None = None
         """Tensor on the device: True if an input of a decode step was wrong. Read once per segment to avoid waits."""
@@ -190,28 +198,33 @@ class Session:
         if given.get("past_key_values") is self._call.empty_cache:
             # `generate` takes the cache for later forward passes from the output of the model.
             given.pop("past_key_values", None)
-        forward = self._begin(decoder, admit(self._place, given))
+        admitted = admit(self._place, given)
+        check_same_rule(self.positions, admitted.cache)
+        forward = self._begin(decoder, admitted)
         self._forward, cache, watcher = forward, forward.cache, forward.watcher
-        if self._positions:
-            self._warn_positions(cache.get_seq_length() + forward.arguments["input_ids"].shape[1])
+        base = cache.renumber(forward.arguments["input_ids"].shape[1], self._positions)
+        self._warn_positions(cache.get_seq_length() + forward.arguments["input_ids"].shape[1] - base)
         forward.freed_before = cache.bytes_freed
-        if watcher is not None or not cache.uniform:
+        if watcher is not None or not cache.uniform or cache.numbering is not None:
             layers = () if watcher is None else watcher.layers
             forward.undo.enter_context(observing(self._architecture, cache, watcher, layers))
         others = {name: value for name, value in forward.arguments.items() if name != "past_key_values"}
         if self._architecture.wraps:
             others = {name: value for name, value in others.items() if not tells_text(name, value)}
-        return (), {**accepted(forward.defaults, self._inputs), **others, self._cache_name: cache}
+        inputs = {**accepted(forward.defaults, self._inputs), **others, self._cache_name: cache}
+        return (), rebased(inputs, base)
 
     def _warn_positions(self, end: int) -> None:
         """Warn once if the text is longer than the number of positions of the model."""
-        if end > self._positions:
+        if 0 < self._positions < end and not self._warned:
+            rule = "cannot" if self._numbering is not None else "does not"
             warn(
                 f"the text has {end} tokens, but {self._architecture.name} was trained for {self._positions}"
-                " positions, and eviction does not renumber positions: answers can be wrong. Set RoPE scaling in the"
-                " config (`rope_parameters`), use a model with more positions, or begin a new session", stacklevel=2
+                f" positions, and eviction {rule} renumber positions: answers can be wrong. Type policy(model,"
+                " positions='renumbered') with a budget below that number, set RoPE scaling in the config"
+                " (`rope_parameters`), use a model with more positions, or begin a new session", stacklevel=2
             )
-            self._positions = 0
+            self._warned = True
 
     def _begin_call(self, decoder: nn.Module) -> None:
         """Store the call of generate that contains the forward pass, if any."""
@@ -255,6 +268,7 @@ class Session:
             rows_per_prompt = 1
             if span.padded_seen == 0:
                 cache = RetainedCache(self._architecture.config) if cache is None else cache
+                cache.numbering = self._numbering
                 rows_per_prompt = max(1, len(ids) // self._call.rows)
             segment = Segment(self._method, self._architecture, cache, rows_per_prompt, span.segment_end)
             self._segment = segment

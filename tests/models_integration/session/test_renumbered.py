@@ -1,0 +1,288 @@
+"""Sessions with renumbered positions give the logits of an oracle that has an array of positions for each head."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from models_integration import (
+    CrystalCache,
+    RetainedCache,
+    RetentionPolicy,
+    StreamingLLM,
+    policy_from_name,
+    save_cache,
+)
+from models_integration.cache.dense_layer import DenseLayer
+from models_integration.cache.renumbering import LayerNumbering, LayerTurn, Numbering
+from reference.positions import renumbered_positions, turn_keys
+from spec.errors import SpecError
+from spec.parameters import TINY
+from tests.models_integration.session.families import (
+    ENDS,
+    FAMILIES,
+    SMALL,
+    TABLES,
+    build,
+    greedy,
+    prepared,
+    prompt,
+    relative,
+)
+from tests.models_integration.session.position_oracle import Oracle
+from tests.models_integration.session.sessions import batch
+
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+_LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+_NOPE = {**SMALL, "num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]}
+_OTHERS: dict[str, tuple[Callable[[], PreTrainedModel], bool]] = {
+    "cohere": (partial(prepared, "Cohere", **SMALL), True),
+    "glm": (partial(prepared, "Glm", **SMALL, head_dim=8), True),
+    "smollm3, a layer without positions": (partial(prepared, "SmolLM3", **_NOPE), False),
+    "llama, yarn": (partial(prepared, "Llama", **SMALL, rope_parameters=_YARN), False),
+    "llama, linear": (partial(prepared, "Llama", **SMALL, rope_parameters=_LINEAR), False),
+    "llama, another base": (partial(prepared, "Llama", **SMALL, rope_parameters={"rope_theta": 77.0}), False),
+}
+MODELS: dict[str, tuple[Callable[[], PreTrainedModel], bool]] = {
+    **{name: (partial(build, name), False) for name in FAMILIES if name not in TABLES}, **_OTHERS,
+}
+POLICIES: dict[str, Callable[[], RetentionPolicy]] = {
+    "streamingllm": lambda: StreamingLLM(17, N_sink=2),
+    "snapkv": lambda: policy_from_name("snapkv", 0.4, W=4),
+    "adakv": lambda: policy_from_name("adakv", 0.4, W=4),
+    "pyramidkv": lambda: policy_from_name("pyramidkv", 0.4, W=4),
+    "h2o": lambda: policy_from_name("h2o", 19),
+    "crystalcache": lambda: CrystalCache(0.5, ENDS, TINY, backend="numpy"),
+}
+
+
+def kept_sets(cache: RetainedCache, row: int = 0) -> dict[int, list[Tensor]]:
+    full = [(at, layer) for at, layer in enumerate(cache.layers) if layer in cache.full_layers]
+    return {at: [layer.head_positions(row, head) for head in range(layer.heads)] for at, layer in full}
+
+
+def pieces() -> list[Tensor]:
+    """Return a prompt, 20 tokens as decode steps, and two turns, each with decode steps after it."""
+    ids = prompt(40 + 20 + 9 + 3 + 7 + 2)
+    return list(torch.split(ids, [40, *[1] * 20, 9, *[1] * 3, 7, *[1] * 2], dim=1))
+
+
+@pytest.mark.spec("POS-RENUMBERED", "POS-TURN")
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_session_equals_the_oracle(name: str, policy: str) -> None:
+    """A prompt, 20 decode steps and two turns: logits equal the oracle's, and the text's positions give others."""
+    make, interleaved = MODELS[name]
+    model = make()
+    renumbered, kept = Oracle(model, "renumbered", interleaved), Oracle(model, "kept", interleaved)
+    errors, differences, cache = [], [], None
+    with torch.no_grad(), POLICIES[policy]()(model, positions="renumbered") as run:
+        for ids in pieces():
+            found = model(ids, past_key_values=cache, use_cache=True)
+            cache = found.past_key_values
+            wanted = renumbered.read(ids[0].tolist())
+            errors.append(relative(found.logits[0], wanted))
+            differences.append(relative(kept.read(ids[0].tolist()), wanted))
+            for oracle in (renumbered, kept):
+                oracle.evict(kept_sets(cache))
+    assert run.positions == "renumbered"
+    assert max(errors) <= 1e-5
+    assert max(differences) > 1e-2
+
+
+@pytest.mark.spec("POS-RENUMBERED", "POS-TURN")
+@pytest.mark.parametrize("policy", ["streamingllm", "snapkv", "pyramidkv"])
+def test_padded_rows_have_numbers_of_their_own(policy: str) -> None:
+    """Each row of a padded batch equals an oracle of this row, before and after the rows change places."""
+    model, rows = build("llama"), [prompt(40), prompt(31, seed=5)]
+    ids, mask = batch(rows)
+    oracles = [Oracle(model), Oracle(model)]
+    with torch.no_grad(), POLICIES[policy]()(model, positions="renumbered"):
+        found = model(ids, attention_mask=mask, use_cache=True)
+        cache = found.past_key_values
+        for row, oracle in enumerate(oracles):
+            oracle.read(rows[row][0].tolist())
+            oracle.evict(kept_sets(cache, row))
+        for step in range(4):
+            if step == 2:
+                cache.reorder_cache(torch.tensor([1, 0]))
+                oracles.reverse()
+                mask = mask.flip(0)
+            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+            found = model(torch.tensor([[7 + step], [90 - step]]), past_key_values=cache, attention_mask=mask)
+            for row, oracle in enumerate(oracles):
+                wanted = oracle.read([[7 + step], [90 - step]][row])
+                assert relative(found.logits[row], wanted) <= 1e-5
+
+
+def stream_of(
+    model: PreTrainedModel, policy: RetentionPolicy, tokens: int, chunk: int,
+) -> tuple[RetainedCache, list[float], list[int]]:
+    """Read a stream in forward passes of `chunk` tokens. Return the cache, relative errors, and largest positions."""
+    oracle, errors, largest, cache = Oracle(model), list[float](), list[int](), None
+    rotary = next(one for name, one in model.named_modules() if name.endswith("rotary_emb"))
+    with torch.no_grad(), policy(model, positions="renumbered") as run:
+        hook = rotary.register_forward_pre_hook(
+            lambda _, __, given: largest.append(int(given["position_ids"].max())), with_kwargs=True
+        )
+        for ids in torch.split(prompt(tokens), chunk, dim=1):
+            found = model(ids, past_key_values=cache, use_cache=True)
+            cache = found.past_key_values
+            errors.append(relative(found.logits[0], oracle.read(ids[0].tolist())))
+            oracle.evict(kept_sets(cache))
+    hook.remove()
+    assert run.cache is not None
+    return run.cache, errors, largest
+
+
+@pytest.mark.spec("POS-BASE", "POS-RENUMBERED", "POS-TURN")
+@pytest.mark.filterwarnings("error:the text has")
+@pytest.mark.parametrize("policy", ["streamingllm", "h2o", "snapkv"])
+def test_an_endless_text_stays_in_the_range_of_the_model(policy: str) -> None:
+    """Turns of four tokens, five times as many as the model has positions: logits equal an oracle without a base."""
+    model = prepared("Llama", **{**SMALL, "max_position_embeddings": 64})
+    made = policy_from_name("snapkv", 16, W=2) if policy == "snapkv" else POLICIES[policy]()
+    cache, errors, largest = stream_of(model, made, 320, 4)
+    assert max(errors) <= 1e-5
+    assert max(largest) == 63
+    assert cache.numbering is not None
+    assert len(cache.numbering.bases) > 4
+
+
+@pytest.mark.spec("POS-BASE")
+@pytest.mark.filterwarnings("error:the text has")
+def test_a_stream_of_crystalcache_renumbers_and_one_that_keeps_positions_warns() -> None:
+    model = prepared("Llama", **{**SMALL, "max_position_embeddings": 64})
+    policy = CrystalCache(20, ENDS, TINY, backend="numpy", stream=True)
+    cache, errors, largest = stream_of(model, policy, 400, TINY.C)
+    assert max(errors) <= 1e-5
+    assert max(largest) <= 63
+    assert cache.stored_length <= 20 + TINY.C
+    with torch.no_grad(), pytest.raises(UserWarning, match="positions='renumbered'"), policy(model):
+        model(prompt(80))
+
+
+@pytest.mark.spec("POS-TURN")
+def test_in_a_stream_the_sinks_alone_turn_and_the_stored_keys_do_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, turn, sizes = prepared("Llama", **SMALL), LayerNumbering.turned, list[int]()
+
+    def noted(self: LayerNumbering, tensor: Tensor, *positions: Tensor) -> Tensor:
+        sizes.append(tensor.shape[2])
+        return turn(self, tensor, *positions)
+
+    monkeypatch.setattr(LayerNumbering, "turned", noted)
+    with torch.no_grad(), StreamingLLM(12, N_sink=3)(model, positions="renumbered") as run:
+        model(prompt(20))
+        assert run.cache is not None
+        before = run.cache.keys_of(0)[:, :, :3].clone()
+        for seed in range(9):
+            model(prompt(5, seed=seed), past_key_values=run.cache)
+        assert sizes == [3] * (9 * SMALL["num_hidden_layers"])  # once in each turn and layer
+        assert torch.equal(run.cache.keys_of(0)[:, :, :3], before)
+
+
+@pytest.mark.spec("POS-TURN")
+@pytest.mark.parametrize(("dtype", "v", "n"), [
+    (torch.bfloat16, 2**-8, 10_016), (torch.float32, 2**-24, 1_016), (torch.float16, 2**-11, 1_016),
+])
+def test_after_thousands_of_evictions_a_key_has_the_error_of_one_rounding(
+    dtype: torch.dtype, v: float, n: int,
+) -> None:
+    """A stream of 4 sinks and 12 newest tokens, one eviction for each new token: the turned keys are within v."""
+    theta = (100.0 ** -(torch.arange(8) / 8)).float()
+    layer = DenseLayer()
+    layer.numbering = LayerNumbering(Numbering({}), LayerTurn("keys", "half_split", theta))
+    raw = torch.randn(1, 2, n, 18, generator=torch.Generator().manual_seed(0)).to(dtype)
+    layer.update(raw[:, :, :15], raw[:, :, :15])
+    for seen in range(15, n):
+        layer.update(raw[:, :, seen : seen + 1], raw[:, :, seen : seen + 1])
+        layer.retain(torch.tensor([*range(4), *range(seen - 11, seen + 1)]))
+        if seen % 100 == 0:
+            layer.attended()
+    kept = layer.stored_positions()[0].numpy()
+    (assigned,), _ = renumbered_positions([kept], n, 0)
+    stored = raw[0][:, kept]
+    # As the model does, the angle of each position is rounded to float32.
+    angles = [(torch.from_numpy(at).float()[:, None] * theta).double().numpy() for at in (assigned, kept)]
+    wanted = np.concatenate([
+        turn_keys(stored[:, at : at + 1].double().numpy(), np.array([0]), np.array([1]), angles[0][at] - angles[1][at],
+                  "half_split") for at in range(len(kept))
+    ], axis=1)
+    error = np.abs(layer.attended()[0][0].double().numpy() - wanted)
+    pairs = np.hypot(*stored[..., :16].double().numpy().reshape(2, 16, 2, 8).transpose(2, 0, 1, 3))
+    assert (error[..., :16] <= v * (1 + 1e-6) * np.tile(pairs, 2)).all()
+    assert (error[..., 16:] == 0).all()
+    assert np.abs(wanted - stored.double().numpy())[:, :4].max() > 0.1
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize(("make", "reason"), [
+    (partial(build, "gpt2"), "is not supported"),
+    (partial(prepared, "Llama", **SMALL, rope_parameters={
+        "rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "change with the length .dynamic"),
+    (partial(prepared, "Phi3", **SMALL, rope_parameters={
+        "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 1e4,
+        "original_max_position_embeddings": 64}), "change with the length .longrope"),
+], ids=["absolute", "dynamic", "longrope"])
+def test_a_model_whose_keys_cannot_be_turned_is_refused(make: Callable[[], PreTrainedModel], reason: str) -> None:
+    model = make()
+    with pytest.raises(SpecError, match=reason) as caught:
+        StreamingLLM(12)(model, positions="renumbered")
+    assert caught.value.argument == "positions"
+    with StreamingLLM(12)(model) as run:
+        model(prompt(20))
+    assert run.positions == "kept"
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_a_model_with_alibi_is_refused_under_both_rules() -> None:
+    model = prepared("Bloom", vocab_size=131, hidden_size=32, n_layer=2, n_head=4)
+    for rule in ("kept", "renumbered"):
+        with pytest.raises(SpecError, match="ALiBi"):
+            StreamingLLM(12)(model, positions=rule)
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_what_does_not_follow_the_rule_is_refused(tmp_path: Path) -> None:
+    model = prepared("Llama", **{**SMALL, "max_position_embeddings": 64})
+    with pytest.raises(SpecError, match="kept"):
+        StreamingLLM(12)(model, positions="relative")
+    with pytest.raises(SpecError, match="removes the rotation"):
+        policy_from_name("expected-attention", 12)(model, positions="renumbered")
+    with torch.no_grad(), StreamingLLM(12)(model, positions="renumbered") as run:
+        for seed in range(8):
+            model(prompt(10, seed=seed), past_key_values=run.cache)
+    assert run.cache is not None
+    assert run.cache.numbering is not None
+    assert run.cache.numbering.base > 0
+    with pytest.raises(SpecError, match="cannot be saved"):
+        save_cache(run.cache, model, tmp_path / "cache")
+    with pytest.raises(SpecError, match="cannot be cropped"):
+        run.cache.crop(-1)
+    with pytest.raises(SpecError, match="inside `with policy"):
+        model(prompt(2), past_key_values=run.cache)
+    with StreamingLLM(12)(model), pytest.raises(SpecError, match="positions='renumbered'"):
+        model(prompt(2), past_key_values=run.cache)
+    assert run.cache.get_seq_length() == 80
+
+
+@pytest.mark.spec("POS-RENUMBERED")
+def test_generate_follows_the_rule_with_and_without_beams() -> None:
+    """A greedy answer is that of the oracle, and two equal beams give the answer of one."""
+    model, oracle = build("llama"), Oracle(build("llama"))
+    with StreamingLLM(17, N_sink=2)(model, positions="renumbered") as run:
+        found = greedy(model, prompt(40), 8)[0].tolist()
+    logits, wanted = oracle.read(prompt(40)[0].tolist())[-1], list[int]()
+    oracle.evict({layer: [torch.tensor(run.retentions[0].positions)] * 2 for layer in range(3)})
+    for _ in range(8):
+        wanted.append(int(logits.argmax()))
+        logits = oracle.read(wanted[-1:])[-1]
+    assert found == wanted
+    with StreamingLLM(17, N_sink=2)(model, positions="renumbered"):
+        beams = greedy(model, prompt(40), 8, num_beams=3, early_stopping=True)
+    assert beams.shape == (1, 8)
