@@ -29,7 +29,7 @@ from models_integration.policies.methods import (
 )
 from models_integration.policies.values import repeat_template, sentence_ends
 from reference.calibration import Calibration
-from reference.policies.names import NAMES, own_policy
+from reference.policies.names import NAMES, home_of, own_policy
 from spec.budget import Budget
 from spec.errors import SpecError
 from spec.validate import check_choices
@@ -135,7 +135,7 @@ def policy_in_rows(text: str, calibration: Calibration | None = None) -> str:
         SpecError: as in `spelled`.
     """
     name, _ = spelled(text)
-    if name not in NAMES:
+    if home_of(name) not in NAMES:
         return versioned(text, own_policy(name).digest)
     used = calibration is not None and "calibration" in constants_of(name)
     return versioned(text, calibration.digest) if calibration is not None and used else text

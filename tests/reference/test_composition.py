@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.strategies.policy_inputs import Inputs, drawn, observation, of_model
+from conformance.strategies.policy_inputs import Inputs, decided, drawn, observation, of_model
 from reference.policies import in_blocks, snapkv, with_representatives
 from reference.policies.budgets import Above, Adaptive, Competition, Pyramid, across_layers, even, everything
 from reference.policies.cake import Preferred
+from reference.policies.composition import promises_of_parts
 from reference.policies.criticalkv import two_stages
 from reference.policies.diversity import Diverse, TowardMean
 from reference.policies.kvzip_heads import FullHeads
-from reference.policies.names import POLICIES, constants_of, make_policy
+from reference.policies.names import NAMES, POLICIES, constants_of, make_policy
 from reference.policies.protections import Places, SinkAndRecent
 from reference.policies.retain import chosen, shown_to
 from reference.policies.selectors import fill_units, recent_half, top_tokens, top_units
@@ -25,7 +26,8 @@ from reference.policies.vase import ranges_first
 from spec.backend import resolve
 from spec.composition import required_by
 from spec.errors import SpecError
-from spec.policy import Cadence, Policy, Scores
+from spec.policy import NOTHING_PROMISED, Cadence, Policy, Scores
+from spec.promises import promises_of
 from spec.retention import Granularity
 
 SMALL: Mapping[str, Any] = {
@@ -166,3 +168,36 @@ def test_no_part_is_ignored_in_silence(name: str, change: dict[str, Any], argume
     with pytest.raises(SpecError) as refused:
         replace(host, **change)
     assert refused.value.argument == argument
+
+
+@pytest.mark.spec("PO-COMPOSE", "PO-STEP")
+def test_every_accepted_cadence_evicts_in_decode_steps() -> None:
+    """Build each scorer with each selector, each protection and a cadence. Accepted policies keep B tokens."""
+    inputs, accepted = replace(INPUTS, steps=6), 0
+    for name in (*POLICIES, "diverse-knorm", "diverse-rkv"):
+        host = small(name)
+        for selector, protection in product(SELECTORS.values(), PROTECTIONS[:4]):
+            try:
+                policy = replace(
+                    host, name="mixed", budgets=even, selector=selector, protection=protection,
+                    cadence=Cadence(every=3),
+                )
+            except SpecError:
+                continue
+            accepted += 1
+            kept = decided(policy, inputs, B)
+            exact = required_by(policy.selector)
+            assert exact is not None
+            assert not exact.exact or {len(own) for own in kept} == {B}, name
+    assert accepted > 50
+
+
+@pytest.mark.spec("PO-COMPOSE")
+@pytest.mark.parametrize("name", [name for name in NAMES if promises_of(name) != NOTHING_PROMISED])
+def test_promises_from_parts_are_those_of_the_table(name: str) -> None:
+    """Compare promises that follow from the parts with the table of policies.md, which other tests check."""
+    derived, table = promises_of_parts(small(name)), promises_of(name)
+    assert derived.row_independence == table.row_independence == "yes"
+    assert derived.no_op_at_full_budget == table.no_op_at_full_budget
+    assert derived.budget_exact == table.budget_exact
+    assert (derived.protection_holds, table.protection_holds) != ("yes", "no")

@@ -152,8 +152,10 @@ def parse_request(given: Any, settings: Settings) -> RequestPolicy | None:
         if key in asked:
             raise SpecError(key, asked[key], reason)
     name = asked.get("policy", own.get("policy"))
-    if name not in names.NAMES:  # a name with a colon would import a module of the client's choice
+    home = names.home_of(name) if isinstance(name, str) else name
+    if home not in names.NAMES:  # a name with a colon would import a module of the client's choice
         raise SpecError("policy", name, f"must be a built-in policy: {', '.join(names.NAMES)}")
+    name = names.check_name(str(name), "policy")
     if settings.allow_policies is not None and name not in (*settings.allow_policies, "fullcache"):
         raise SpecError("policy", name, f"is not allowed here; allowed are {', '.join(settings.allow_policies)}")
     if name == own.get("policy"):

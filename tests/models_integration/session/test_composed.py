@@ -1,15 +1,20 @@
 """Sessions under policies from text equal the masked model. A text keeps the tokens that its name keeps."""
 
+from fractions import Fraction
 from functools import partial
 
 import pytest
 import torch
 
+from experiments.studies.subject import policy_in_rows
+from kvspec.cli.serve import server_settings
+from models_integration.engines.vllm.arguments import parse_request
 from models_integration.policies.methods import policy_from_name, spelled
 from models_integration.session.device_choice import policy_on_device
 from reference.policies.layers import is_layerwise
 from reference.policies.names import make_policy
 from spec.backend import resolve
+from spec.errors import SpecError
 from tests.models_integration.session.families import at_once, build, prompt, step_by_step
 from tests.models_integration.session.running_cache import POLICIES
 from tests.models_integration.session.sessions import PROMPT, live_sets
@@ -66,3 +71,22 @@ def test_the_path_of_a_policy_follows_from_its_parts(text: str, by_layer: bool, 
     policy = make_policy(text, {})
     assert is_layerwise(policy) == by_layer
     assert (policy_on_device(policy, resolve("torch")) is not None) == on_device
+
+
+@pytest.mark.spec("PO-COMPOSE")
+def test_a_text_is_accepted_where_a_name_is() -> None:
+    assert spelled("SnapKV:window=16") == spelled("snapkv(W=16)") == ("snapkv", {"W": 16})
+    assert spelled("adakv:safeguard=0.2") == ("adakv", {"safeguard": Fraction(1, 5)})
+    assert spelled("Snap-KV:W=16/layers=pyramid") == ("snapkv:W=16/layers=pyramid", {})
+    assert policy_in_rows("snapkv/layers=pyramid") == "snapkv/layers=pyramid"
+    assert policy_from_name("streamingllm:N_sink=2", 12).on(build("llama")).policy.protection.size == 2
+    settings = server_settings("kvcrush:W=8:share=0.5", "0.3", None, "snapkv:W=8/crush=0.5", "refuse")
+    default = parse_request(None, settings)
+    asked = parse_request({"policy": "snapkv:W=8/crush=0.5", "budget": 0.3}, settings)
+    assert default is not None
+    assert asked is not None
+    assert (default.policy.name, asked.policy.name) == ("kvcrush", "kvcrush")
+    with pytest.raises(SpecError, match="is not allowed here"):
+        parse_request({"policy": "snapkv/every=8", "budget": 0.3}, settings)
+    with pytest.raises(SpecError, match="must be constant=value"):  # nothing is imported by the name of a client
+        parse_request({"policy": "os:path/every=8", "budget": 0.3}, settings)
