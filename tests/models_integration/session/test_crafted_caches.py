@@ -228,17 +228,21 @@ LISTS, FIELDS = ("layers", "states", "chunks", "dtypes"), ("columns", "pending",
 Saved = Callable[[str], tuple[PreTrainedModel, Path]]
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """Return a function that saves the cache for a table, and returns model and file."""
+def saving(folder: Path) -> Saved:
+    """Return a function that saves the cache for a table in the folder, and returns model and file."""
 
     @cache
-    def made(table: str) -> tuple[PreTrainedModel, Path]:
-        (model, own), path = TABLES[table][0](), tmp_path_factory.mktemp("saved") / "cache"
-        save_cache(own, model, path)
+    def save(table: str) -> tuple[PreTrainedModel, Path]:
+        (model, cache_of_table), path = TABLES[table][0](), folder / table
+        save_cache(cache_of_table, model, path)
         return model, path
 
-    return made
+    return save
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return saving(tmp_path_factory.mktemp("saved"))
 
 
 def parts_of(path: Path) -> Parts:

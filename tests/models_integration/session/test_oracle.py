@@ -1,10 +1,13 @@
 """Eviction equals masking: programs of the state machine, and mutants (mutants.toml) that fail the named checks."""
 
+import json
 import tomllib
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,6 +27,7 @@ from models_integration.model.architecture import describe
 from spec.errors import SpecError
 from tests.models_integration.session import (
     test_capture,
+    test_crafted_caches,
     test_memory,
     test_model_untouched,
     test_other_architectures,
@@ -318,10 +322,24 @@ WORDS: dict[str, Callable[[str], object]] = {
 }
 
 
+def run_test(name: str) -> None:
+    """Run a test function of this folder: "test_MODULE.FUNCTION", then its argument, or all arguments as JSON."""
+    path, _, text = name.partition(" ")
+    module, _, function = path.partition(".")
+    test = getattr(import_module(f"{__package__}.{module}"), function)
+    arguments = json.loads(text) if text.startswith("[") else [text] * bool(text)
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        fixtures = {"tmp_path": Path(folder), "monkeypatch": patch, "saved": test_crafted_caches.saving(Path(folder))}
+        test(*arguments, **{name: fixtures[name] for name in fixtures if name in signature(test).parameters})
+
+
 def check(name: str) -> None:
-    """Run a check by its name: one of CHECKS, or one of WORDS and its argument."""
+    """Run a check by its name: a test function, one of CHECKS, or one of WORDS and its argument."""
     words, _, argument = name.rpartition(" ")
-    CHECKS[name]() if name in CHECKS else WORDS[words](argument)
+    if name.startswith("test_"):
+        run_test(name)
+    else:
+        CHECKS[name]() if name in CHECKS else WORDS[words](argument)
 
 
 def place(name: str) -> str:
@@ -348,7 +366,7 @@ def test_a_mutant_is_killed(name: str, judge: str) -> None:
     """
     with ExitStack() as stack:
         mutate(stack, name)
-        with pytest.raises(AssertionError):
+        with pytest.raises((AssertionError, pytest.fail.Exception)):  # the second if an error is not raised
             check(judge)
 
 
