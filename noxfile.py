@@ -47,7 +47,7 @@ EXTRAS = {
 }
 # What is installed for the tests inside vLLM, and how many seconds an installation and the tests may take in CI.
 VLLM_PINS = ROOT / "tests" / "models_integration" / "engines" / "vllm" / "requirements.txt"
-VLLM_VERSION, VLLM_INSTALL, VLLM_TESTS = "0.32.0", 600, 480
+VLLM_VERSION, VLLM_INSTALL, VLLM_TESTS = "0.32.0", 600, 900
 WORKERS = ["-n", "2", "--dist", "worksteal"]
 # Shapes and types of each call, which doubles the time: on another Python in CI, and in all tests at night.
 CHECKED = "--jaxtyping-packages=reference,beartype.beartype"

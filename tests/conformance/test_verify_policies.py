@@ -338,7 +338,7 @@ def test_the_steps_of_the_action_show_the_verdict(
     inputs = {name: given.get(name, one.get("default", "")) for name, one in action["inputs"].items()}
     (step,) = (one for one in action["runs"]["steps"] if one["name"] == "Verify")
     environment = {name: inputs[value.strip("${ }").removeprefix("inputs.")] for name, value in step["env"].items()}
-    (folder / "kvspec").write_text(f'#!/bin/sh\nexec {sys.executable} -m kvspec.cli "$@"\n', "utf-8")
+    (folder / "kvspec").write_text(f'#!/bin/sh\nexec {sys.executable} -m kvspec "$@"\n', "utf-8")
     (folder / "kvspec").chmod(0o755)
     (folder / "summary").touch()
     paths = {"PATH": f"{folder}:{os.environ['PATH']}", "GITHUB_STEP_SUMMARY": str(folder / "summary")}

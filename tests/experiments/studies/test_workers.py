@@ -109,7 +109,7 @@ def test_workers_are_processes_of_the_same_command(rules: Path, tmp_path: Path) 
 
 def started_by_hand(rules: Path, out: Path, *options: str) -> subprocess.Popen[str]:
     """Run `kvspec sweep RULES`. Its processes import modules from the folder of the rules."""
-    command = [sys.executable, "-m", "kvspec.cli", "sweep", str(rules), "--out", str(out), *options]
+    command = [sys.executable, "-m", "kvspec", "sweep", str(rules), "--out", str(out), *options]
     path = os.pathsep.join([str(ROOT), str(rules.parent)])
     environment = {**os.environ, "PYTHONPATH": path, "RAY_worker_niceness": "0"}
     return subprocess.Popen(command, cwd=rules.parent, env=environment, stdout=subprocess.PIPE, text=True)

@@ -65,7 +65,7 @@ def _wait(url: str, process: Any, log: Path) -> None:
 
 
 def kvspec_serve(policy: str, budget: str) -> list[str]:
-    return ["kvspec.cli", "serve", str(ASSETS), "--policy", policy, "--budget", budget]
+    return ["kvspec", "serve", str(ASSETS), "--policy", policy, "--budget", budget]
 
 
 @pytest.fixture(scope="module")
