@@ -351,7 +351,7 @@ def vllm_python(session: nox.Session) -> str:
     python, mark = str(interpreter_of(home)), home / hashlib.sha256(VLLM_PINS.read_bytes()).hexdigest()
     if not mark.exists():
         shutil.rmtree(home, ignore_errors=True)
-        pip = ["timeout", str(VLLM_INSTALL), python, "-m", "pip", "install", "--quiet", "--no-compile"]
+        pip = ["timeout", str(VLLM_INSTALL), python, "-m", "pip", "install", "--quiet"]
         try:
             session.run(sys.executable, "-m", "venv", str(home), external=True)
             session.run(*pip, "-c", "constraints.txt", "torch", external=True)

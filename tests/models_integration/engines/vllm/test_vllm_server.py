@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.law("as-it-is-described"), *NEEDS_VLLM]
 
 VLLM = ["--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-model-len", "1024",
         "--kv-cache-memory-bytes", "100M", "--served-model-name", "pocket"]
-START = 150
+START = 300
 
 
 @contextmanager
