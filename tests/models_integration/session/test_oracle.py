@@ -32,6 +32,7 @@ from tests.models_integration.session import (
     test_model_untouched,
     test_other_architectures,
     test_ragged,
+    test_renumbered,
     test_streams,
     test_turns,
 )
@@ -305,6 +306,10 @@ CHECKS: dict[str, Callable[[], object]] = {
     "tova": test_ragged.test_tova_drops_the_least_attended_key_of_the_last_query,
     "small keys": test_ragged.test_a_turn_is_decided_over_each_head_s_own_keys,
     "the log-sum-exp": lambda: test_capture.test_it_is_the_sum_over_what_each_query_sees("llama", torch.float64, 1e-14),
+    "a scaled rope": lambda: test_renumbered.test_a_session_equals_the_oracle("llama, linear", "streamingllm"),
+    "a renumbered stream": (
+        lambda: test_renumbered.test_an_endless_text_stays_in_the_range_of_the_model("streamingllm")
+    ),
     "the bits": lambda: test_capture.test_the_model_s_numbers_keep_their_bits("llama", torch.float32),
 }
 WORDS: dict[str, Callable[[str], object]] = {
@@ -316,6 +321,7 @@ WORDS: dict[str, Callable[[str], object]] = {
     "pinned": test_other_architectures.test_an_image_that_is_pinned_stays,
     "last queries": test_other_architectures.test_layers_that_share_a_cache_read_the_last_queries_alone,
     "padded by head": lambda name: test_other_architectures.test_padded_rows_equal_their_single_runs(name, "keydiff"),
+    "renumbered": lambda policy: test_renumbered.test_a_session_equals_the_oracle("llama", policy),
     "a quarter": test_ragged.test_a_quarter_of_the_bytes,
     "shown": lambda family: test_model_untouched.check_shown(test_model_untouched.telling_model(family)),
     "decided": lambda family: test_model_untouched.check_decided(test_model_untouched.telling_model(family)),
