@@ -19,7 +19,6 @@ ROOT = Path(__file__).resolve().parent
 # torch is most of a gigabyte, so the sessions share one environment, stamped by what it was made from.
 SHARED = ROOT / ".nox" / f"shared-{sys.version_info.major}.{sys.version_info.minor}"
 
-OLDER_TRITON = "3.6.0"
 # Zensical needs a package that is not there from 0.0.74 on.
 SITE_NEEDS = ["zensical==0.0.73", "numpy", "jaxtyping", "hypothesis", "pytest", "z3-solver", "typer", "griffe2md"]
 # kvspec is tried on those that are found; the classifiers of pyproject.toml name those on which all of it has passed.
@@ -263,17 +262,6 @@ def nightly(session: nox.Session) -> None:
         session.log(f"{name}: {' '.join(NIGHTLY[name])}")
         python = vllm_python(session) if name == "vllm" else shared_python(session)
         session.run(python, "-m", *NIGHTLY[name], external=True)
-
-
-@rare
-def aot36(session: nox.Session, options: list[str]) -> None:
-    """Compile the kernels for sm_90 with an older Triton version. This part needs no GPU."""
-    beside = ROOT / ".nox" / f"triton-{OLDER_TRITON}"
-    if not beside.exists():
-        run(session, "pip", "install", "--quiet", "--no-deps", "--target", str(beside), f"triton=={OLDER_TRITON}")
-    check = f"import triton; assert triton.__version__ == {OLDER_TRITON!r}, triton.__version__"
-    session.run(shared_python(session), "-c", check, external=True, env={"PYTHONPATH": str(beside)})
-    run(session, "pytest", "tests/accelerated/triton/test_aot.py", PYTHONPATH=str(beside))
 
 
 @nox.session(venv_backend="none")

@@ -75,7 +75,7 @@ IMPLEMENTATIONS: Mapping[str, Implementation] = {
     "kvpress": Implementation((), "kvpress"),
 }
 NOT_HERE: Mapping[str, str] = {
-    "llama.cpp": "PyPI has no wheel of llama-cpp-python. [LlamaSequence](../engines.md#llamacpp) has no method: it"
+    "llama.cpp": "PyPI has no wheel of llama-cpp-python. [The example](../engines.md#llamacpp) has no method: it"
                  " stores one kept set of a kvspec policy for all layers.",
     "official TriAttention": "PyPI has no package of [triattention](https://github.com/WeianMao/triattention).",
     "official R-KV": "PyPI has no package of [R-KV](https://github.com/Zefan-Cai/R-KV).",
