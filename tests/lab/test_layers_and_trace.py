@@ -222,6 +222,8 @@ BROKEN = {
     "names": "The set comes from models_integration.sentence_ends(tokenizer).",
     "policy": "Choose your own method.",
 }
+
+
 @pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize("rule", BROKEN)
 def test_a_broken_rule_is_named_with_its_line(rule: str) -> None:
