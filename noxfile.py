@@ -19,9 +19,6 @@ ROOT = Path(__file__).resolve().parent
 # torch is most of a gigabyte, so the sessions share one environment, stamped by what it was made from.
 SHARED = ROOT / ".nox" / f"shared-{sys.version_info.major}.{sys.version_info.minor}"
 
-OLDER_TRITON = "3.6.0"
-# Zensical needs a package that is not there from 0.0.74 on.
-SITE_NEEDS = ["zensical==0.0.73", "numpy", "jaxtyping", "hypothesis", "pytest", "z3-solver", "typer", "griffe2md"]
 # kvspec is tried on those that are found; the classifiers of pyproject.toml name those on which all of it has passed.
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 # What other Pythons are given and judged by, without torch; the core is the language, and no numbers of long prompts.
@@ -265,17 +262,6 @@ def nightly(session: nox.Session) -> None:
         session.run(python, "-m", *NIGHTLY[name], external=True)
 
 
-@rare
-def aot36(session: nox.Session, options: list[str]) -> None:
-    """Compile the kernels for sm_90 with an older Triton version. This part needs no GPU."""
-    beside = ROOT / ".nox" / f"triton-{OLDER_TRITON}"
-    if not beside.exists():
-        run(session, "pip", "install", "--quiet", "--no-deps", "--target", str(beside), f"triton=={OLDER_TRITON}")
-    check = f"import triton; assert triton.__version__ == {OLDER_TRITON!r}, triton.__version__"
-    session.run(shared_python(session), "-c", check, external=True, env={"PYTHONPATH": str(beside)})
-    run(session, "pytest", "tests/accelerated/triton/test_aot.py", PYTHONPATH=str(beside))
-
-
 @nox.session(venv_backend="none")
 def types(session: nox.Session) -> None:
     """Check the types of all files with mypy --strict."""
@@ -294,11 +280,9 @@ def lint(session: nox.Session) -> None:
 def trace(session: nox.Session) -> None:
     """Check that each item of the specification has code, a test, a vector, mutants and an accepted text.
 
-    Check also that the results matrix judges each method, backend and example engine, and that studies have only the
-    defects that their pages state.
+    Check also that studies have only the defects that their pages state.
     """
     run(session, "lab.trace", *session.posargs)
-    run(session, "lab.measure.matrix", "check")
     run(session, "kvspec", "study", "--audit", "docs/results")
 
 
@@ -378,35 +362,12 @@ def vllm(session: nox.Session) -> None:
 
 
 @rare
-def upstream(session: nox.Session, options: list[str]) -> None:
-    """Check that kvpress and transformers still have the defects in docs/upstream.md. Takes some minutes."""
-    module = "lab.measure.certificates.upstream"
-    run(session, module, "transformers", **ONE_THREAD)
-    session.run(python_of(session, *PEERS), "-m", module, "kvpress", external=True, env=ONE_THREAD)
-
-
-@rare
 def certificates(session: nox.Session, options: list[str]) -> None:
     """Write all certificates of other projects, or `NAME ...`, to docs/results/certificates, in half an hour."""
     module = "lab.measure.certificates"
     run(session, module, *options, **ONE_THREAD)
     session.run(python_of(session, *PEERS), "-m", module, *options, external=True, env=ONE_THREAD)
     run(session, module, "page")
-
-
-@rare
-def docs(session: nox.Session, options: list[str]) -> None:
-    """Build the website in site/, in a separate environment. The session fails if a link is broken."""
-    python, pages = python_of(session, "site", *SITE_NEEDS), "lab.measure.site"
-    session.run(python, "-m", pages, "write", "build/docs", external=True)
-    api = [str(Path(python).with_name("griffe2md")), "kvspec", "--output", "build/docs/docs/api.md"]
-    session.run(*api, external=True, env={"PYTHONPATH": str(ROOT)})
-    made = ROOT / "build" / "docs" / "docs" / "api.md"  # its links name headings as griffe does, not as the site
-    made.write_text(re.sub(r"\[([^\[\]]*)\]\(#[^)]*\)", r"\1", made.read_text(encoding="utf-8")), encoding="utf-8")
-    commands = ["kvspec.cli.app", "utils", "docs", "--name", "kvspec", "--output", "build/docs/docs/cli.md"]
-    session.run(python, "-m", "typer", *commands, external=True)
-    session.run(python, "-m", "zensical", "build", "--strict", "--clean", external=True)
-    session.run(python, "-m", pages, "check", "site", external=True)
 
 
 def collected(session: nox.Session, python: str) -> set[str]:

@@ -125,7 +125,7 @@ def _is_ours(path: Path) -> bool:
 def check_output_folder(option: str, folder: Path) -> None:
     """Check that a folder exists or can be created, and that files can be written to the folder.
 
-    The check creates nothing, because all workers of a sweep check the folder at the same time.
+    The check creates nothing, because all workers of a study check the folder at the same time.
 
     Raises:
         SpecError: if the folder cannot be created or written.

@@ -17,10 +17,16 @@ PARAMETERS = ("crystalcache", "nestedkv")
 
 @dataclass(frozen=True)
 class Op:
-    """Arguments of an operation, in the order of its stage in `spec.backend`, and its result."""
+    """Arguments of an operation, in the order of its stage in `spec.backend`, and its result.
+
+    Attributes:
+        vector: name of the result in the vectors, or "" if the result is a record. None: the vectors call no such
+            operation.
+    """
 
     arguments: Mapping[str, str]
     result: str
+    vector: str | None = None
 
 
 @dataclass(frozen=True)
@@ -81,36 +87,38 @@ OPS: Mapping[str, Op] = {
             "scaling": "float", "softcap": "float or null", "lse": "float[H, n] or null",
             "sinks": "float[H] or null",
         },
-        "CoAttention",
+        "CoAttention", "",
     ),
-    "crystal.impact": Op({"salience": "float[n]", "token_ids": "int[n]", "parameters": "crystalcache"}, "float[n]"),
+    "crystal.impact": Op(
+        {"salience": "float[n]", "token_ids": "int[n]", "parameters": "crystalcache"}, "float[n]", "M",
+    ),
     "crystal.trunks": Op(
         {"coattention": "CoAttention", "impact": "float[n]", "ends": "bool[n]", "parameters": "crystalcache"},
-        "Trunks",
+        "Trunks", "",
     ),
     "crystal.graph": Op(
-        {"coattention": "CoAttention", "trunks": "Trunks", "parameters": "crystalcache"}, "TrunkGraph",
+        {"coattention": "CoAttention", "trunks": "Trunks", "parameters": "crystalcache"}, "TrunkGraph", "",
     ),
     "crystal.score": Op(
         {"D": "float[m]", "impact": "float[m]", "protected": "bool[m]", "parameters": "crystalcache"},
-        "float[m] or nan",
+        "float[m] or nan", "score",
     ),
     "crystal.dissolve": Op(
         {
             "score": "float[m] or nan", "trunks": "Trunks", "impact": "float[n]", "D": "float[m]",
             "protected": "bool[m]", "budget": "int", "parameters": "crystalcache",
         },
-        "Dissolution",
+        "Dissolution", "",
     ),
-    "breath.inverse_key_norms": Op({"k": "float[H_kv, n, d]"}, "float[n] or inf"),
+    "breath.inverse_key_norms": Op({"k": "float[H_kv, n, d]"}, "float[n] or inf", "inverse_norms"),
     "breath.impact": Op({"salience": "float[n]", "counts": "int[n]", "parameters": "crystalcache"}, "float[n]"),
-    "breath.decay": Op({"D": "float[m]", "trunk_impact": "float[m]", "parameters": "crystalcache"}, "float[m]"),
-    "breath.activation": Op({"live": "LiveTrunks", "parameters": "crystalcache"}, "bool[m]"),
+    "breath.decay": Op({"D": "float[m]", "trunk_impact": "float[m]", "parameters": "crystalcache"}, "float[m]", "D"),
+    "breath.activation": Op({"live": "LiveTrunks", "parameters": "crystalcache"}, "bool[m]", "active"),
     "breath.resonance": Op(
-        {"D": "float[m]", "W": "TrunkWeights", "active": "bool[m]", "parameters": "crystalcache"}, "float[m]",
+        {"D": "float[m]", "W": "TrunkWeights", "active": "bool[m]", "parameters": "crystalcache"}, "float[m]", "D",
     ),
     "breath.hebbian": Op(
-        {"W": "TrunkWeights", "active": "bool[m]", "parameters": "crystalcache"}, "TrunkWeights",
+        {"W": "TrunkWeights", "active": "bool[m]", "parameters": "crystalcache"}, "TrunkWeights", "",
     ),
     "breath.segment_graph": Op(
         {
@@ -120,13 +128,13 @@ OPS: Mapping[str, Op] = {
         "TrunkWeights",
     ),
     "breath.segment_crystallization": Op(
-        {"degree": "float[m]", "old": "int", "parameters": "crystalcache"}, "float[m - old]",
+        {"degree": "float[m]", "old": "int", "parameters": "crystalcache"}, "float[m - old]", "D",
     ),
     "diversity.diverse": Op(
         {"s": "float[n] or nan or inf", "V": "float[n, d]", "retained": "bool[n]", "k": "int", "lam": "float"},
         "int[k]",
     ),
-    "nestedkv.anomaly_score": Op({"k": "float[H_kv, n, d]", "parameters": "nestedkv"}, "float[H_kv, n]"),
+    "nestedkv.anomaly_score": Op({"k": "float[H_kv, n, d]", "parameters": "nestedkv"}, "float[H_kv, n]", "score"),
     "policies.received_attention": Op(
         {
             "q": "float[H, m, d]", "k": "float[H_kv, n, d]", "scaling": "float", "softcap": "float or null",

@@ -51,12 +51,12 @@ def argument(name: str, kind: str, i: Json, p: CrystalCacheParameters) -> Any:
     return np.array(value, dtype=np.float32 if name in ON_DEVICE else DTYPES[wanted.kind])
 
 
-def ask(op: str, gives: str, backend: Backend, i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
-    """Return the result of a stage, by the name `gives` or by the fields of its record."""
+def ask(op: str, result: str, backend: Backend, i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
+    """Return the result of a stage for the inputs `i` of a vector, by this name or by the fields of its record."""
     family, _, stage = op.partition(".")
     arguments = [argument(name, kind, i, p) for name, kind in OPS[op].arguments.items()]
-    result = getattr(getattr(backend, f"require_{family}")(), stage)(*arguments)
-    return results(result, [gives] if gives else [])
+    output = getattr(getattr(backend, f"require_{family}")(), stage)(*arguments)
+    return results(output, [result] if result else [])
 
 
 def prefill(backend: Backend, i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
@@ -98,20 +98,15 @@ def extend(backend: Backend, i: Json, p: CrystalCacheParameters) -> Mapping[str,
 
 
 OF_RECORD = ("intra", "intra_weight", "cross", "cross_weight")
-ASKED = {
-    "crystal.coattention": "", "crystal.impact": "M", "crystal.trunks": "", "crystal.graph": "",
-    "crystal.score": "score", "crystal.dissolve": "", "breath.inverse_key_norms": "inverse_norms",
-    "breath.decay": "D", "breath.activation": "active", "breath.resonance": "D", "breath.hebbian": "",
-    "breath.segment_crystallization": "D", "nestedkv.anomaly_score": "score",
-}
-"""Operations of engines that have vectors, and the name of the result if the result is not a record."""
+WITH_VECTORS = {op: row.vector for op, row in OPS.items() if row.vector is not None}
+"""Operations of engines that the vectors call, with the name of the result."""
 STAGES: dict[str, Stage] = {
-    **{op.partition(".")[2]: partial(ask, op, gives) for op, gives in ASKED.items()},
+    **{op.partition(".")[2]: partial(ask, op, name) for op, name in WITH_VECTORS.items()},
     "prefill": prefill, "segment_graph": segment_graph, "extend": extend,
     "decode_step": lambda backend, i, p: results(call(breath.decode_step, i, p, backend=backend)),
 }
 FAMILIES: Mapping[str, tuple[str, ...]] = {
-    **{op.partition(".")[2]: (op.partition(".")[0],) for op in ASKED},
+    **{op.partition(".")[2]: (op.partition(".")[0],) for op in WITH_VECTORS},
     "prefill": ("crystal",), "segment_graph": ("breath",),
     **dict.fromkeys(("extend", "decode_step"), ("crystal", "breath")),
 }

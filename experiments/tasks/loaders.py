@@ -1,4 +1,4 @@
-"""Files of published benchmarks as tasks: RULER v1, SCBench, LongBench v1, LooGLE, InfiniteBench.
+"""Files of published benchmarks as tasks: RULER v1, LongBench v1, LooGLE, InfiniteBench.
 
 All rows are checked before a sample is made. Row `index` gives context number `index` and its questions. `length` is
 the largest number of tokens of a context. Longer contexts of RULER raise an error. All other contexts are cut in the
@@ -6,8 +6,6 @@ middle, like in the benchmarks' tools, but by tokens and without a second tokeni
 quotes, the evidence is all whole-word occurrences of references in the cut context. The evidence needs a tokenizer with
 offsets (a pure Python tokenizer has none). The metadata contains the SHA-256 of the file, the row, and the number of
 tokens cut.
-
-The prompts of SCBench are from microsoft/MInference `scbench/eval_utils.py` (MIT licence).
 """
 
 import ast
@@ -17,18 +15,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from experiments.tasks.context import Ground, Span
-from experiments.tasks.metrics import CONTAINS, OPTION, STRING_MATCH_ALL
+from experiments.tasks.metrics import OPTION, STRING_MATCH_ALL
 from experiments.tasks.needle import Sample
 from experiments.tasks.rows import OfFile, Row, check_fields, open_rows, read_setting, texts
 from experiments.tasks.ruler import PINNED
-from experiments.tasks.scbench import in_turns
 from models_integration.model.frame import bare
 from spec.errors import SpecError
 from spec.validate import check_choices
 
 __all__ = [
-    "INFINITEBENCH", "LM_EVAL", "LONGBENCH", "LOOGLE", "SCBENCH", "infinitebench_file", "longbench_file", "loogle_file",
-    "ruler_file", "scbench_file",
+    "INFINITEBENCH", "LM_EVAL", "LONGBENCH", "LOOGLE", "infinitebench_file", "longbench_file", "loogle_file",
+    "ruler_file",
 ]
 
 LM_EVAL = "ruler-lm-eval"
@@ -36,20 +33,6 @@ QA_METRIC = {PINNED: "string_match_part", LM_EVAL: STRING_MATCH_ALL}
 """Metric of RULER's qa tasks, by dialect. NVIDIA and kvpress require one reference. lm-eval averages all."""
 RULER = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
 """First part of the tasks' names, and number of new tokens."""
-SCBENCH = {
-    "kv": (
-        "Extract the value corresponding to the specified key in the JSON object below.\n\n{context}", "{input}",
-        CONTAINS, 150,
-    ),
-    "prefix_suffix": ("{context}", "{input}", CONTAINS, 150),
-    "vt": ("{context}", "{input}", "names found", 30),
-    "qa_eng": (
-        "Read the book and answer the question. Be very concise in your answer.\n\n{context}",
-        "Question: {input}\nAnswer:", "contains in any case", 40,
-    ),
-}
-"""The tasks that are served: prompt, question, metric, number of new tokens. The others need code that is run, options
-in their own words, questions made of other questions, or metrics of further packages."""
 LONGBENCH = {
     **dict.fromkeys(("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique"), "qa_f1"),
     **dict.fromkeys(("gov_report", "qmsum", "multi_news"), "rouge_l"),
@@ -61,7 +44,10 @@ LONGBENCH = {
 LOOGLE = ("shortdep_qa", "longdep_qa")
 """Data sets with questions."""
 INFINITEBENCH = {
-    "longbook_qa_eng": (SCBENCH["qa_eng"][0], "\n\n" + SCBENCH["qa_eng"][1], "qa_f1", 40),
+    "longbook_qa_eng": (
+        "Read the book and answer the question. Be very concise in your answer.\n\n{context}",
+        "\n\nQuestion: {input}\nAnswer:", "qa_f1", 40,
+    ),
     "code_debug": (
         "One of the functions in this Python code has an error that makes the code crash.\n\n{context}",
         "\n\nOptions:\n{options}\n\nThe correct option is:", OPTION, 5,
@@ -113,51 +99,6 @@ def _of_ruler(ground: Ground, row: Row, task: str, mark: str, dialect: str) -> S
         answers.get(kind, " ".join(references)), _stands(ground, context, references) if quoted else (), gap="",
         task=task, dialect=dialect, references=references, max_new_tokens=RULER[kind],
         metric=STRING_MATCH_ALL if quoted else QA_METRIC[dialect],
-    )
-
-
-def scbench_file(path: Path, *, turns: bool = False) -> OfFile:
-    """Task for a file `scbench_TASK.jsonl`. A row has `context` and `multi_turns`, a list of `input` and `answer`.
-
-    Args:
-        path: path of the file. The task is a key of `SCBENCH`.
-        turns: if True, mode `multi-turn`: gold answers follow the earlier questions, and the first question counts as
-            part of the text that is cut. If False, mode `scdq`: each question directly follows the context. In contrast
-            to SCBench, a space is added between a question and a gold answer. A list of answers is written as in
-            Python, like in SCBench between turns.
-
-    Raises:
-        SpecError: if the task is unknown, or if the file or a row has a different format.
-    """
-    task = path.stem.removeprefix("scbench_")
-    check_choices("task", (task,), SCBENCH)
-    file = open_rows(path, {"context": str, "multi_turns": list})
-    for number, row in enumerate(file.rows):
-        if not row["multi_turns"]:
-            raise SpecError("path", str(path), f"row {number}: multi_turns must have at least one question")
-        for turn in row["multi_turns"]:
-            check_fields(f"{path}, row {number}", turn, {"input": str, "answer": object})
-
-    def samples(ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:
-        result = _of_scbench(ground, file.row(index), task, turns)
-        if not turns:
-            return file.fitted(result, index, length)
-        return in_turns(ground, file.fitted(result, index, length, len(result[0].question_ids)))
-
-    return OfFile(samples, len(file.rows))
-
-
-def _of_scbench(ground: Ground, row: Row, task: str, turns: bool) -> tuple[Sample, ...]:
-    prompt, question, metric, new_tokens = SCBENCH[task]
-    text, answers = prompt.replace("{context}", row["context"]), [texts(turn["answer"]) for turn in row["multi_turns"]]
-    context = (*ground.frame.opening, *ground.encode(text))
-    return tuple(
-        ground.sample(
-            context, "\n\n" * (turns and at == 0) + question.replace("{input}", turn["input"]), "", str(turn["answer"]),
-            _stands(ground, text, answer) if task != "qa_eng" else (), gap="", task=f"scbench_{task}",
-            dialect="scbench", metric=metric, references=answer, max_new_tokens=new_tokens,
-        )
-        for at, (turn, answer) in enumerate(zip(row["multi_turns"], answers, strict=True))
     )
 
 

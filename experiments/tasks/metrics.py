@@ -1,7 +1,7 @@
-"""Metrics of answers, from 0 to 1: metrics of kvspec, and metrics of RULER v1, SCBench and LongBench v1.
+"""Metrics of answers, from 0 to 1: metrics of kvspec, and metrics of RULER v1 and LongBench v1.
 
-The benchmark metrics follow NVIDIA/RULER `scripts/eval/synthetic/constants.py`, microsoft/MInference
-`scbench/compute_scores.py` and THUDM/LongBench `LongBench/metrics.py`. If LongBench calls a package, kvspec computes
+The benchmark metrics follow NVIDIA/RULER `scripts/eval/synthetic/constants.py` and THUDM/LongBench
+`LongBench/metrics.py`. If LongBench calls a package, kvspec computes
 the same value: summary-level ROUGE-L over sets of words as in `rouge` 1.0, and the ratio of `fuzzywuzzy` without
 python-Levenshtein (difflib, whole percents). LongBench's Chinese metrics, which need jieba, are not supported.
 """
@@ -211,7 +211,6 @@ METRICS: Mapping[str, Metric] = {
     MATH_BOXED: _best(_math_boxed),
     OPTION: _best(_option),
     BOXED: _best(lambda answer, reference: boxed(answer) == reference),
-    "contains in any case": _best(lambda answer, reference: reference.upper() in answer.strip().upper()),
     "names found": _names_found,
     STRING_MATCH_ALL: _match_all,
     "string_match_part": _match_part,

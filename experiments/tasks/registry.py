@@ -25,13 +25,13 @@ from experiments.tasks.in_prose import (
     keys_in_prose_samples,
     prose_continuation_samples,
 )
+from experiments.tasks.key_values import FORMS, in_turns, key_value_samples
 from experiments.tasks.loaders import (
     LM_EVAL,
     infinitebench_file,
     longbench_file,
     loogle_file,
     ruler_file,
-    scbench_file,
 )
 from experiments.tasks.metrics import BOXED, CONTAINS, FIRST_NUMBER, REGEX, STRING_MATCH_ALL
 from experiments.tasks.needle import (
@@ -50,7 +50,6 @@ from experiments.tasks.questions import question_task
 from experiments.tasks.rows import OfFile
 from experiments.tasks.ruler import DIALECTS, NIAH, niah_samples, variable_tracking_samples
 from experiments.tasks.ruler_words import cwe_samples, fwe_samples, vt_samples
-from experiments.tasks.scbench import FORMS, in_turns, key_value_samples, prefix_suffix_samples
 from spec.errors import SpecError
 from spec.plugins import find_plugin
 
@@ -181,9 +180,6 @@ _SHARED: Mapping[str, Entry] = {
             LIST,
         ) for form in FORMS
     },
-    "prefix_suffix": Entry(
-        "a string with a given start and end", partial(prefix_suffix_samples, questions=QUESTIONS), CONTAINS, LIST
-    ),
     "variable_tracking": Entry(
         "the names of all variables with a given value", partial(variable_tracking_samples, questions=CHAINS),
         "names found", LIST,
@@ -230,8 +226,8 @@ TABLE: Mapping[str, Entry] = {
 }
 """Tasks by name. Tasks with `PROSE` use windows of the text that do not overlap."""
 FILES: Mapping[str, Callable[[Path], OfFile]] = {
-    "ruler-file": ruler_file, "ruler-lm-eval-file": partial(ruler_file, dialect=LM_EVAL), "scbench-file": scbench_file,
-    "scbench-turns-file": partial(scbench_file, turns=True), "longbench-file": longbench_file,
+    "ruler-file": ruler_file, "ruler-lm-eval-file": partial(ruler_file, dialect=LM_EVAL),
+    "longbench-file": longbench_file,
     "loogle-file": loogle_file, "infinitebench-file": infinitebench_file, "math-file": math_file,
     "math-dev-file": partial(math_file, part=DEV), "math-confirm-file": partial(math_file, part=CONFIRM),
 }
@@ -291,8 +287,8 @@ def _question_task(text: str, rest: str) -> Task:
 def _file_task(text: str, kind: str, path: Path) -> Task:
     if not path.is_file():
         raise SpecError("tasks", text, f"has no file {str(path)!r}: give the path of a benchmark file after {kind}:")
-    turns, created = PLACEMENTS[:1] if "turns" in kind else PLACEMENTS, FILES[kind](path)
-    return Task(text, Entry(kind, created, "", FILE, placements=turns, rows=created.rows))
+    made = FILES[kind](path)
+    return Task(text, Entry(kind, made, "", FILE, rows=made.rows))
 
 
 def _constants(text: str, rest: str, known: Collection[str]) -> dict[str, Any]:

@@ -61,13 +61,9 @@ class OfFile:
 
 
 def _without(sample: Sample, start: int, stop: int) -> Sample:
-    """Return the sample without the context tokens [start, stop) and without evidence that overlaps these tokens."""
-    spans = [
-        span if span[1] <= start else (span[0] - stop + start, span[1] - stop + start) for span in sample.evidence
-        if span[1] <= start or span[0] >= stop
-    ]
-    kept = *sample.context_ids[:start], *sample.context_ids[stop:]
-    return replace(sample, context_ids=kept, needle=spans[0] if spans else (0, 0), further=tuple(spans[1:]))
+    """Return the sample without the context tokens [start, stop). Samples that are cut have no evidence."""
+    assert sample.evidence == ()
+    return replace(sample, context_ids=(*sample.context_ids[:start], *sample.context_ids[stop:]))
 
 
 def _read(path: Path) -> bytes:

@@ -21,9 +21,9 @@ from experiments.tasks.context import (
     listed,
     places,
 )
+from experiments.tasks.key_values import uuid
 from experiments.tasks.metrics import STRING_MATCH_ALL
 from experiments.tasks.needle import Sample
-from experiments.tasks.scbench import uuid
 from spec.errors import SpecError
 from spec.files import read_text
 

@@ -72,8 +72,9 @@ def tasks() -> None:
     show_tasks()
 
 
-for measuring in (compare, demo, sweep, study, report, calibrate):
+for measuring in (compare, demo, study, report, calibrate):
     app.command()(measuring)
+app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(sweep)
 
 
 @app.command()

@@ -18,7 +18,7 @@ __all__ = ["calibration_of", "check_counts", "check_defaults", "check_folder", "
 def check_folder(option: str, folder: Path, rows: str, pages: Iterable[str] = (), force: bool = False) -> None:
     """Check that a run may write results to a folder.
 
-    The check creates nothing, because all workers of a sweep check the folder at the same time.
+    The check creates nothing, because all workers of a study check the folder at the same time.
 
     Args:
         option: name of the option that contains the folder.

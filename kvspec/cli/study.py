@@ -13,7 +13,6 @@ from kvspec.cli.options import (
     Backend,
     Bare,
     BatchSize,
-    Budget,
     Device,
     Dtype,
     Engine,
@@ -34,13 +33,12 @@ from kvspec.cli.options import (
     Workers,
     names_of,
 )
+from spec.errors import SpecError
 
 __all__ = ["calibrate", "compare", "demo", "paper", "report", "study", "sweep"]
 
 _YOURS = "For your own policy write 'module:ATTRIBUTE' or the name of an entry point."
 
-_OF_GRIDS = ("grid", "budget", "tasks", "length", "samples", "seed", "model")
-"""Options of a sweep over parameters, which cannot be combined with a rules file."""
 _OF_TASKS = ("tasks", "length", "samples", "seed")
 """Options of `compare` about made samples, which cannot be combined with your own questions."""
 _OF_QUESTIONS = ("text", "grade", "answers")
@@ -103,6 +101,10 @@ def compare(
                      " constant. Write diverse-NAME to add set-conditioned selection. If h2o must evict only after"
                      f" the prompt, write h2o@prompt. {_YOURS}"),
     ] = "crystalcache,streamingllm,fullcache",
+    grid: Annotated[
+        str, typer.Option(help="Instead of --policies: CrystalCache with one parameter changed at a time. Values:"
+                          " appendix-a (T_max, s, alpha) or extensions (essay, allocation, ...).")
+    ] = "",
     budgets: Annotated[
         str, typer.Option(help="Comma-separated budgets: fractions of the prompt (0.3, 30%) or token counts (512).")
     ] = "0.3,0.5",
@@ -136,16 +138,19 @@ def compare(
     of the tokens that a policy keeps.
 
     A second run skips the results that are stored in --out. With --write-rules the command only writes a rules file for
-    kvspec sweep or kvspec study.
+    kvspec study.
     """
     from experiments.studies.evidence.rules import rules_of
     from experiments.studies.own_texts import question_study
     from experiments.studies.subject import Loading
     from experiments.studies.workers import Launch
     from kvspec.cli.checks import check_defaults
-    from kvspec.cli.study_runs import Running, run, save_rules, study_of
+    from kvspec.cli.study_runs import Running, grid_policies, run, save_rules, study_of
 
-    names, calibrated = names_of("policies", policies), str(calibration.resolve()) if calibration else ""
+    if grid:
+        check_defaults(context, ("policies",), "cannot be used with --grid: leave out one of the two")
+    names = grid_policies(grid) if grid else names_of("policies", policies)
+    calibrated = str(calibration.resolve()) if calibration else ""
     if questions is None:
         check_defaults(context, _OF_QUESTIONS, "needs your own questions: add --questions FILE.csv")
         study = study_of(
@@ -198,52 +203,15 @@ def demo(
     run(rules_of(**study), Loading("", backend, device, dtype, attn), running)
 
 
-def sweep(
-    context: typer.Context,
-    rules: Annotated[
-        Path | None,
-        typer.Argument(metavar="SWEEP.toml", help="Rules file with models, policies, budgets and tasks."),
-    ] = None,
-    grid: Annotated[
-        str, typer.Option(help="Parameters to vary: appendix-a (T_max, s, alpha) or extensions (essay, ...).")
-    ] = "appendix-a",
-    budget: Budget = "0.3",
-    tasks: Tasks = "needle,delayed_association", length: Lengths = "1024",
-    samples: Annotated[int, typer.Option(help="Number of samples for each task and each variant.")] = 10,
-    seed: Seeds = "42", model: Models = "pocket", bare: Bare = False, backend: Backend = "auto",
-    device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto", batch_size: BatchSize = 12,
-    workers: Workers = 1, engine: Engine = "processes", address: Address = "", again: Again = False,
-    table: TableFile = None, figure: Figure = None,
-    status: Annotated[
-        Path | None, typer.Option(help="Folder (--out) of a run. The command only prints the progress of the run.")
-    ] = None,
-    out: Results = Path("results"), force: Force = False,
-) -> None:
-    """Measure all samples of a rules file. Without a rules file, vary one parameter of CrystalCache at a time.
-
-    The default sweep takes a minute on two CPU cores. Results that are stored in --out are not computed again.
-    """
-    if status is not None:
-        from experiments.studies.workers import status as lines
-
-        for line in lines(status):
-            print(line)
-        return
-    from experiments.studies.subject import Loading
-    from experiments.studies.workers import Launch
-    from kvspec.cli.checks import check_defaults
-    from kvspec.cli.study_runs import Running, grid_rules, rules_in, run
-
-    if rules is None:
-        study = grid_rules(grid, budget, tasks, length, samples, seed, model, bare)
-    else:
-        reason = f"cannot be used with a rules file: leave out the option, and edit {rules} instead"
-        check_defaults(context, _OF_GRIDS, reason)
-        study = rules_in(rules, bare)
-    running = Running(
-        out, batch_size=batch_size, again=again, file=rules, table=table, figure=figure, force=force
-    )
-    run(study, Loading("", backend, device, dtype, attn), running, Launch(workers, engine, address))
+def sweep(context: typer.Context) -> None:
+    """Raise an error that names the command to type. kvspec 0.4.0 had the command `kvspec sweep`."""
+    rules = next((word for word in context.args if word.endswith(".toml")), "")
+    reason = "is now `kvspec compare --grid appendix-a` (or extensions)"
+    if rules:
+        reason = f"is now `kvspec study --rules {rules} --out results --part all`"
+    if "--status" in context.args:
+        reason = "is now `kvspec study --status FOLDER`"
+    raise SpecError("command", "sweep", reason)
 
 
 def study(
@@ -252,20 +220,23 @@ def study(
     part: Annotated[
         str, typer.Option(help="Samples to run: dev (a fifth of the samples), confirm (all other samples), or all.")
     ] = "dev",
+    status: Annotated[
+        Path | None, typer.Option(help="Folder (--out) of a run. The command only prints the progress of the run.")
+    ] = None,
     audit: Annotated[
         Path | None, typer.Option(help="Folder of studies. The command checks their git history, texts and claims.")
     ] = None,
-    bare: Bare = False, batch_size: BatchSize = 12, device: Device = "cpu", dtype: Dtype = "auto",
-    attn: Attention = "auto", workers: Workers = 1, engine: Engine = "processes", address: Address = "",
-    again: Again = False, table: TableFile = None, figure: Figure = None, force: Force = False,
+    bare: Bare = False, batch_size: BatchSize = 12, backend: Backend = "auto", device: Device = "cpu",
+    dtype: Dtype = "auto", attn: Attention = "auto", workers: Workers = 1, engine: Engine = "processes",
+    address: Address = "", again: Again = False, table: TableFile = None, figure: Figure = None, force: Force = False,
 ) -> None:
     """Run the study that a rules file describes, and decide whether the claims of the study hold.
 
     For each policy a study measures how much evidence is kept, and how much attention evicted keys receive. A study
     also measures the likelihood of the gold answer, and the quality of the answers. Each policy scores the tokens of a
     prompt once, and uses the same scores at every budget. In a rules file a task is a name, 'module:ATTRIBUTE', or
-    'KIND:PATH' for a benchmark file. KIND is ruler-file, ruler-lm-eval-file, scbench-file, scbench-turns-file,
-    longbench-file, loogle-file, infinitebench-file or math-file.
+    'KIND:PATH' for a benchmark file. KIND is ruler-file, ruler-lm-eval-file, longbench-file, loogle-file,
+    infinitebench-file or math-file.
 
     If the rules file has claims, first commit the rules file and the calibration file to git. Then run kvspec study
     with --part dev. Finally run kvspec study with --part confirm.
@@ -276,21 +247,25 @@ def study(
     """
     from experiments.studies.subject import Loading
     from experiments.studies.workers import Launch
+    from experiments.studies.workers import status as progress_of
     from kvspec.cli.study_runs import Running, print_audit, rules_in, run
 
     if audit is not None:
         raise typer.Exit(int(print_audit(audit)))
+    if status is not None:
+        print("\n".join(progress_of(status)))
+        return
     if rules is None or out is None:
         missing = "'--rules'" if rules is None else "'--out'"
-        raise typer.BadParameter("is needed: give --rules and --out, or --audit", param_hint=missing)
+        raise typer.BadParameter("is needed: give --rules and --out, --audit or --status", param_hint=missing)
     running = Running(out, part, batch_size, again, rules, table, figure, force)
-    loading = Loading("", device=device, dtype=dtype, attn=attn)
+    loading = Loading("", backend, device, dtype, attn)
     run(rules_in(rules, bare), loading, running, Launch(workers, engine, address))
 
 
 def report(
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="Folder with results of kvspec compare, sweep or study.")
+        Path, typer.Argument(metavar="FOLDER", help="Folder with results of kvspec compare or study.")
     ],
     rules: Annotated[
         list[Path] | None, typer.Option(help="Rules file whose claims the report shows. Repeatable.")
@@ -301,7 +276,7 @@ def report(
     """Write an HTML report about the results in a folder. The report needs no network.
 
     The report first shows the claims, and the best policy for each task and budget. The report then shows figures,
-    tables, controls, costs and warnings. The commands compare, sweep and study write the same report.
+    tables, controls, costs and warnings. The commands compare and study write the same report.
     """
     from kvspec.cli.study_files import write_report
 

@@ -1,4 +1,4 @@
-"""Implementation of `kvspec study`, `sweep`, `compare` and `demo`."""
+"""Implementation of `kvspec study`, `compare` and `demo`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -51,7 +51,7 @@ from spec.parameters import ESSAY, PAPER
 from spec.validate import check_choices
 
 __all__ = [
-    "GRIDS", "STOPPED", "Running", "Work", "finish", "grid_rules", "print_audit", "rules_in", "run", "save_rules",
+    "GRIDS", "STOPPED", "Running", "Work", "finish", "grid_policies", "print_audit", "rules_in", "run", "save_rules",
     "study_of",
 ]
 
@@ -119,22 +119,17 @@ def save_rules(study: Mapping[str, Any], path: Path, force: bool = False) -> Non
     rules = rules_of(**study)
     check_output("write_rules", path, _files_of(rules, None), force)
     publish_readable(path, rules_text(**study).encode())
-    say(f"{path}; run it with: kvspec sweep {path}")
+    say(f"{path}; run it with: kvspec study --rules {path} --out results --part all")
 
 
-def grid_rules(
-    grid: str, budget: str, tasks: str, lengths: str, samples: int, seeds: str, models: str, bare: bool,
-) -> Rules:
-    """Return the rules of a sweep over the parameters of a grid.
+def grid_policies(grid: str) -> tuple[str, ...]:
+    """Return the policies of a grid.
 
     Raises:
-        SpecError: if the grid is unknown, or as in `study_of` and `rules_of`.
+        SpecError: if the grid is unknown.
     """
     check_choices("grid", (grid,), GRIDS)
-    title = f"Grid {grid}"
-    return rules_of(**study_of(
-        title, GRIDS[grid], budget, tasks, lengths, samples, seeds, "after", models, controls=False, bare=bare
-    ))
+    return GRIDS[grid]
 
 
 def rules_in(path: Path, bare: bool) -> Rules:

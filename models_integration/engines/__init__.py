@@ -1,1 +1,1 @@
-"""Eviction in further inference engines: vLLM and llama.cpp."""
+"""Eviction in vLLM, and the selection of tokens for other engines."""

@@ -1,8 +1,6 @@
 """The Coq files: named by items, closed, run as an engine, able to fail. Tests that need Coq are skipped without it."""
 
-import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +21,6 @@ from lab.proofs.coq.build import stated, theorems
 from lab.proofs.coq.engine import modelled
 from lab.proofs.coq.planted import ROWS, found_by, read_rows
 from lab.proofs.coq.vectors import STAGES, written
-from spec.errors import SpecError
 
 PROOFS = build.HERE / "proofs"
 NEEDED = ("Lists", "Dissolution", "ListFacts", "DissolutionTheorems", "Ranks")
@@ -34,13 +31,6 @@ def test_every_theorem_is_about_an_item() -> None:
     assert [one.name for one in theorems(PROOFS, known_items()) if not one.item] == []
     names = [name for _, _, name in stated(PROOFS)]
     assert len(names) == len(set(names)) >= 100
-
-
-def test_a_name_goes_to_the_longest_item(tmp_path: Path) -> None:
-    text = "\n  Theorem CC_BUDGET_FORMS_x : True.\nTheorem CC_NONE_y : True.\n"
-    (tmp_path / "a.v").write_text(text, encoding="utf-8")
-    actual = [(one.item, one.line) for one in theorems(tmp_path, ["CC-BUDGET", "CC-BUDGET-FORMS"])]
-    assert actual == [("CC-BUDGET-FORMS", 2), ("", 3)]
 
 
 def test_every_file_is_compiled_and_no_proof_is_left_out() -> None:
@@ -57,18 +47,6 @@ def test_each_planted_error_is_one_edit_of_an_item_of_the_specification() -> Non
     assert {row.item for row in rows} <= set(known_items())
 
 
-@pytest.mark.law("one-line-with-the-way-out")
-@pytest.mark.parametrize(("line", "bound"), [
-    ("old = 'x'", "must have item, what, file, old, new"),
-    ("old = 'def '\nnew = ''", "must occur once in spec/budget.py, not 7 times"),
-])
-def test_a_row_that_cannot_be_planted_is_refused(tmp_path: Path, line: str, bound: str) -> None:
-    path = tmp_path / "rows.toml"
-    path.write_text(f"[[error]]\nitem = 'CC-CUT'\nwhat = 'x'\nfile = 'spec/budget.py'\n{line}\n", encoding="utf-8")
-    with pytest.raises(SpecError, match=bound):
-        read_rows(path)
-
-
 def test_every_operation_of_the_vectors_and_of_the_engine_is_asked() -> None:
     """A stage with a different name covers some items."""
     asked = {*three_way.ITEMS, *three_way.STAGES}
@@ -81,14 +59,6 @@ def test_every_operation_of_the_vectors_and_of_the_engine_is_asked() -> None:
 def test_the_kernel_is_asked_about_compact_vectors() -> None:
     """Check that a compact vector contains the only tie of remainders."""
     assert "vector_PO_WHOLE_SHARES_502" in dict(written())
-
-
-def test_without_coq_one_line_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(shutil, "which", lambda tool: None)
-    assert command.main([]) == 0
-    assert capsys.readouterr().out == f"coq: coqc and ocamlfind not found: {build.INSTALL}\n"
 
 
 @pytest.fixture(scope="module")
@@ -270,38 +240,6 @@ def test_the_model_keeps_what_streamingllm_keeps(program: Path) -> None:
             assert difference(asked(engine, method, inputs, B), method.wanted(inputs, B)) == ""
     finally:
         engine.stop()
-
-
-@needs_coq
-def test_what_is_no_request_gets_an_error_and_the_model_goes_on(program: Path) -> None:
-    whole = {"s": ["0x1p0"], "V": [["0x1p0"]], "retained": [False], "k": 1, "lam": "0x0p0"}
-    ragged = {**whole, "V": [["0x1p0"], []]}
-    lines = [
-        json.dumps({"id": 1, "op": "diversity.diverse", "arguments": ragged}),
-        json.dumps({"op": "diversity.diverse", "arguments": whole}), "[]", "{", "",
-        json.dumps({"id": 2, "op": "CC-BUDGET", "arguments": {}}),
-        json.dumps({"id": 3, "op": "diversity.diverse", "arguments": whole}),
-    ]
-    command = [sys.executable, "-m", "lab.proofs.coq.engine", str(program)]
-    done = subprocess.run(command, input="\n".join(lines) + "\n", capture_output=True, text=True, check=True)
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [(one["id"], "error" in one) for one in answers] == [
-        (1, True), (None, True), (None, True), (None, True), (None, True), (2, True), (3, False),
-    ]
-    assert answers[-1]["result"] == [0]
-    assert done.stderr == ""
-
-
-def test_a_model_that_ends_is_said_and_started_again(tmp_path: Path) -> None:
-    program = tmp_path / "once"
-    program.write_text("#!/bin/sh\nread line\necho '{}'\nread line\nexit 3\n", encoding="utf-8")
-    program.chmod(0o755)
-    model = wrapper.Model(str(program))
-    answers = [model.answer("x\n", number) for number in range(3)]
-    model.stop()
-    assert [json.loads(line) for line in answers] == [
-        {}, {"id": 1, "error": "the extracted model ended with exit code 3"}, {},
-    ]
 
 
 @needs_coq

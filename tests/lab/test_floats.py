@@ -4,7 +4,6 @@ Tests that need Gappa or python-flint are skipped without them. `nox -s lab -- f
 """
 
 import math
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -60,12 +59,6 @@ def test_a_bound_that_is_too_small_is_caught(item: str) -> None:
 def test_gappa_proves_the_bound_and_not_its_half(proof: gappa.Proof) -> None:
     assert all(gappa.proved(proof))
     assert not all(gappa.proved(proof, 0.5))
-
-
-@pytest.mark.law("one-line-with-the-way-out")
-def test_without_gappa_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda tool: None)
-    assert gappa.missing() == "gappa not found: apt install gappa"
 
 
 @pytest.mark.spec("CC-INTRA", "CC-CROSS")

@@ -13,7 +13,7 @@ from lab.proofs import __main__ as report  # noqa: E402
 from lab.proofs.__main__ import EDITS, all_claims, source_claims  # noqa: E402
 from lab.proofs.coq.planted import ROWS, Planted, failing_vectors, read_rows  # noqa: E402
 from lab.proofs.eviction import STEP  # noqa: E402
-from lab.proofs.source import Claim, Code, NotUnderstood, Verdict, decide  # noqa: E402
+from lab.proofs.source import Claim, Code, NotUnderstood, decide  # noqa: E402
 
 # Lemmas about the invariant read no source, so no edit can break them. Each has a false claim as a counterpart.
 WITHOUT_SOURCE = {
@@ -69,26 +69,6 @@ def test_an_edit_is_a_surprise() -> None:
     assert all(verdict.outcome == "refuted" and verdict.counterexample for verdict in surprises)
 
 
-@pytest.mark.parametrize(("true", "status", "line"), [
-    (False, 0, "REFUTED (false) CC-CUT: a cut is positive"), (True, 1, "REFUTED CC-CUT: a cut is positive"),
-])
-def test_a_surprise_is_printed_and_fails(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], true: bool, status: int, line: str,
-) -> None:
-    monkeypatch.setattr(report, "all_claims", lambda: [Claim("CC-CUT", "a cut is positive", CUT > 0, true)])
-    assert report.main() == status
-    printed = capsys.readouterr().out
-    assert line in printed
-    assert "counterexample: cut = " in printed
-    assert f"0 lemmas proved, {1 - status} false claims refuted, {status} surprises" in printed
-
-
-def test_a_verdict_shows_its_counterexample() -> None:
-    verdict = Verdict(Claim("CC-CUT", "c is small", None, true=False), "refuted", 0.002, "c = 9")
-    assert str(verdict) == "REFUTED (false) CC-CUT: c is small (2 ms)\n    counterexample: c = 9"
-    assert not verdict.surprising
-
-
 @pytest.mark.parametrize(
     ("old", "new", "why"),
     [
@@ -121,14 +101,3 @@ def test_what_no_lemma_reads_is_seen_by_vectors(place: str) -> None:
     assert next(failing_vectors(row.item), "") == ""
     with replaced(edit):
         assert next(failing_vectors(row.item), "") != ""
-
-
-def test_a_given_expression_must_occur() -> None:
-    with pytest.raises(NotUnderstood, match="does not hold len"):
-        Code().returned(STEP, {"len(sizes)": 3}, size=SIZE, c=CUT, N_min=1)
-
-
-@pytest.mark.parametrize("place", ["reference/memory.py:gone", "reference/memory.py:__all__"])
-def test_a_function_must_be_there(place: str) -> None:
-    with pytest.raises(NotUnderstood):
-        Code().function(place)

@@ -52,11 +52,6 @@ def home(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return tmp_path
 
 
-def test_the_check_passes(home: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert store.main([]) == 0
-    assert "as the oracles have them" in capsys.readouterr().out
-
-
 def edited(home: Any, old: str, new: str) -> None:
     text = (home / "score.json").read_text(encoding="utf-8")
     assert old in text

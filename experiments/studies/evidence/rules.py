@@ -1,6 +1,6 @@
 """Rules of a run in a TOML file: claims and study. The file is written before the confirming samples are run.
 
-`kvspec compare` and `kvspec sweep` make such rules from their options.
+`kvspec compare` makes such rules from their options.
 """
 
 import hashlib

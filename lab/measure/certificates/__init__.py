@@ -1,1 +1,1 @@
-"""Measured behaviour of other libraries: defects to report (`upstream`), and certificates."""
+"""Certificates of other libraries."""

@@ -136,7 +136,8 @@ def page() -> str:
         "The presses of kvpress are not changed. They get random queries, keys and values in float64, and their"
         " promises are read from their docstrings. A press accepts a budget of B of n tokens only as the ratio"
         " 1 - B / n. If floating-point numbers round down, a press keeps one token too few, and the missing token"
-        " can be a sink. [Defects to report upstream](../../upstream.md) lists all defects.", "",
+        " can be a sink. [Defects of kvpress and"
+        " transformers](../../upstream/README.md) has all defects.", "",
         "| Certificate | Verdict | Judged | Rows | Note |", "|---|---|---|---|---|", *rows, "",
     ])
 

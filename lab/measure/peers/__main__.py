@@ -120,7 +120,8 @@ def page(reports: list[Report], number: int) -> str:
         "A *reading* is a named difference between kvpress and kvspec. If the kept sets differ on an input, the"
         " command searches for the fewest readings that make the sets equal. The third column counts the inputs for"
         " each reading. The last column counts the inputs for which no readings make the sets equal. The command also"
-        " prints the smallest input for each reading. A separate page has the [defects of kvpress](upstream.md).", "",
+        " prints the smallest input for each reading. Separate files have the"
+        " [defects of kvpress](upstream/README.md).", "",
         "| Press | Inputs with equal kept sets | Inputs for each reading | Inputs without an explanation |",
         "|---|---|---|---|",
         *map(row, reports), "", "| Reading | kvpress | kvspec |", "|---|---|---|",

@@ -1,4 +1,4 @@
-"""Helpers for tests of studies: a sample in a separate context, a small sweep and its processes, invented rows."""
+"""Helpers for tests of studies: a sample in a separate context, a small study and its processes, invented rows."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Options of compare and sweep as rules: their cells, resumed runs, tables and files."""
+"""Options of compare as rules: their cells, resumed runs, tables and files."""
 
 import math
 import re
@@ -304,8 +304,9 @@ def test_the_command_compares_takes_up_again_and_writes_a_table(tmp_path: Path) 
 
 
 def test_a_grid_is_a_run_of_its_variants(tmp_path: Path) -> None:
-    arguments = ["sweep", "--length", "160", "--budget", "0.95", "--samples", "1", "--tasks", "needle"]
-    result = CliRunner().invoke(app, [*arguments, "--backend", "numpy", "--out", str(tmp_path)])
+    arguments = ["compare", "--grid", "appendix-a", "--length", "160", "--budgets", "0.95", "--samples", "1"]
+    arguments += ["--tasks", "needle", "--no-controls", "--backend", "numpy", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     (row,) = load_rows(tmp_path / "study.jsonl")
     assert [cell["policy"] for cell in row["cells"]] == list(GRIDS["appendix-a"])

@@ -1,4 +1,4 @@
-"""Workers that share a sweep write the same rows as one process, even if a worker is killed. Errors are rows too.
+"""Workers that share a study write the same rows as one process, even if a worker is killed. Errors are rows too.
 
 `nox -s lab -- extra ray` runs the tests with actors of Ray.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("transformers", reason="the sweep drives transformers models")
+pytest.importorskip("transformers", reason="the study drives transformers models")
 
 from typer.testing import CliRunner
 
@@ -45,10 +45,12 @@ from tests.test_documentation import fences
 
 pytestmark = pytest.mark.law("promised-is-there-forgotten-is-not")
 
+STUDY = ("study", "--part", "all")
+
 
 @pytest.fixture
 def rules(tmp_path: Path, one_thread: None) -> Path:
-    """Return the rules file of a small sweep."""
+    """Return the rules file of a small study."""
     path = tmp_path / "sweep.toml"
     path.write_text(RULES, encoding="utf-8")
     return path
@@ -60,7 +62,7 @@ def of_file(path: Path) -> list[Row]:
 
 
 def swept(rules: Path, out: Path, *options: str) -> Any:
-    return CliRunner().invoke(app, ["sweep", str(rules), "--out", str(out), *options])
+    return CliRunner().invoke(app, [*STUDY, "--rules", str(rules), "--out", str(out), *options])
 
 
 def test_killed_workers_make_the_rows_of_one_that_is_alone(rules: Path, tmp_path: Path) -> None:
@@ -93,7 +95,8 @@ def test_workers_are_processes_of_the_same_command(rules: Path, tmp_path: Path) 
     text = rules.read_text(encoding="utf-8").replace('"snapkv", "streamingllm"', '"slow:POLICY"')
     rules.write_text(text, encoding="utf-8")
     (tmp_path / "wait").touch()
-    out, first = tmp_path / "out", started(command, tmp_path, "sweep", str(rules), "--out", "out", "--workers", "2")
+    out = tmp_path / "out"
+    first = started(command, tmp_path, *STUDY, "--rules", str(rules), "--out", "out", "--workers", "2")
     while len(at_work := holders(out)) < 2:
         assert first.is_alive()
         time.sleep(0.02)
@@ -108,8 +111,8 @@ def test_workers_are_processes_of_the_same_command(rules: Path, tmp_path: Path) 
 
 
 def started_by_hand(rules: Path, out: Path, *options: str) -> subprocess.Popen[str]:
-    """Run `kvspec sweep RULES`. Its processes import modules from the folder of the rules."""
-    command = [sys.executable, "-m", "kvspec", "sweep", str(rules), "--out", str(out), *options]
+    """Run `kvspec study` with the rules. Its processes import modules from the folder of the rules."""
+    command = [sys.executable, "-m", "kvspec", *STUDY, "--rules", str(rules), "--out", str(out), *options]
     path = os.pathsep.join([str(ROOT), str(rules.parent)])
     environment = {**os.environ, "PYTHONPATH": path, "RAY_worker_niceness": "0"}
     return subprocess.Popen(command, cwd=rules.parent, env=environment, stdout=subprocess.PIPE, text=True)
@@ -298,16 +301,8 @@ def test_actors_that_still_load_their_models_are_waited_for(
     assert capsys.readouterr().out == f"{path}: 0 samples done, 0 failed\n"
 
 
-@pytest.mark.law("refused-before-anything-changes")
-def test_a_sweep_s_file_and_the_options_of_a_grid_exclude_each_other(rules: Path, tmp_path: Path) -> None:
-    actual = swept(rules, tmp_path / "out", "--length", "300")
-    expected = f"length = '300': cannot be used with a rules file: leave out the option, and edit {rules} instead"
-    assert str(actual.exception) == expected
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.law("as-it-is-described")
-def test_the_guide_s_sweep_is_one_file_of_fifteen_lines(tmp_path: Path) -> None:
+def test_the_guide_s_rules_are_one_file_of_fifteen_lines(tmp_path: Path) -> None:
     """Check eight policies, four budgets and three tasks. A model with rotary positions supports all of them."""
     text, claims = (fence.text for fence in fences("docs/guide/compare.md") if fence.language == "toml")
     assert len(text.splitlines()) <= 15

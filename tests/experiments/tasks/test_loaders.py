@@ -35,14 +35,7 @@ VT: dict[str, Any] = {
     "input": "VAR AAAAA = 1\nQuestion: Which?", "outputs": ["AAAAA", "BBBBB"], "answer_prefix": " they are: ",
 }
 CWE = {"input": "1. fox 2. hen\nQuestion: What?", "outputs": ["fox", "hen"], "answer_prefix": " The list are:"}
-KV = {
-    "id": 0, "context": '{"a": "v-one", "b": "v-two"}',
-    "multi_turns": [{"input": 'Key: "a"', "answer": "v-one"}, {"input": 'Key: "b" is: ', "answer": "v-two"}],
-}
-CHAINS = {"context": "VAR AAAAA = 1", "multi_turns": [
-    {"input": "Which are 1?", "answer": ["AAAAA", "BBBBB"]}, {"input": "Which are 2?", "answer": ["CCCCC"]},
-]}
-BOOK = {"context": "Tom went.", "multi_turns": [{"input": "Who?", "answer": "Tom"}, {"input": "How?", "answer": "He"}]}
+KV = {"context": '{"a": "v-one"}'}
 LONG = {"input": "Who?", "context": "A story.", "answers": ["Tom", "Tom Sawyer"], "all_classes": None, "_id": "x"}
 PAIRS = [{"Q": "Who?", "A": "Tom", "type": "x"}, {"Q": "When, {input}?", "A": 1900}]
 LOOGLE: dict[str, Any] = {"input": "A story of {Q}.", "title": "x", "qa_pairs": repr(PAIRS)}
@@ -70,10 +63,6 @@ THREE, TWO_OF_THREE = ("France", "in France", "the French kingdom"), "It lies in
 
 def ruler(folder: Path, task: str, *rows: object) -> str:
     return f"ruler-file:{put(folder / task / 'validation.jsonl', *rows)}"
-
-
-def scbench(folder: Path, task: str, *rows: object, turns: bool = False) -> str:
-    return f"scbench-{'turns-' * turns}file:{put(folder / f'scbench_{task}.jsonl', *rows)}"
 
 
 def longbench(folder: Path, dataset: str, row: object = LONG, prompts: object = PROMPTS) -> str:
@@ -158,59 +147,6 @@ def test_ruler_without_an_answer_prefix_and_with_a_template(tmp_path: Path) -> N
     assert "1234567" in pieces(ground, bare_row)[0]
 
 
-EXTRACT = "Extract the value corresponding to the specified key in the JSON object below.\n\n"
-CONCISE = "Read the book and answer the question. Be very concise in your answer.\n\n"
-OFFICIAL: dict[tuple[str, bool], tuple[Any, list[str]]] = {
-    # scdq: each question follows the context. Turns: the gold answer, an empty line, the next question.
-    ("kv", False): (KV, [f'{EXTRACT}{KV["context"]}Key: "a"', f'{EXTRACT}{KV["context"]}Key: "b" is: ']),
-    ("kv", True): (KV, [
-        f'{EXTRACT}{KV["context"]}\n\nKey: "a"', f'{EXTRACT}{KV["context"]}\n\nKey: "a" v-one\n\nKey: "b" is: ',
-    ]),
-    ("prefix_suffix", False): (KV, [f'{KV["context"]}Key: "a"', f'{KV["context"]}Key: "b" is: ']),
-    ("vt", True): (CHAINS, [
-        "VAR AAAAA = 1\n\nWhich are 1?", "VAR AAAAA = 1\n\nWhich are 1? ['AAAAA', 'BBBBB']\n\nWhich are 2?",
-    ]),
-    ("qa_eng", False): (BOOK, [f"{CONCISE}Tom went.Question: {who}?\nAnswer:" for who in ("Who", "How")]),
-    ("qa_eng", True): (BOOK, [
-        f"{CONCISE}Tom went.\n\nQuestion: Who?\nAnswer:",
-        f"{CONCISE}Tom went.\n\nQuestion: Who?\nAnswer: Tom\n\nQuestion: How?\nAnswer:",
-    ]),
-}
-
-
-@pytest.mark.parametrize(("task", "turns"), OFFICIAL)
-def test_a_prompt_of_scbench_is_the_official_one(task: str, turns: bool, tmp_path: Path) -> None:
-    ground = ground_of(merged_tokenizer())
-    row, wanted = OFFICIAL[task, turns]
-    samples = made(ground, scbench(tmp_path, task, row, turns=turns))
-    assert [prompt(ground, sample) for sample in samples] == wanted
-    assert [sample.history > 0 for sample in samples] == [False, turns]
-    if not turns:
-        continuation = ground_of(chatting_tokenizer())
-        chatted = made(continuation, scbench(tmp_path, task, row))
-        assert [prompt(continuation, sample) for sample in chatted] == [f"[user]{one}[/][assistant]" for one in wanted]
-
-
-def test_turns_behind_a_chat_template_are_messages(tmp_path: Path) -> None:
-    ground = ground_of(chatting_tokenizer())
-    _, second = made(ground, scbench(tmp_path, "kv", KV, turns=True))
-    assert prompt(ground, second) == (
-        f'[user]{EXTRACT}{KV["context"]}\n\nKey: "a"[/][assistant] v-one[/][user]Key: "b" is: [/][assistant]'
-    )
-
-
-def test_the_questions_of_scbench_share_a_context_and_have_evidence_of_their_own(
-    ground: Ground, tmp_path: Path
-) -> None:
-    first, second = made(ground, scbench(tmp_path, "kv", KV, KV), 1)
-    assert first.context_digest == second.context_digest
-    assert ["v-one" in pieces(ground, first)[0], "v-two" in pieces(ground, second)[0]] == [True, True]
-    assert (first.dialect, first.metric, first.max_new_tokens) == ("scbench", "contains", 150)
-    (book, _) = made(ground, scbench(tmp_path, "qa_eng", BOOK))
-    assert book.evidence == ()
-    assert score(ground.tokenizer, ground.tokenizer.encode("it was TOM.", add_special_tokens=False), book) == 1
-
-
 @pytest.mark.parametrize("dataset", sorted(LONGBENCH))
 def test_a_row_of_longbench_stands_in_its_prompt(dataset: str, tmp_path: Path) -> None:
     ground = ground_of(chatting_tokenizer())
@@ -272,40 +208,16 @@ LETTERS = "one two three four five six seven eight nine ten eleven twelve thirte
 
 
 @pytest.mark.parametrize("limit", [62, 63, 80, 99])
-@pytest.mark.parametrize("kind", ["longbench", "scdq", "turns"])
-def test_what_is_longer_is_cut_in_the_middle(kind: str, limit: int, tmp_path: Path) -> None:
-    """Check bytes: the first and the last half of all counted text are kept, or of the context alone.
-
-    The counted text ends with the question.
-    """
-    ground = ground_of(byte_tokenizer())
-    turns = [{"input": f"Q: Who?\nA{number}:", "answer": LETTERS.split()[number]} for number in range(16)]
-    name, whole, question = {
-        "longbench": (
-            longbench(tmp_path, "hotpotqa", {**LONG, "context": LETTERS}), f"Read.\n\n{LETTERS}\n\nQ: Who?\nA:",
-            "\n\nQ: Who?\nA:",
-        ),
-        "scdq": (
-            scbench(tmp_path, "prefix_suffix", {"context": LETTERS, "multi_turns": turns}), LETTERS, ""
-        ),
-        "turns": (
-            scbench(tmp_path, "prefix_suffix", {"context": LETTERS, "multi_turns": turns}, turns=True),
-            f"{LETTERS}\n\nQ: Who?\nA0:", "\n\nQ: Who?\nA0:",
-        ),
-    }[kind]
-    opening = list(ground.frame.opening)
-    ids = [*opening, *ground.tokenizer.encode(whole, add_special_tokens=False)]
-    places = [*range(len(ids))]
-    kept = places if len(ids) <= limit else places[: limit // 2] + places[-(limit // 2) :]
-    samples = made(ground, name, length=limit)
-    context = [ids[place] for place in kept[: len(kept) - len(question)]]
-    assert all(list(sample.context_ids) == context for sample in samples)
-    assert all(sample.metadata["cut"] == len(ids) - len(kept) for sample in samples)
-    for sample, word in zip(samples, LETTERS.split(), strict=False):
-        first = len(opening) + f" {LETTERS} ".index(f" {word} ")
-        stands = [*range(first, first + len(word))]
-        left = kind != "longbench" and set(stands) <= set(kept)
-        assert sample.evidence == (((kept.index(stands[0]), kept.index(stands[-1]) + 1),) if left else ())
+def test_what_is_longer_is_cut_in_the_middle(limit: int, tmp_path: Path) -> None:
+    """Check bytes: the first and the last half of all text are kept. The text ends with the question."""
+    ground, question = ground_of(byte_tokenizer()), "\n\nQ: Who?\nA:"
+    text = f"Read.\n\n{LETTERS}{question}"
+    ids = [*ground.frame.opening, *ground.tokenizer.encode(text, add_special_tokens=False)]
+    kept = ids if len(ids) <= limit else ids[: limit // 2] + ids[-(limit // 2) :]
+    (sample,) = made(ground, longbench(tmp_path, "hotpotqa", {**LONG, "context": LETTERS}), length=limit)
+    assert list(sample.context_ids) == kept[: len(kept) - len(question)]
+    assert sample.metadata["cut"] == len(ids) - len(kept)
+    assert sample.evidence == ()
 
 
 BAD: dict[str, Callable[[Path], str]] = {
@@ -320,10 +232,6 @@ BAD: dict[str, Callable[[Path], str]] = {
     "length of a ruler": lambda p: ruler(p, "vt", VT, {**VT, "input": "long " * ENOUGH + VT["input"]}),
     "length of a question": lambda p: longbench(p, "lcc", {**LONG, "input": "long " * ENOUGH}),
     "answer": lambda p: ruler(p, "vt", VT, {**VT, "outputs": []}),
-    "task of scbench": lambda p: scbench(p, "repoqa", KV),
-    "path of no turns": lambda p: scbench(p, "kv", {**KV, "multi_turns": []}),
-    "path of other turns": lambda p: scbench(p, "kv", {**KV, "multi_turns": [{"input": "a"}]}),
-    "path of turns that are none": lambda p: scbench(p, "kv", {**KV, "multi_turns": [3]}),
     "dataset": lambda p: longbench(p, "dureader"),
     "tasks of no settings": lambda p: f"longbench-file:{p}/data/lcc.jsonl",
     "path of other settings": lambda p: longbench(p, "lcc", prompts={}),

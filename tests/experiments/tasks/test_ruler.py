@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerFast
 from experiments.tasks import Sample
 from experiments.tasks.context import NARRATIVE, Ground, Prose, read_prose
 from experiments.tasks.in_prose import keys_in_prose_samples
+from experiments.tasks.key_values import key_value_samples
 from experiments.tasks.registry import resolve_task
-from experiments.tasks.scbench import key_value_samples
 from models_integration.model.frame import chat
 from spec.errors import SpecError
 from spec.files import read_text

@@ -254,8 +254,6 @@ CASES: list[tuple[str, str, tuple[str, ...], tuple[str, ...], float]] = [
     ("contains", "Abc", ("abc",), (), 0),
     ("names found", "AAAAA CCCCC", ("AAAAA", "BBBBB", "CCCCC"), (), 0.67),
     ("names found", "aaaaa", ("AAAAA",), (), 1),  # SCBench compares in lower case.
-    ("contains in any case", "\nit was TOM.", ("Tom", "Jim"), (), 1),
-    ("contains in any case", "it was Ann", ("Tom", "Jim"), (), 0),
     # A substring test would accept a longer number, and any list of guesses that contains the value.
     *(("first number", answer, ("7492",), (), 1) for answer in (
         "7492", " 7492.", "It is 7492 degrees.", "7492\n\nQuestion: 1", "The code is **7492**, not 3058.", "_7492_",

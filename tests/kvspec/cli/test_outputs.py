@@ -71,7 +71,6 @@ def refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     ("compare --model /nowhere --out new --figure own.svg", MADE), ("compare --write-rules own.toml", MADE),
     ("compare --model /nowhere --out mine", MADE), ("demo --model /nowhere --out mine", MADE),
     ("compare --calibration own.toml --write-rules own.toml --force", READ),
-    ("sweep rules.toml --out mine", MADE), ("sweep rules.toml --out new --table own.csv", MADE),
     ("study --rules rules.toml --out mine", MADE), ("study --rules rules.toml --out new --figure own.svg", MADE),
     ("report done --out done/study.jsonl --force", READ), ("report done --rules rules.toml --out rules.toml", READ),
     ("report done --out own.html", MADE), ("report done --table own.csv", MADE), ("report mine", MADE),

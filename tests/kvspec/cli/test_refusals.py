@@ -101,7 +101,11 @@ def test_compare_refuses_before_any_work(
         ("compare --polices x", ("--polices", "--policies", "kvspec compare --help")),
         ("compare --samples long", ("'--samples'", "integer", "kvspec compare --help")),
         ("nothing", ("'nothing'", "kvspec --help")), ("study", ("'--rules'", "kvspec study --help")),
-        ("sweep --grid b", ("grid = 'b'", "must be one of appendix-a, extensions")),
+        ("compare --grid b", ("grid = 'b'", "must be one of appendix-a, extensions")),
+        ("compare --grid extensions --policies x", ("policies = 'x'", "cannot be used with --grid")),
+        ("sweep --grid extensions", ("command = 'sweep'", "`kvspec compare --grid appendix-a` (or extensions)")),
+        ("sweep my.toml --workers 4", ("`kvspec study --rules my.toml --out results --part all`",)),
+        ("sweep --status results", ("`kvspec study --status FOLDER`",)),
         ("keep x.txt --budget 1", ("budget = '1'", "is one token: write 1.0")),
         ("paper crystal", ("NAME = 'crystal'", "must be one of crystalcache, diversity, nestedkv, injection")),
     ],
@@ -138,12 +142,12 @@ def test_a_model_that_is_none_is_named_with_what_to_type(
     assert "'pocket', 'chat', 'smollm2'" in message
 
 
-@pytest.mark.parametrize("command", ["sweep", "compress", "calibrate", "keep", "archive put"])
+@pytest.mark.parametrize("command", ["compare", "compress", "calibrate", "keep", "archive put"])
 def test_a_text_beyond_the_models_positions_is_refused(command: str, tmp_path: Path, refusal: Refusal) -> None:
     text, out = tmp_path / "long.txt", str(tmp_path / "out")
     text.write_text("The river runs past the old mill. " * 1200, encoding="utf-8")
     arguments = {
-        "sweep": ["--length", "20000", "--samples", "1", "--out", out], "compress": [str(text)],
+        "compare": ["--length", "20000", "--samples", "1", "--out", out], "compress": [str(text)],
         "calibrate": [str(text), "--tokens", "9000", "--out", out], "keep": [str(text), "--policy", "streamingllm"],
         "archive put": [str(text), "--archive", out],
     }
@@ -189,7 +193,7 @@ def test_a_policy_is_held_to_its_own_floor_alone(tmp_path: Path) -> None:
     assert (kept["knorm"], kept["streamingllm"], kept["snapkv"], kept["window holds needle"]) == (20, 20, 32, 132)
 
 
-@pytest.mark.parametrize("command", ["compare", "demo", "sweep"])
+@pytest.mark.parametrize("command", ["compare", "demo"])
 def test_an_out_that_cannot_be_made_is_refused_first(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -208,7 +212,7 @@ def test_an_out_that_cannot_be_made_is_refused_first(
 
 
 def test_a_look_at_a_folder_makes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that a check creates no folder. Workers of one sweep once removed each other's folders."""
+    """Check that a check creates no folder. Workers of one study once removed each other's folders."""
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     monkeypatch.setattr(os, "mkdir", lambda *given, **names: pytest.fail(f"made {given}"))
     check_folder("out", tmp_path / "a" / "b", "study.jsonl")

@@ -1,8 +1,7 @@
-"""Tasks like those of SCBench: retrieval of pairs and strings, with several questions on one context."""
+"""Task of retrieving key-value pairs, and several questions on one context as turns."""
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import isqrt
 from uuid import UUID
 
 import numpy as np
@@ -12,11 +11,11 @@ from experiments.tasks.metrics import CONTAINS
 from experiments.tasks.needle import Sample
 from spec.validate import check_choices
 
-__all__ = ["FORMS", "in_turns", "key_value_samples", "prefix_suffix_samples", "uuid"]
+__all__ = ["FORMS", "in_turns", "key_value_samples", "uuid"]
 
 
 FORMS = ("uuid", "short")
-"""Forms of pairs: the pairs of SCBench, or keys of six letters with four digits, which small models can retrieve."""
+"""Forms of pairs: UUIDs as in SCBench, or keys of six letters with four digits, which small models can retrieve."""
 _INSTRUCTION = "Extract the value corresponding to the specified key in the JSON object below."
 _OPENING = "The value associated with the specified key is:"
 
@@ -72,49 +71,6 @@ def _drawn(rng: np.random.Generator, form: str, value: int) -> str:
 def uuid(rng: np.random.Generator) -> str:
     """Return a random UUID of version 4."""
     return str(UUID(bytes=rng.bytes(16), version=4))
-
-
-AFFIX, MIDDLE = 3, 6
-"""Number of letters of a prefix or suffix, and number of letters between prefix and suffix."""
-_AFFIXES = "Below is a list of strings. Find the string that has both the given prefix and the given suffix."
-_AFFIX_OPENING = "The string with this prefix and suffix is:"
-
-
-def prefix_suffix_samples(
-    ground: Ground, length: int, index: int, seed: int, *, questions: int = 1
-) -> tuple[Sample, ...]:
-    """Return the questions on context number `index`, in order.
-
-    Each string in question is from a different one of equal parts of the list, outside sinks and recent window.
-
-    Args:
-        ground, length, index, seed, questions: as in `key_value_samples`.
-
-    Raises:
-        SpecError: if there is no question, or if the length is too short for the questions.
-    """
-    rng = ground.rng(length, index, seed)
-    head, foot = ground.encode(f"\n\n{_AFFIXES}\n"), ground.encode("\n\n")
-    room = ground.room(length, head, foot)
-    # More pairs of affixes than tokens, so that a new pair always exists, but few enough to share affixes.
-    before, after = (different(lambda: letters(rng, AFFIX), isqrt(max(0, room)) + 2) for _ in range(2))
-    drawn = dict[str, str]()
-
-    def unit() -> tuple[int, ...]:
-        (pair,) = different(lambda: f"{rng.choice(before)} {rng.choice(after)}", 1, drawn)
-        drawn[pair] = pair.replace(" ", letters(rng, MIDDLE))
-        return ground.encode(f"\n{drawn[pair]}")
-
-    units = as_many(unit, room)
-    text = joined(ground, length, index, seed, [head, *units, foot])
-    spans, pairs = text.spans[1:-1], list(drawn.items())
-    return tuple(
-        ground.sample(
-            text.ids, 'Prefix: "{}"\nSuffix: "{}"'.format(*pairs[at][0].split()), _AFFIX_OPENING, pairs[at][1],
-            [spans[at]], gap="\n", task="prefix_suffix", metadata={"depth": at / len(units)}, metric=CONTAINS,
-        )
-        for at in asked(rng, spans, questions, length)
-    )
 
 
 def in_turns(ground: Ground, samples: Sequence[Sample]) -> tuple[Sample, ...]:
