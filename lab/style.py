@@ -285,7 +285,7 @@ def _docstrings(package: str) -> Iterator[Passage]:
 
 
 GROUPS: dict[str, Callable[[], Iterator[Passage]]] = {
-    "pages": lambda: _pages("README.md", "CONTRIBUTING.md", "docs/**/*.md"),
+    "pages": lambda: _pages("README.md", "CONTRIBUTING.md", "docs/**/*.md", "lab/*.md"),
     "kvspec --help": lambda: chain(of_help(get_command(app)), of_options(verify(), verify)),
     "SpecError": _errors,
     "exported docstrings": lambda: of_docstrings("kvspec"),

@@ -1,4 +1,4 @@
-"""Which parts of a policy fit together: what scorers provide, and what budgets, selectors and cadences need."""
+"""Check that the parts of a policy fit: scorers provide properties that budgets, selectors and cadences need."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ Shares = Literal["equal", "everything", "layer", "counts", "preferences", "model
 
 @dataclass(frozen=True)
 class Provided:
-    """What a scorer provides. A scorer declares this as its property `provided`.
+    """Properties of a scorer, which the scorer declares as `provided`.
 
     Attributes:
         units: runs of tokens that have one score each.
@@ -52,7 +52,7 @@ class Provided:
 
 @dataclass(frozen=True)
 class Required:
-    """What budgets or a selector need from the other parts. The part declares this with `requires` or as `required`.
+    """Requirements of budgets or of a selector, which the part declares with `requires` or as `required`.
 
     Attributes:
         units: units of the scores that the part accepts.

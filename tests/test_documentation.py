@@ -1,5 +1,6 @@
 """Contents of the repository's pages: Python, commands, links."""
 
+import ast
 import importlib
 import re
 import shlex
@@ -7,6 +8,7 @@ import subprocess
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,9 @@ pytestmark = pytest.mark.law('as-it-is-described')
 
 PAGES = [
     path.relative_to(ROOT).as_posix()
-    for pattern in ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "spec/**/*.md", "models_integration/**/*.md")
+    for pattern in (
+        "README.md", "CONTRIBUTING.md", "docs/**/*.md", "spec/**/*.md", "models_integration/**/*.md", "lab/*.md",
+    )
     for path in sorted(ROOT.glob(pattern))
 ]
 
@@ -119,6 +123,47 @@ SHELL = {"git", "cd", ".", "echo"}
 
 
 FIRST = ["README.md", *GUIDE]
+NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+
+
+def defined_in(path: str) -> set[str]:
+    """Return the classes, functions and methods that a file defines, as "name" or "Class.name"."""
+    tree, names = ast.parse(read(path)), set[str]()
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{one.name}" for one in node.body if isinstance(one, ast.FunctionDef)}
+    return names
+
+
+def test_the_architecture_names_functions_with_their_files() -> None:
+    text = read("docs/architecture.md")
+    nouns = re.findall(r"^\| `(\w+)` \|.*\| `([\w/]+\.py)` \|$", text, re.MULTILINE)
+    steps = re.findall(r"^\| (\d+) \| `([\w.]+)`.*\| `([\w/]+\.py)` \|$", text, re.MULTILINE)
+    assert [name for name, _ in nouns] == ["Policy", "RetentionPolicy", "Method", "Session", "Retention"]
+    assert [int(number) for number, *_ in steps] == list(range(1, 13))
+    for name, path in [*nouns, *((name, path) for _, name, path in steps)]:
+        assert name in defined_in(path), (name, path)
+
+
+def test_a_policy_has_as_many_files_as_the_page_says() -> None:
+    text = read("CONTRIBUTING.md").split("edit or add these ")[1]
+    files = re.findall(r"^(\d)\. `([\w/.]+)`: ", text.split("Run these commands")[0], re.MULTILINE)
+    assert [int(number) for number, _ in files] == list(range(1, len(files) + 1))
+    assert text.startswith(f"{NUMBERS[len(files)]} files:")
+    written = [path.replace("METHOD", "triattention") for _, path in files]
+    assert [path for path in written if not (ROOT / path).is_file()] == []
+
+
+def test_the_readme_of_the_lab_names_each_tool() -> None:
+    named = {one for one in _SPAN.findall(read("lab/README.md")) if one.endswith((".py", "/"))}
+    tools = {path.relative_to(ROOT / "lab") for folder in ("lab", "lab/measure") for path in (ROOT / folder).iterdir()}
+    names = {f"{path.as_posix()}/" if (ROOT / "lab" / path).is_dir() else path.as_posix() for path in tools}
+    missing = {name for name in names if name.endswith((".py", "/")) and "__" not in name and name != "measure/"}
+    patterns = [one for one in named if "*" in one]
+    assert {name for name in missing - named if not any(fnmatch(name, one) for one in patterns)} == set()
+    assert {name for name in named - missing if "*" not in name} == set()
 
 
 def run_here(words: Sequence[str]) -> bool:

@@ -218,8 +218,8 @@ class RetainedCache(StatefulCache):
     def renumber(self, tokens: int, limit: int) -> int:
         """Prepare the rotary positions of a forward pass of `tokens` columns, and return the base of these positions.
 
-        The base stays if rows have different lengths, if sliding-window layers are in the model, or if the number
-        `limit` of the model's positions is 0 (unknown).
+        The base stays if rows have different lengths, or if the model has sliding-window layers. It also stays if the
+        number `limit` of the model's positions is 0 (unknown).
         """
         if self.numbering is None:
             return 0

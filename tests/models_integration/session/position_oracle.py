@@ -1,6 +1,6 @@
 """Oracle of rotary positions: attention over raw keys, with a written position for each layer, head and token.
 
-The model computes queries and keys at position 0, if a rotation changes nothing. The oracle rotates them itself, in
+The model computes queries and keys at position 0, so a rotation has no effect. The oracle rotates them itself, in
 float64, and stores raw keys with two arrays: positions of the text, and rotary positions.
 """
 
