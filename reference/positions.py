@@ -10,7 +10,7 @@ from spec.errors import SpecError
 
 __all__ = ["base_of_stream", "check_kept", "kept_positions", "renumbered_positions", "turn_angles", "turn_keys"]
 
-Sets = Sequence[Int64[IntVector, " k"]]
+Sets = Sequence[Int64[IntVector, " _"]]
 
 
 def check_kept(kept: Sets, seen: int) -> None:
@@ -24,7 +24,7 @@ def check_kept(kept: Sets, seen: int) -> None:
             raise SpecError("kept", one.tolist(), f"must increase strictly inside range({seen})")
 
 
-def kept_positions(kept: Sets, seen: int) -> tuple[list[Int64[IntVector, " k"]], int]:
+def kept_positions(kept: Sets, seen: int) -> tuple[list[Int64[IntVector, " _"]], int]:
     """Return the rotary positions of each kept set, and the position of the next query: the positions of the text.
 
     Implements: POS-KEPT
@@ -38,7 +38,7 @@ def kept_positions(kept: Sets, seen: int) -> tuple[list[Int64[IntVector, " k"]],
     return [one.copy() for one in kept], seen
 
 
-def renumbered_positions(kept: Sets, seen: int, base: int) -> tuple[list[Int64[IntVector, " k"]], int]:
+def renumbered_positions(kept: Sets, seen: int, base: int) -> tuple[list[Int64[IntVector, " _"]], int]:
     """Return the renumbered positions of each kept set, and the position of the next query, which all sets share.
 
     Implements: POS-RENUMBERED
@@ -85,7 +85,7 @@ def base_of_stream(seen: int, base: int, longest: int, tokens: int, limit: int) 
 
 
 def turn_angles(
-    computed: Int64[IntVector, " k"], assigned: Int64[IntVector, " k"],
+    computed: Int64[IntVector, " _"], assigned: Int64[IntVector, " _"],
     inverse_frequencies: Float64[Vector, " pairs"],
 ) -> Float64[Matrix, "k pairs"]:
     """Return the angles (radians) that turn keys, computed at some rotary positions, to the assigned positions."""
@@ -93,7 +93,7 @@ def turn_angles(
 
 
 def turn_keys(
-    keys: Float64[Cube, "heads k d"], computed: Int64[IntVector, " k"], assigned: Int64[IntVector, " k"],
+    keys: Float64[Cube, "heads k d"], computed: Int64[IntVector, " _"], assigned: Int64[IntVector, " _"],
     inverse_frequencies: Float64[Vector, " pairs"], style: str,
 ) -> Float64[Cube, "heads k d"]:
     """Return the keys of a kept set, turned once from the computed to the assigned rotary positions.

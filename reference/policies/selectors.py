@@ -111,7 +111,7 @@ def best_blocks(
     ])
 
 
-@requires(Required(frozenset({"chunks"}), device=True))
+@requires(Required(frozenset({"chunks", "trunks"}), device=True))
 def fill_units(scores: Scores, budgets: IntVector, protected: BoolVector, /) -> Selection:
     """Select a group's protected tokens, then whole units by score, then the best tokens of one more unit.
 

@@ -156,7 +156,7 @@ def spoiled(value: Any) -> Any:
     """Return the value with its first number changed, or a longer text. Return None if there is no number."""
     if isinstance(value, str):
         return value + "0"
-    if isinstance(value, list) and value and isinstance(value[0], list):
+    if isinstance(value, list) and value and isinstance(value[0], list | np.ndarray):
         first = spoiled(value[0])
         return None if first is None else [np.asarray(first).tolist(), *value[1:]]
     array = np.array(value)

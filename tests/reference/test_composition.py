@@ -137,7 +137,7 @@ def test_every_combination_is_refused_when_it_is_built_or_keeps_what_its_parts_d
     ({"budgets": Pyramid(2, 4)}, "budgets", "use the window 3"),
     ({"selector": SELECTORS["two_stages"]}, "selector", "use top_units"),
     ({"selector": SELECTORS["diverse"]}, "selector", "diverse(host)"),
-    ({"selector": fill_units}, "selector", "use fill_units or top_units"[:4]),
+    ({"selector": fill_units}, "selector", "use top_units"),
     ({"selector": 3}, "selector", "must be callable"), ({"scorer": even}, "scorer", "needs"),
     ({"cadence": 16}, "cadence", "Cadence(every=64)"), ({"granularity": "head"}, "granularity", "Granularity.MODEL"),
     ({"protection": np.ones}, "protection", "SinkAndRecent(sink, recent)"), ({"least": -1}, "least", "at least 0"),
@@ -158,7 +158,7 @@ def test_a_part_that_does_not_fit_is_named_with_one_that_does(
     ("h2o-described", {"cadence": Cadence(every=1)}, "cadence"), ("kvzip", {"cadence": Cadence(every=1)}, "cadence"),
     ("streamingllm", {"budgets": across_layers}, "budgets"), ("chunkkv", {"budgets": Adaptive(0)}, "budgets"),
     ("vase", {"selector": top_units}, "selector"), ("criticalkv", {"selector": top_units}, "selector"),
-    ("crystalcache", {"selector": fill_units}, "selector"), ("keydiff", {"cadence": Cadence(every=64)}, None),
+    ("crystalcache", {"selector": recent_half}, "selector"), ("keydiff", {"cadence": Cadence(every=64)}, None),
 ])
 def test_no_part_is_ignored_in_silence(name: str, change: dict[str, Any], argument: str | None) -> None:
     host = small(name)
