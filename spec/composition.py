@@ -186,7 +186,8 @@ def _of_sets(policy: Combined, scorer: Provided) -> Iterator[Problem]:
 def _of_selector(policy: Combined, scorer: Provided, selector: Required) -> Iterator[Problem]:
     name = _name(policy.selector)
     if scorer.units not in selector.units:
-        fits = {"tokens": "top_units", "chunks": "fill_units or top_units", "trunks": "Dissolve or fill_units"}[scorer.units]
+        ways = {"tokens": "top_units", "chunks": "fill_units or top_units", "trunks": "Dissolve or fill_units"}
+        fits = ways[scorer.units]
         yield "selector", name, (
             f"selects {_words(selector.units)}, but {policy.name} has scores of {scorer.units}: use {fits}"
         )

@@ -260,8 +260,8 @@ def packed_keys(code: Code) -> Iterator[Claim]:
     positive = And(a >= 0, b >= 0)  # bits of nonnegative floats have the same order as the floats
     first = Or(a > b, And(a == b, i < j))
     above = packed(a, i) > packed(b, j)
-    result = {"found": z3.BoolVal(True)}
-    index = code.part(UNPACKED, "store INDEX + at + rank", given=result, top=packed(a, i))
+    filled = {"result": z3.BoolVal(True)}
+    index = code.part(UNPACKED, "store INDEX + at + rank", given=filled, top=packed(a, i))
     yield Claim("CC-CROSS", "triton's packed keys order by weight, then by lower index",
                 Implies(And(positive, indices), above == first))
     yield Claim("CC-CROSS", "triton's packed keys give the index back",

@@ -27,7 +27,7 @@ from reference.policies.protections import SinkAndRecent
 from reference.policies.scorers import LayerScorer, with_window
 from reference.policies.selectors import top_units
 from spec.budget import Budget
-from spec.policy import LayerView, Needs, Observation, Policy, Scores
+from spec.policy import SEGMENT_END, LayerView, Needs, Observation, Policy, Scores
 from spec.retention import Granularity
 
 Kept = list[list[int]]
@@ -324,7 +324,7 @@ def observed(inputs: Inputs, readings: Set[str]) -> Kept:
         total = group_mean(accumulated_attention(view), len(view.k))
         return total / np.arange(inputs.n, 0, -1) if PER_QUERY in readings else total
 
-    host = replace(host, scorer=LayerScorer(host.scorer.needs, score))
+    host = replace(host, scorer=LayerScorer(host.scorer.needs, score), cadence=SEGMENT_END)
     if NO_RECENT in readings:
         host = replace(host, selector=top_units)
     return run(host, inputs, budget(inputs, readings))

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, QuantizedCache, StaticCache
 
-from models_integration import CustomPolicy, FullCache, RetainedCache, prefill
+from models_integration import FullCache, RetainedCache, prefill
 from models_integration.attention.capture import observing
 from models_integration.cache.dense_layer import DenseLayer
 from models_integration.model.architecture import describe
 from reference.policies import h2o, with_adaptive_budgets
-from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 from tests.models_integration.session.families import METHODS, VOCABULARY, at_once, build, greedy, prompt
@@ -379,9 +378,8 @@ def test_a_policy_goes_on_from_its_own_records_only(name: str, spoil: Act) -> No
 
 
 def test_steps_need_equal_shares() -> None:
-    model, chosen = build("llama"), CustomPolicy(with_adaptive_budgets(h2o()), parse_budget(0.3))
-    with chosen(model), torch.no_grad(), pytest.raises(SpecError, match="all kept sets must have the same number"):
-        model(input_ids=prompt(PROMPT))
+    with pytest.raises(SpecError, match="needs equal shares, but the budgets Adaptive"):
+        with_adaptive_budgets(h2o())
 
 
 def test_a_window_above_the_budget_or_a_budget_above_the_prompt_is_served() -> None:
