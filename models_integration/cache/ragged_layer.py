@@ -211,11 +211,10 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
             return self
         if self.turned is None or not self.turned.is_valid(self.layout.kept, self.numbering):
             self.turned = self._turned_keys(self.numbering)
-        turned, keys = self.turned, self.keys
-        if turned.keys is None:
+        turned = self.turned
+        if turned.keys is None or self.keys is None:
             return self
-        assert keys is not None
-        view = copy(self)
+        view, keys = copy(self), self.keys
         view.keys, view.numbering = keys.index_copy(0, self._slots(turned.widths).to(keys.device), turned.keys), None
         return view
 
@@ -236,8 +235,7 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
     def held(self, row: int, heads: slice) -> tuple[Tensor, Tensor]:
         """Return keys and values (heads, stored, d) of KV heads with equally many tokens, as views if possible."""
         layer = self.attended()
-        as_one = rectangle(layer)
-        if as_one is not None:
+        if (as_one := rectangle(layer)) is not None:
             return as_one[0][row, heads], as_one[1][row, heads]
         own = layer.segments()[row * self.heads : (row + 1) * self.heads][heads]
         return torch.cat([keys[0] for keys, _ in own]), torch.cat([values[0] for _, values in own])
