@@ -35,7 +35,7 @@ CHUNK = 2**20
 
 # Only these plugins are loaded: other plugins could reorder tests, change random numbers or write files. The cache
 # provider of pytest is off, because it stores files.
-PLUGINS = ["_hypothesis_pytestplugin", "conformance.plugin", "conformance.verify.outcomes", "no:cacheprovider"]
+PLUGINS = ["_hypothesis_pytestplugin", "conformance.plugin", "conformance.verify.recording", "no:cacheprovider"]
 WHOLE = ["-o", "verbosity_assertions=2"]
 """Option of pytest for complete assertion messages.
 
@@ -105,7 +105,7 @@ def selected(request: Request) -> int:
 
 
 def judged(request: Request, log: Path) -> list[dict[str, Any]]:
-    """Run the suite with pytest, and return the lines that the recorder of `outcomes.py` wrote.
+    """Run the suite with pytest, and return the lines that the recorder of `recording.py` wrote.
 
     The lines come through a socket that only pytest inherits, because pytest starts the engine of a command. The engine
     could rename a file, and could open the end of a pipe in /proc. A socket has no name.

@@ -23,7 +23,7 @@ from conformance.checks.refusals import SubjectFailure, boundary, guarded, refus
 from conformance.paths import ROOT
 from conformance.policy_suite import test_promises
 from conformance.verify import outcomes
-from conformance.verify.outcomes import failure
+from conformance.verify.recording import failure
 from reference.backend import BACKEND
 from reference.policies import policy_from_score
 from spec.errors import SpecError

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from conformance.paths import SPEC
 from conformance.verify import __main__ as verify_main
 from conformance.verify import certificate as certificate_module
-from conformance.verify import outcomes
+from conformance.verify import outcomes, recording
 from conformance.verify.certificate import GREEN, RED, YELLOW, badge, certificate, write, written
 from conformance.verify.outcomes import Verdicts, verdicts_of
 from conformance.verify.page import headline, junit, markdown, page, summary
@@ -80,7 +80,7 @@ def test_the_tests_of_an_item_run_before_those_of_what_is_composed_of_it(request
         items.append(pytest.Function.from_parent(request.node.parent, name=f"test_{names}", callobj=judged))
         items[-1].add_marker(pytest.mark.spec(*names.split()))
     vars(items[-1])["fixturenames"] = ["compiled"]
-    outcomes.pytest_collection_modifyitems(items)
+    recording.pytest_collection_modifyitems(items)
     assert [item.name.removeprefix("test_") for item in items] == [*about[-2:1:-1], "", "CC-PREFILL", about[-1]]
 
 
