@@ -150,7 +150,7 @@ def check_rule(positions: object) -> None:
 
 
 # Numbering before a prompt, by decoder.
-_FOUND: WeakKeyDictionary[nn.Module, Numbering] = WeakKeyDictionary()
+_NUMBERINGS: WeakKeyDictionary[nn.Module, Numbering] = WeakKeyDictionary()
 
 
 def numbering_of(model: PreTrainedModel, architecture: Architecture) -> Numbering:
@@ -160,9 +160,9 @@ def numbering_of(model: PreTrainedModel, architecture: Architecture) -> Numberin
         SpecError: if keys of the model cannot be turned, or the frequencies depend on the length of the text.
     """
     decoder = architecture.decoder
-    if decoder not in _FOUND:
-        _FOUND[decoder] = _recognised(model, architecture)
-    return _FOUND[decoder]
+    if decoder not in _NUMBERINGS:
+        _NUMBERINGS[decoder] = _recognised(model, architecture)
+    return _NUMBERINGS[decoder]
 
 
 def _recognised(model: PreTrainedModel, architecture: Architecture) -> Numbering:

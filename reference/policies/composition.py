@@ -1,4 +1,4 @@
-"""Policies from text: `policy_from_text` makes a policy from its text, and `text_of` writes the text of a policy."""
+"""Composed policies: the parts that a text can name, and the policy of a parsed text."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -37,6 +37,7 @@ __all__ = [
 Constants = Mapping[str, Any]
 
 DIVERSE = "diverse-"
+"""Prefix of the name of a policy with set-conditioned selection. The prefix adds the constants in DIVERSITY."""
 DATA = frozenset({"W_o", "backend", "calibration", "factor", "inv_freq", "sentence_ends", "served", "template"})
 """Constants without text. They come from the model, the tokenizer, a file or the caller."""
 WHOLE = frozenset({"crystalcache"})

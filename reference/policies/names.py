@@ -10,7 +10,7 @@ from pkgutil import iter_modules
 from typing import Any
 
 from reference import policies
-from reference.policies.composition import constants_from_text
+from reference.policies.composition import DIVERSE, DIVERSITY, constants_from_text
 from reference.policies.grammar import Composition, is_composition, parse_composition
 from reference.policies.named import REGISTERED, NamedPolicy
 from reference.policies.texts import policy_from_text
@@ -57,10 +57,8 @@ def _with_twins(part: Any, backend: Backend) -> Any:
 
 ENTRY_POINTS = "kvspec.policies"
 
-DIVERSE = "diverse-"
-"""Prefix of the name of a policy with set-conditioned selection. The prefix adds the constants in _DIVERSITY."""
 
-_DIVERSITY = frozenset({"diversity", "signature", "rule", "backend"})
+_DIVERSITY = frozenset({*DIVERSITY, "backend"})
 
 _RULES = ("alpha", "variant_b")
 """Selectors of the paper Set-Conditioned Diversity: the proposed selector, and a rejected variant."""
@@ -165,8 +163,7 @@ def _composition(text: str, argument: str = "name") -> Composition:
 
 def _defaults(name: str) -> Mapping[str, Any]:
     """Return defaults of the constants that a name adds to the constants of the maker function."""
-    diverse = {"diversity": 0.5, "signature": "flat", "rule": _RULES[0]} if name.startswith(DIVERSE) else {}
-    return diverse | ({} if name in _FIRST else {BACKEND: "numpy"})
+    return {**(DIVERSITY if name.startswith(DIVERSE) else {})} | ({} if name in _FIRST else {BACKEND: "numpy"})
 
 
 def split_name(name: str, argument: str = "name") -> tuple[str, dict[str, Any]]:
