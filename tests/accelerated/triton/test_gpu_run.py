@@ -144,7 +144,7 @@ def test_figures_say_whether_they_meet_their_goal() -> None:
 
 def test_each_command_of_the_page_fits_in_ten_minutes_and_together_they_are_the_run() -> None:
     page = (ROOT / "docs" / "results" / "gpu.md").read_text(encoding="utf-8")
-    runs = [parts.split(",") for parts in re.findall(r"conformance\.measure\.gpu --parts (\S+)", page)]
+    runs = [parts.split(",") for parts in re.findall(r"lab\.measure\.gpu --parts (\S+)", page)]
     assert [part for parts in runs for part in parts] == list(command.LIMITS)
     assert all(sum(command.LIMITS[part] for part in parts) < 600 - 40 for parts in runs)
     assert set(FULL.lengths) == set(speed.GOALS)
