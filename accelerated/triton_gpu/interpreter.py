@@ -16,6 +16,7 @@ def patch_once() -> None:
     Later replacements in the same launch would have no effect, so the results are unchanged. The patch saves a third of
     the interpreter's time. If a version of Triton keeps no record of the replacements, nothing is patched.
     """
+    # Triton 3.9 calls `_patch_lang` for each call of a device function, and restores only the record of the launch.
     if not hasattr(interpreter, "_LangPatchScope"):
         return
     patch, patched = interpreter._patch_lang, set[Any]()

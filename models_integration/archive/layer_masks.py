@@ -62,6 +62,7 @@ def layer_masks(model: PreTrainedModel, cache: RetainedCache) -> Iterator[None]:
             undo.enter_context(cache.in_context())
             owners = cache_owners(model.config.get_text_config(decoder=True))
             for index, module in attention_modules(text).items():
+                # A model of transformers 5.24 passes one mask to all its full-attention layers.
                 own_mask = _masked(cache, owners[index])
                 undo.callback(module.register_forward_pre_hook(own_mask, with_kwargs=True).remove)
         yield

@@ -160,7 +160,8 @@ def retained_mask(stock: MaskFunction) -> MaskFunction:
         pattern = by_position(
             mask_function, kv_offset.rows, q_offset, q_length, kv_length, attention_mask, options.get("device", "cpu")
         )
-        # Queries are numbered from 0 here, so the test of `stock` for a plain causal mask would give a wrong result.
+        # Queries are numbered from 0 here, so the test of `stock` for a plain causal mask would give a wrong result
+        # (transformers 5.24 leaves out the mask if the test succeeds).
         options["allow_is_causal_skip"] = False
         return stock(**sizes, mask_function=pattern, **options)
 
@@ -230,6 +231,7 @@ def _of_heads(
     module: nn.Module, first: int, stop: int, options: Mapping[str, Any],
 ) -> tuple[nn.Module, Mapping[str, Any]]:
     """Return module and options for the query heads from first to stop. If the model has sinks, each head has one."""
+    # The eager attention of GPT-OSS reads the sinks of the module, not the option `s_aux` (transformers 5.24).
     sinks = getattr(module, "sinks", None)
     if not isinstance(sinks, Tensor):
         return module, options

@@ -255,7 +255,7 @@ def observing(
     config = architecture.config
     stock = attention_of(config)
     ours = _register(stock)
-    # The public setter would also write to sub-configs.
+    # The public setter would also write to sub-configs, whose attention kvspec does not observe (transformers 5.24).
     replace_attention(config, ours)
     try:
         for index in layers:
@@ -299,7 +299,7 @@ def _register(stock: str) -> str:
     ours = f"{OURS}{stock}"
     if ours not in ALL_ATTENTION_FUNCTIONS:
         AttentionInterface.register(ours, untraced(_observed(stock)))
-        # Without a registered mask function, attention under a new name has no mask, and gives wrong results.
+        # transformers 5.24 makes no mask for a name that has no mask function, and the results would be wrong.
         AttentionMaskInterface.register(ours, untraced(retained_mask(ALL_MASK_ATTENTION_FUNCTIONS[stock])))
     return ours
 
@@ -321,9 +321,11 @@ def _observed(stock: str) -> AttentionFunction:
         if isinstance(attention_mask, LayerMasks):
             assert layer is not None
             attention_mask = attention_mask.of(layer.rows, layer.stored_length, layer.get_seq_length())
+        # Models with an indexer pass its choice as an option if the name is neither "eager" nor "sdpa" (5.24).
         chosen = options.pop("indices", None)
         if chosen is not None:
             attention_mask = chosen_alone(cast(Tensor, attention_mask), chosen)
+        # If few logits are requested, Gemma 4 passes only the last queries to layers that share keys (5.24).
         if attention_mask is None and getattr(module, "is_kv_shared_layer", False):
             attention_mask = _causal_mask(query, key)
         if watcher is None:
@@ -376,6 +378,7 @@ def flash_attention(
     if not plain or kernel is None or torch.is_autocast_enabled(query.device.type):
         return None
     grouped = query.shape[1] != key.shape[1]
+    # torch 2.13 has no public function that returns the kernel of a call.
     chosen = torch._fused_sdp_choice(query, key, value, None, 0.0, True, scale=scaling, enable_gqa=grouped)
     if chosen != SDPBackend.FLASH_ATTENTION.value or not _exact(query):
         return None

@@ -367,6 +367,7 @@ def on_host(tensor: Tensor | None) -> Any:
 
 def drop_tensors(layer: Any) -> None:
     """Remove the keys and values of a layer, so that the layer is uninitialised."""
-    # In some releases of transformers, `reset` of a layer zeroes the tensors and keeps the length.
+    # `CacheLayerMixin.reset` zeroes the tensors of an initialised layer in place (transformers 5.24). Caches may share
+    # tensors, so the tensors are removed instead.
     layer.keys = layer.values = layer.turned = None
     layer.is_initialized = False

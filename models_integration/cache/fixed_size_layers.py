@@ -119,7 +119,8 @@ def _minimax_cache() -> type:
 
 @cache
 def _of_minimax(kind: type[Any]) -> type[Any]:
-    """Return a cache class that is also a subclass of MiniMax's cache class. The model accepts no other class."""
+    """Return a cache class that is also a subclass of MiniMax's cache class."""
+    # `forward` of MiniMax raises ValueError for any other class (transformers 5.21 to 5.24).
     return type(kind.__name__, (kind, _minimax_cache()), {})
 
 

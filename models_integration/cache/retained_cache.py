@@ -337,7 +337,7 @@ class RetainedCache(StatefulCache):
     def reset(self) -> None:
         """Remove all tokens, so that the cache can be used for a new prompt."""
         for index, layer in enumerate(self.layers):
-            # The tensors are removed first. Caches may share tensors, and some releases zero the tensors in `reset`.
+            # Caches may share tensors, and `reset` of a recurrent layer zeroes its tensors (transformers 5.24).
             if is_recurrent(layer):
                 self.layers[index] = fresh_layer(layer)
                 continue

@@ -124,6 +124,7 @@ def _prepare(model: PreTrainedModel, files: dict[str, Path]) -> None:
                 "model", name, "has buffers that the files of the model do not contain; use `with policy(model)`"
             )
         elif own == "v_proj":
+            # `forward` of the instance is called instead of the class's (torch 2.13), and no value weight is read.
             vars(module)["forward"] = partial(_no_values, module)
         elif module._parameters:
             module.register_forward_pre_hook(partial(_fill, files, name))

@@ -128,6 +128,7 @@ def unwrapped(model: Any) -> PreTrainedModel:
     while not isinstance(inner, PreTrainedModel):
         base = getattr(inner, "get_base_model", None)
         if isinstance(getattr(inner, "_orig_mod", None), nn.Module):
+            # The module that `torch.compile` returns has no public name for the model (torch 2.13).
             inner = inner._orig_mod
         elif isinstance(inner, nn.Module) and callable(base):
             inner = base()
@@ -273,6 +274,7 @@ def restored_rotation(model: nn.Module) -> Iterator[None]:
     embeddings = [
         module for module in model.modules() if any(name.endswith("inv_freq") for name in module._buffers)
     ]
+    # transformers 5.24 registers a new buffer, or copies into the present one, so both are restored.
     found = [(module, dict(vars(module)), dict(module._buffers)) for module in embeddings]
     copies = [
         (buffer, buffer.clone(), _version(buffer)) for _, _, buffers in found for buffer in buffers.values()

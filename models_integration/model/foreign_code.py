@@ -21,7 +21,8 @@ TRUSTED = sys.stdlib_module_names | {"accelerate", "models_integration", "numpy"
 WATCHING = ("accelerate.", "models_integration.", "torch._dynamo.", "torch.distributed.", "transformers.")
 # Hooks of accelerate that only move values. (LayerwiseCastingHook computes in a different dtype.)
 MOVING = {"ModelHook", "SequentialHook", "AlignDevicesHook", "CpuOffload", "UserCpuOffloadHook"}
-# Attributes in which torch and accelerate store a method under a different name.
+# Attributes with a method under a different name: torch 2.13 stores `module.compile()` in the first, and accelerate
+# 1.15 stores the `forward` that it replaces in the second.
 KEPT_AS = {"_compiled_call_impl": "_call_impl", "_old_forward": "forward"}
 # Flag of a class that is written in Python or behaves like such a class.
 HEAP = 1 << 9
@@ -91,6 +92,7 @@ def is_own_method(module: nn.Module, name: str, value: Any) -> bool:
             return value.args == (module,)
         if home.startswith("accelerate."):
             return True
+        # torch.compile of a bound method returns a function of torch that has the method in this attribute (2.13).
         if home.startswith("torch._dynamo."):
             value = getattr(value, "_torchdynamo_orig_callable", value)
     method = getattr(type(module), KEPT_AS.get(name, name), None)
@@ -103,6 +105,7 @@ def check_hooks(model: nn.Module) -> None:
     Raises:
         SpecError: if a module has a hook from an untrusted package, because a name does not identify its values.
     """
+    # torch 2.13 has functions that add hooks to all modules, but none that lists the hooks.
     everywhere = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
     for hook in (hook for hooks in everywhere for hook in hooks.values()):
         _check_trusted(hook, "every module")
@@ -110,6 +113,7 @@ def check_hooks(model: nn.Module) -> None:
         where = name or type(model).__name__
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             _check_trusted(hook, where)
+        # accelerate 1.15 registers no hook: it replaces `forward`, and stores its hook in this attribute.
         moving = getattr(module, "_hf_hook", None)
         for hook in (moving, *getattr(moving, "hooks", ())):
             kind = type(hook)

@@ -29,6 +29,8 @@ def isolated_forward(architecture: Architecture) -> Iterator[None]:
     used = {device_of(architecture.decoder), *(one.device for one in architecture.decoder.parameters())}
     devices = {device for device in used if device.type == "cuda"}
     for module in modules:
+        # Only the caller of `register_forward_hook` has the handle that removes the hook (torch 2.13). `eval()` would
+        # also change submodules, so that each module's mode could not be restored.
         module._forward_pre_hooks, module._forward_hooks, module.training = OrderedDict(), OrderedDict(), False
     try:
         with (

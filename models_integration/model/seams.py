@@ -29,16 +29,19 @@ _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 def attention_of(config: PretrainedConfig) -> str:
     """Return the name of the attention function in a config."""
+    # Configs of transformers 5.24 have no public property for the name.
     return cast(str, config._attn_implementation)
 
 
 def choose_attention(config: PretrainedConfig, name: str) -> None:
     """Store the name of an attention function in a config and in its sub-configs."""
+    # `model.set_attn_implementation` needs a model. The identity of a model changes only copies of configs.
     config._attn_implementation = name
 
 
 def replace_attention(config: PretrainedConfig, name: str) -> None:
     """Store the name of an attention function in a config, but not in its sub-configs."""
+    # The setter of `_attn_implementation` writes to sub-configs too (transformers 5.21 to 5.24).
     config._attn_implementation_internal = name
 
 
@@ -56,6 +59,8 @@ def calls_of_generate(frame: FrameType | None = None) -> Iterator[Mapping[str, A
     Args:
         frame: innermost frame of the thread. None means the current thread.
     """
+    # transformers 5.24 passes no generation config to `forward`, and has no hook around `generate`. Forward passes
+    # therefore look in the frames. `generation_mode` is set after the checks of `generate`, and before a forward pass.
     frame = sys._getframe(1) if frame is None else frame
     while frame is not None:
         if frame.f_code is _GENERATE and frame.f_locals.get("generation_mode") is not None:

@@ -108,7 +108,7 @@ def check_call(*stated: Mapping[str, object]) -> None:
 
     for name, reason in _GENERATE.items():
         value = effective(name)
-        # Configs of Gemma on the hub contain "hybrid", which transformers ignores.
+        # Configs of Gemma on the hub contain "hybrid", which `generate` ignores as a default (transformers 5.24).
         if value is not None and value is not False and str(value) not in ("dynamic", "dynamic_full", "hybrid"):
             shown = value if isinstance(value, (int, str)) else type(value).__name__
             raise SpecError(name, shown, reason)
@@ -286,6 +286,7 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def hooked(decoder: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> Iterator[None]:
     """Call `before` before, and `after` after, each forward pass of a decoder, even if the forward pass fails."""
+    # `always_call` also calls the hook after a forward pass that raises (torch 2.6 to 2.13).
     handles = (
         decoder.register_forward_pre_hook(untraced(before), with_kwargs=True),
         decoder.register_forward_hook(untraced(after), always_call=True),
@@ -328,6 +329,7 @@ def replaced(module: nn.Module, name: str, value: object) -> Iterator[None]:
 @contextmanager
 def _copied_as(module: nn.Module, change: Callable[[State], State]) -> Iterator[None]:
     """Context manager: inside the block, copies and pickles of the module have `change(state)` instead of `state`."""
+    # `copy.deepcopy` and `pickle` call the `__getstate__` of the object, also if its dictionary has it (Python 3.11).
     own, getstate = vars(module), cast(Callable[[], State], module.__getstate__)
     had = {"__getstate__": getstate} if "__getstate__" in own else {}
 

@@ -277,6 +277,7 @@ def rehearse(
     rows = [rehearsal_chunks(ids, rehearsal) for ids in input_ids.numpy()]
     for parts in zip(*rows, strict=True):
         (start, stop, _), watcher = parts[0], _Watcher(cache)
+        # The attention function receives no hidden states (transformers 5.24), so a hook of the module reads them.
         hooks = [
             architecture.attention[layer].register_forward_pre_hook(watcher.reads(layer), with_kwargs=True)
             for layer in found

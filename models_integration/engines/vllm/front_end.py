@@ -53,6 +53,7 @@ def install() -> None:
 
 
 def _replace(owner: type, name: str, new: Callable[..., Any]) -> None:
+    # vLLM 0.32 has no option for these classes, so their methods are replaced in each process.
     own = getattr(owner, name)
 
     @wraps(own)

@@ -27,6 +27,7 @@ def register() -> None:
     """
     from vllm.engine.arg_utils import EngineArgs
 
+    # vLLM 0.32 calls a plugin without the configuration, and reads `additional_config` in this method.
     own = EngineArgs.create_engine_config
     if getattr(own, KEY, False):
         return

@@ -224,4 +224,5 @@ class EvictingWorker(Worker):
         super().init_device()
         kind = type(self.model_runner)
         assert issubclass(kind, GPUModelRunner)
+        # vLLM 0.32 has no option for the class of the model runner: `init_device` of the worker constructs it.
         self.model_runner.__class__ = type(f"Evicting{kind.__name__}", (_Evicting, kind), {})

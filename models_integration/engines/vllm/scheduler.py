@@ -111,6 +111,7 @@ class _Evicting:
 
     def _get_local_prefix_cache_hit(self, request: Any) -> Any:
         """Use a cached prefix up to the window whose queries the policy reads."""
+        # vLLM 0.32 schedules a waiting request from the end of this prefix on.
         blocks, tokens, *others = self._vllm._get_local_prefix_cache_hit(request)
         plan, size = self._plans.get(request.request_id), self._manager.block_size
         if plan is not None and tokens > (most := plan.reusable_blocks(size)) * size:
@@ -120,6 +121,7 @@ class _Evicting:
 
     def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
         """End a step at each decision. A held request gets no tokens."""
+        # vLLM 0.32 calls this method for running and for waiting requests, before it allocates their blocks.
         tokens: int = self._vllm._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         plan = self._plans.get(request.request_id)
         if request.request_id in self._held:

@@ -136,6 +136,7 @@ def only_manager(scheduler: Any, kind: type) -> Any:
 
 def preempt(scheduler: Any, request: Any) -> None:
     """Preempt a request that is no longer in the list of running requests."""
+    # vLLM 0.32 preempts a request only if a step lacks blocks, or all requests. Here a compaction lacks blocks.
     scheduler._preempt_request(request, time.monotonic())
 
 
@@ -207,6 +208,7 @@ def rotary_frequencies(model: Any, layer: Any) -> tuple[Any, float]:
         raise SpecError("model", layer.layer_name, "must rotate the two halves of a whole head")
     if type(rotary).__name__ != "RotaryEmbedding":
         raise SpecError("model", type(rotary).__name__, "scales rotary frequencies; kvspec reads unscaled frequencies")
+    # A layer of vLLM 0.32 stores cosines and sines, but no frequencies.
     return rotary._compute_inv_freq(rotary.base).double().cpu().numpy(), 1.0
 
 
