@@ -133,7 +133,8 @@ def check_name(name: str, argument: str = "name") -> str:
         raise SpecError(argument, name if isinstance(name, (int, float)) else kind, f"must be text; {made}")
     if is_composition(name):
         return str(_composition(name, argument))
-    if name in NAMES or name in entry_points(group=ENTRY_POINTS).names:
+    # `module:ATTRIBUTE` names no entry point, and a search for entry points opens a file of each installed package.
+    if name in NAMES or (":" not in name and name in entry_points(group=ENTRY_POINTS).names):
         return name
     if (known := _CANONICAL.get(_bare(name))) is not None:
         return known
