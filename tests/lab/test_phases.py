@@ -4,6 +4,8 @@ import re
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -64,3 +66,24 @@ def test_the_newest_patch_of_each_other_python_is_found(tmp_path: Path, monkeypa
         (tmp_path / "versions" / name / "bin/python").touch()
     newest = {name: str(tmp_path / f"versions/{name}.10/bin/python") for name in noxfile.PYTHONS if name != own}
     assert noxfile.other_pythons() == newest
+
+
+@pytest.mark.parametrize(("machine", "flags", "lacking"), [("aarch64", "avx2", "aarch64"), ("x86_64", "sse2", "AVX2")])
+def test_a_machine_on_which_vllm_does_not_run_passes_and_says_so(
+    machine: str, flags: str, lacking: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Skipped(Exception):
+        """Exception with which nox ends a session that is skipped."""
+
+    class Session:
+        def skip(self, text: str) -> None:
+            raise Skipped(text)
+
+    (tmp_path / "cpuinfo").write_text(f"flags\t: fpu {flags}\n", encoding="utf-8")
+    monkeypatch.setattr(noxfile, "PROCESSOR", tmp_path / "cpuinfo")
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setattr("sys.version_info", SimpleNamespace(major=3, minor=11))
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    session: Any = Session()
+    with pytest.raises(Skipped, match=f"was not tested: .*{lacking}"):
+        noxfile.vllm_python(session)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-SECONDS, AT_NIGHT = 240, 2400
+SECONDS, AT_NIGHT = 900, 2400
 
 
 @pytest.fixture(autouse=True)
