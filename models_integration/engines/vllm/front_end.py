@@ -2,32 +2,17 @@
 
 import inspect
 import json
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from functools import wraps
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 
 from prometheus_client import Counter
-from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
-from vllm.v1.engine.output_processor import RequestState
 
 from models_integration.engines.vllm.arguments import KEY
-from models_integration.engines.vllm.seams import check_methods
+from models_integration.engines.vllm.seams import replace_front_end
 from models_integration.engines.vllm.statement import Statement
 from spec.witness import FORMAT
 
 __all__ = ["install"]
-
-REPLACED: Mapping[tuple[type, str], tuple[str, ...]] = {
-    (RequestState, "make_request_output"): (
-        "new_token_ids", "pooling_output", "finish_reason", "stop_reason", "kv_transfer_params",
-    ),
-    (RequestState, "_new_completion_output"): ("token_ids", "finish_reason", "stop_reason"),
-    (OpenAIServingCompletion, "request_output_to_completion_response"): ("final_res_batch",),
-    (OpenAIServingCompletion, "completion_stream_generator"): ("request", "engine_inputs", "result_generator"),
-    (OpenAIServingChat, "chat_completion_stream_generator"): ("request", "result_generator"),
-}
-"""Methods that `install` replaces, with the first parameters (vLLM 0.32)."""
 
 SEEN = Counter("kvspec_seen_tokens", "Prompt and answer tokens of finished requests.")
 KEPT = Counter("kvspec_kept_tokens", "Prompt and answer tokens of finished requests that were not evicted.")
@@ -41,27 +26,11 @@ def install() -> None:
     Raises:
         SpecError: if the installed vLLM has other methods.
     """
-    if hasattr(RequestState.make_request_output, KEY):
-        return
-    check_methods(REPLACED)
-    _replace(RequestState, "make_request_output", _make_request_output)
-    _replace(RequestState, "_new_completion_output", _new_completion_output)
-    _replace(OpenAIServingCompletion, "request_output_to_completion_response", _completion_response)
-    for owner, name in ((OpenAIServingCompletion, "completion_stream_generator"),
-                        (OpenAIServingChat, "chat_completion_stream_generator")):
-        _replace(owner, name, _stream)
-
-
-def _replace(owner: type, name: str, new: Callable[..., Any]) -> None:
-    # vLLM 0.32 has no option for these classes, so their methods are replaced in each process.
-    own = getattr(owner, name)
-
-    @wraps(own)
-    def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return new(own, self, *args, **kwargs)
-
-    setattr(replaced, KEY, True)
-    setattr(owner, name, replaced)
+    replace_front_end({
+        "make_request_output": _make_request_output, "_new_completion_output": _new_completion_output,
+        "request_output_to_completion_response": _completion_response,
+        "completion_stream_generator": _stream, "chat_completion_stream_generator": _stream,
+    })
 
 
 def _make_request_output(

@@ -11,6 +11,9 @@ from spec.errors import SpecError
 
 __all__ = ["learned"]
 
+_FACTOR = 1.0
+"""Attention factor of rotary frequencies that are not scaled. `rotary_frequencies` refuses all others."""
+
 
 def learned(model: Any, layers: Sequence[Any], asked: RequestPolicy) -> Mapping[str, Any]:
     """Return the constants of the model that the policy of a request needs.
@@ -28,8 +31,8 @@ def learned(model: Any, layers: Sequence[Any], asked: RequestPolicy) -> Mapping[
     """
     make: Mapping[str, Callable[[], Any]] = {
         "W_o": lambda: {index: output_projection(model, layer) for index, layer in enumerate(layers)},
-        "inv_freq": lambda: rotary_frequencies(model, layers[0])[0],
-        "factor": lambda: rotary_frequencies(model, layers[0])[1],
+        "inv_freq": lambda: rotary_frequencies(model, layers[0]),
+        "factor": lambda: _FACTOR,
         "served": lambda: _served(model, layers, asked),
     }
     return {name: make[name]() for name in names.constants_of_model(asked.name)}
@@ -40,4 +43,4 @@ def _served(model: Any, layers: Sequence[Any], asked: RequestPolicy) -> Identity
     if tuple(calibration.layers) != tuple(range(len(layers))):
         reason = f"has statistics of the layers {calibration.layers}, and the model has {len(layers)} layers"
         raise SpecError("calibration", calibration.identity.model, reason)
-    return Identity(calibration.identity.model, *rotary_frequencies(model, layers[0]))
+    return Identity(calibration.identity.model, rotary_frequencies(model, layers[0]), _FACTOR)

@@ -1,6 +1,5 @@
 """Cache manager that gives evicted requests fewer blocks, and never hashes a block of an evicted request."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -93,10 +92,4 @@ def evicting_spec(spec: Any) -> Any:
     return EvictingSpec(**{one.name: getattr(spec, one.name) for one in fields(spec) if one.init})
 
 
-def _register(kinds: Sequence[Any] = (FullAttentionSpec,)) -> None:
-    registry = spec_registry()
-    for kind in kinds:
-        registry.register(EvictingSpec, manager_class=EvictingManager, uniform_type_base_spec=kind)
-
-
-_register()
+spec_registry().register(EvictingSpec, manager_class=EvictingManager, uniform_type_base_spec=FullAttentionSpec)

@@ -1,16 +1,21 @@
 """Check of a request's policy in vLLM's front end, which answers HTTP 400 with the message of the error."""
 
+import os
+from functools import lru_cache
 from typing import Any
 
-from models_integration.engines.vllm.arguments import KEY
-from models_integration.engines.vllm.plugin import check_request
-from models_integration.engines.vllm.seams import LogitsProcessor
+from models_integration.engines.vllm.arguments import KEY, Settings, parse_request
+from models_integration.engines.vllm.plugin import VARIABLE
+from models_integration.engines.vllm.seams import AdapterLogitsProcessor
 from spec.errors import BackendUnavailable
 
 __all__ = ["PolicyParameters"]
 
 
-class PolicyParameters(LogitsProcessor):
+_read = lru_cache(maxsize=1)(Settings.read)
+
+
+class PolicyParameters(AdapterLogitsProcessor):
     """Logits processor that changes no logits. vLLM calls `validate_params` before a request reaches the engine."""
 
     @classmethod
@@ -21,20 +26,13 @@ class PolicyParameters(LogitsProcessor):
             ValueError: if the policy, the budget or a constant is invalid, or not allowed by the server.
         """
         try:
-            check_request((sampling_params.extra_args or {}).get(KEY))
+            parse_request((sampling_params.extra_args or {}).get(KEY), _read(os.environ.get(VARIABLE, "{}")))
         except (ValueError, BackendUnavailable) as error:
             raise ValueError(f"kvspec: {error}") from error
-
-    def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
-        pass
-
-    def apply(self, logits: Any) -> Any:
-        """Return the logits unchanged."""
-        return logits
 
     def is_argmax_invariant(self) -> bool:
         """Return True, so that greedy requests skip the processor."""
         return True
 
-    def update_state(self, batch_update: Any) -> None:
-        """Ignore changes of the batch."""
+    def new_req_logits_processor(self, params: Any) -> None:
+        """Return None: no request has a function for its logits."""

@@ -4,13 +4,12 @@
 """
 
 import os
-from functools import lru_cache
 from typing import Any
 
-from models_integration.engines.vllm.arguments import KEY, Settings, parse_request
+from models_integration.engines.vllm.arguments import KEY, Settings
 from spec.errors import SpecError
 
-__all__ = ["register"]
+__all__ = ["VARIABLE", "register"]
 
 _HOME = "models_integration.engines.vllm"
 WORKER = f"{_HOME}.runner.EvictingWorker"
@@ -25,6 +24,9 @@ def register() -> None:
 
     vLLM calls this function in each process (entry point group `vllm.general_plugins`).
     """
+    # Not in `seams`, which imports the worker: vLLM 0.32 loads plugins in `EngineArgs.__post_init__`, for every model.
+    # The method `create_engine_config` is the first place with all arguments, and the last before vLLM decides about
+    # the worker and asynchronous scheduling.
     from vllm.engine.arg_utils import EngineArgs
 
     # vLLM 0.32 calls a plugin without the configuration, and reads `additional_config` in this method.
@@ -63,17 +65,3 @@ def _chosen(engine: Any, own: Any, settings: Settings, args: Any, kwargs: Any) -
     # vLLM decides about asynchronous scheduling inside, so the class of the scheduler is chosen after that.
     config.scheduler_config.scheduler_cls = SCHEDULERS[bool(config.scheduler_config.async_scheduling)]
     return config
-
-
-@lru_cache(maxsize=1)
-def _settings(text: str) -> Settings:
-    return Settings.read(text)
-
-
-def check_request(given: Any) -> None:
-    """Check the arguments of a request in the front end.
-
-    Raises:
-        SpecError: if the arguments are invalid, or not allowed by the server.
-    """
-    parse_request(given, _settings(os.environ.get(VARIABLE, "{}")))

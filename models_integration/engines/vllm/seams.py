@@ -1,6 +1,7 @@
-"""Names of vLLM that are not public, the versions that have them, and the configurations that kvspec does not serve.
+"""Imports from vLLM, the methods that kvspec overrides or replaces, and the configurations that kvspec does not serve.
 
-The methods that kvspec overrides are in OVERRIDDEN. All other private names are used in this module alone.
+Only this module and `plugin.register` import vLLM. Private names of vLLM are used in this module alone. All names are
+those of vLLM 0.32. Other versions are refused, because vLLM calls none of these interfaces stable.
 """
 
 import inspect
@@ -8,6 +9,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -19,9 +21,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
-from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from models_integration.engines.vllm.arguments import KEY
 from models_integration.engines.vllm.selection import LayerFacts
 from spec.errors import SpecError
 
@@ -31,33 +34,81 @@ else:
     from vllm.v1.worker.gpu_worker import Worker
 
 __all__ = [
-    "AsyncScheduler", "FullAttentionManager", "FullAttentionSpec", "GPUModelRunner",
-    "LogitsProcessor", "Scheduler", "Worker", "attention_layers", "check_configuration", "check_layout",
-    "check_methods", "check_version", "layer_facts", "only_manager",
-    "output_projection", "preempt", "replace_block_table", "rotary_frequencies", "shift_lengths", "spec_registry",
-    "undrawn_chunks", "watch_queries",
+    "AdapterLogitsProcessor", "AsyncScheduler", "FullAttentionManager", "FullAttentionSpec", "GPUModelRunner",
+    "Scheduler", "Worker", "attention_layers", "check_configuration", "check_layout", "check_version", "layer_facts",
+    "only_manager", "output_projection", "preempt", "replace_block_table", "replace_front_end", "rotary_frequencies",
+    "shift_lengths", "spec_registry", "undrawn_chunks", "watch_queries",
 ]
 
 OLDEST, NEWEST = (0, 32), (0, 32)
 
-OVERRIDDEN: Mapping[tuple[type, str], tuple[str, ...]] = {
+Methods = Mapping[tuple[type, str], tuple[str, ...]]
+"""Methods, each with the first parameters."""
+
+OVERRIDDEN: Methods = {
+    # Plans, steps that end at a decision, and statements. vLLM has no hook for them in 0.32.
     (Scheduler, "add_request"): ("request",),
     (Scheduler, "schedule"): (),
     (Scheduler, "update_from_output"): ("scheduler_output", "model_runner_output"),
     (Scheduler, "_free_request"): ("request",),
+    # kvspec calls this method if every running request waits for blocks. Otherwise vLLM would wait forever.
     (Scheduler, "_preempt_request"): ("request", "timestamp"),
+    # 0.32 has this method for connectors. A cached prefix must end before the queries that the policy reads.
     (Scheduler, "_get_local_prefix_cache_hit"): ("request",),
+    # 0.32 has this method for drafters. It is the only place that shortens a step, for running and new requests.
     (Scheduler, "_reserve_prefill_lookahead"): ("request", "num_computed_tokens", "num_new_tokens"),
+    # These methods compute blocks from numbers of tokens, and an evicted request stores fewer.
     (FullAttentionManager, "get_num_blocks_to_allocate"): ("request_id", "num_tokens"),
     (FullAttentionManager, "allocate_new_blocks"): ("request_id", "num_tokens"),
     (FullAttentionManager, "cache_blocks"): ("request", "num_tokens"),
     (FullAttentionManager, "pop_blocks_for_free"): ("request_id",),
+    # The runner of 0.32 computes lengths and slots from positions, in `_prepare_inputs` alone.
     (GPUModelRunner, "get_kv_cache_spec"): (),
     (GPUModelRunner, "execute_model"): ("scheduler_output",),
     (GPUModelRunner, "sample_tokens"): ("grammar_output",),
     (GPUModelRunner, "_prepare_inputs"): ("scheduler_output", "num_scheduled_tokens"),
 }
-"""Methods that kvspec overrides or calls, with the first parameters."""
+"""Methods that kvspec overrides or calls."""
+
+
+def replace_front_end(new: Mapping[str, Callable[..., Any]]) -> None:
+    """Replace methods of vLLM's front end. Later calls do nothing.
+
+    vLLM 0.32 creates these objects itself, and has no hook for the content of an answer or of a stream.
+
+    Args:
+        new: functions by the name of the method. The first argument is vLLM's own method, the second is `self`.
+
+    Raises:
+        SpecError: if the installed vLLM has other methods.
+    """
+    # A worker process imports this module too, and needs no HTTP server.
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+    from vllm.v1.engine.output_processor import RequestState
+
+    replaced: Methods = {
+        (RequestState, "make_request_output"): (
+            "new_token_ids", "pooling_output", "finish_reason", "stop_reason", "kv_transfer_params",
+        ),
+        (RequestState, "_new_completion_output"): ("token_ids", "finish_reason", "stop_reason"),
+        (OpenAIServingCompletion, "request_output_to_completion_response"): ("final_res_batch",),
+        (OpenAIServingCompletion, "completion_stream_generator"): ("request", "engine_inputs", "result_generator"),
+        (OpenAIServingChat, "chat_completion_stream_generator"): ("request", "result_generator"),
+    }
+    if not hasattr(RequestState.make_request_output, KEY):
+        check_methods(replaced)
+        for owner, name in replaced:
+            setattr(owner, name, _around(getattr(owner, name), new[name]))
+
+
+def _around(own: Callable[..., Any], new: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(own)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return new(own, self, *args, **kwargs)
+
+    setattr(method, KEY, True)
+    return method
 
 
 def check_version() -> None:
@@ -73,7 +124,7 @@ def check_version() -> None:
     check_methods(OVERRIDDEN)
 
 
-def check_methods(methods: Mapping[tuple[type, str], tuple[str, ...]]) -> None:
+def check_methods(methods: Methods) -> None:
     """Check that the installed vLLM has methods with these first parameters.
 
     Raises:
@@ -142,6 +193,7 @@ def preempt(scheduler: Any, request: Any) -> None:
 
 def attention_layers(runner: Any) -> list[Any]:
     """Return the attention modules of the model, in the order of the layers."""
+    # Each attention module of vLLM 0.32 adds itself here, because compiled code calls it by name.
     context = runner.compilation_config.static_forward_context
     names = [name for group in runner.kv_cache_config.kv_cache_groups for name in group.layer_names]
     names.sort(key=lambda name: [int(part) for part in name.split(".") if part.isdigit()])
@@ -196,11 +248,11 @@ def output_projection(model: Any, layer: Any) -> Tensor:
     return found
 
 
-def rotary_frequencies(model: Any, layer: Any) -> tuple[Any, float]:
-    """Return the rotary frequencies (d / 2,) and the attention factor of a layer.
+def rotary_frequencies(model: Any, layer: Any) -> Any:
+    """Return the rotary frequencies (d / 2,) of a layer.
 
     Raises:
-        SpecError: if the layer does not rotate the two halves of a whole head.
+        SpecError: if the layer does not rotate the two halves of a whole head, or scales the frequencies.
     """
     block = model.get_submodule(layer.layer_name.rpartition(".")[0])
     rotary = getattr(block, "rotary_emb", None)
@@ -209,7 +261,7 @@ def rotary_frequencies(model: Any, layer: Any) -> tuple[Any, float]:
     if type(rotary).__name__ != "RotaryEmbedding":
         raise SpecError("model", type(rotary).__name__, "scales rotary frequencies; kvspec reads unscaled frequencies")
     # A layer of vLLM 0.32 stores cosines and sines, but no frequencies.
-    return rotary._compute_inv_freq(rotary.base).double().cpu().numpy(), 1.0
+    return rotary._compute_inv_freq(rotary.base).double().cpu().numpy()
 
 
 def check_layout(layer: Any, pages: Any) -> None:
@@ -243,6 +295,7 @@ def spec_registry() -> Any:
 
 def replace_block_table(runner: Any, request_id: str, blocks: Sequence[int]) -> None:
     """Replace the blocks of a running request in the runner's tables."""
+    # vLLM 0.32 only appends to the blocks of a running request.
     runner.requests[request_id].block_ids = (list(blocks),)
     row = runner.input_batch.req_id_to_index.get(request_id)
     if row is not None:
@@ -276,6 +329,7 @@ def shift_lengths(runner: Any, shifts: Any, counts: Any) -> None:
         shifts: number of evicted tokens of each row (NumPy).
         counts: number of tokens of each row in this step (NumPy).
     """
+    # vLLM 0.32 computes lengths and slots from positions, and has lengths on the device and on the host.
     rows, total = len(shifts), int(counts.sum())
     given = torch.from_numpy(shifts)
     runner.seq_lens[:rows] -= given.to(runner.seq_lens)

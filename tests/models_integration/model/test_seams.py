@@ -76,6 +76,21 @@ def test_no_other_module_uses_a_private_name_of_transformers() -> None:
     ]
 
 
+def test_vllm_is_imported_by_one_module() -> None:
+    """vLLM itself calls `plugin.register`, in processes in which nothing else of vLLM may be imported yet."""
+    at = {path.name: set(imports_of(path)) for path in VLLM_HOME.parent.glob("*.py") if path != VLLM_HOME}
+    assert {name: found for name, found in at.items() if found} == {"plugin.py": {"vllm.engine.arg_utils"}}
+    assert "vllm" in imports_of(VLLM_HOME)
+
+
+def imports_of(path: Path) -> list[str]:
+    """Return the modules of vLLM that a file imports."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    names = [one.name for node in nodes if isinstance(node, ast.Import) for one in node.names]
+    names += [str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)]
+    return [name for name in names if name.split(".")[0] == "vllm"]
+
+
 def test_the_installed_release_has_every_name() -> None:
     code = inspect.unwrap(GenerationMixin.generate).__code__
     assert set(seams.LOCALS) <= set(code.co_varnames)
