@@ -257,6 +257,14 @@ def test_a_fault_is_told_by_name(model: PreTrainedModel, name: str) -> None:
     assert any(words in one for one in outcome), outcome
 
 
+@pytest.mark.parametrize("budget", ["0.4", "305"])
+def test_a_server_that_stops_to_evict_does_not_keep_what_its_policy_keeps(model: PreTrainedModel, budget: str) -> None:
+    """TOVA evicts a token for each token of the answer, and the server evicts after the prompt alone."""
+    with serving(Evicting(model, "tova", budget)) as url:
+        actual = verdicts(Witness(model, Server.of(url, "tiny")), "shared prefixes")
+    assert all("must be evicted" in one for one in actual["policy"]), actual["policy"]
+
+
 @pytest.mark.parametrize(("fault", "expected"), [
     (Fault(), "passed"), (FAULTS["no eviction"][0], "nothing was evicted"),
 ])
