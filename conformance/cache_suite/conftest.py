@@ -30,11 +30,11 @@ def found_model(name: str) -> dict[str, str]:
     """
     from transformers import AutoConfig
 
-    from models_integration.model.published_weights import located
+    from models_integration.pocket import model_folder
     from spec.errors import SpecError
 
     try:
-        folder = str(located(name))
+        folder = str(model_folder(name))
         return {AutoConfig.from_pretrained(folder, local_files_only=True).model_type: folder}
     except SpecError as error:
         raise pytest.UsageError(str(error)) from error

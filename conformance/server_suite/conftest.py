@@ -25,10 +25,10 @@ def witness(request: pytest.FixtureRequest) -> Any:
 
     from conformance.server_suite.judge import Witness
     from conformance.witness.client import Server
-    from models_integration.model.published_weights import located
+    from models_integration.pocket import model_folder
 
     option = request.config.getoption
-    folder = str(located(option("--kvspec-model")))
+    folder = str(model_folder(option("--kvspec-model")))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     server = Server.of(option("--kvspec-server"), option("--kvspec-model"))
     dtype, seed = option("--kvspec-precision") or "float32", int(option("--hypothesis-seed", None) or 0)

@@ -19,12 +19,12 @@ from tqdm import tqdm
 
 from experiments.studies.evidence.rules import AT_PROMPT
 from experiments.studies.results import unit_named
-from experiments.studies.subject import AUTO, SHIPPED, Subject, model_errors, policy_in_rows
+from experiments.studies.subject import AUTO, Subject, model_errors, policy_in_rows
 from models_integration.cache.continuation import Decision
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import describe
 from models_integration.model.cache_argument import CACHE, cache_name
-from models_integration.model.published_weights import located
+from models_integration.pocket import model_folder
 from models_integration.policies.methods import CrystalCache, method_of
 from models_integration.policies.values import sentence_ends
 from models_integration.session.method import decide
@@ -77,7 +77,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
         if str(batch_size) != "1":
             raise SpecError("batch_size", batch_size, "must be 1, because each context keeps different tokens")
         with model_errors(pretrained):
-            super().__init__(pretrained=str(SHIPPED.get(pretrained) or located(pretrained)), batch_size=1, **given)
+            super().__init__(pretrained=str(model_folder(pretrained)), batch_size=1, **given)
         statistics = load_calibration(Path(calibration)) if calibration else None
         parse_budget(str(budget))
         ends = sentence_ends(self.tokenizer)

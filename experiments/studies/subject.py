@@ -18,7 +18,7 @@ from experiments.tasks import Sample
 from models_integration.model.architecture import check_positions
 from models_integration.model.identity import ModelIdentity, identify
 from models_integration.model.published_weights import WEIGHTS, located, read_gguf
-from models_integration.pocket import ASSETS, CHAT_ASSETS, load_pocket_tokenizer
+from models_integration.pocket import SHIPPED, load_pocket_tokenizer
 from models_integration.policies.methods import (
     CrystalCache,
     NamedPolicy,
@@ -39,7 +39,6 @@ __all__ = [
     "subject_of", "versioned",
 ]
 
-SHIPPED = {"pocket": ASSETS, "chat": CHAT_ASSETS}
 AUTO = "auto"
 _CONFIGS = ("config.json", "adapter_config.json")
 """Files of which a folder with a model has at least one."""

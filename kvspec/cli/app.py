@@ -168,7 +168,9 @@ def lm_eval(context: typer.Context) -> None:
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def serve(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model: a name or a folder that vLLM can load.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Model: pocket, chat, smollm2, or a name or folder for vLLM.")
+    ],
     policy: Annotated[
         str, typer.Option(help="Policy of requests that name no policy, such as snapkv or 'snapkv(W=16)'.")
     ],

@@ -18,8 +18,8 @@ from experiments.studies.subject import AUTO, DTYPES, SHIPPED, Loading, Subject,
 from kvspec.cli.checks import check_counts, read_prompt
 from models_integration.cache.atomic_file import publish_readable
 from models_integration.engines.keep import keep_and_count
-from models_integration.model.published_weights import WEIGHTS, located
-from models_integration.pocket import load_pocket_tokenizer
+from models_integration.model.published_weights import WEIGHTS
+from models_integration.pocket import load_pocket_tokenizer, model_folder
 from models_integration.policies.calibration import (
     calibrate,
     check_calibration_length,
@@ -65,7 +65,7 @@ def run_keep(prompt: Path, budget: str, policy: str, form: str, model: str, back
     check_choices("format", (form,), ("ranges", "json"))
     check_choices("dtype", (dtype,), DTYPES)
     spelled(policy)  # an unknown policy is an error before a model is read
-    folder, shipped = Path(SHIPPED.get(model) or located(model)), model in SHIPPED
+    folder, shipped = Path(model_folder(model)), model in SHIPPED
     with model_errors(model):
         tokenizer = load_pocket_tokenizer(folder) if shipped else AutoTokenizer.from_pretrained(folder)
         AutoConfig.from_pretrained(folder)

@@ -10,12 +10,14 @@ from typing import Any
 
 from models_integration.engines.vllm.arguments import KEY, Settings
 from models_integration.engines.vllm.plugin import register
+from models_integration.pocket import model_folder
 from models_integration.policies.methods import spelled
 from spec.errors import SpecError
 
 __all__ = ["run_serve", "server_settings"]
 
 _CONFIG = "--additional-config"
+_NAME = "--served-model-name"
 _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
@@ -44,22 +46,26 @@ def run_serve(model: str, settings: Settings, options: Sequence[str]) -> None:
     """Run vLLM's server in this process.
 
     Args:
-        model: name or folder of the model.
+        model: name or folder of the model. A name of kvspec, such as smollm2, is also the name in the server.
         settings: settings of the server.
         options: options of `vllm serve`.
 
     Raises:
-        SpecError: if vLLM is not installed, or if an option of vLLM conflicts with kvspec.
+        SpecError: if vLLM is not installed, if an option of vLLM conflicts with kvspec, or if the model is not
+            downloaded.
     """
     if find_spec("vllm") is None:
         raise SpecError("vllm", None, "is not installed; install vLLM 0.32 for your device in this environment")
-    for option in options:
-        if option.split("=")[0] in (_CONFIG, "--scheduler-cls", "--worker-cls"):
-            raise SpecError(option.split("=")[0], option, "is set by kvspec serve; leave this option out")
+    names = [option.split("=")[0] for option in options]
+    for name, option in zip(names, options, strict=True):
+        if name in (_CONFIG, "--scheduler-cls", "--worker-cls"):
+            raise SpecError(name, option, "is set by kvspec serve; leave this option out")
+    folder = str(model_folder(model))
     os.environ.setdefault(_RUNNER, "0")  # kvspec was tested with vLLM's first model runner alone
     from vllm.entrypoints.cli.main import main
 
     register()
     config = json.dumps({KEY: json.loads(settings.text())})
-    sys.argv = ["vllm", "serve", model, _CONFIG, config, *options]
+    named = [] if folder == model or _NAME in names else [_NAME, model]
+    sys.argv = ["vllm", "serve", folder, _CONFIG, config, *named, *options]
     main()

@@ -5,12 +5,25 @@ from pathlib import Path
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-__all__ = ["ASSETS", "CHAT_ASSETS", "load_pocket", "load_pocket_tokenizer"]
+from models_integration.model.published_weights import located
+
+__all__ = ["ASSETS", "CHAT_ASSETS", "SHIPPED", "load_pocket", "load_pocket_tokenizer", "model_folder"]
 
 ASSETS = Path(__file__).parent / "assets"
 """Folder of the pocket model."""
 CHAT_ASSETS = Path(__file__).parent / "chat_assets"
 """Folder of the chat model, which was also trained on conversations."""
+SHIPPED = {"pocket": ASSETS, "chat": CHAT_ASSETS}
+"""Folders of the models in the package, by name."""
+
+
+def model_folder(model: str) -> str | Path:
+    """Return the argument of `from_pretrained`: the folder of a model that kvspec has, or for other names `model`.
+
+    Raises:
+        SpecError: if `model` is the name of a model that is not downloaded yet.
+    """
+    return SHIPPED.get(model) or located(model)
 
 
 def load_pocket_tokenizer(folder: Path = ASSETS) -> PreTrainedTokenizerFast:

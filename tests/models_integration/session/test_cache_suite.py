@@ -38,6 +38,7 @@ from conformance.cache_suite.test_eviction import NEW
 from conformance.checks.refusals import SubjectFailure
 from conformance.paths import ROOT, SPEC
 from conformance.verify import __main__ as verify_main
+from models_integration.pocket import ASSETS
 from models_integration.session.verbs import after_eviction
 
 pytestmark = [pytest.mark.law("the-proof-has-teeth"), pytest.mark.usefixtures("one_thread")]
@@ -424,3 +425,4 @@ def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
     for name in ("absent", str(tmp_path)):
         with pytest.raises(pytest.UsageError, match=f"^model = '{name}': must be a model on this machine: .*$"):
             found_model(name)
+    assert found_model("pocket") == {"llama": str(ASSETS)}

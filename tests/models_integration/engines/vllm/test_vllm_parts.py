@@ -1,6 +1,8 @@
 """Parts of the vLLM integration that need no vLLM: arguments, plans, pages, statements and decisions."""
 
 import json
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
@@ -12,12 +14,14 @@ from hypothesis import strategies as st
 
 from conformance.paths import SPEC
 from conformance.witness.statement import parse_statement
+from kvspec.cli import serve
 from kvspec.cli.serve import run_serve, server_settings
 from models_integration.engines.vllm.arguments import Settings, parse_request
 from models_integration.engines.vllm.pages import LAYOUTS, Pages
 from models_integration.engines.vllm.plan import Plan
 from models_integration.engines.vllm.selection import Decider, LayerFacts
 from models_integration.engines.vllm.statement import MOST_RANGES, Statement, eviction
+from models_integration.pocket import ASSETS
 from spec.errors import SpecError
 from spec.retention import Granularity
 
@@ -213,3 +217,18 @@ def test_the_command_refuses_before_vllm_starts() -> None:
     assert settings.default == {"policy": "snapkv", "budget": "0.3", "W": 16}
     with pytest.raises(SpecError, match=r"vllm|--scheduler-cls"):
         run_serve("model", settings, ["--scheduler-cls", "mine"])
+
+
+def test_a_model_of_kvspec_has_the_same_name_in_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    main = SimpleNamespace(main=lambda: started.append(sys.argv))
+    monkeypatch.setitem(sys.modules, "vllm.entrypoints.cli.main", main)
+    monkeypatch.setattr(serve, "find_spec", lambda name: name)
+    monkeypatch.setattr(serve, "register", lambda: None)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    for options in (["--port", "1"], ["--served-model-name=mine"]):
+        run_serve("pocket", DEFAULT, options)
+    assert [one[2] for one in started] == [str(ASSETS)] * 2
+    assert started[0][5:] == ["--served-model-name", "pocket", "--port", "1"]
+    assert started[1][5:] == ["--served-model-name=mine"]
