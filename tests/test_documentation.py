@@ -293,6 +293,8 @@ def options(words: Sequence[str]) -> set[str]:
     if words[0] == "lm-eval":  # This is a separate command line: nox -s lab -- extra lm-eval runs one.
         return set(words)
     command, _ = found_command(words)
+    if command.context_settings.get("ignore_unknown_options"):  # kvspec serve accepts all options of vllm serve.
+        return set(words)
     return {option for parameter in command.params for option in parameter.opts}
 
 
