@@ -112,8 +112,6 @@ LAB = {
                         ["lab.vector_writer", "--package"]),
     "simulate": ("run thousands of random programs on sessions and the archive; `--hypothesis-seed 7` repeats a run",
                  ["pytest", "--kvspec-profile", "nightly", "--hypothesis-show-statistics", *MACHINES]),
-    "bench": ("measure how fast the stages are, relative to each other; takes some minutes on an idle machine",
-              ["pytest", "-p", "no:xdist", "-s", "-o", "python_files=bench_*.py", "lab/measure/benchmarks"]),
 }
 PARTS: dict[str, Callable[[nox.Session, list[str]], None]] = {}  # of `lab`, what takes more than a command
 

@@ -20,13 +20,15 @@ from numba.core.caching import IndexDataCacheFile
 from accelerated.numba_cpu import coattention as s1
 from accelerated.numba_cpu import kernels
 from accelerated.numba_cpu.compiled import Files, digest_of
+from accelerated.numba_cpu.diversity import diverse
 from accelerated.numba_cpu.nestedkv import anomalies, measured
 from conformance.checks import stage_checks
 from conformance.oracles import s1 as oracle
 from conformance.paths import ROOT
 from conformance.plugin import sparingly
 from conformance.strategies.prompts import AttentionInputs, attention_inputs, hot_sets, later_segments
-from lab.measure.benchmarks.data import first_layer
+from lab.measure.first_layer import first_layer
+from reference.diversity import unit_rows
 from spec.parameters import PAPER
 from spec.records import CoAttention
 
@@ -140,6 +142,20 @@ def peak_of(q: Array, k: Array) -> tuple[CoAttention, int]:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     return actual, peak
+
+
+@compiled
+@pytest.mark.spec("DV-GREEDY")
+def test_diverse_selection_makes_no_square_array() -> None:
+    """Check that the memory besides the inputs is less than a thirtieth of the n x n cosines."""
+    n, rng = 2048, np.random.default_rng(1)
+    arguments = rng.standard_normal(n), unit_rows(rng.standard_normal((n, 32))), np.zeros(n, dtype=np.bool_), 64, 0.5
+    diverse(*arguments)
+    tracemalloc.start()
+    diverse(*arguments)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert 0 < peak < 8 * n * n / 30
 
 
 @pytest.mark.judges("numba")

@@ -13,7 +13,7 @@ import triton.language as tl
 from accelerated.triton_gpu import kernels
 from accelerated.triton_gpu.backend import BACKEND
 from accelerated.triton_gpu.device import default_device
-from lab.measure.benchmarks.data import ARCHETYPES, direction, torch_s1, zipf_tokens
+from lab.measure.first_layer import ARCHETYPES, direction, torch_s1, zipf_tokens
 from lab.measure.gpu.measure import Report, Table, Watch, median_ms, peak_bytes, say, synchronize
 from lab.measure.gpu.models import Scale, Subject
 from spec.backend import resolve
@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 def first_layer(scale: Scale, n: int, kind: str) -> tuple[Tensor, Tensor]:
     """Return q (H, n, d) and k (H_kv, n, d) after rotation, "mixed" or "peaky".
 
-    The statistics are those of `benchmarks.data.first_layer`.
+    The statistics are those of `lab.measure.first_layer`.
     """
     H, H_kv, d, dtype = scale.H, scale.H_kv, scale.d, getattr(torch, scale.dtype)
     torch.manual_seed(n)

@@ -1,4 +1,4 @@
-"""Inputs of a first layer for benchmarks of S1, and S1 in NumPy and in eager PyTorch for comparison."""
+"""Inputs like those of a first layer, and S1 in eager PyTorch for comparison."""
 
 from typing import Any
 
@@ -69,48 +69,7 @@ def direction(archetype: str, tokens: NDArray[np.int64], d: int, rng: np.random.
     return rows, keys
 
 
-def edges_like(n: int, share: float, k: int, rng: np.random.Generator, reach: int) -> tuple[NDArray[np.int64], Floats]:
-    """Return neighbour arrays (n, k) with this share of their places filled, up to `reach` tokens away."""
-    offset = rng.integers(-reach, reach + 1, (n, k))
-    index = np.arange(n)[:, None] + offset
-    good = (rng.random((n, k)) < share) & (offset != 0) & (index >= 0) & (index < n)
-    weight = rng.uniform(0.31, 1, (n, k)).astype(np.float32)
-    return np.where(good, index, -1), np.where(good, weight, np.float32(0))
-
-
 C, K_INTRA, K_CROSS = 1024, 8, 4
-TAU_INTRA, TAU_CROSS = np.float32(0.3), np.float32(0.02)
-
-
-def _best(weights: Floats, k: int, tau: np.float32) -> tuple[NDArray[np.int64], Floats]:
-    """Return the k largest weights of each row by partition, sorted. Ties are in any order."""
-    k = min(k, weights.shape[1])
-    index = np.argpartition(weights, -k, axis=1)[:, -k:]
-    value = np.take_along_axis(weights, index, axis=1)
-    order = np.argsort(-value, axis=1, kind="stable")
-    index, value = np.take_along_axis(index, order, axis=1), np.take_along_axis(value, order, axis=1)
-    return np.where(value > tau, index, -1), value
-
-
-def numpy_s1(q: Floats, k: Floats) -> list[Any]:
-    """Run S1 in chunks of 1024 with BLAS products and partitions. Buffers are reused in place."""
-    H, n, d = q.shape
-    group, result = H // len(k), []
-    for c in range(0, n, C):
-        stop = min(n, c + C)
-        rows = q[:, c:stop].reshape(len(k), group * (stop - c), d) * np.float32(d**-0.5)
-        S = np.matmul(rows, k[:, :stop].transpose(0, 2, 1)).reshape(H, stop - c, stop)
-        S[:, :, c:][:, np.triu(np.ones((stop - c, stop - c), np.bool_), 1)] = -np.inf
-        S -= S.max(axis=2, keepdims=True)
-        np.exp(S, out=S)
-        S /= S.sum(axis=2, keepdims=True)
-        salience = np.sort(S[:, :, c:].sum(axis=1), axis=0)[-3:].sum(axis=0).clip(0.1, 20)
-        A = S.mean(axis=0)
-        own = A[:, c:] / (np.linalg.norm(A[:, c:], axis=1, keepdims=True) + np.float32(1e-8))
-        cosine = own @ own.T
-        np.fill_diagonal(cosine, -1)
-        result.append((salience, _best(cosine, K_INTRA, TAU_INTRA), _best(A[:, :c], K_CROSS, TAU_CROSS) if c else None))
-    return result
 
 
 def torch_s1(q: Any, k: Any) -> list[Any]:
