@@ -26,16 +26,13 @@ from typing import Any
 
 import numpy as np
 
+from conformance.engine.values import CLASSES
 from spec.backend import FAMILIES, Backend
-from spec.decode import LiveTrunks
 from spec.errors import SpecError
-from spec.policy import Selection
-from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
 
 Array = np.ndarray[Any, Any]
 Stage = Callable[..., Any]
 
-RECORDS = (CoAttention, Trunks, TrunkGraph, Dissolution, LiveTrunks, Selection)
 # One call of TWICE is made twice, and one of TOGETHER with another thread inside. One call of LOOKED compares the state
 # of the process before and after the call.
 TWICE, TOGETHER, LOOKED = 16, 64, 16
@@ -272,7 +269,7 @@ def _members(record: Any) -> list[Any] | None:
     """Return the values of a record or tuple, or None for any other object."""
     if isinstance(record, tuple):
         return [*record]
-    if type(record) in RECORDS:
+    if type(record) in CLASSES.values():
         return [*vars(record).values()]
     return None
 

@@ -13,16 +13,16 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args, get_type_hints
 
 from conformance.checks.vector_checks import BOUNDED
-from conformance.engine import ops
 from conformance.engine.methods import SHARED, method_ops
 from conformance.engine.ops import OPS, RECORDS
+from conformance.engine.values import CLASSES
 from conformance.paths import ROOT, SPEC
 from conformance.vectors import files
 from conformance.vectors.codec import STATE, is_compact
-from spec import backend, decode, policy, records
+from spec.backend import Backend
 from spec.errors import SpecError
 from spec.parameters import ESSAY, NESTEDKV, PAPER, TINY, CrystalCacheParameters, NestedKVParameters
 from spec.parameters import crystalcache as crystal_module
@@ -205,18 +205,13 @@ def says(thing: object) -> str:
     return " ".join((inspect.getdoc(thing) or "").partition("Raises:")[0].split()).replace("|", r"\|")
 
 
-FAMILIES = {
-    "crystal": backend.CrystalStages, "breath": backend.BreathStages, "diversity": backend.DiversityStages,
-    "nestedkv": backend.NestedKVStages, "policies": backend.PolicyStages,
-}
-
-
 def asked() -> str:
     """Return the table of the operations that an engine must answer."""
-    rows = []
+    kinds, rows = get_type_hints(Backend), []
     for op, row in OPS.items():
         family, _, stage = op.partition(".")
-        rows.append([f"`{op}`", typed(row.arguments), row.result, says(getattr(FAMILIES[family], stage))])
+        stages, *_ = get_args(kinds[family])
+        rows.append([f"`{op}`", typed(row.arguments), row.result, says(getattr(stages, stage))])
     return table(["Operation", "Arguments", "Result", "What"], rows)
 
 
@@ -228,9 +223,7 @@ def shared() -> str:
 
 def members() -> str:
     """Return the table of the records in the protocol."""
-    homes = (records, decode, policy, ops)
-    classes = {name: getattr(home, name) for home in homes for name in RECORDS if hasattr(home, name)}
-    rows = [[name, typed(row), says(classes[name])] for name, row in RECORDS.items()]
+    rows = [[name, typed(row), says(CLASSES[name])] for name, row in RECORDS.items()]
     return table(["Record", "Members", "What"], rows)
 
 

@@ -25,13 +25,13 @@ from conformance.vectors.subject import STAGES
 from lab.policy_vectors import POLICY_ITEMS, Result, kept
 from lab.vector_writer.brute_force import Operation
 from lab.vector_writer.expected import OPERATIONS
-from reference import directions, diversity, policies, positions, statistics
+from reference import directions, diversity, policies, statistics
 from reference import nestedkv as nk
 from reference.backend import BACKEND
 from reference.calibration import Calibration, Identity
 from reference.crystalcache import activation, coverage, graph, impact, live, prefill, tail, trunks
 from reference.crystalcache.crystallization import crystallization
-from reference.injection import diagnostics, fusion, quantisers, splicing, wrappers
+from reference.injection import diagnostics, fusion, quantisers, wrappers
 from reference.policies.diversity import TowardMean
 from reference.statistics import Interval
 from reference.triattention import distance_score, joined, z_scores
@@ -217,7 +217,6 @@ PLAIN_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     "NK-NESTEDKV": lambda i: kept(i, policies.nestedkv(nestedkv_parameters(i))),
     "NK-ABLATIONS": ablations,
     "DV-COSINE": unit_cosines,
-    "DV-SIGNATURE": lambda i: {"signatures": diversity.signatures([floats(v) for v in i["values"]], i["mode"])},
     "DV-POLICY": lambda i: kept(i, policies.diverse(policies.knorm(), i["lam"], i["mode"])),
     "DV-VARIANT-B": variant_b,
     "TA-CALIBRATION": rope,
@@ -228,29 +227,14 @@ PLAIN_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     "IN-ARMS": region,
     "IN-MARKER": lambda i: {"id": wrappers.marker_id(wrappers.Marker(i["marker"]), words(i))},
     "IN-WRAP": wrapped,
-    "IN-SLICES": lambda i: {
-        "chunks": [list(chunk) for chunk in wrappers.slices(i["ids"], frozenset(i["ends"]), i["size"])]
-    },
     "IN-FUSE": fused,
-    "IN-WILSON": lambda i: {"interval": list(statistics.wilson(i["correct"], i["n"], i["confidence"]))},
     "IN-BOOTSTRAP": lambda i: resampled(
         statistics.bootstrap(floats(i["differences"]), integers(i["drawn"]), i["confidence"])
     ),
     "IN-CLUSTER-BOOTSTRAP": lambda i: resampled(statistics.cluster_bootstrap(
         floats(i["differences"]), integers(i["clusters"]), integers(i["drawn"]), i["confidence"]
     )),
-    "IN-BASELINES": lambda i: {
-        name: list(value) if isinstance(value, tuple) else value for name, value in vars(splicing.held(**i)).items()
-    },
-    "POS-KEPT": lambda i: named(
-        ["positions", "following"], positions.kept_positions([*map(integers, i["kept"])], i["seen"])
-    ),
-    "POS-RENUMBERED": lambda i: named(
-        ["positions", "following"],
-        positions.renumbered_positions([*map(integers, i["kept"])], i["seen"], i["base"]),
-    ),
     "IN-KEY-COSINE": lambda i: named(["raw", "unrotated"], cosines(i)),
-    "IN-BANDS": lambda i: {name: list(band) for name, band in diagnostics.bands(i["depth"]).items()},
 }
 """Items without CrystalCache parameters."""
 

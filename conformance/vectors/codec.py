@@ -188,8 +188,15 @@ def read(kind: Any, name: str, i: Json, p: CrystalCacheParameters) -> Any:
     value = i[name] if name in i else getattr(p, name)
     if kind is Budget:
         return parse_budget(value)
+    return converted(kind, value)
+
+
+def converted(kind: Any, value: Json) -> Any:
+    """Return a value with the type of an annotation: an array, a set, a tuple, or a list of them."""
     if get_origin(kind) in (frozenset, tuple):
         return get_origin(kind)(value)
+    if get_origin(kind) is Sequence:
+        return [converted(get_args(kind)[0], one) for one in value]
     kinds: Any = next((one.dtypes for one in (kind, *get_args(kind)) if hasattr(one, "dtypes")), ())
     return np.array(value, dtype="float64" if "float64" in kinds else kinds[0]) if kinds else value
 
@@ -209,7 +216,9 @@ def call(function: Callable[..., Any], i: Json, p: CrystalCacheParameters, **giv
 
 
 def results(result: Any, names: Sequence[str] = ()) -> Mapping[str, Any]:
-    """Return the result of a function by the names of a vector's results. A record keeps its field names."""
+    """Return the result of a function by the names of a vector's results. A record or a mapping keeps its names."""
+    if isinstance(result, Mapping):
+        return result
     if isinstance(result, DecodeState):
         return fields_of(result)
     if not names:

@@ -126,8 +126,7 @@ def direct(oracle: str, gives: str, reference: str = "", items: Sequence[str] = 
         gives: names of the results, separated by spaces.
     """
     def run(i: Json, p: CrystalCacheParameters) -> Results:
-        result = call(resolve_name(oracle), i, p)
-        return result if isinstance(result, Mapping) else results(result, gives.split())
+        return results(call(resolve_name(oracle), i, p), gives.split())
 
     return Operation(oracle, run, items, reference, gives.split())
 

@@ -84,6 +84,7 @@ def kept(i: Json) -> Json:
 
 DIRECT = {
     "DV-GREEDY": ("diversity.diverse", "kept"), "DV-SCHEDULE": ("policies.scheduled", "budgets"),
+    "DV-SIGNATURE": ("diversity.signatures", "signatures"),
     "TA-STATISTICS": ("triattention.band_statistics", "mean magnitude"),
 }
 """Function of the reference that is called with the inputs as keyword arguments, and the names of its results."""

@@ -118,7 +118,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "IN-ARMS": of(HERE + "quantised_region", region),
     "IN-MARKER": of(HERE + "wrapped", lambda i: {"id": i["ids"][i["texts"].index(i["marker"])][0]}),
     "IN-WRAP": of(HERE + "wrapped", wrapped),
-    "IN-SLICES": direct(HERE + "cuts", "chunks"),
+    "IN-SLICES": direct(HERE + "cuts", "chunks", "injection.wrappers.slices"),
     "IN-FUSE": of(HERE + "fused", fused),
     "IN-MCNEMAR": of(
         COUNTED + "mcnemar", lambda i: {"p": float(statistics.mcnemar(i["b"], i["c"]))}, "statistics.mcnemar", ["p"],
@@ -127,16 +127,18 @@ OPERATIONS: Mapping[str, Operation] = {
         COUNTED + "wilson",
         lambda i: {"interval": statistics.wilson(
             i["correct"], i["n"], NormalDist().inv_cdf(0.5 + i["confidence"] / 2)
-        )},
+        )}, "statistics.wilson", ["interval"],
     ),
     "IN-BOOTSTRAP": of(COUNTED + "bootstrap", lambda i: resampled(statistics.bootstrap(**i))),
     "IN-CLUSTER-BOOTSTRAP": of(
         COUNTED + "cluster_bootstrap", lambda i: resampled(statistics.cluster_bootstrap(**i)),
     ),
     "IN-PLACES": direct(HERE + "placed", "positions following", SPLICING + "placed"),
-    "IN-BASELINES": direct(HERE + "held", ""),
-    "POS-KEPT": direct(PLACES + "kept_positions", "positions following"),
-    "POS-RENUMBERED": direct(PLACES + "renumbered_positions", "positions following"),
+    "IN-BASELINES": direct(HERE + "held", "", SPLICING + "held"),
+    "POS-KEPT": direct(PLACES + "kept_positions", "positions following", "positions.kept_positions"),
+    "POS-RENUMBERED": direct(
+        PLACES + "renumbered_positions", "positions following", "positions.renumbered_positions",
+    ),
     "POS-BASE": direct(PLACES + "base_of_stream", "base", "positions.base_of_stream"),
     "POS-TURN": direct(PLACES + "turn_keys", "turned", "positions.turn_keys"),
     "IN-LEGOLINK": direct(HERE + "first_tokens", "positions", SPLICING + "first_tokens"),
@@ -153,7 +155,7 @@ OPERATIONS: Mapping[str, Operation] = {
         ]}, "injection.diagnostics.sink_mass", ["mass"],
     ),
     "IN-KEY-COSINE": of(HERE + "cosines", cosines),
-    "IN-BANDS": direct(HERE + "bands", ""),
+    "IN-BANDS": direct(HERE + "bands", "", "injection.diagnostics.bands"),
     "IN-POWER": of(
         COUNTED + "power", lambda i: {"power": float(statistics.power(**fractions(i)))}, "statistics.mcnemar_power",
         ["power"],

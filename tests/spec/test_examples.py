@@ -101,8 +101,8 @@ OWN: dict[str, Callable[[Json], object]] = {
 FUNCTIONS = {
     "CC-COATTENTION": "crystalcache.coattention.coattention", "CC-INTERFACE": "crystalcache.trunks.interface",
     "CC-TRUNKS": "crystalcache.trunks.trunk_offsets", "CC-DISSOLVE": "crystalcache.dissolution.dissolve",
-    "IN-SLICES": "injection.wrappers.slices", "IN-FUSE": "injection.fusion.fused", "IN-WILSON": "statistics.wilson",
-    "IN-BOOTSTRAP": "statistics.bootstrap", "IN-CLUSTER-BOOTSTRAP": "statistics.cluster_bootstrap",
+    "IN-FUSE": "injection.fusion.fused", "IN-BOOTSTRAP": "statistics.bootstrap",
+    "IN-CLUSTER-BOOTSTRAP": "statistics.cluster_bootstrap",
     **{name: one.reference for name, one in OPERATIONS.items() if one.reference},
 }
 """Functions of the reference. Examples give their arguments by name or in order."""
