@@ -17,6 +17,7 @@ FORMS: dict[str, tuple[list[tuple[bool, str]], list[tuple[bool, str]], int]] = {
     "opening": (SYSTEM + USER, [], 0), "closing": ([(False, "user\n")], END, 0), "role": ([(False, "user\n")], [], 0),
     "markers": ([(True, "<|im_start|>"), (False, "\n")], END, 0),
     "markers_phi3": ([(True, "<|end|>")], [(True, "<|end|>")], 0),
+    "markers_deepseek": ([(True, "<｜User｜>"), (False, "\n")], [(True, "<｜end▁of▁sentence｜>")], 0),
 }
 ARMS = {
     "kivi": ("all", 0, 0), "selective_per_head": ("all", 4, 4), "lower_half_per_head": ("lower", 0, 0),

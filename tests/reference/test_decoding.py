@@ -45,8 +45,12 @@ def one_head(layer: oracle.Layer, g: int, live: list[int], seen: int) -> oracle.
 Simulate = Callable[[oracle.Layer, int, int], list[list[int]]]
 
 
-def h2o(layer: oracle.Layer, g: int, B: int) -> list[list[int]]:
-    """Return H2O's sets, from sums in a table by position. The newest half of B is kept."""
+def h2o(layer: oracle.Layer, g: int, B: int, sinks: int = 0, weigh: bool = False) -> list[list[int]]:
+    """Return H2O's sets, from sums in a table by position. The sinks and the newest half of B are kept.
+
+    A choice of VATP weighs the sums with the values.
+    """
+    size = [sum(map(abs, value)) if weigh else 1.0 for value in layer["v"][g]]
     sums: dict[int, float] = {}
     live: list[int] = []
     history = []
@@ -57,9 +61,9 @@ def h2o(layer: oracle.Layer, g: int, B: int) -> list[list[int]]:
             for p, w in zip(live, oracle.weights({**head, "q": [q]}, 0, q[seen - 1], len(live)), strict=True):
                 sums[p] = sums.get(p, 0.0) + w
         if seen >= PROMPT:
-            newest = live[max(0, len(live) - B // 2) :]
-            heavy = sorted((p for p in live if p not in newest), key=lambda p: (-sums[p], p))
-            live = sorted([*newest, *heavy[: B - len(newest)]])
+            held = {*range(sinks), *live[max(0, len(live) - B // 2) :]}
+            heavy = sorted((p for p in live if p not in held), key=lambda p: (-sums[p] * size[p], p))
+            live = sorted([*held, *heavy[: B - len(held)]])
             history.append(live)
     return history
 

@@ -23,12 +23,14 @@ from lab.item_vectors import ITEMS
 from lab.oracles import injection as oracle
 from lab.vector_writer.brute_force import encoded
 from lab.vector_writer.expected import OPERATIONS
+from lab.vector_writer.expected_injection import ARMS as HALVES
+from lab.vector_writer.expected_injection import FORMS
 from reference.injection.quantisers import SCHEMES
 from reference.injection.splicing import ARMS
 from reference.statistics import draws
 from reference.triattention import band_statistics
 from spec.parameters import PAPER, CrystalCacheParameters
-from tests.reference.test_injection import attentions, keys, tensors
+from tests.reference.test_injection import WORDS, attentions, keys, tensors
 
 pytestmark = pytest.mark.usefixtures("reference_items")
 
@@ -279,6 +281,11 @@ CASES = [
         x=tensors().map(plain), scheme=st.sampled_from(sorted(SCHEMES)), bits=st.sampled_from([2, 4, 8]),
     )),
     Case("IN-CODES", made(stepped, x=tensors(), bits=st.sampled_from([2, 4, 8]))),
+    Case("IN-ARMS", of(arm=st.sampled_from(sorted(HALVES)), layers=st.integers(1, 9), tokens=st.integers(0, 20))),
+    Case("IN-WRAP", of(
+        form=st.sampled_from(sorted(FORMS)), chunk=st.lists(st.integers(20, 99), min_size=1, max_size=9),
+        texts=st.just([*WORDS]), ids=st.just([*WORDS.values()]),
+    )),
     Case("IN-SLICES", of(
         ids=st.lists(st.integers(0, 5), max_size=40), size=st.integers(1, 9),
         ends=st.lists(st.integers(0, 5), max_size=2, unique=True),

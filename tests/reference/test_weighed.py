@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from hypothesis import strategies as st
 
 from conformance.methods import cake as cake_oracle
 from conformance.methods import kvzip, weighed
-from conformance.methods import policies as oracle
 from conformance.methods.brute import KERNEL, REHEARSED, SINK, W, plain, rehearsed
 from conformance.methods.snapkv import snapkv as brute_snapkv
 from conformance.plugin import sparingly
@@ -20,7 +20,7 @@ from conformance.strategies.numbers import Numbers, seeds
 from conformance.strategies.policy_inputs import Inputs, calibrated, drawn, identity, observation
 from conformance.tolerances import scores_agree
 from lab.item_vectors import ITEMS
-from lab.policy_cases import PROMPT, STEPS, decoded, long
+from lab.policy_cases import decoded, long
 from reference import policies
 from reference.calibration import load_calibration, save_calibration
 from reference.policies.attention import observed_attention
@@ -33,6 +33,7 @@ from spec.budget import Budget
 from spec.errors import SpecError
 from spec.parameters import PAPER
 from spec.policy import LayerView, Observation, Policy, Scores
+from tests.reference.test_decoding import by_head, h2o
 
 pytestmark = pytest.mark.usefixtures("reference_items")
 
@@ -51,34 +52,12 @@ def test_a_weighed_score_lies_within_its_bound(seed: int) -> None:
     assert all(scores_agree(got, want) for got, want in zip(rows, brute, strict=True))
 
 
-def stepwise(layer: oracle.Layer, g: int, B: int) -> list[list[int]]:
-    """Return H2O's sets from sums by position. A choice weighs the sums, and sinks and the newest half are kept."""
-    G = len(layer["q"]) // len(layer["k"])
-    size = [sum(map(abs, value)) for value in layer["v"][g]]
-    sums: dict[int, float] = {}
-    live: list[int] = []
-    history = []
-    for seen in range(1, PROMPT + STEPS + 1):
-        live = [*live, seen - 1]
-        head = {**layer, "k": [[layer["k"][g][p] for p in live]]}
-        for q in layer["q"][g * G : (g + 1) * G]:
-            for p, w in zip(live, oracle.weights({**head, "q": [q]}, 0, q[seen - 1], len(live)), strict=True):
-                sums[p] = sums.get(p, 0.0) + w
-        if seen >= PROMPT:
-            held = {*range(SINK), *live[max(0, len(live) - B // 2) :]}
-            others = sorted((p for p in live if p not in held), key=lambda p: (-sums[p] * size[p], p))
-            live = sorted([*held, *others[: B - len(held)]])
-            history.append(live)
-    return history
-
-
 @pytest.mark.spec("PO-VATP")
 @sparingly
 @given(seed=seeds, B=st.integers(2 * SINK, 12))
 def test_sums_are_weighed_in_each_step_and_kept_without(seed: int, B: int) -> None:
-    inputs = long(seed)
-    runs = [stepwise(plain(view), g, B) for view in inputs.layers for g in range(inputs.H_kv)]
-    assert decoded(policies.vatp(SINK), inputs, B) == [list(step) for step in zip(*runs, strict=True)]
+    expected = by_head(long(seed), B, partial(h2o, sinks=SINK, weigh=True))
+    assert decoded(policies.vatp(SINK), long(seed), B) == expected
 
 
 @pytest.mark.spec("PO-CRITICALKV")
