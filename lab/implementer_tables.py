@@ -22,6 +22,7 @@ from conformance.engine.values import CLASSES
 from conformance.paths import ROOT, SPEC
 from conformance.vectors import files
 from conformance.vectors.codec import STATE, is_compact
+from spec import backend
 from spec.backend import Backend
 from spec.errors import SpecError
 from spec.parameters import ESSAY, NESTEDKV, PAPER, TINY, CrystalCacheParameters, NestedKVParameters
@@ -205,13 +206,16 @@ def says(thing: object) -> str:
     return " ".join((inspect.getdoc(thing) or "").partition("Raises:")[0].split()).replace("|", r"\|")
 
 
+FAMILIES: Mapping[str, Any] = {name: get_args(get_type_hints(Backend)[name])[0] for name in backend.FAMILIES}
+"""Protocols of the stages, by family."""
+
+
 def asked() -> str:
     """Return the table of the operations that an engine must answer."""
-    kinds, rows = get_type_hints(Backend), []
+    rows = []
     for op, row in OPS.items():
         family, _, stage = op.partition(".")
-        stages, *_ = get_args(kinds[family])
-        rows.append([f"`{op}`", typed(row.arguments), row.result, says(getattr(stages, stage))])
+        rows.append([f"`{op}`", typed(row.arguments), row.result, says(getattr(FAMILIES[family], stage))])
     return table(["Operation", "Arguments", "Result", "What"], rows)
 
 

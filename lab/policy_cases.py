@@ -158,10 +158,6 @@ def sets(result: Retention) -> Live:
     return [result.group(g).tolist() for g in range(result.groups)]
 
 
-def kept_of(policy: Policy, inputs: Inputs, live: Live, budget: Budget) -> Live:
-    return sets(turned(policy, inputs, live, budget))
-
-
 def after_records(policy: Policy, inputs: Inputs, budget: Budget) -> tuple[Live, Live, Live]:
     """Return the live positions after a prompt, and those after a turn from the retention and from the records."""
     groups = groups_of(policy, inputs)

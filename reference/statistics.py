@@ -12,7 +12,7 @@ from spec.arrays import Float64, Int64, IntMatrix, IntVector, Vector
 from spec.errors import SpecError
 
 __all__ = [
-    "Interval", "bootstrap", "cluster_bootstrap", "draws", "holm", "mcnemar", "mcnemar_mid_p", "mcnemar_power",
+    "Interval", "bootstrap", "cluster_bootstrap", "draws", "holm", "mcnemar", "mcnemar_power",
     "ratio_bootstrap", "sign_flip", "stratified_draws", "wilson",
 ]
 
@@ -40,21 +40,6 @@ def mcnemar(b: int, c: int) -> float:
             raise SpecError(name, count, "must be a count of at least 0")
     tail = sum(math.comb(b + c, k) for k in range(min(b, c) + 1))
     return float(min(Fraction(1), Fraction(2 * tail, 2 ** (b + c))))
-
-
-def mcnemar_mid_p(b: int, c: int) -> float:
-    """Return the mid-p value of McNemar's test. Only half the probability of the observed outcome is counted.
-
-    McNemar's mid-p test is less conservative than McNemar's exact test.
-
-    Source: Fagerland, Lydersen and Laake 2013, "The McNemar test for binary matched-pairs data".
-
-    Raises:
-        SpecError: for a negative count.
-    """
-    exact = Fraction(mcnemar(b, c))
-    seen = Fraction(math.comb(b + c, b), 2 ** (b + c))
-    return float(exact - seen) if b != c else float(1 - seen / 2)
 
 
 def holm(p: Mapping[str, float]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-__all__ = ["fused", "recall"]
+__all__ = ["fused"]
 
 
 def fused(rankings: Sequence[Sequence[str]], k: int = 60) -> list[tuple[str, float]]:
@@ -19,8 +19,3 @@ def fused(rankings: Sequence[Sequence[str]], k: int = 60) -> list[tuple[str, flo
         for rank, chunk in enumerate(dict.fromkeys(ranking), start=1):
             scores[chunk] = scores.get(chunk, 0.0) + 1 / (k + rank)
     return sorted(scores.items(), key=lambda pair: (-round(pair[1], 12), pair[0]))
-
-
-def recall(ranking: Sequence[str], truth: str, k: int) -> bool:
-    """Return True if the true chunk is among the ranking's first k chunks (r@1, r@3, r@5). Source: Section 3.11."""
-    return truth in ranking[:k]

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from itertools import combinations, product
+from itertools import product
 from statistics import fmean
 
 import numpy as np
@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from conformance import tolerances
 from conformance.paths import SPEC
 from reference.confirmation import BONFERRONI, Cell, branch_of, choose_lambda, paired_difference, split_of
-from reference.injection.fusion import fused, recall
+from reference.injection.fusion import fused
 from reference.statistics import (
     bootstrap,
     cluster_bootstrap,
     draws,
     mcnemar,
-    mcnemar_mid_p,
     mcnemar_power,
     ratio_bootstrap,
     sign_flip,
@@ -122,11 +121,6 @@ def test_the_constant_of_fusion_is_sixty() -> None:
 
 
 @pytest.mark.law("figures-are-counted-right")
-def test_recall_counts_the_first_k() -> None:
-    assert [recall(["b", "a", "c"], "a", k) for k in (1, 2, 3)] == [False, True, True]
-
-
-@pytest.mark.law("figures-are-counted-right")
 def test_sign_flips_are_those_of_scipy() -> None:
     scipy_stats = pytest.importorskip("scipy.stats")
     for seed in range(5):
@@ -158,16 +152,6 @@ def test_ratio_bootstrap_by_hand() -> None:
     actual = ratio_bootstrap(above, below, clusters, drawn, 0.5)
     assert actual[:2] == (ratios[1], ratios[2])
     assert actual.positive == 1.0
-
-
-@pytest.mark.law("figures-are-counted-right")
-def test_mid_p_is_the_middle_of_the_exact_tail() -> None:
-    for b, c in combinations(range(8), 2):
-        each = [math.comb(b + c, k) / 2 ** (b + c) for k in range(b + c + 1)]
-        as_rare = [one for k, one in enumerate(each) if min(k, b + c - k) < b]
-        assert math.isclose(mcnemar_mid_p(b, c), sum(as_rare) + each[b]), (b, c)
-    assert math.isclose(mcnemar_mid_p(3, 3), 1 - math.comb(6, 3) / 2**6 / 2)
-    assert mcnemar_mid_p(0, 0) == 0.5
 
 
 TABLE_2 = {
