@@ -2,9 +2,10 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from conformance.cache_suite.oracle import Masked, UnknownRotation, check_rotation
+from conformance.cache_suite.mistakes import Kept, mistakes_of_positions, mistakes_of_sets
+from conformance.cache_suite.oracle import Masked, PositionRule, UnknownRotation, check_rotation
 from conformance.checks.refusals import boundary
 from conformance.tolerances import MASKED_LOGITS, MASKED_VISIBLE
 
@@ -39,9 +41,9 @@ LONGER = 4_100
 """Number of tokens of a longer prompt, above 4 096. Only one model reads it: attention takes four times longer."""
 TRIALS = 8
 """Largest number of kept sets that are drawn until the eviction changes the log-probabilities visibly."""
+POSITION_TRIES = 300
+"""Largest number of mixtures of position rules that are tried to explain a failure."""
 WHOLE = "nothing is evicted"
-Kept = dict[int, list[list[int]]]
-"""Kept positions, ascending, by full-attention layer and KV head."""
 Run = Callable[..., Any]
 """run(prompt_ids, kept, next_ids, model), with additional parameters for the abilities in `ABILITIES`."""
 
@@ -274,39 +276,30 @@ def compare(case: Case, actual: Tensor, kind: str, folder: str, renumbered: bool
 
 
 def site(case: Case, result: Tensor, folder: str, renumbered: bool) -> str:
-    """Return a description of the first mistake in kept sets that explains the log-probabilities, or an empty string.
+    """Return a description of the first mistake that explains the log-probabilities, or an empty string.
 
-    Mistakes are tried only for short prompts, because each try reads the prompt again.
+    Mistakes of kept sets come first, then mistakes of positions. Mistakes are tried only for short prompts, because
+    each try reads the prompt again.
     """
-    if len(case.prompt) > PROMPT:
+    n = len(case.prompt)
+    right: Mapping[int, PositionRule] = dict.fromkeys(case.kept, PositionRule(renumbered))
+    if n > PROMPT:
         return ""
-    for words, kept in _mistakes(case.kept, len(case.prompt)):
-        if kept != case.kept and _apart(_masked(folder, case, kept, renumbered), result) <= MASKED_LOGITS:
+    tries = [(words, kept, right) for words, kept in mistakes_of_sets(case.kept, n) if kept != case.kept]
+    if not _unknown_rotation(folder):
+        mixed = islice(mistakes_of_positions(case.kept, renumbered, n), POSITION_TRIES)
+        tries += [(words, case.kept, rules) for words, rules in mixed]
+    masked = Masked(_loaded(folder))
+    for words, kept, rules in tries:
+        if _apart(_masked(masked, case, kept, rules), result) <= MASKED_LOGITS:
             return f"it is as if {words}"
     return ""
 
 
-def _mistakes(kept: Kept, n: int) -> Iterator[tuple[str, Kept]]:
-    """Yield mistakes as a description and the wrong kept sets: at one head, at one layer, or from a layer on."""
-    whole, layers = list(range(n)), list(kept)
-    for at, layer in enumerate(layers):
-        sets = kept[layer]
-        every = [whole] * len(sets)
-        for head in range(len(sets)):
-            yield f"layer {layer}, KV head {head} kept all", {**kept, layer: [*sets[:head], whole, *sets[head + 1 :]]}
-        yield f"layer {layer} kept all", {**kept, layer: every}
-        yield f"layers {layer} and later kept all", {**kept, **dict.fromkeys(layers[at:], every)}
-        for head in range(1, len(sets)):
-            others = [*sets[:head], sets[head - 1], *sets[head + 1 :]]
-            yield f"layer {layer}, KV head {head} kept what head {head - 1} keeps", {**kept, layer: others}
-        yield f"layer {layer} kept in each head what KV head 0 keeps", {**kept, layer: [sets[0]] * len(sets)}
-        if len(kept[layers[at - 1]]) == len(sets) and at:
-            yield f"layer {layer} kept what layer {layers[at - 1]} keeps", {**kept, layer: kept[layers[at - 1]]}
-
-
-def _masked(folder: str, case: Case, kept: Kept, renumbered: bool) -> Tensor:
-    """Return the log-probabilities of the following tokens of a case if the model keeps `kept` instead."""
-    masked = Masked(_loaded(folder), renumbered)
+def _masked(masked: Masked, case: Case, kept: Kept, rules: Mapping[int, PositionRule]) -> Tensor:
+    """Return the log-probabilities of the following tokens of a case with these kept sets and position rules."""
+    masked.reset()
+    masked.rules = {layer: rules[stored] for layer, stored in masked.stores.items()}
     masked.read(torch.tensor([case.prompt]), last=1)
     masked.keep(list(kept.values()))
     return _log(masked.read(torch.tensor([case.following]))[0])
@@ -373,7 +366,8 @@ def _check_saved(run: Run, folder: str, case: Case, path: Path, renumbered: bool
     assert path.exists(), f"there is no file {path.name} after save_to"
     other = replace(case, following=case.following[::-1])
     full = {layer: [list(range(len(case.prompt)))] * len(sets) for layer, sets in case.kept.items()}
-    expected, unmasked = (_masked(folder, other, kept, renumbered) for kept in (case.kept, full))
+    rules = dict.fromkeys(case.kept, PositionRule(renumbered))
+    expected, unmasked = (_masked(Masked(_loaded(folder)), other, kept, rules) for kept in (case.kept, full))
     answer = _call(run, [], {}, other.following, folder, load_from=str(path))
     compare(replace(other, expected=expected, unmasked=unmasked), answer, "a cache that was loaded", folder, renumbered)
 

@@ -2,14 +2,14 @@
 
 The oracle shares no code with the cache under test. A copy of the model writes to a plain DynamicCache. The attention
 function of the oracle adds a mask by layer and KV head to the mask of the model, for any family. For caches that
-renumber, the attention function also rotates queries and keys to their renumbered positions.
+renumber, the attention function also rotates the keys to their renumbered positions.
 """
 
 import copy
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +17,15 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-__all__ = ["Masked", "UnknownRotation", "check_rotation", "frequencies", "full_layers"]
+__all__ = ["Masked", "PositionRule", "UnknownRotation", "check_rotation", "frequencies", "full_layers"]
 
 Sets = Sequence[Sequence[Sequence[int]]]
 """Visible positions by full-attention layer, one set or one for each KV head."""
 
 # Visible positions of each attention module of a copy, (sets, seen).
 _VISIBLE: dict[nn.Module, Tensor] = {}
-# Rotary frequencies of each module that renumbers: kept tokens have the positions 0, 1, ..., followed by new tokens.
-_RENUMBERED: dict[nn.Module, Tensor] = {}
+# Rotary frequencies and position rule of each module that renumbers.
+_RENUMBERED: dict[nn.Module, tuple[Tensor, "PositionRule"]] = {}
 # Number of calls of each module in the forward pass.
 _CALLS: dict[nn.Module, int] = {}
 
@@ -55,19 +55,46 @@ class UnknownRotation(ValueError):
     """A model whose positions the oracle cannot renumber."""
 
 
+class PositionRule(NamedTuple):
+    """Positions of the keys of a layer. The default, for all layers, is the positions of the text."""
+
+    renumbered: bool = False
+    """True if kept tokens are renumbered: their positions end directly before the next token."""
+    exceptions: range = range(0)
+    """Positions of the text whose keys have the different rule, which is an error of a cache."""
+    from_zero: bool = False
+    """True if the excepted keys are counted from 0, and the positions of the next tokens by the different rule."""
+
+    def positions(self, at: Tensor, visible: Tensor) -> Tensor:
+        """Return the positions of keys at the positions `at` of the text, (sets, live), from the visible tokens.
+
+        Only differences of positions matter, so the next tokens keep the positions of the text under both rules.
+        """
+        evicted = len(at) - visible.sum(dim=1, keepdim=True)
+        text, numbered = at.expand_as(visible), visible.long().cumsum(dim=1) - 1 + evicted
+        regular, other = (numbered, text) if self.renumbered else (text, numbered)
+        if self.from_zero:
+            other = other + evicted if self.renumbered else other - evicted
+        return torch.where((at >= self.exceptions.start) & (at < self.exceptions.stop), other, regular)
+
+
 class Masked:
     """Copy of a model with a full cache, whose full-attention layers attend only to the visible tokens.
 
     Args:
         model: the model. It is copied.
-        renumbered: True if kept tokens are renumbered, so that they have the positions 0, 1, ...
+        renumbered: True if kept tokens are renumbered, so that they end directly before the next token.
         padding: number of padding columns on the left of the prompt.
+
+    Attributes:
+        rules: position rule of each layer that attends to all tokens.
     """
 
     def __init__(self, model: PreTrainedModel, renumbered: bool = False, padding: int = 0) -> None:
-        self.model, self.renumbered, self.padding = copy.deepcopy(model), renumbered, padding
+        self.model, self.padding = copy.deepcopy(model), padding
         config = self.model.config.get_text_config(decoder=True)
         self.stores = _stores(model)
+        self.rules = dict.fromkeys(self.stores, PositionRule(renumbered))
         self.modules: dict[int, nn.Module] = {}
         named = [pair for pair in self.model.named_modules() if type(pair[1]).__name__.endswith(("Attention", "MLA"))]
         # Modules of an encoder have no layer index. In a layer, attention to an encoder comes after self-attention.
@@ -112,8 +139,8 @@ class Masked:
             self.visible[layer] = torch.nn.functional.pad(visible, (0, ids.shape[1]), value=True)
         for layer, module in self.modules.items():
             _VISIBLE[module] = self.visible[self.stores[layer]]
-            if self.renumbered:
-                _RENUMBERED[module] = frequencies(self.model)
+            if self.rules[layer] != PositionRule():
+                _RENUMBERED[module] = frequencies(self.model), self.rules[layer]
         try:
             with torch.no_grad():
                 logits = self.model(input_ids=ids, use_cache=True, **given, **images).logits
@@ -180,7 +207,7 @@ def _masking(stock: str) -> Callable[..., Any]:
             _CALLS[module] = _CALLS.get(module, 0) + 1
             attention_mask = _with(attention_mask, _VISIBLE[module], query, key)
             if module in _RENUMBERED:
-                query, key = _moved(query, key, _VISIBLE[module], _RENUMBERED[module])
+                key = _moved(key, _VISIBLE[module], *_RENUMBERED[module])
         return function(module, query, key, value, attention_mask, **options)
 
     return attention
@@ -217,15 +244,10 @@ def check_rotation(model: PreTrainedModel) -> None:
         raise UnknownRotation("the judge does not know how this model rotates its keys: it cannot renumber positions")
 
 
-def _moved(query: Tensor, key: Tensor, visible: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
-    """Return queries (1, H, q, d) and keys (1, H_kv, live, d), rotated to the ranks among the visible tokens.
-
-    `visible` is (1 or H_kv, live).
-    """
-    by = visible.long().cumsum(dim=1) - 1 - torch.arange(visible.shape[1])
-    by = by.expand(key.shape[1], -1)
-    of_queries = by[:, -query.shape[2] :].repeat_interleave(query.shape[1] // key.shape[1], dim=0)
-    return _turned(query, of_queries, frequency), _turned(key, by, frequency)
+def _moved(key: Tensor, visible: Tensor, frequency: Tensor, rule: PositionRule) -> Tensor:
+    """Return keys (1, H_kv, live, d) rotated to the positions of a rule. `visible` is (1 or H_kv, live)."""
+    at = torch.arange(visible.shape[1])
+    return _turned(key, (rule.positions(at, visible) - at).expand(key.shape[1], -1), frequency)
 
 
 def _turned(x: Tensor, by: Tensor, frequency: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
 """Tests of the cache suite: kvspec's cache passes, a plain cache passes in part, and each planted error fails."""
 
 import json
+import re
 import shutil
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,8 @@ def stored(tensor: Tensor, sets: list[list[int]], longest: int) -> Tensor:
 
 def plain(
     prompt: list[int], kept: Kept, following: list[int], folder: str, shift: int = 0, padded: bool = False,
-    of_head: Callable[[list[list[int]]], list[list[int]]] = lambda sets: sets, turn: bool = False,
+    of_head: Callable[[list[list[int]]], list[list[int]]] = lambda sets: sets,
+    turn: Callable[..., Tensor] = lambda keys, *_: keys,
 ) -> Tensor:
     """Return logits from compacted tensors in a cache of transformers.
 
@@ -83,20 +85,28 @@ def plain(
         for layer, sets in kept.items():
             whole: Any = full.layers[layer]
             keys, values = (stored(tensor, of_head(sets), longest) for tensor in (whole.keys, whole.values))
-            keys = rotated(keys, of_head(sets), model) if turn else keys
-            compacted.update(keys, values, layer)
+            compacted.update(turn(keys, of_head(sets), model, layer), values, layer)
         first = len(prompt) - shift * (len(prompt) - longest)
         positions = torch.arange(first, first + len(following))[None]
         logits: Tensor = model(torch.tensor([following]), past_key_values=compacted, position_ids=positions).logits
     return logits[0]
 
 
-def rotated(keys: Tensor, sets: list[list[int]], model: PreTrainedModel) -> Tensor:
-    """Rotate keys from their positions in the text to positions 0, 1, ..., with the functions of the model."""
+def rotated(
+    keys: Tensor, sets: list[list[int]], model: PreTrainedModel, layer: int, end: int = 0,
+    layers: Sequence[int] = range(3), part: range = range(PROMPT),
+) -> Tensor:
+    """Rotate keys from their positions in the text to positions 0, 1, ..., or before `end`, as the model does.
+
+    Keys of other layers than `layers`, and of tokens outside `part`, are not rotated.
+    """
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     at = torch.tensor(sets)
-    cos, sin = model.model.rotary_emb(keys, at - torch.arange(at.shape[1]))
+    first = end - at.shape[1] if end else 0
+    to = torch.arange(first, first + at.shape[1]).expand_as(at)
+    moves = torch.tensor([[layer in layers and position in part for position in own] for own in sets])
+    cos, sin = model.model.rotary_emb(keys, torch.where(moves, at - to, 0))
     back: Tensor = apply_rotary_pos_emb(keys[0][:, None], keys[0][:, None], cos, -sin)[0]
     return back[:, 0][None]
 
@@ -106,12 +116,48 @@ def test_a_cache_that_renumbers_is_judged_by_its_rule(folder: str) -> None:
 
     Keys that were not rotated again fail under both rules.
     """
-    renumbered, untouched = partial(plain, shift=1, turn=True), partial(plain, shift=1)
+    renumbered, untouched = partial(plain, shift=1, turn=rotated), partial(plain, shift=1)
     for kind in (WHOLE, "one set for all", "a set for each layer", EQUAL):
         check(renumbered, folder, kind, 5, renumbered=True)
     for engine, rule in ((renumbered, False), (untouched, False), (untouched, True), (plain, True)):
         with pytest.raises(AssertionError, match="away from"):
             check(engine, folder, EQUAL, 5, renumbered=rule)
+
+
+@pytest.mark.parametrize(("layers", "part", "rule", "words"), [
+    ((0, 1, 2), range(PROMPT), False, "all kept tokens had renumbered positions, and the rest positions of the text"),
+    ((), range(PROMPT), True, "all kept tokens had positions of the text, and the rest renumbered positions"),
+    ((1,), range(PROMPT), False, "layer 1 had renumbered positions, and the rest positions of the text"),
+    ((0, 2), range(PROMPT), True, "layer 1 had positions of the text, and the rest renumbered positions"),
+    ((0,), range(PROMPT), True, "layers 1 and later had positions of the text, and the rest renumbered positions"),
+    ((0, 1, 2), range(20), True, "kept tokens from position 20 on had positions of the text"),
+    ((1,), range(30), False, "kept tokens of layer 1 before position 30 had renumbered positions"),
+])
+def test_a_mixture_of_both_rules_is_told_by_layer_and_position(
+    layers: Sequence[int], part: range, rule: bool, words: str, folder: str,
+) -> None:
+    """A cache turns the keys of some layers and tokens to the positions before the next token, and no query."""
+    mixed = partial(plain, turn=partial(rotated, end=PROMPT, layers=layers, part=part))
+    with pytest.raises(AssertionError, match="away from") as caught:
+        check(mixed, folder, EQUAL, 5, renumbered=rule)
+    told = str(caught.value)
+    position = next(iter(re.findall(r"position (\d+)", words)), "0")
+    nearest = next(iter(re.findall(r"position (\d+)", told)), "0")
+    assert words.replace(f"position {position}", f"position {nearest}") in told
+    assert 0 <= int(nearest) - int(position) < 5  # the next position that a head keeps
+
+
+@pytest.mark.parametrize(("shift", "turn", "rule", "words"), [
+    (1, lambda keys, *_: keys, True, "all kept tokens had keys that were not rotated, and the rest renumbered"),
+    (0, rotated, False, "all kept tokens had the positions 0, 1, ..., and the rest positions of the text"),
+])
+def test_keys_and_queries_of_different_rules_are_told(
+    shift: int, turn: Callable[..., Tensor], rule: bool, words: str, folder: str,
+) -> None:
+    """The next token has the number of stored tokens as its position, or only the keys are rotated."""
+    engine = partial(plain, shift=shift, turn=turn)
+    with pytest.raises(AssertionError, match=words):
+        check(engine, folder, EQUAL, 5, renumbered=rule)
 
 
 @pytest.mark.parametrize("family", TINY)
