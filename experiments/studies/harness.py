@@ -25,9 +25,9 @@ from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import describe
 from models_integration.model.cache_argument import CACHE, cache_name
 from models_integration.pocket import model_folder
-from models_integration.policies.methods import CrystalCache, method_of
+from models_integration.policies.methods import CrystalCache
 from models_integration.policies.values import sentence_ends
-from models_integration.session.method import decide
+from models_integration.session.method import decide, method_of
 from models_integration.session.observed import ObservedSegment
 from models_integration.session.session import Session
 from models_integration.session.stages import describe_stages
@@ -88,7 +88,8 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
         self._method = subject.policy(text, str(budget)).on(self.model)
         if text != policy:
             own = self._method
-            self._method = method_of(replace(own.policy, cadence=SEGMENT_END), own.budget, own.engine)
+            once = replace(own.policy, cadence=SEGMENT_END)
+            self._method = method_of(once, own.budget, own.engine, own.positions)
         self._question_from, self._architecture = question_from, describe(self.model)
         self._about = {
             "policy": policy_in_rows(text, statistics) + policy[len(text) :], "budget": str(budget),

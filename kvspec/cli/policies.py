@@ -18,10 +18,12 @@ peak full cache: the full cache is in memory until the model has read the whole 
 evicts while decoding: the policy also evicts while the model generates tokens; otherwise generation enlarges the cache
 evicts from later turns: the policy also evicts from later prompts that extend the same cache
 padded batches: the prompts of a batch may have different lengths
+renumbered in the paper: the paper renumbers the positions of the kept tokens, which kvspec keeps by default
 
 This list shows when each policy evicts, but does not rank policies by quality. You can use every policy in a chat.
 If a policy evicts from the first prompt only, read later turns inside `with run.reading():`.
 diverse-NAME is the policy NAME with set-conditioned selection: a token similar to kept tokens has a lower score.
+NAME(positions="renumbered") is the policy NAME with the kept tokens at the positions directly before the next token.
 The paper on set-conditioned diversity calls triattention "1d" and diverse-triattention "1d_div".
 `kvspec policies NAME` prints the paper, the constants, an example call and the parts of the policy NAME.
 Parts of a policy can be changed: `snapkv/layers=pyramid/heads=adaptive`. spec/composition.md lists the parts."""
@@ -69,7 +71,7 @@ def _print(line: str) -> None:
 def _served(one: PolicyDescription) -> dict[str, bool]:
     return {
         "evicts while decoding": one.decode_time, "evicts from later turns": one.later_turns,
-        "padded batches": one.padded_batches,
+        "padded batches": one.padded_batches, "renumbered in the paper": one.positions == "renumbered",
     }
 
 
@@ -85,6 +87,7 @@ def _lines(one: PolicyDescription) -> Iterator[str]:
     yield f"the model reads the prompt {'once' if one.passes == 1 else 'twice'}; peak memory: {_peak(one)}"
     yield f"uses queries and keys of {_LAYERS[one.layers]}; one set of kept tokens for {owner}"
     yield from (f"{word}: {_YES[serves]}" for word, serves in _served(one).items())
+    yield 'positions of the kept tokens: "kept" (default) or "renumbered"'
     if one.of_model:
         yield f"constants that kvspec reads from the model: {', '.join(one.of_model)}"
     yield "constants:" if one.required or one.constants else "constants: none"

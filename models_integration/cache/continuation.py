@@ -6,6 +6,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from models_integration.cache.renumbering import Numbering
 from spec.arrays import Int64, IntVector
 from spec.decode import DecodeState
 from spec.policy import Running
@@ -141,3 +142,5 @@ class Decision:
     """Number of padding columns on the left of each prompt, (rows,), if a first prompt is padded."""
     on_device: bool = False
     """True if the kept tokens of a first prompt were selected on the device of the layers."""
+    numbering: Numbering | None = None
+    """Numbering of the cache after the compaction. None: the cache does not change its rule of positions."""

@@ -20,9 +20,9 @@ from models_integration.model.rotation import CHANGING, recognise, rotary_buffer
 from reference.positions import base_of_stream
 from spec.errors import SpecError
 
-__all__ = ["LayerNumbering", "LayerTurn", "Numbering", "TurnedKeys", "check_rule", "numbering_of"]
+__all__ = ["KEPT", "RENUMBERED", "LayerNumbering", "LayerTurn", "Numbering", "TurnedKeys", "check_rule", "numbering_of"]
 
-RULES = ("kept", "renumbered")
+KEPT, RENUMBERED = "kept", "renumbered"
 
 
 class LayerTurn(NamedTuple):
@@ -145,7 +145,7 @@ def check_rule(positions: object) -> None:
     Raises:
         SpecError: if `positions` is not "kept" or "renumbered".
     """
-    if positions not in RULES:
+    if positions not in (KEPT, RENUMBERED):
         raise SpecError("positions", positions, 'must be "kept" or "renumbered"')
 
 

@@ -236,7 +236,7 @@ class RetainedCache(StatefulCache):
             SpecError: if it does.
         """
         if self.numbering is not None:
-            reason = f"cannot be {verb}: type policy(model, positions='kept')"
+            reason = f"cannot be {verb}: make the policy with positions='kept'"
             raise SpecError("positions", "renumbered", reason)
 
     def compact(

@@ -10,18 +10,15 @@ from typing import Any, NoReturn
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from models_integration.cache.renumbering import KEPT, check_rule
 from models_integration.model.architecture import unwrapped
 from models_integration.model.identity import ModelIdentity
-from models_integration.policies.calibration import (
-    given_calibration,
-    is_published_file,
-    read_published,
-)
+from models_integration.policies.calibration import given_calibration, is_published_file, read_published
 from models_integration.policies.fastest import default_device_type, fastest
 from models_integration.policies.learned import learned_constants
 from models_integration.policies.values import repeat_template, sentence_ends
 from models_integration.session.crystal import CrystalMethod
-from models_integration.session.method import Method, SteppingMethod
+from models_integration.session.method import Method, method_of
 from models_integration.session.session import Session
 from reference.backend import BACKEND as REFERENCE
 from reference.policies import crystalcache, full_cache, in_blocks, names, streaming_llm
@@ -37,7 +34,7 @@ from spec.validate import check_penalty, check_sentence_ends
 
 __all__ = [
     "CrystalCache", "CustomPolicy", "FullCache", "NamedPolicy", "RetentionPolicy", "StreamingLLM", "check_constants",
-    "constants_of", "method_of", "policy_from_name", "spelled",
+    "constants_of", "policy_from_name", "spelled",
 ]
 
 
@@ -56,18 +53,16 @@ class RetentionPolicy(ABC):
             SpecError: if the model does not support the policy.
         """
 
-    def __call__(self, model: PreTrainedModel, *, positions: str = "kept") -> Session:
+    def __call__(self, model: PreTrainedModel) -> Session:
         """Return the context manager of `with policy(model) as run`.
 
         Args:
             model: a causal model of transformers.
-            positions: rotary positions of the kept keys: "kept" (of the text), or "renumbered" (directly before the
-                next query, as in StreamingLLM's paper, so that streams stay in the range of the model).
 
         Raises:
-            SpecError: if kvspec does not support the model, or the model does not support policy or positions.
+            SpecError: if kvspec does not support the model, or the model does not support the policy or its positions.
         """
-        return Session(self.on(model), model, positions)
+        return Session(self.on(model), model)
 
     def __enter__(self, *_: object) -> NoReturn:
         """Raise an error, because the model is missing.
@@ -81,11 +76,6 @@ class RetentionPolicy(ABC):
     """Python looks up both methods before the block."""
 
 
-def method_of(policy: Policy, budget: Budget, engine: Backend = REFERENCE) -> Method:
-    """Return the `Method` of a policy and a budget. If the cadence has steps, the scorer's state lasts across steps."""
-    return (Method if policy.cadence.every is None else SteppingMethod)(policy, budget, engine)
-
-
 @dataclass(frozen=True, init=False)
 class CustomPolicy(RetentionPolicy):
     """Policy with a budget, made from a `spec.policy.Policy` without a budget.
@@ -96,15 +86,21 @@ class CustomPolicy(RetentionPolicy):
         policy: policy without a budget, such as the result of `policy_from_score`.
         budget: share of the prompt to keep (0.3 or "30%"), or number of tokens to keep (an int).
         backend: name that reports show for your own code. Code of kvspec is always shown with the name of its backend.
+        positions: rotary positions of the kept keys: "kept" (of the text), or "renumbered" (directly before the next
+            query, as in StreamingLLM's paper, so that streams stay in the range of the model).
 
     Raises:
-        SpecError: if the budget is not a valid fraction or number of tokens.
+        SpecError: if the budget is not a valid fraction or number of tokens, or if positions is unknown.
     """
     method: Method
 
-    def __init__(self, policy: Policy, budget: float | int | str | Budget = 0.5, backend: str = "numpy") -> None:
+    def __init__(
+        self, policy: Policy, budget: float | int | str | Budget = 0.5, backend: str = "numpy", *,
+        positions: str = KEPT,
+    ) -> None:
+        method = method_of(policy, parse_budget(budget), replace(REFERENCE, name=backend), positions)
         warn_small_budget(budget, policy)
-        self._be(method_of(policy, parse_budget(budget), replace(REFERENCE, name=backend)))
+        self._be(method)
 
     def _be(self, method: Method) -> None:
         object.__setattr__(self, "method", method)
@@ -136,6 +132,8 @@ class CrystalCache(CustomPolicy):
             must be a number of tokens.
         breath_protection: tokens that are never evicted during decoding: "sink+recent" or "none". The paper uses
             "none". With "none", the newest tokens can be evicted first.
+        positions: rotary positions of the kept keys, "kept" or "renumbered", as in `CustomPolicy`. The paper uses
+            "kept".
 
     Raises:
         SpecError: if the budget, `sentence_ends`, the parameters or the backend is invalid, or if the budget of a
@@ -149,9 +147,10 @@ class CrystalCache(CustomPolicy):
     def __init__(
         self, budget: float | int | str | Budget = 0.5, sentence_ends: Set[int] | None = None,
         parameters: CrystalCacheParameters = PAPER, backend: str | Backend = "auto", *, decode: bool = False,
-        stream: bool = False, breath_protection: BreathProtection = "sink+recent",
+        stream: bool = False, breath_protection: BreathProtection = "sink+recent", positions: str = KEPT,
     ) -> None:
         share = parse_budget(budget)
+        check_rule(positions)
         if sentence_ends is None:
             reason = "is needed: kvspec.sentence_ends(tokenizer) makes the set, or pass tokenizer="
             raise SpecError("sentence_ends", None, reason)
@@ -169,7 +168,7 @@ class CrystalCache(CustomPolicy):
         policy = crystalcache(ends, parameters, chosen)
         warn_small_budget(budget, policy)
         self._be(CrystalMethod(
-            policy, share, chosen, decode, sentence_ends=ends, parameters=parameters, stream=stream,
+            policy, share, chosen, decode, positions, sentence_ends=ends, parameters=parameters, stream=stream,
         ))
         object.__setattr__(self, "_families", breath if auto else None)
 
@@ -185,7 +184,7 @@ class CrystalCache(CustomPolicy):
 class StreamingLLM(CustomPolicy):
     """StreamingLLM policy: keep the first `N_sink` tokens and the most recent tokens.
 
-        with kvspec.StreamingLLM(budget=512)(model, positions="renumbered") as run:     # the positions of the paper
+        policy = kvspec.StreamingLLM(budget=512, positions="renumbered")     # the positions of the paper
 
     The paper renumbers the kept tokens. By default, the kept tokens have the positions of the text.
 
@@ -194,16 +193,18 @@ class StreamingLLM(CustomPolicy):
         N_sink: number of attention sinks, which are the first tokens of the prompt.
         block: number of tokens in a block of a paged cache. If `block` is given, the policy keeps or evicts whole
             blocks. Default: the policy keeps or evicts single tokens.
+        positions: rotary positions of the kept keys: "kept" (of the text), or "renumbered" (as in the paper).
 
     Raises:
-        SpecError: if the budget, N_sink or block is invalid.
+        SpecError: if the budget, N_sink, block or positions is invalid.
     """
 
     def __init__(
-        self, budget: float | int | str | Budget = 0.5, N_sink: int = 4, block: int | None = None,
+        self, budget: float | int | str | Budget = 0.5, N_sink: int = 4, block: int | None = None, *,
+        positions: str = KEPT,
     ) -> None:
         policy = streaming_llm(N_sink)
-        super().__init__(policy if block is None else in_blocks(policy, block), budget)
+        super().__init__(policy if block is None else in_blocks(policy, block), budget, positions=positions)
 
 
 class FullCache(CustomPolicy):
@@ -219,6 +220,8 @@ _CLASSES: Mapping[str, Callable[..., RetentionPolicy]] = {
     "fullcache": lambda budget: FullCache(),
 }
 """Policies that have a separate class, by name."""
+POSITIONS = "positions"
+"""Name of the constant with the rule of rotary positions. The kept tokens do not depend on the rule."""
 _PARAMETERS = frozenset(field.name for field in fields(CrystalCacheParameters)) - {"breath_protection"}
 """Names of the fields of CrystalCacheParameters. The class CrystalCache has `breath_protection` as an argument."""
 
@@ -235,22 +238,27 @@ class NamedPolicy(RetentionPolicy):
     Args:
         name: name of a policy that `kvspec policies` lists, except crystalcache, streamingllm and fullcache.
         budget: share of the prompt to keep (0.3 or "30%"), or number of tokens to keep (an int).
+        positions: rotary positions of the kept keys, "kept" or "renumbered", as in `CustomPolicy`.
         constants: constants of the policy as keyword arguments, including `backend`. `describe_policy(name)` lists the
             constants.
 
     Raises:
-        SpecError: if the name, a constant, the calibration file or the budget is invalid.
+        SpecError: if the name, a constant, the calibration file, the budget or positions is invalid.
         BackendUnavailable: if the backend cannot run on this machine, or does not support the policy.
     """
 
     name: str
     budget: Budget
     constants: Mapping[str, Any]
+    positions: str = KEPT
     identity: ModelIdentity | None = None
     unwarned: float | int | str | Budget = field(default=1.0, repr=False, compare=False)
     """Budget as the user gave it, if only the policy on a model can tell whether the budget is too small."""
 
-    def __init__(self, name: str, budget: float | int | str | Budget = 0.5, **constants: Any) -> None:
+    def __init__(
+        self, name: str, budget: float | int | str | Budget = 0.5, *, positions: str = KEPT, **constants: Any,
+    ) -> None:
+        check_rule(positions)
         if (name := check_name(name)) in _CLASSES:
             raise SpecError("name", name, "has a separate class; call kvspec.policy_from_name instead")
         constants = check_constants(name, constants)
@@ -263,8 +271,8 @@ class NamedPolicy(RetentionPolicy):
         share, later = parse_budget(budget), bool(names.constants_of_model(name))
         if not later:
             warn_small_budget(budget, names.make_policy(name, constants))
-        stored = ("name", name), ("budget", share), ("constants", constants), ("unwarned", budget if later else share)
-        for own, given in stored:
+        stored = {"name": name, "budget": share, "constants": constants, "positions": positions}
+        for own, given in (stored | {"unwarned": budget if later else share}).items():
             object.__setattr__(self, own, given)
 
     def knowing(self, identity: ModelIdentity) -> "NamedPolicy":
@@ -288,12 +296,11 @@ class NamedPolicy(RetentionPolicy):
             learned["calibration"] = read_published(file, model, self.identity)
         policy = names.make_policy(self.name, {**self.constants, **learned, BACKEND: engine})
         warn_small_budget(self.unwarned, policy)
-        return method_of(policy, self.budget, engine)
+        return method_of(policy, self.budget, engine, self.positions)
 
 
 def policy_from_name(
-    name: str, budget: float | int | str | Budget = 0.5, *, tokenizer: Any = None,
-    **constants: Any,
+    name: str, budget: float | int | str | Budget = 0.5, *, tokenizer: Any = None, **constants: Any,
 ) -> RetentionPolicy:
     """Make a policy from a name, a budget and constants.
 
@@ -301,6 +308,7 @@ def policy_from_name(
         kvspec.policy_from_name("crystalcache", 0.3, tokenizer=tokenizer, alpha=0)
         kvspec.policy_from_name("kvzip", 0.3, tokenizer=tokenizer)
         kvspec.policy_from_name("mine:POLICY", 512)
+        kvspec.policy_from_name("streamingllm", 512, positions="renumbered")
 
     Args:
         name: name of a policy that `kvspec policies` lists, `module:ATTRIBUTE` of your own Policy, or the name of an
@@ -309,7 +317,8 @@ def policy_from_name(
             the budget.
         tokenizer: tokenizer of the model, from which kvspec makes the constants `sentence_ends` and `template` if the
             policy needs them. Policies that need neither ignore the tokenizer.
-        constants: constants of the policy as keyword arguments. `describe_policy(name)` lists the constants.
+        constants: constants of the policy as keyword arguments. `describe_policy(name)` lists the constants. Every
+            policy but "fullcache" also has `positions`: "kept" or "renumbered", as in `CustomPolicy`.
 
     Raises:
         SpecError: if the name, a constant or the budget is invalid.
@@ -334,7 +343,7 @@ def constants_of(name: str) -> frozenset[str]:
     if (name := check_name(name)) in _CLASSES:
         own = frozenset(signature(_CLASSES[name]).parameters) - {"budget"}
         return own | _PARAMETERS if name == "crystalcache" else own
-    return names.constants_of(name)
+    return names.constants_of(name) | {POSITIONS}
 
 
 def check_constants(name: str, constants: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,8 +11,10 @@ from transformers import PreTrainedModel
 from models_integration.cache.continuation import Decision, ScorerRecords
 from models_integration.cache.dense_layer import RetainedLayer
 from models_integration.cache.ragged_layer import RaggedLayer
+from models_integration.cache.renumbering import KEPT, Numbering, check_rule, numbering_of
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.session.observed import ObservedSegment
+from models_integration.session.rules import check_same_rule, check_scorer
 from reference.backend import BACKEND as REFERENCE
 from reference.policies import advance, advance_turn, retain, retain_turn, start
 from reference.policies.cadences import join, take_up
@@ -23,7 +25,7 @@ from spec.errors import SpecError
 from spec.policy import Needs, Policy, Running, SeparableScorer
 from spec.retention import Granularity, Retention
 
-__all__ = ["BudgetedPolicy", "Method", "SteppingMethod", "check_layers_agree", "decide", "join_layers"]
+__all__ = ["BudgetedPolicy", "Method", "SteppingMethod", "check_layers_agree", "decide", "join_layers", "method_of"]
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,21 @@ class Method:
         engine: backend of the policy. If it has functions of tensors, kvspec selects the kept tokens on the device.
         decode: True if the policy can evict after a decode step. Then each token of a stream is a decode step if the
             model processes the token alone.
+        positions: rule of rotary positions: "kept" or "renumbered".
+
+    Raises:
+        SpecError: if the rule is unknown, or if the scorer supports only positions of the text.
     """
 
     policy: Policy
     budget: Budget
     engine: Backend = REFERENCE
     decode: bool = False
+    positions: str = KEPT
+
+    def __post_init__(self) -> None:
+        check_rule(self.positions)
+        check_scorer(self.positions, self.policy)
 
     @property
     def step_needs(self) -> Needs:
@@ -201,6 +212,12 @@ class SteppingMethod(Method):
         return Decision(retentions, ScorerRecords(self.policy.name, running))
 
 
+def method_of(policy: Policy, budget: Budget, engine: Backend = REFERENCE, positions: str = KEPT) -> Method:
+    """Return the `Method` of a policy and a budget. If the cadence has steps, the scorer's state lasts across steps."""
+    kind = Method if policy.cadence.every is None else SteppingMethod
+    return kind(policy, budget, engine, positions=positions)
+
+
 class BudgetedPolicy(Protocol):
     """Policy with a budget, such as `policy_from_name` returns."""
 
@@ -224,14 +241,15 @@ def decide(policy: BudgetedPolicy | Method, observed: ObservedSegment) -> Decisi
 
     Raises:
         SpecError: if the policy needs a tensor that `observe` did not capture, or if the policy does not support the
-            model or the prompt.
+            model, the prompt or the positions of the cache.
     """
     method = _prepared(policy, observed)
+    numbering = _numbering(method, observed)
     shown = observed.narrowed(method.policy.scorer.needs)
     with shown.watch.stage("decision"):
         decision = (method.decide_turn if shown.later else method.decide_prompt)(shown)
     over = method.over_budget(decision.retentions)
-    return replace(decision, over_budget=over, padding=None if shown.later else shown.padding)
+    return replace(decision, over_budget=over, padding=None if shown.later else shown.padding, numbering=numbering)
 
 
 def _prepared(policy: object, observed: object) -> Method:
@@ -246,6 +264,20 @@ def _prepared(policy: object, observed: object) -> Method:
         raise SpecError("policy", type(policy).__name__, "is not prepared for a model: pass policy.on(model)")
     method: Method = policy.on(observed.model)
     return method
+
+
+def _numbering(method: Method, observed: ObservedSegment) -> Numbering | None:
+    """Return the numbering of the cache of a decision. None: each key has the rotary position of the text.
+
+    Raises:
+        SpecError: if the tokens of the cache have a different rule, or if the model does not support the rule.
+    """
+    if observed.later:
+        check_same_rule(method.positions, observed.cache)
+    if method.positions == KEPT or observed.cache.numbering is not None:
+        return observed.cache.numbering
+    assert observed.model is not None
+    return numbering_of(observed.model, observed.architecture)
 
 
 def join_layers(method: Method, parts: Sequence[Decision]) -> Decision:

@@ -1,9 +1,12 @@
 """Checks of a session's position rule, and the positions that a forward pass of the model gets."""
 
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from functools import partial
 
 from torch import Tensor
 
+from models_integration.cache.renumbering import KEPT, RENUMBERED
 from models_integration.cache.retained_cache import RetainedCache
 from spec.errors import SpecError
 from spec.policy import Policy
@@ -17,10 +20,18 @@ def check_scorer(positions: str, policy: Policy) -> None:
     Raises:
         SpecError: if the scorer removes the rotation. The scorer reads positions of the text.
     """
-    rotations = (policy.scorer, getattr(policy.scorer, "calibration", None))
-    if positions == "renumbered" and any(hasattr(one, "inv_freq") for one in rotations):
+    if positions == RENUMBERED and _has_frequencies(policy.scorer):
         reason = f"{policy.name} removes the rotation of keys by positions of the text: type positions='kept'"
         raise SpecError("positions", positions, reason)
+
+
+def _has_frequencies(part: object) -> bool:
+    """Return True if a scorer, or a part of a scorer, has the rotary frequencies of the model."""
+    if isinstance(part, partial):
+        return any(map(_has_frequencies, (part.func, *part.args, *part.keywords.values())))
+    if hasattr(part, "inv_freq"):
+        return True
+    return is_dataclass(part) and any(_has_frequencies(getattr(part, one.name)) for one in fields(part))
 
 
 def check_same_rule(positions: str, cache: object) -> None:
@@ -30,9 +41,9 @@ def check_same_rule(positions: str, cache: object) -> None:
         SpecError: if the cache has tokens with a different rule.
     """
     if isinstance(cache, RetainedCache) and cache.failure is None and cache.get_seq_length():
-        rule = "kept" if cache.numbering is None else "renumbered"
+        rule = KEPT if cache.numbering is None else RENUMBERED
         if rule != positions:
-            raise SpecError("past_key_values", f"positions={rule!r}", f"type policy(model, positions={rule!r})")
+            raise SpecError("past_key_values", f"positions={rule!r}", f"make the policy with positions={rule!r}")
 
 
 def rebased(inputs: Mapping[str, object], base: int) -> dict[str, object]:

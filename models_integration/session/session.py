@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from models_integration.attention.capture import observing
 from models_integration.attention.handover import check_handover
-from models_integration.cache.renumbering import check_rule, numbering_of
+from models_integration.cache.renumbering import RENUMBERED, numbering_of
 from models_integration.cache.retained_cache import RetainedCache, failing_whole
 from models_integration.model.architecture import decoder_inputs, describe, position_range, unwrapped
 from models_integration.model.cache_argument import cache_name, with_one_cache
@@ -22,7 +22,7 @@ from models_integration.session.admission import Admitted, Kind, Place, admit, a
 from models_integration.session.hooks import NO_CALL, Hold, call_under_way, weakly
 from models_integration.session.inputs import Arguments, DecoderOutput, ForwardSpan, accepted
 from models_integration.session.method import Method
-from models_integration.session.rules import check_same_rule, check_scorer, rebased
+from models_integration.session.rules import check_same_rule, rebased
 from models_integration.session.segment import Forward, Segment, end_step, reading, step
 from models_integration.session.stages import describe_stages
 from models_integration.session.streams import Stream
@@ -77,9 +77,7 @@ class Session:
         SpecError: if kvspec does not support the model.
     """
 
-    def __init__(self, method: Method, model: PreTrainedModel, positions: str = "kept") -> None:
-        check_rule(positions)
-        check_scorer(positions, method.policy)
+    def __init__(self, method: Method, model: PreTrainedModel) -> None:
         self.backend = describe_stages(method)
         self.retentions: tuple[Retention, ...] = ()
         self.cache: RetainedCache | None = None
@@ -97,8 +95,9 @@ class Session:
         self._cache_name = cache_name(self._architecture.decoder)
         self._call = NO_CALL
         self._block = ""
-        self.positions = positions
-        self._numbering = numbering_of(self._model, self._architecture) if positions == "renumbered" else None
+        self.positions = method.positions
+        renumbers = method.positions == RENUMBERED
+        self._numbering = numbering_of(self._model, self._architecture) if renumbers else None
         self._positions = position_range(self._architecture.config)
         """Number of positions of the model. 0 if the number is unknown."""
         self._warned = False
@@ -220,8 +219,8 @@ class Session:
             rule = "cannot" if self._numbering is not None else "does not"
             warn(
                 f"the text has {end} tokens, but {self._architecture.name} was trained for {self._positions}"
-                f" positions, and eviction {rule} renumber positions: answers can be wrong. Type policy(model,"
-                " positions='renumbered') with a budget below that number, set RoPE scaling in the config"
+                f" positions, and eviction {rule} renumber positions: answers can be wrong. Make the policy with"
+                " positions='renumbered' and a budget below that number, set RoPE scaling in the config"
                 " (`rope_parameters`), use a model with more positions, or begin a new session", stacklevel=2
             )
             self._warned = True

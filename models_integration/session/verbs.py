@@ -25,7 +25,7 @@ from models_integration.cache.dense_layer import DenseLayer
 from models_integration.cache.fixed_size_layers import is_recurrent
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cache.snapshot import load_cache, save_cache
-from models_integration.model.architecture import check_free, decoder_inputs, describe
+from models_integration.model.architecture import check_free, decoder_inputs, describe, position_range
 from models_integration.model.cache_argument import cache_name
 from models_integration.session.admission import check_forward, check_rehearsed
 from models_integration.session.inputs import (
@@ -37,6 +37,7 @@ from models_integration.session.inputs import (
     later_span,
 )
 from models_integration.session.observed import ObservedSegment
+from models_integration.session.rules import rebased
 from spec.errors import SpecError
 from spec.policy import Needs
 from spec.retention import Granularity, Retention
@@ -96,10 +97,12 @@ def _forward(
     """Return the logits. If the model supports `logits_to_keep`, the result has only the last columns."""
     parameters, own = inspect.signature(model.forward).parameters, decoder_inputs(observed.architecture.decoder)
     names = set(parameters)
+    base = observed.cache.renumber(input_ids.shape[1], position_range(observed.architecture.config))
     if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):  # the model passes these to the decoder
         names |= own
     arguments: dict[str, Any] = {
-        "input_ids": input_ids, "attention_mask": attention_mask, **accepted(span.defaults, own & names),
+        "input_ids": input_ids, "attention_mask": attention_mask,
+        **rebased(accepted(span.defaults, own & names), base),
         cache_name(model): observed.cache,
     }
     if "logits_to_keep" in names:
@@ -166,6 +169,7 @@ def compact(cache: RetainedCache, decision: Decision) -> RetainedCache:
     compacted = cache.branch()
     compacted.compact(decision.retentions, decision.padding)
     compacted.continuation = decision.continuation
+    compacted.numbering = decision.numbering or compacted.numbering
     return compacted
 
 

@@ -94,6 +94,7 @@ class PolicyDescription:
         later_turns: True if the policy also evicts from later prompts on the same cache. If `later_turns` is False,
             pass later prompts to the model inside `with run.reading():`.
         padded_batches: True if the prompts of a batch may have different lengths.
+        positions: rule of rotary positions in the paper: "kept" or "renumbered". The default of kvspec is "kept".
         constants: default values of the constants that have a default, by name.
         required: names of the constants that have no default.
         of_model: names of the constants that kvspec reads from the model.
@@ -110,6 +111,7 @@ class PolicyDescription:
     decode_time: bool
     later_turns: bool
     padded_batches: bool
+    positions: str
     constants: Mapping[str, object]
     required: tuple[str, ...]
     of_model: tuple[str, ...]
@@ -152,6 +154,7 @@ def describe_policy(name: str) -> PolicyDescription:
         decode_time=stepping,
         later_turns=needs.rehearsal is None and (stepping or _goes_on(policy)),
         padded_batches=needs.rehearsal is None and not stepping,
+        positions=row.positions,
         constants={key: value for key, value in given.items() if key not in required},
         required=required,
         of_model=tuple(sorted(row.of_model)),

@@ -35,6 +35,8 @@ class NamedPolicy:
     """True if the policy accepts the constant `block`, which makes the policy keep whole blocks."""
     family: str
     """Stage family that the policy needs from the backend."""
+    positions: str
+    """Rule of rotary positions in the publication: "kept" or "renumbered" (spec/positions.md)."""
 
     @property
     def constants(self) -> frozenset[str]:
@@ -66,12 +68,14 @@ REGISTERED: dict[str, NamedPolicy] = {}
 def named(
     name: str, paper: str, keeps: str, *, decided: Mapping[str, Any] | None = None,
     of_model: frozenset[str] = frozenset(), diverse: bool = True, blocks: bool = True,
-    family: str = "policies",
+    family: str = "policies", positions: str = "kept",
 ) -> Callable[[Maker], Maker]:
     """Return a decorator that gives a policy's maker function a name. The arguments are the fields of `NamedPolicy`."""
     def register(make: Maker) -> Maker:
         assert name not in REGISTERED, f"two makers are named {name}"
-        REGISTERED[name] = NamedPolicy(paper, keeps, make, decided or {}, of_model, diverse, blocks, family)
+        REGISTERED[name] = NamedPolicy(
+            paper, keeps, make, decided or {}, of_model, diverse, blocks, family, positions
+        )
         return make
 
     return register

@@ -13,14 +13,14 @@ __all__ = ["streaming_llm"]
 
 @named(
     "streamingllm", "Xiao et al., StreamingLLM (arXiv 2309.17453)",
-    "the first tokens (attention sinks) and the most recent tokens",
+    "the first tokens (attention sinks) and the most recent tokens", positions="renumbered",
 )
 def streaming_llm(N_sink: int = 4) -> Policy:
     """Return StreamingLLM, a policy that keeps the first N_sink tokens and the last B - N_sink tokens.
 
-    The policy keeps the same tokens as the paper's policy. In kvspec each key keeps its absolute position, because
-    kvspec cannot renumber positions. The official code renumbers the positions inside the cache, and so changes the
-    model's input. Well-known implementations differ in the number of tokens that each implementation keeps.
+    The policy keeps the same tokens as the paper's policy. The paper also renumbers the positions of the kept tokens,
+    as the rule "renumbered" of spec/positions.md. Well-known implementations differ in the number of tokens that each
+    implementation keeps.
 
     Implements: PO-STREAMINGLLM
 

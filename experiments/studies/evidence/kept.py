@@ -17,6 +17,7 @@ from experiments.tasks import Placement, Sample
 from experiments.tasks.metrics import RIGHT_OR_WRONG
 from experiments.tasks.needle import DELAYED_ASSOCIATION, NEEDLE
 from models_integration.cache.continuation import Decision
+from models_integration.cache.renumbering import RENUMBERED, Numbering, numbering_of
 from models_integration.policies.methods import spelled
 from models_integration.session.method import Method, decide
 from models_integration.session.observed import ObservedSegment
@@ -226,6 +227,7 @@ class Prompt:
         steps: policies that evict while decoding, in the same order.
         budgets: budgets as text.
         seconds: duration of the prefill, and of each policy's decisions.
+        renumbered: policies that renumber the positions of the kept tokens, with the numbering of the model.
     """
 
     placement: Placement
@@ -234,6 +236,7 @@ class Prompt:
     steps: Mapping[str, Sequence[Step]]
     budgets: Sequence[str]
     seconds: Mapping[str, float]
+    renumbered: Mapping[str, Numbering]
 
     def followed_by(self, placement: Placement) -> "Prompt":
         """Return the prompt with a different question."""
@@ -279,7 +282,8 @@ def read_prompt(
         others = {name: method for name, method in methods.items() if name not in going_on}
         prompt = read_prompt(subject, others, budgets, placement)
         kept, seconds = {**prompt.kept, **own.kept}, {**own.seconds, **prompt.seconds}
-        return replace(prompt, kept=kept, steps=own.steps, seconds=seconds)
+        renumbered = {**prompt.renumbered, **own.renumbered}
+        return replace(prompt, kept=kept, steps=own.steps, seconds=seconds, renumbered=renumbered)
     start = time.perf_counter()
     ids = torch.tensor([placement.prompt_ids], device=subject.model.device)
     needs = needed(method.policy.scorer.needs for method in methods.values())
@@ -297,7 +301,11 @@ def read_prompt(
     observed.recorder.seen.clear()
     if placement.dropped_slots:
         observed.cache.crop(-placement.dropped_slots)
-    return Prompt(placement, observed, kept, following, budgets, seconds)
+    renumbered = {
+        name: numbering_of(subject.model, observed.architecture) for name, method in methods.items()
+        if method.positions == RENUMBERED
+    }
+    return Prompt(placement, observed, kept, following, budgets, seconds, renumbered)
 
 
 def _step(subject: Subject, policy: str, budget: str, observed: ObservedSegment, placement: Placement) -> Step:

@@ -18,6 +18,7 @@ from experiments.studies.subject import Subject
 from experiments.tasks import Sample, score
 from experiments.tasks.metrics import RIGHT_OR_WRONG
 from models_integration.cache.continuation import Decision
+from models_integration.cache.renumbering import Numbering
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.cache_argument import cache_name
 from models_integration.model.frame import decode
@@ -71,7 +72,7 @@ class Said:
         return float(gaps.double().mean())
 
 
-_Content: TypeAlias = tuple[Granularity, bytes, bytes]
+_Content: TypeAlias = tuple[Granularity, bytes, bytes, bool]
 
 
 class _Cell(NamedTuple):
@@ -79,11 +80,14 @@ class _Cell(NamedTuple):
     budget: str
     kept: Retention
     step: Step | None = None
+    numbering: Numbering | None = None
+    """Numbering of the cache if the policy renumbers positions."""
 
     @property
     def content(self) -> _Content:
         """All values on which the reading of a cell depends."""
-        return self.kept.granularity, self.kept.positions.tobytes(), self.kept.offsets.tobytes()
+        kept, renumbers = self.kept, self.numbering is not None
+        return kept.granularity, kept.positions.tobytes(), kept.offsets.tobytes(), renumbers
 
 
 class _Reading(NamedTuple):
@@ -119,8 +123,10 @@ def measure(
     start = time.perf_counter()
     reader = _Reader(subject, sample, prompt)
     cells = [
-        _Cell(policy, budget, prompt.set_of(policy, budget, sample), prompt.step_of(policy, budget))
-        for policy, budget in wanted
+        _Cell(
+            policy, budget, prompt.set_of(policy, budget, sample), prompt.step_of(policy, budget),
+            prompt.renumbered.get(policy),
+        ) for policy, budget in wanted
     ]
     result = reader.rows(cells, batch_size)
     return {"cells": result, "seconds": {**prompt.seconds, "reading": time.perf_counter() - start}}
@@ -175,9 +181,10 @@ class _Reader:
         different = {cell.content: cell for cell in cells if (cell.policy, cell.budget) not in elsewhere}
         left = [cell for content, cell in different.items() if content not in result]
         left.sort(key=lambda cell: len(cell.kept.positions) / cell.kept.groups)  # to reduce padding
-        for first in range(0, len(left), batch_size):
-            some = left[first : first + batch_size]
-            result.update(zip((cell.content for cell in some), self._side_by_side(some), strict=True))
+        for alike in ([cell for cell in left if (cell.numbering is None) is kept] for kept in (True, False)):
+            for first in range(0, len(alike), batch_size):
+                some = alike[first : first + batch_size]
+                result.update(zip((cell.content for cell in some), self._side_by_side(some), strict=True))
         if self._full is not None and full.content in result:
             # Rounding in a batch must not make the full cache differ from itself.
             result[full.content] = result[full.content]._replace(said=self._full)
@@ -211,8 +218,8 @@ class _Reader:
         return self._said(self._compacted(cells), self._prompt.placement.fed_ids, lengths)
 
     def _compacted(self, cells: Sequence[_Cell]) -> RetainedCache:
-        """Return a cache with one row for each cell."""
-        decision = Decision(tuple(cell.kept for cell in cells))
+        """Return a cache with one row for each cell. All cells must have the same rule of positions."""
+        decision = Decision(tuple(cell.kept for cell in cells), numbering=cells[0].numbering)
         return compact(side_by_side(self._cache, len(cells)), decision)
 
     def _said(self, cache: RetainedCache, fed: Sequence[int], lengths: Sequence[float]) -> list[_Reading]:

@@ -203,7 +203,7 @@ def methods(rules: Rules, subject: Subject) -> dict[str, Method]:
             raise SpecError("policies", name, f"always evicts only after the prompt, so leave out {AT_PROMPT}")
         if text != name:
             policy = replace(method.policy, cadence=SEGMENT_END)
-            method = Method(policy, method.budget, method.engine)
+            method = Method(policy, method.budget, method.engine, positions=method.positions)
         result[name] = method
     if RANDOM_TRUNKS in rules.controls:
         method = subject.policy("crystalcache", budget).on(subject.model)

@@ -206,6 +206,8 @@ def _made(text: str) -> RequestPolicy:
         raise SpecError("budget", None, "is needed: a share such as 0.3, or a number of tokens such as 512")
     budget = parse_budget(given := asked.pop("budget", 1.0))
     typed = given if isinstance(given, str) else str(budget)
+    if asked.pop("positions", "kept") != "kept":
+        raise SpecError("positions", json.loads(text)["positions"], "vLLM keeps positions of the text: type 'kept'")
     for constant in asked:
         if constant not in (known := names.constants_of(name)):
             raise SpecError(constant, asked[constant], f"{name} has the constants {', '.join(sorted(known)) or 'none'}")

@@ -13,6 +13,7 @@ pytest.importorskip("transformers", reason="the study drives transformers models
 
 from transformers import AutoModelForCausalLM
 
+from conformance.cache_suite.oracle import PositionRule
 from experiments.studies.answers import generated
 from experiments.studies.evidence.kept import (
     BLIND,
@@ -52,6 +53,7 @@ pytestmark = pytest.mark.law("figures-are-counted-right")
 NAMES = (
     "crystalcache", "streamingllm", "snapkv", "adakv", "pyramidkv", "keydiff", "knorm", "expected-attention",
     "nestedkv", "chunkkv", "kvzip(chunk=300)", 'crystalcache(observed_layer=-1, impact="salience")',
+    'streamingllm(positions="renumbered")', 'adakv(positions="renumbered")',
 )
 BUDGETS = ("0.5", "0.3")
 DRAWN = (*RANDOM_SETS, RANDOM_HEADS, EVIDENCE)
@@ -112,7 +114,7 @@ def test_measures_equal_masks_on_a_dense_forward(subject: Subject, measured: Any
     survived = set()
     for name, at in product(kept, range(len(BUDGETS))):
         row, retention = cells[name, BUDGETS[at]], kept[name][at]
-        actual = dense_answer(subject, context, placement, sample, retention)
+        actual = dense_answer(subject, context, placement, sample, retention, "renumbered" in name)
         assert row["likelihood"] == pytest.approx(float(actual[range(len(gold)), gold].sum()), abs=2e-4), name
         divergence = (dense.exp() * (dense - actual)).sum(dim=-1).mean()
         assert row["divergence"] == pytest.approx(float(divergence), abs=1e-4), name
@@ -122,16 +124,22 @@ def test_measures_equal_masks_on_a_dense_forward(subject: Subject, measured: Any
         if name == "evidence":
             assert set(counts) == {len(gold_places)}
     assert len(survived) > 5
+    kept_text, renumbered = cells["adakv", "0.5"], cells['adakv(positions="renumbered")', "0.5"]
+    assert kept_text["kept"] == renumbered["kept"]
+    if not placement.dropped_slots:  # a question inside the prompt has read the fact before the eviction
+        assert abs(kept_text["likelihood"] - renumbered["likelihood"]) > 1e-1
     assert cells[FULL, "1.0"]["likelihood"] == pytest.approx(float(dense[range(len(gold)), gold].sum()), abs=2e-4)
     assert cells[FULL, "1.0"]["divergence"] == 0.0
 
 
 def dense_answer(
     subject: Subject, context: tuple[int, ...], placement: Placement, sample: Sample, kept: Retention,
+    renumbered: bool = False,
 ) -> torch.Tensor:
     """Return log-probabilities (a, vocabulary) of the answer, from the full cache under a mask for each head."""
     sets = head_sets(kept, describe(subject.model).full_layers, subject.model.config.num_key_value_heads)
     oracle = Masked(subject.model, torch.tensor([context]), sets)
+    oracle.rules = dict.fromkeys(oracle.rules, PositionRule(renumbered))
     logits = oracle.read(torch.tensor([[*placement.fed_ids, *sample.answer_ids[:-1]]]))
     return logits[0, -len(sample.answer_ids) :].double().log_softmax(dim=-1)
 
@@ -234,7 +242,7 @@ def test_other_metrics_are_judged_by_what_is_generated(
         assert not judged
         return
     assert all(cell["right"] is True for cell in cells)
-    assert sorted(rows) == [1, 3, 5, 5]
+    assert sorted(rows) == [1, 2, 3, 5, 5]  # policies that renumber positions have a batch of their own
     by_cell = dict(zip(((cell["policy"], cell["budget"]) for cell in cells), judged, strict=True))
     for name in NAMES:
         policy = subject.policy(name, BUDGETS[0])

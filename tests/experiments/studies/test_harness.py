@@ -21,6 +21,7 @@ from conformance.tolerances import MASKED_LOGITS, MASKED_VISIBLE
 from experiments.studies.harness import PolicyLM, command
 from experiments.tasks import draw_sample
 from experiments.tasks.metrics import judge
+from models_integration import StreamingLLM
 from models_integration.pocket import ASSETS, load_pocket_tokenizer
 from spec.errors import SpecError
 from tests.experiments.tasks.test_loaders import THREE, TWO_OF_THREE
@@ -124,6 +125,28 @@ def test_continuations_are_scored_as_behind_a_mask(tmp_path: Path) -> None:
     assert abs(value - unmasked) > MASKED_VISIBLE * abs(unmasked)
     about = own.get_model_info()["kvspec"]
     assert (about["contexts"], about["tokens_read"], about["tokens_kept"]) == (1, split, 150)
+
+
+@pytest.mark.usefixtures("tasks")
+def test_renumbered_positions_are_those_of_a_session(tmp_path: Path) -> None:
+    """The likelihood is that of a session, and differs from the likelihood with positions of the text."""
+    doc = json.loads((tmp_path / "data.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    request = SimpleNamespace(args=(doc["context"] + doc["question"], f" {doc['answer']}"), task_name="t")
+    values = []
+    for policy in ("streamingllm", 'streamingllm(positions="renumbered")'):
+        own = model(policy=policy, budget=150, question_from=MARK)
+        ((value, _),) = own.loglikelihood([request], disable_tqdm=True)
+        assert own.get_model_info()["kvspec"]["policy"] == policy
+        values.append(value)
+    context, more = own._encode_pair(*request.args)
+    split = len(own.tok_encode(doc["context"]))
+    with torch.no_grad(), StreamingLLM(150, positions="renumbered")(own.model) as run:
+        own.model(torch.tensor([context[:split]]))
+        with run.reading():
+            logits = own.model(torch.tensor([[*context[split:], *more]]), past_key_values=run.cache).logits[0]
+    said = logits[-len(more) - 1 : -1].log_softmax(-1)[torch.arange(len(more)), more]
+    assert values[1] == pytest.approx(float(said.sum()), rel=MASKED_LOGITS)
+    assert abs(values[0] - values[1]) > MASKED_VISIBLE * abs(values[1])
 
 
 def test_what_is_said_follows_from_what_is_kept(tasks: TaskManager) -> None:

@@ -34,7 +34,7 @@ from experiments.studies.subject import Loading
 from experiments.studies.workers import run_actors, status
 from kvspec.cli.app import app
 from models_integration.cache.atomic_file import publish_readable
-from models_integration.policies.methods import method_of
+from models_integration.session.method import method_of
 from reference.policies import policy_from_score
 from spec.budget import parse_budget
 from spec.errors import SpecError

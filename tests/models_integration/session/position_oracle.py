@@ -23,10 +23,14 @@ class Oracle:
         model: a model with rotary positions.
         rule: "kept" or "renumbered".
         interleaved: True if the model rotates neighbouring channels.
+        first: first rotated channel of a head.
     """
 
-    def __init__(self, model: PreTrainedModel, rule: str = "renumbered", interleaved: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, rule: str = "renumbered", interleaved: bool = False, first: int = 0,
+    ) -> None:
         self.model, self.rule, self.interleaved, self.seen = deepcopy(model), rule, interleaved, 0
+        self.first = first
         AttentionInterface.register(NAME, _attention)
         self.model.set_attn_implementation(NAME)
         self.raw: dict[int, list[list[Tensor]]] = {}
@@ -43,9 +47,9 @@ class Oracle:
         return found
 
     def evict(self, kept: dict[int, list[Tensor]]) -> None:
-        """Keep these positions of the text, by layer and KV head."""
+        """Keep these positions of the text, by layer and KV head. One set of a layer is that of all heads."""
         for layer, heads in kept.items():
-            for head, positions in enumerate(heads):
+            for head, positions in enumerate(heads * (len(self.raw[layer]) // len(heads))):
                 k, v, text, _ = self.raw[layer][head]
                 own = [slot for slot, position in enumerate(text.tolist()) if position in set(positions.tolist())]
                 assert len(own) == len(positions)
@@ -64,9 +68,10 @@ class Oracle:
         if not (getattr(self.model.config, "no_rope_layers", None) or [1] * (layer + 1))[layer]:
             return x.double()
         f, x = self.frequencies(layer), x.double()
-        pairs = len(f)
-        one, two = (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if self.interleaved else (
-            slice(0, pairs), slice(pairs, 2 * pairs))
+        pairs, first = len(f), self.first
+        end = first + 2 * pairs
+        one, two = (slice(first, end, 2), slice(first + 1, end, 2)) if self.interleaved else (
+            slice(first, first + pairs), slice(first + pairs, end))
         z = torch.complex(x[:, one], x[:, two]) * torch.polar(torch.ones(len(at), pairs).double(), at[:, None] * f)
         turned = x.clone()
         turned[:, one], turned[:, two] = z.real, z.imag

@@ -28,9 +28,8 @@ from models_integration.cache.dense_layer import DenseLayer, RetainedLayer
 from models_integration.cache.fixed_size_layers import GappedSlidingLayer
 from models_integration.cache.retained_cache import storage_bytes
 from models_integration.model.architecture import describe
-from models_integration.policies.methods import method_of
 from models_integration.session.cascade import Cascade, can_cascade
-from models_integration.session.method import join_layers
+from models_integration.session.method import join_layers, method_of
 from reference.policies import cake, diverse, in_blocks, pyramidkv, retain
 from reference.policies.layers import is_cascading
 from spec.budget import Budget

@@ -79,6 +79,8 @@ def test_a_name_gives_what_its_class_gives() -> None:
      {"observed_layer": -1, "impact": "salience", "alpha": 0.5}),
     ("diverse-snapkv( diversity = 0.25 )", "diverse-snapkv", {"diversity": 0.25}),
     ("knorm()", "knorm", {}),
+    ('streamingllm(positions="renumbered", N_sink=2)', "streamingllm", {"positions": "renumbered", "N_sink": 2}),
+    ('snapkv/layers=pyramid(positions="kept")', "snapkv/layers=pyramid", {"positions": "kept"}),
 ])
 def test_a_policy_as_text_is_its_name_and_constants(text: str, name: str, constants: dict[str, Any]) -> None:
     assert spelled(text) == (name, constants)
@@ -101,6 +103,9 @@ REFUSED: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any], str]
     *((NamedPolicy, (name,), {}, f"name = '{name}': has a separate class; call kvspec.policy_from_name instead")
       for name in CLASSES),
     *((NamedPolicy, (name,), {}, f"name = '{name}'") for name in ("epicache", "scissorhands", "diverse-h2o")),
+    *((BY_NAME, (name,), {"positions": "relative"}, 'positions = \'relative\': must be "kept" or "renumbered"')
+      for name in ("snapkv", "streamingllm", "diverse-knorm", "snapkv/layers=pyramid")),
+    (BY_NAME, ("fullcache",), {"positions": "renumbered"}, "fullcache has the constants none"),
     (NamedPolicy, ("snapkv",), {"pool": 8}, "snapkv has the constants W, backend, block, kernel"),
     (NamedPolicy, ("snapkv", 1.5), {}, "budget"),
     (NamedPolicy, ("expected-attention",), {"inv_freq": [1.0]}, "inv_freq"),

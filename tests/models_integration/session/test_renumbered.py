@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +16,17 @@ from models_integration import (
     RetainedCache,
     RetentionPolicy,
     StreamingLLM,
+    compact,
+    decide,
+    observe,
     policy_from_name,
     save_cache,
 )
+from models_integration.archive.splice import computed, splice
 from models_integration.cache.dense_layer import DenseLayer
-from models_integration.cache.renumbering import LayerNumbering, LayerTurn, Numbering
+from models_integration.cache.renumbering import RENUMBERED, LayerNumbering, LayerTurn, Numbering
+from models_integration.model.rotation import frequencies_at, recognise
+from models_integration.session.verbs import EVERYTHING, read
 from reference.positions import renumbered_positions, turn_keys
 from spec.errors import SpecError
 from spec.parameters import TINY
@@ -28,6 +35,7 @@ from tests.models_integration.session.families import (
     FAMILIES,
     SMALL,
     TABLES,
+    WHOLE,
     build,
     greedy,
     prepared,
@@ -35,15 +43,27 @@ from tests.models_integration.session.families import (
     relative,
 )
 from tests.models_integration.session.position_oracle import Oracle
-from tests.models_integration.session.sessions import batch
+from tests.models_integration.session.sessions import batch, calibration
+from tests.models_integration.session.test_other_architectures import LATENT
 
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
 _LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
 _NOPE = {**SMALL, "num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]}
+_PARTLY = {"partial_rotary_factor": 0.5, "rope_theta": 1e4}
 _OTHERS: dict[str, tuple[Callable[[], PreTrainedModel], bool]] = {
     "cohere": (partial(prepared, "Cohere", **SMALL), True),
     "glm": (partial(prepared, "Glm", **SMALL, head_dim=8), True),
+    "ernie4_5": (partial(prepared, "Ernie4_5", **SMALL, head_dim=8), True),
+    "glm4": (partial(prepared, "Glm4", **SMALL, head_dim=8), True),
+    "helium": (partial(prepared, "Helium", **SMALL, head_dim=8), True),
     "smollm3, a layer without positions": (partial(prepared, "SmolLM3", **_NOPE), False),
+    "granite": (partial(prepared, "Granite", **SMALL), False),
+    "olmo": (partial(prepared, "Olmo", **SMALL), False),
+    "phi": (partial(prepared, "Phi", **SMALL, rope_parameters=_PARTLY), False),
+    "stablelm": (partial(prepared, "StableLm", **SMALL, rope_parameters=_PARTLY), False),
+    "starcoder2": (partial(prepared, "Starcoder2", **SMALL, sliding_window=None), False),
+    "arcee": (partial(prepared, "Arcee", **SMALL), False),
+    "mixtral": (partial(prepared, "Mixtral", **SMALL, sliding_window=None, num_local_experts=2), False),
     "llama, yarn": (partial(prepared, "Llama", **SMALL, rope_parameters=_YARN), False),
     "llama, linear": (partial(prepared, "Llama", **SMALL, rope_parameters=_LINEAR), False),
     "llama, another base": (partial(prepared, "Llama", **SMALL, rope_parameters={"rope_theta": 77.0}), False),
@@ -52,12 +72,12 @@ MODELS: dict[str, tuple[Callable[[], PreTrainedModel], bool]] = {
     **{name: (partial(build, name), False) for name in FAMILIES if name not in TABLES}, **_OTHERS,
 }
 POLICIES: dict[str, Callable[[], RetentionPolicy]] = {
-    "streamingllm": lambda: StreamingLLM(17, N_sink=2),
-    "snapkv": lambda: policy_from_name("snapkv", 0.4, W=4),
-    "adakv": lambda: policy_from_name("adakv", 0.4, W=4),
-    "pyramidkv": lambda: policy_from_name("pyramidkv", 0.4, W=4),
-    "h2o": lambda: policy_from_name("h2o", 19),
-    "crystalcache": lambda: CrystalCache(0.5, ENDS, TINY, backend="numpy"),
+    "streamingllm": lambda: StreamingLLM(17, N_sink=2, positions=RENUMBERED),
+    "snapkv": lambda: policy_from_name("snapkv", 0.4, W=4, positions=RENUMBERED),
+    "adakv": lambda: policy_from_name("adakv", 0.4, W=4, positions=RENUMBERED),
+    "pyramidkv": lambda: policy_from_name("pyramidkv", 0.4, W=4, positions=RENUMBERED),
+    "h2o": lambda: policy_from_name("h2o", 19, positions=RENUMBERED),
+    "crystalcache": lambda: CrystalCache(0.5, ENDS, TINY, backend="numpy", positions=RENUMBERED),
 }
 
 
@@ -72,16 +92,36 @@ def pieces() -> list[Tensor]:
     return list(torch.split(ids, [40, *[1] * 20, 9, *[1] * 3, 7, *[1] * 2], dim=1))
 
 
+def pairs() -> list[Any]:
+    """Return each model with each policy. A daily run has all policies of two models, and one of each other model."""
+    result = []
+    for at, name in enumerate(MODELS):
+        by_day = POLICIES if name in WHOLE else {list(POLICIES)[at % len(POLICIES)]}
+        for policy in POLICIES:
+            marks = () if policy in by_day else pytest.mark.nightly
+            result.append(pytest.param(name, policy, marks=marks, id=f"{name}-{policy}"))
+    return result
+
+
 @pytest.mark.spec("POS-RENUMBERED", "POS-TURN")
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "policy"), pairs())
 def test_a_session_equals_the_oracle(name: str, policy: str) -> None:
     """A prompt, 20 decode steps and two turns: logits equal the oracle's, and the text's positions give others."""
     make, interleaved = MODELS[name]
-    model = make()
-    renumbered, kept = Oracle(model, "renumbered", interleaved), Oracle(model, "kept", interleaved)
+    check_session(make(), policy, interleaved)
+
+
+@pytest.mark.spec("POS-RENUMBERED", "POS-TURN")
+@pytest.mark.parametrize("policy", ["streamingllm", "crystalcache"])
+def test_of_the_latents_of_mla_the_rotated_channels_turn(policy: str) -> None:
+    model = prepared("DeepseekV3", **LATENT["deepseek_v3"][1])
+    check_session(model, policy, first=LATENT["deepseek_v3"][1]["qk_nope_head_dim"])
+
+
+def check_session(model: PreTrainedModel, policy: str, interleaved: bool = False, first: int = 0) -> None:
+    renumbered, kept = (Oracle(model, rule, interleaved, first) for rule in (RENUMBERED, "kept"))
     errors, differences, cache = [], [], None
-    with torch.no_grad(), POLICIES[policy]()(model, positions="renumbered") as run:
+    with torch.no_grad(), POLICIES[policy]()(model) as run:
         for ids in pieces():
             found = model(ids, past_key_values=cache, use_cache=True)
             cache = found.past_key_values
@@ -90,7 +130,7 @@ def test_a_session_equals_the_oracle(name: str, policy: str) -> None:
             differences.append(relative(kept.read(ids[0].tolist()), wanted))
             for oracle in (renumbered, kept):
                 oracle.evict(kept_sets(cache))
-    assert run.positions == "renumbered"
+    assert run.positions == RENUMBERED
     assert max(errors) <= 1e-5
     assert max(differences) > 1e-2
 
@@ -102,7 +142,7 @@ def test_padded_rows_have_numbers_of_their_own(policy: str) -> None:
     model, rows = build("llama"), [prompt(40), prompt(31, seed=5)]
     ids, mask = batch(rows)
     oracles = [Oracle(model), Oracle(model)]
-    with torch.no_grad(), POLICIES[policy]()(model, positions="renumbered"):
+    with torch.no_grad(), POLICIES[policy]()(model):
         found = model(ids, attention_mask=mask, use_cache=True)
         cache = found.past_key_values
         for row, oracle in enumerate(oracles):
@@ -126,7 +166,7 @@ def stream_of(
     """Read a stream in forward passes of `chunk` tokens. Return the cache, relative errors, and largest positions."""
     oracle, errors, largest, cache = Oracle(model), list[float](), list[int](), None
     rotary = next(one for name, one in model.named_modules() if name.endswith("rotary_emb"))
-    with torch.no_grad(), policy(model, positions="renumbered") as run:
+    with torch.no_grad(), policy(model) as run:
         hook = rotary.register_forward_pre_hook(
             lambda _, __, given: largest.append(int(given["position_ids"].max())), with_kwargs=True
         )
@@ -146,7 +186,7 @@ def stream_of(
 def test_an_endless_text_stays_in_the_range_of_the_model(policy: str) -> None:
     """Turns of four tokens, five times as many as the model has positions: logits equal an oracle without a base."""
     model = prepared("Llama", **{**SMALL, "max_position_embeddings": 64})
-    made = policy_from_name("snapkv", 16, W=2) if policy == "snapkv" else POLICIES[policy]()
+    made = policy_from_name("snapkv", 16, W=2, positions=RENUMBERED) if policy == "snapkv" else POLICIES[policy]()
     cache, errors, largest = stream_of(model, made, 320, 4)
     assert max(errors) <= 1e-5
     assert max(largest) == 63
@@ -158,12 +198,14 @@ def test_an_endless_text_stays_in_the_range_of_the_model(policy: str) -> None:
 @pytest.mark.filterwarnings("error:the text has")
 def test_a_stream_of_crystalcache_renumbers_and_one_that_keeps_positions_warns() -> None:
     model = prepared("Llama", **{**SMALL, "max_position_embeddings": 64})
-    policy = CrystalCache(20, ENDS, TINY, backend="numpy", stream=True)
+    kept, policy = (
+        CrystalCache(20, ENDS, TINY, backend="numpy", stream=True, positions=rule) for rule in ("kept", RENUMBERED)
+    )
     cache, errors, largest = stream_of(model, policy, 400, TINY.C)
     assert max(errors) <= 1e-5
     assert max(largest) <= 63
     assert cache.stored_length <= 20 + TINY.C
-    with torch.no_grad(), pytest.raises(UserWarning, match="positions='renumbered'"), policy(model):
+    with torch.no_grad(), pytest.raises(UserWarning, match="positions='renumbered'"), kept(model):
         model(prompt(80))
 
 
@@ -176,7 +218,7 @@ def test_in_a_stream_the_sinks_alone_turn_and_the_stored_keys_do_not_change(monk
         return turn(self, tensor, *positions)
 
     monkeypatch.setattr(LayerNumbering, "turned", noted)
-    with torch.no_grad(), StreamingLLM(12, N_sink=3)(model, positions="renumbered") as run:
+    with torch.no_grad(), StreamingLLM(12, N_sink=3, positions=RENUMBERED)(model) as run:
         model(prompt(20))
         assert run.cache is not None
         before = run.cache.keys_of(0)[:, :, :3].clone()
@@ -232,7 +274,7 @@ def test_after_thousands_of_evictions_a_key_has_the_error_of_one_rounding(
 def test_a_model_whose_keys_cannot_be_turned_is_refused(make: Callable[[], PreTrainedModel], reason: str) -> None:
     model = make()
     with pytest.raises(SpecError, match=reason) as caught:
-        StreamingLLM(12)(model, positions="renumbered")
+        StreamingLLM(12, positions=RENUMBERED)(model)
     assert caught.value.argument == "positions"
     with StreamingLLM(12)(model) as run:
         model(prompt(20))
@@ -242,19 +284,17 @@ def test_a_model_whose_keys_cannot_be_turned_is_refused(make: Callable[[], PreTr
 @pytest.mark.law("refused-before-anything-changes")
 def test_a_model_with_alibi_is_refused_under_both_rules() -> None:
     model = prepared("Bloom", vocab_size=131, hidden_size=32, n_layer=2, n_head=4)
-    for rule in ("kept", "renumbered"):
+    for rule in ("kept", RENUMBERED):
         with pytest.raises(SpecError, match="ALiBi"):
-            StreamingLLM(12)(model, positions=rule)
+            StreamingLLM(12, positions=rule)(model)
 
 
 @pytest.mark.law("refused-before-anything-changes")
 def test_what_does_not_follow_the_rule_is_refused(tmp_path: Path) -> None:
     model = prepared("Llama", **{**SMALL, "max_position_embeddings": 64})
     with pytest.raises(SpecError, match="kept"):
-        StreamingLLM(12)(model, positions="relative")
-    with pytest.raises(SpecError, match="removes the rotation"):
-        policy_from_name("expected-attention", 12)(model, positions="renumbered")
-    with torch.no_grad(), StreamingLLM(12)(model, positions="renumbered") as run:
+        StreamingLLM(12, positions="relative")
+    with torch.no_grad(), StreamingLLM(12, positions=RENUMBERED)(model) as run:
         for seed in range(8):
             model(prompt(10, seed=seed), past_key_values=run.cache)
     assert run.cache is not None
@@ -271,11 +311,75 @@ def test_what_does_not_follow_the_rule_is_refused(tmp_path: Path) -> None:
     assert run.cache.get_seq_length() == 80
 
 
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize("name", [
+    "expected-attention", "diverse-expected-attention", "triattention", "triattention-by-head", "diverse-triattention",
+])
+def test_a_policy_that_removes_the_rotation_of_keys_is_refused(name: str) -> None:
+    """TriAttention has the frequencies in a calibration, and set-conditioned selection contains a scorer."""
+    model = prepared("Llama", **SMALL)
+    given = {"calibration": calibration(model)} if "triattention" in name else {}
+    policy = policy_from_name(name, 12, positions=RENUMBERED, **given)
+    with pytest.raises(SpecError, match="removes the rotation of keys"):
+        policy(model)
+    policy_from_name(name, 12, **given)(model)
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_a_chunk_is_not_spliced_into_renumbered_tokens() -> None:
+    model = prepared("Llama", **SMALL)
+    rotary = recognise(model)
+    chunk = computed(model, prompt(7)[0].tolist(), rotary)
+    with torch.no_grad(), StreamingLLM(12, positions=RENUMBERED)(model) as run:
+        model(prompt(20))
+    assert run.cache is not None
+    with pytest.raises(SpecError, match="cannot be spliced into"):
+        splice(run.cache, [chunk], frequencies_at(model, rotary, 40))
+    assert (run.cache.get_seq_length(), run.cache.stored_length) == (20, 12)
+
+
+@pytest.mark.spec("POS-RENUMBERED", "POS-BASE")
+@pytest.mark.parametrize("policy", ["streamingllm", "snapkv", "adakv"])
+def test_one_observation_and_several_turns_follow_the_rule(policy: str) -> None:
+    """`observe`, `decide`, `compact` and `read` give the oracle's logits, and refuse a policy of the other rule."""
+    model, ids = prepared("Llama", **SMALL), prompt(40)
+    oracle, made = Oracle(model), POLICIES[policy]().on(model)
+    observed = observe(model, ids)
+    cache = compact(observed.cache, decide(made, observed))
+    assert observed.cache.numbering is None
+    oracle.read(ids[0].tolist())
+    for seed, n in ((4, 9), (5, 3)):
+        oracle.evict(kept_sets(cache))
+        later = read(model, cache, prompt(n, seed), EVERYTHING, last=n)
+        assert later.logits is not None
+        assert relative(later.logits[0], oracle.read(prompt(n, seed)[0].tolist())) <= 1e-5
+        if policy != "adakv":
+            cache = compact(cache, decide(made, later))
+            with pytest.raises(SpecError, match="positions='renumbered'"):
+                decide(StreamingLLM(12).on(model), later)
+
+
+@pytest.mark.spec("POS-BASE")
+def test_text_read_after_a_renumbered_stream_has_positions_of_the_stream() -> None:
+    model = prepared("Llama", **{**SMALL, "max_position_embeddings": 64})
+    oracle, cache = Oracle(model), None
+    with torch.no_grad(), StreamingLLM(12, N_sink=2, positions=RENUMBERED)(model):
+        for ids in torch.split(prompt(120), 10, dim=1):
+            cache = model(ids, past_key_values=cache, use_cache=True).past_key_values
+            oracle.read(ids[0].tolist())
+            oracle.evict(kept_sets(cache))
+    assert cache is not None
+    assert cache.numbering.base > 0
+    found = read(model, cache, prompt(5, 8), last=5).logits
+    assert found is not None
+    assert relative(found[0], oracle.read(prompt(5, 8)[0].tolist())) <= 1e-5
+
+
 @pytest.mark.spec("POS-RENUMBERED")
 def test_generate_follows_the_rule_with_and_without_beams() -> None:
     """A greedy answer is that of the oracle, and two equal beams give the answer of one."""
     model, oracle = build("llama"), Oracle(build("llama"))
-    with StreamingLLM(17, N_sink=2)(model, positions="renumbered") as run:
+    with StreamingLLM(17, N_sink=2, positions=RENUMBERED)(model) as run:
         found = greedy(model, prompt(40), 8)[0].tolist()
     logits, wanted = oracle.read(prompt(40)[0].tolist())[-1], list[int]()
     oracle.evict({layer: [torch.tensor(run.retentions[0].positions)] * 2 for layer in range(3)})
@@ -283,6 +387,6 @@ def test_generate_follows_the_rule_with_and_without_beams() -> None:
         wanted.append(int(logits.argmax()))
         logits = oracle.read(wanted[-1:])[-1]
     assert found == wanted
-    with StreamingLLM(17, N_sink=2)(model, positions="renumbered"):
+    with StreamingLLM(17, N_sink=2, positions=RENUMBERED)(model):
         beams = greedy(model, prompt(40), 8, num_beams=3, early_stopping=True)
     assert beams.shape == (1, 8)

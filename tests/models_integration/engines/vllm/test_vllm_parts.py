@@ -44,7 +44,9 @@ def plan(n: int = 100, **asked: Any) -> Plan:
     ({"policy": "tova", "budget": 0.5}, "allowed are snapkv, knorm"), ({"policy": "os:system"}, "built-in"),
     ({"policy": "snapkv", "backend": "os:system"}, "server"), ({"policy": "snapkv", "W": "x"}, "snapkv"),
     ({"policy": "snapkv", "calibration": "/etc/passwd"}, "server"), ({"policy": "knorm"}, "budget"), ("{", "JSON"),
-    ("[]", "object"), ({"policy": "snapkv", "windows": 3}, "constants"), ({"policy": 3, "budget": 0.3}, "built-in"),
+    ("[]", "object"), ({"policy": "snapkv", "windows": 3}, "constants"),
+    ({"policy": "snapkv", "positions": "renumbered"}, "vLLM keeps positions of the text: type 'kept'"),
+    ({"policy": "snapkv", "positions": "x"}, "positions = 'x'"), ({"policy": 3, "budget": 0.3}, "built-in"),
 ])
 def test_bad_arguments_are_one_sentence(given: Any, told: str) -> None:
     with pytest.raises(SpecError, match=told):
@@ -210,6 +212,7 @@ def test_the_command_refuses_before_vllm_starts() -> None:
         ("snapkv(W=16", "0.3", None, None, "refuse", "constants"), ("snapkv", "3.0", None, None, "refuse", "budget"),
         ("snapkv", "0.3", "0.5:0.2", None, "refuse", "allow_budget"), ("adakv", "0.3", None, None, "refuse", "adakv"),
         ("snapkv", "0.3", None, "snap", "refuse", "allow_policies"), ("snapkv", "0.3", None, None, "x", "on_unserved"),
+        ('snapkv(positions="renumbered")', "0.3", None, None, "full", "positions = 'renumbered': vLLM keeps"),
     ):
         with pytest.raises(SpecError, match=told):
             server_settings(policy, budget, bounds, allowed, unserved)
