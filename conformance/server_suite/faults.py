@@ -24,7 +24,7 @@ def name_fault(
         reader: the witness's model.
         statement: what the server states.
         events: the evictions of the statement.
-        found: log-probabilities of the server.
+        result: log-probabilities of the server.
         tolerance: largest difference that rounding explains.
         others: evictions that the server stated for different requests.
     """
@@ -32,6 +32,9 @@ def name_fault(
     for name, changed, rule in _hypotheses(events, statement.positions, others):
         if apart(reader.logprobs(ids, n, changed, rule), result) <= tolerance:
             return name
+    for layer in range(reader.layers if events else 0):
+        if apart(reader.logprobs(ids, n, events, statement.positions, layer), result) <= tolerance:
+            return f"only in full-attention layer {layer}, positions are not those of the rule {statement.positions!r}"
     return "no known fault explains the log-probabilities: a different set, or different weights"
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from conformance.cache_suite.oracle import Masked
+from conformance.cache_suite.oracle import Masked, PositionRule
 from conformance.witness.statement import Statement
 from models_integration import RetentionPolicy, policy_from_name
 from models_integration.model.cache_argument import cache_name
@@ -48,12 +48,14 @@ class Reader:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self._masked = {"kept": Masked(model)}
+        self._masked = Masked(model)
         config = model.config.get_text_config(decoder=True)
-        self.layers = len(self._masked["kept"].visible)
+        self.layers = len(self._masked.visible)
         self.heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
-    def logprobs(self, ids: Sequence[int], n: int, events: Sequence[Event], rule: str = "kept") -> Tensor:
+    def logprobs(
+        self, ids: Sequence[int], n: int, events: Sequence[Event], rule: str = "kept", excepted: int | None = None,
+    ) -> Tensor:
         """Return the log-probability of each token after the first n, (len(ids) - n,).
 
         Args:
@@ -63,9 +65,16 @@ class Reader:
             rule: "kept", "renumbered" (each KV head counts its kept tokens from 0), or "slots". With "slots", kept
                 tokens keep the positions of the text. Later tokens are counted by the number of stored tokens, which
                 is a fault.
+            excepted: number of a full-attention layer in which the different one of the rules "kept" and "renumbered"
+                applies, which is a fault. Default: no layer.
         """
-        masked, read, logits = self._of_rule(rule), 0, []
+        masked, read, logits = self._masked, 0, []
         masked.reset()
+        numbers = {layer: number for number, layer in enumerate(masked.visible)}
+        masked.rules = {
+            layer: PositionRule((rule == "renumbered") != (numbers[stored] == excepted))
+            for layer, stored in masked.stores.items()
+        }
         for event in [*events, Event(len(ids) - 1, [])]:
             end = min(event.seen, len(ids) - 1)
             if end > read:
@@ -76,14 +85,6 @@ class Reader:
                 masked.shift = event.seen - len(event.sets[0][0]) if rule == "slots" else 0
         rows = torch.cat(logits)[n - 1 :].to(torch.float64).log_softmax(dim=-1)
         return rows.gather(1, torch.tensor(list(ids[n:]))[:, None])[:, 0]
-
-    def _of_rule(self, rule: str) -> Masked:
-        """Return the model of a rule. Its weights are copied once for kept positions, and once for renumbered ones."""
-        key = "renumbered" if rule == "renumbered" else "kept"
-        if key not in self._masked:
-            self._masked[key] = Masked(self.model, renumbered=True)
-        return self._masked[key]
-
 
 def events_of(statement: Statement, layers: int, heads: int) -> list[Event]:
     """Return the evictions of a statement by layer and KV head.

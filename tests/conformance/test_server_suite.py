@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from conformance.witness.client import Answer, Server, most_at_once
 from conformance.witness.statement import MalformedStatement, digest_of, parse_statement
 from models_integration import compact, decide, observe, policy_from_name
 from models_integration.cache.continuation import Decision
+from models_integration.cache.renumbering import numbering_of
+from models_integration.model.architecture import describe
 from models_integration.model.cache_argument import cache_name
 from models_integration.policies.methods import spelled
 from models_integration.session.verbs import read
@@ -44,6 +46,7 @@ class Fault:
         used: the sets that are stored instead of the stated sets, from (sets, n, sets of the previous request).
         stated: the sets that are stated instead of those of the policy.
         slots: True if the answer's positions are numbers of slots.
+        renumbered: layers in which kept tokens are renumbered.
         full_logprobs: True if the log-probabilities are those of the full cache.
         late: True if digests are sent after the answer.
     """
@@ -51,6 +54,7 @@ class Fault:
     used: Callable[[Sets, int, Sets], Sets] = lambda sets, n, before: sets
     stated: Callable[[Sets, int], Sets] = lambda sets, n: sets
     slots: bool = False
+    renumbered: Sequence[int] = ()
     full_logprobs: bool = False
     late: bool = False
 
@@ -82,6 +86,8 @@ FAULTS: Mapping[str, tuple[Fault, str]] = {
     "another set": (Fault(used=exchange_token), "stated set"),
     "another set, as stated": (Fault(stated=exchange_token), "against the policy"),
     "slot numbers": (Fault(slots=True), "'slots'"),
+    "renumbered positions": (Fault(renumbered=range(LAYERS)), "positions of the rule 'renumbered', not 'kept'"),
+    "a renumbered layer": (Fault(renumbered=[1]), "only in full-attention layer 1, positions are not those of"),
     "budget by one": (Fault(stated=one_more), "more than the budget"),
     "a layer whole": (
         Fault(used=lambda sets, n, before: [*sets[:2], *whole(n)[2:4], *sets[4:]]), "layer 1 evicted nothing",
@@ -119,7 +125,10 @@ class Evicting:
         stated = self.fault.stated(sets, n)
         used = self.fault.used(stated, n, self.before)
         self.before = sets
-        cache = compact(observed.cache, Decision((per_head(used, n),)))
+        numbering = numbering_of(self.model, describe(self.model))
+        of = range(LAYERS) if "renumbered" in self.policy else self.fault.renumbered
+        numbering = replace(numbering, layers={layer: numbering.layers[layer] for layer in of})
+        cache = compact(observed.cache, Decision((per_head(used, n),), numbering=numbering if of else None))
         ranges = [[[p, p + 1] for p in own] for own in stated]
         layers = [[layer * HEADS + head for head in range(HEADS)] for layer in range(LAYERS)]
         digests = {"kvspec": {"witness": 1, "digests": [digest_of(n, ranges, layers)]}}
@@ -138,7 +147,8 @@ class Evicting:
             yield digests
         eviction = {"seen": n, "sets": ranges, "layers": layers, "digest": digest_of(n, ranges, layers)}
         yield {} if not self.states else {"kvspec": {
-            "witness": 1, "policy": self.policy, "budget": self.budget, "positions": "kept", "evictions": [eviction],
+            "witness": 1, "policy": self.policy, "budget": self.budget, "evictions": [eviction],
+            "positions": "renumbered" if "renumbered" in self.policy else "kept",
         }}
 
     def step(self, cache: Any, token: int, slot: int) -> torch.Tensor:
@@ -239,7 +249,9 @@ def verdict(check: Callable[[Reading], Any], reading: Reading) -> str:
     return "passed"
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "snapkv(W=8)", "streamingllm", "chunkkv", "adakv"])
+@pytest.mark.parametrize("policy", [
+    "snapkv", "snapkv(W=8)", "streamingllm", "chunkkv", "adakv", 'snapkv(positions="renumbered")',
+])
 def test_a_server_that_does_as_it_states_passes(model: PreTrainedModel, policy: str) -> None:
     with serving(Evicting(model, policy)) as url:
         actual = verdicts(Witness(model, Server.of(url, "tiny")), "shared prefixes")
