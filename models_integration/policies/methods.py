@@ -87,7 +87,7 @@ class CustomPolicy(RetentionPolicy):
         budget: share of the prompt to keep (0.3 or "30%"), or number of tokens to keep (an int).
         backend: name that reports show for your own code. Code of kvspec is always shown with the name of its backend.
         positions: rotary positions of the kept keys: "kept" (of the text), or "renumbered" (directly before the next
-            query, as in StreamingLLM's paper, so that streams stay in the range of the model).
+            query). With "renumbered", as in StreamingLLM's paper, streams stay in the range of the model.
 
     Raises:
         SpecError: if the budget is not a valid fraction or number of tokens, or if positions is unknown.

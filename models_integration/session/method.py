@@ -240,7 +240,7 @@ def decide(policy: BudgetedPolicy | Method, observed: ObservedSegment) -> Decisi
         Decision with the sets of kept tokens of each prompt. Pass the decision to `compact`.
 
     Raises:
-        SpecError: if the policy needs a tensor that `observe` did not capture, or if the policy does not support the
+        SpecError: if the policy needs a tensor that `observe` did not capture. Also if the policy does not support the
             model, the prompt or the positions of the cache.
     """
     method = _prepared(policy, observed)
