@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from inspect import signature
 from typing import Any, TypeVar
 
@@ -38,13 +39,13 @@ class NamedPolicy:
     positions: str
     """Rule of rotary positions in the publication: "kept" or "renumbered" (spec/positions.md)."""
 
-    @property
+    @cached_property
     def constants(self) -> frozenset[str]:
         """Return the names of the constants that a caller can set: maker arguments and fields of `parameters`."""
         taken = frozenset(signature(self.make).parameters) - frozenset(self.decided) - self.of_model
         return taken | frozenset(self.parameters)
 
-    @property
+    @cached_property
     def parameters(self) -> dict[str, object]:
         """Return the fields of the maker's argument `parameters`, with defaults.
 

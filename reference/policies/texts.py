@@ -1,8 +1,8 @@
 """Texts of policies: `policy_from_text` makes a policy from its text, and `text_of` writes the text of a policy."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from reference.policies.budgets import Above, Pyramid
@@ -35,6 +35,7 @@ from reference.policies.parts import (
     with_steps,
 )
 from reference.policies.protections import SinkAndRecent
+from reference.policies.scorers import LayerScorer
 from reference.policies.selectors import top_tokens, top_units
 from spec.errors import SpecError
 from spec.policy import NOTHING_PROMISED, SEGMENT_END, Policy
@@ -69,7 +70,7 @@ def policy_from_text(text: str | Composition, data: Constants = NO_DATA) -> Poli
     if (found := find_name(policy, data)) is not None:
         named = _blocked(*found, data)
         return replace(policy, name=named.name, promises=named.promises)
-    text = str(_split(policy, {**_data(policy), **data}))
+    text = str(_split(policy, {**_data(_gathered(policy, {})), **data}))
     return replace(policy, name=text, promises=promises_of_parts(policy))
 
 
@@ -78,13 +79,15 @@ def find_name(policy: Policy, data: Constants = NO_DATA) -> tuple[str, dict[str,
 
     If several named policies are equal, the policy of the same name is returned, or else the shortest name.
     """
-    bare, (_, transforms) = replace(policy, name="", promises=NOTHING_PROMISED), split_transforms(policy)
-    kinds = {kind for kind, _ in transforms}
-    prefix, found = DIVERSE if "diverse" in kinds else "", None
+    bare, (base, transforms) = replace(policy, name="", promises=NOTHING_PROMISED), split_transforms(policy)
+    kinds, given = {kind for kind, _ in transforms}, [_gathered(policy, aliases) for aliases in (ALIASES, {})]
+    prefix, found, data = DIVERSE if "diverse" in kinds else "", None, {**_data(given[1]), **data}
     for name, row in _rows():
-        for own in _candidates(policy, row, prefix, blocks=row.blocks and not prefix and "block" in kinds):
+        if _kind_of_name(name) not in (None, _kind(base.scorer)):
+            continue
+        for own in _candidates(given, row, prefix, blocks=row.blocks and not prefix and "block" in kinds):
             try:
-                made = _blocked(prefix + name, own, {**_data(policy), **data})
+                made = _blocked(prefix + name, own, data)
             except (SpecError, TypeError):  # the policy lacks a constant of this name
                 continue
             if equal_parts(replace(made, name="", promises=NOTHING_PROMISED), bare):
@@ -98,12 +101,29 @@ def _rows() -> list[tuple[str, NamedPolicy]]:
     return sorted(REGISTERED.items(), key=lambda one: (len(one[0]), one[0]))
 
 
-def _candidates(policy: Policy, row: NamedPolicy, prefix: str, *, blocks: bool) -> Iterator[dict[str, Any]]:
+@cache
+def _kind_of_name(name: str) -> tuple[type, object] | None:
+    """Return the kind of a named policy's scorer without transforms, or None if the policy needs data."""
+    try:
+        return _kind(split_transforms(named_policy(name, {}))[0].scorer)
+    except (SpecError, TypeError, AttributeError):  # a constant without a default, such as a calibration
+        return None
+
+
+def _kind(scorer: Any) -> tuple[type, object]:
+    """Return the type and the function of a scorer. Scorers of different kinds are not equal, whatever their constants.
+    """
+    function = getattr(score := getattr(scorer, "score", None), "func", score)
+    return type(scorer), getattr(function, "__code__", function)
+
+
+def _candidates(
+    gathered: Iterable[Constants], row: NamedPolicy, prefix: str, *, blocks: bool,
+) -> Iterator[dict[str, Any]]:
     """Yield the constants of a maker: those of all parts, and those whose names need no translation."""
     keys = row.constants | frozenset(DIVERSITY if prefix else ()) | frozenset(("block",) if blocks else ())
     found = None
-    for aliases in (ALIASES, {}):
-        given = _gathered(policy, aliases)
+    for given in gathered:
         own = {key: given[key] for key in keys & given.keys() - DATA - {"parameters"}}
         if found is None or found.keys() != own.keys():
             yield own
@@ -117,8 +137,8 @@ def _blocked(name: str, own: Constants, data: Constants) -> Policy:
     return apply_transforms(policy, [("block", own)]) if blocks else policy
 
 
-def _data(policy: Policy) -> dict[str, Any]:
-    given = _gathered(policy, {})
+def _data(given: Constants) -> dict[str, Any]:
+    """Return the constants without text among the constants of all parts."""
     found = {key: given[key] for key in DATA & given.keys()}
     return found | ({"served": given["calibration"].identity} if "calibration" in given else {})
 
@@ -162,7 +182,7 @@ def text_of(policy: Policy, data: Constants = NO_DATA) -> str:
     if found is not None and (found[0] in WHOLE or found != find_name(replace(policy, name=""), data)):
         return _named_text(*found)
     try:
-        return str(_split(policy, {**_data(policy), **data}))
+        return str(_split(policy, {**_data(_gathered(policy, {})), **data}))
     except SpecError:
         if found is None:
             raise
@@ -213,8 +233,11 @@ def _split(policy: Policy, data: Constants) -> Composition:
 def _home(base: Policy, data: Constants) -> tuple[str, dict[str, Any]]:
     """Return the policy that has a scorer, and its constants that the scorer has. A record of queries is left out."""
     given = dict(_leaves(base.selector)) | dict(_leaves(base.scorer))
-    for change in (_same, with_steps):
+    own_type, function = _kind(base.scorer)
+    for change, kind in ((_same, own_type), (with_steps, LayerScorer)):
         for name, row in _rows():
+            if _kind_of_name(name) not in (None, (kind, function)):
+                continue
             own = {key: given[key] for key in row.constants & given.keys() - DATA - {"parameters"}}
             try:
                 host, _ = split_transforms(named_policy(name, {**own, **data}))
