@@ -11,8 +11,19 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import numpy as np
 
 from reference.calibration import Calibration, Identity
+from reference.policies.composition import constants_from_text
+from reference.policies.grammar import parse_composition
 from reference.policies.layers import is_cascading, is_layerwise
-from reference.policies.names import DIVERSE, NAMES, POLICIES, NamedPolicy, check_name, make_policy
+from reference.policies.names import (
+    DIVERSE,
+    NAMES,
+    POLICIES,
+    NamedPolicy,
+    check_name,
+    constants_of_model,
+    home_of,
+    make_policy,
+)
 from reference.policies.texts import text_of
 from spec.errors import SpecError
 from spec.policy import Policy, SeparableScorer
@@ -82,7 +93,7 @@ class PolicyDescription:
     """Description of a policy: kept tokens, costs, supported uses and constants.
 
     Attributes:
-        name: name of the policy in `policy_from_name`, in the option `--policies` and in rules files.
+        name: name or text of the policy in `policy_from_name`, in the option `--policies` and in rules files.
         paper: publication that defines the policy, or "" if there is no publication.
         keeps: description of the tokens that the policy keeps.
         passes: number of times that the model processes the prompt, 1 or 2.
@@ -128,28 +139,35 @@ def list_policies() -> tuple[PolicyDescription, ...]:
 
 
 def describe_policy(name: str) -> PolicyDescription:
-    """Return the description of the policy that has a given name.
+    """Return the description of the policy that has a given name, or of a policy from text.
 
     >>> describe_policy("diverse-snapkv").constants["diversity"]
     0.5
+    >>> describe_policy("snapkv:W=16/every=64").decode_time
+    True
 
     Raises:
-        SpecError: if no policy of kvspec has the given name. Policies that you wrote have no description.
+        SpecError: if no policy of kvspec has the given name, or if parts do not fit. Policies that you wrote have no
+            description.
     """
-    if (name := check_name(name)) not in NAMES:
+    whole = check_name(name)
+    if (name := home_of(whole)) not in NAMES:
         raise SpecError("name", name, "has no description: give a name that `kvspec policies` lists")
-    row, policy = POLICIES[name.removeprefix(DIVERSE)], example_policy(name)
+    row, policy = POLICIES[name.removeprefix(DIVERSE)], example_policy(whole)
     needs = policy.scorer.needs
     stepping = policy.cadence.every is not None
     given = {key: one.default for key, one in signature(row.make).parameters.items() if key in row.constants}
     given = {key: value for key, value in given.items() if key != "parameters"} | row.parameters
-    keeps = row.keeps
+    keeps, found = row.keeps, parse_composition(whole)
     if name.startswith(DIVERSE):
         given |= {"diversity": 0.5, "signature": "flat", "rule": "alpha"}
         keeps += "; a token similar to a kept token has a lower score"
+    given |= constants_from_text(row, found.constants, given)
+    if parts := ", ".join(f"{part}={value}" for part, (value, _) in found.parts.items()):
+        keeps = f"tokens by the {'scorer' if found.scorer_only else 'parts'} of {name}, with {parts}"
     required = tuple(key for key, value in given.items() if value is Parameter.empty or key == "template")
     return PolicyDescription(
-        name, row.paper, keeps, 1 + (needs.rehearsal is not None), needs.layers, policy.granularity.value,
+        whole, row.paper, keeps, 1 + (needs.rehearsal is not None), needs.layers, policy.granularity.value,
         layer_by_layer=name != "fullcache" and (needs.layers != "all" or is_layerwise(policy) or is_cascading(policy)),
         decode_time=stepping,
         later_turns=needs.rehearsal is None and (stepping or _goes_on(policy)),
@@ -157,7 +175,7 @@ def describe_policy(name: str) -> PolicyDescription:
         positions=row.positions,
         constants={key: value for key, value in given.items() if key not in required},
         required=required,
-        of_model=tuple(sorted(row.of_model)),
+        of_model=tuple(sorted(constants_of_model(whole))),
         meanings={key: _meaning(row, key) for key in given},
     )
 
@@ -176,7 +194,7 @@ def _goes_on(policy: Policy) -> bool:
 
 
 def describe_parts(name: str) -> str:
-    """Return the text of the parts of a policy of kvspec, with default constants.
+    """Return the text of the parts of a policy of kvspec, with the constants of the text or with default constants.
 
     >>> describe_parts("pyramidkv")
     'score=snapkv:W=32:kernel=7/layers=pyramid:beta=20'
@@ -188,16 +206,16 @@ def describe_parts(name: str) -> str:
 
 
 def example_policy(name: str) -> Policy:
-    """Return the policy with default constants, for a model with one layer, two KV heads and d = 4."""
+    """Return the policy of a name or text, for a model with one layer, two KV heads and d = 4."""
     return make_policy(name, _example_constants(name))
 
 
 def _example_constants(name: str) -> dict[str, Any]:
-    row, identity = POLICIES[name.removeprefix(DIVERSE)], Identity("example", np.ones(2), 1.0)
+    row, identity = POLICIES[home_of(name).removeprefix(DIVERSE)], Identity("example", np.ones(2), 1.0)
     calibration = Calibration(identity, (0,), np.zeros((1, 2, 4)), np.zeros((1, 2, 2)), np.ones((1, 2)))
     stand_ins: dict[str, Any] = {
         "W_o": {0: np.zeros((2, 4, 4))}, "inv_freq": np.ones(2), "factor": 1.0, "served": identity,
         "calibration": calibration, "template": ((1,), (2,), (3,)), "sentence_ends": frozenset({0}),
     }
-    wanted = signature(row.make).parameters.keys() & stand_ins.keys()
+    wanted = (signature(row.make).parameters.keys() | constants_of_model(name)) & stand_ins.keys()
     return {key: stand_ins[key] for key in wanted}

@@ -21,6 +21,7 @@ from conformance.methods import policies as oracle
 from conformance.strategies.policy_inputs import decided, drawn, of_model
 from reference.policies import names
 from reference.policies.budgets import Adaptive, Competition, LayersThenHeads, Pyramid, even
+from reference.policies.describe import describe_parts, describe_policy
 from reference.policies.grammar import Composition, format_value, parse_composition, parse_value
 from reference.policies.names import NAMES, POLICIES, make_policy
 from reference.policies.parts import equal_parts
@@ -233,3 +234,19 @@ def test_the_name_of_a_policy_is_found_among_policies_with_the_same_kind_of_scor
     monkeypatch.setattr("spec.policy.check_parts", made_records.append)
     assert find_name(policy) is None
     assert 0 < len(made_records) <= 40
+
+
+@pytest.mark.parametrize(("text", "shown"), [
+    ("SnapKV:W=16/layers=pyramid/critical=0.5", {
+        "name": "snapkv:W=16/layers=pyramid/critical=0.5", "of_model": ("W_o",), "decode_time": False,
+        "layer_by_layer": True, "constants": {"W": 16, "kernel": 7}, "later_turns": False,
+    }),
+    ("score=keydiff/every=8", {"decode_time": True, "padded_batches": False, "granularity": "layer and KV head"}),
+    ("diverse-snapkv:diversity=0.3/recent=40", {"layer_by_layer": False}), ("kvzip/heads=quota", {"passes": 2}),
+])
+def test_a_text_has_a_description(text: str, shown: Mapping[str, object]) -> None:
+    one = describe_policy(text)
+    assert {key: getattr(one, key) for key in shown} == shown
+    assert "parts of" in one.keeps or "scorer of" in one.keeps
+    assert describe_parts(text).startswith("score=")
+    assert describe_parts(describe_parts(text)) == describe_parts(text)
