@@ -2,7 +2,7 @@
 
 from fractions import Fraction
 
-from conformance.methods.brute import KERNEL, SAFEGUARD, Brute, W, newest, shared
+from conformance.methods.brute import KERNEL, SAFEGUARD, Brute, Parts, W, newest, shared
 from conformance.methods.policies import (
     GROUPS,
     MASKS,
@@ -43,5 +43,5 @@ BRUTES = [
         "PO-ADAKV", "adakv", shared(adakv, adaptive_shares),
         {"W": W, "kernel": KERNEL, "safeguard": SAFEGUARD}, W, newest,
         published={"W": 32, "kernel": 7, "safeguard": Fraction(1, 5)}, readings={"pooling": ("max", "average")},
-        slips=SLIPS),
+        slips=SLIPS, parts=Parts("recent=W/heads=adaptive:safeguard=safeguard", adakv)),
 ]

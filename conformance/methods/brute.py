@@ -33,6 +33,30 @@ Guaranteed = Callable[[int, int], set[int]]
 
 
 @dataclass(frozen=True)
+class Parts:
+    """Scores of a policy and the text of the other parts, for the oracle of compositions (`methods.composed`).
+
+    Attributes:
+        text: parts as in the text of a policy. A value that is the name of a constant means the constant.
+        layer: function that returns the scores of one layer, from the layer and the constants. Decode steps call it
+            again with the cached keys. None if the scores need more than the keys, values and queries of one layer.
+        rows: function that returns the scores of all kept sets, from the inputs, B and the constants.
+        unscored: the parts `sink` and `recent` of the tokens without a score, if they differ from those in `text`.
+        carried: True if a decode step adds the new query's attention to the scores of the step before.
+        chunks: True if the scores choose whole chunks of c tokens.
+        preference: function that returns the preference of a layer, for the rule `layers=preference`.
+    """
+
+    text: str = ""
+    layer: Callable[..., list[oracle.Score]] | None = None
+    rows: Callable[..., list[oracle.Score]] | None = None
+    unscored: str | None = None
+    carried: bool = False
+    chunks: bool = False
+    preference: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True)
 class Brute:
     """A policy of `reference.policies.names`, with its kept sets by brute force.
 
@@ -62,6 +86,12 @@ class Brute:
     """More arguments of `kept`: the right value first, then known errors that no published code has."""
     least: int = 1
     """Minimum number of tokens of an input. With fewer tokens, rounding decides."""
+    decoded: bool = False
+    """True if the kept sets after decode steps are compared, besides those of the methods in DECODED."""
+    lengths: Mapping[str, int] = field(default_factory=dict)
+    """Numbers of tokens that parts add to the constants."""
+    parts: Parts | None = None
+    """Parts of the policy, if its scorer may be combined with different parts."""
     scored: bool = True
     """True if the `scores` of a kept set are those of the item.
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from conformance.methods.brute import KERNEL, Brute, W, newest, plain
+from conformance.methods.brute import KERNEL, Brute, Parts, W, newest, plain
 from conformance.methods.policies import Layer, Score, groups, last_rows, padded, pool, top, whole, window
 from conformance.oracles.box import Box
 from conformance.oracles.boxes import column_sums, each, fsum, largest, log, minus, over, plus, positive, squares, times
@@ -78,5 +78,6 @@ BRUTES = [
     Brute(
         "PO-CAKE", "cake", kept,
         {"W": W, "kernel": KERNEL, "gamma": 200.0, "tau1": 1.0, "tau2": 1.0}, W, newest,
-        published={"W": 32, "kernel": 5, "gamma": 200.0, "tau1": 1.0, "tau2": 1.0}),
+        published={"W": 32, "kernel": 5, "gamma": 200.0, "tau1": 1.0, "tau2": 1.0},
+        parts=Parts("recent=W/layers=preference", scores, preference=preference)),
 ]

@@ -1,6 +1,6 @@
 """CurDKV by brute force: tokens with a large share of the squared norms of their window are kept."""
 
-from conformance.methods.brute import BLOCK, SINK, Brute, by_layer, sinks
+from conformance.methods.brute import BLOCK, SINK, Brute, Parts, by_layer, sinks
 from conformance.methods.policies import Layer, Row, Score
 from conformance.oracles.boxes import dot, fsum
 
@@ -14,17 +14,23 @@ def leverage_shares(rows: list[Row], window: int) -> list[float]:
     return result
 
 
-def curdkv(layer: Layer, N_sink: int, window: int, shares: str = "window") -> list[Score]:
-    """Return the share of a token's key times the share of its value. The first tokens have no score."""
+def products(layer: Layer, window: int, shares: str = "window") -> list[Score]:
+    """Return the share of a token's key times the share of its value."""
     result: list[Score] = []
     for keys, values in zip(layer["k"], layer["v"], strict=True):
         length = len(keys) if shares == "row" else window
         both = zip(leverage_shares(keys, length), leverage_shares(values, length), strict=True)
-        result.append([None if at < N_sink else a * b for at, (a, b) in enumerate(both)])
+        result.append([a * b for a, b in both])
     return result
+
+
+def curdkv(layer: Layer, N_sink: int, window: int, shares: str = "window") -> list[Score]:
+    """Return the products. The first tokens have no score."""
+    return [[None if at < N_sink else x for at, x in enumerate(row)] for row in products(layer, window, shares)]
 
 
 BRUTES = [
     Brute("PO-CURDKV", "curdkv", by_layer(curdkv), {"N_sink": SINK, "window": BLOCK}, SINK, sinks,
-          published={"N_sink": 4, "window": 16}, readings={"shares": ("window", "row")}),
+          published={"N_sink": 4, "window": 16}, readings={"shares": ("window", "row")},
+          parts=Parts("sink=N_sink", products, unscored="")),
 ]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from conformance.methods.brute import KERNEL, Brute, W, newest, plain
+from conformance.methods.brute import KERNEL, Brute, Parts, W, newest, plain
 from conformance.methods.policies import (
     Layer,
     Row,
@@ -61,6 +61,13 @@ def defensive(layer: Layer, W_o: Sequence[Sequence[Row]], W: int, kernel: int, B
     return [padded(row, n) for row in scores]
 
 
+def scores(inputs: Inputs, B: int, W: int, kernel: int) -> list[Score]:
+    return [
+        row for view, W_o in zip(inputs.layers, inputs.W_o, strict=True)
+        for row in defensive(plain(view), leaves(W_o), W, kernel, B)
+    ]
+
+
 def kept(inputs: Inputs, B: int, W: int, kernel: int) -> Kept:
     result = Kept()
     for view, W_o in zip(inputs.layers, inputs.W_o, strict=True):
@@ -71,5 +78,5 @@ def kept(inputs: Inputs, B: int, W: int, kernel: int) -> Kept:
 
 BRUTES = [
     Brute("PO-DEFENSIVEKV", "defensivekv", kept, {"W": W, "kernel": KERNEL}, W, newest,
-          published={"W": 32, "kernel": 5}),
+          published={"W": 32, "kernel": 5}, parts=Parts("recent=W/heads=quota:safeguard=0", rows=scores)),
 ]

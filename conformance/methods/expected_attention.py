@@ -1,7 +1,7 @@
 """Expected Attention by brute force: the attention of Gaussian queries at later positions."""
 
 
-from conformance.methods.brute import FUTURE, SINK, Brute, plain, sinks
+from conformance.methods.brute import FUTURE, SINK, Brute, Parts, plain, sinks
 from conformance.methods.policies import Layer, Row, Score, groups, normalise, sink_of, top
 from conformance.oracles.box_rows import Table
 from conformance.oracles.boxes import (
@@ -69,17 +69,20 @@ def expected_attention(layer: Layer, inv_freq: Row, factor: float, N_sink: int, 
     return result
 
 
+def scores(inputs: Inputs, B: int, N_sink: int, N_future: int) -> list[Score]:
+    return [
+        row for view in inputs.layers
+        for row in expected_attention(plain(view), leaves(inputs.inv_freq), inputs.factor, N_sink, N_future)
+    ]
+
+
 def kept(inputs: Inputs, B: int, N_sink: int, N_future: int) -> Kept:
-    result = Kept()
-    for view in inputs.layers:
-        rows = expected_attention(plain(view), leaves(inputs.inv_freq), inputs.factor, N_sink, N_future)
-        result += [top(row, B) for row in rows]
-    return result
+    return [top(row, B) for row in scores(inputs, B, N_sink, N_future)]
 
 
 BRUTES = [
     Brute(
         "PO-EXPECTED-ATTENTION", "expected-attention", kept,
         {"N_sink": SINK, "N_future": FUTURE}, SINK, sinks,
-        published={"factor": 1.0, "N_sink": 4, "N_future": 512}),
+        published={"factor": 1.0, "N_sink": 4, "N_future": 512}, parts=Parts("sink=N_sink", rows=scores)),
 ]

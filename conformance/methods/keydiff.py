@@ -1,7 +1,7 @@
 """KeyDiff by brute force: keys that differ most from the mean direction are kept."""
 
 
-from conformance.methods.brute import Brute, by_layer
+from conformance.methods.brute import Brute, Parts, by_layer
 from conformance.methods.policies import Layer, Score
 from conformance.oracles.boxes import column_sums, directions, dot, dots, over, sqrt, stacked
 
@@ -17,5 +17,6 @@ def keydiff(layer: Layer, anchors: str = "directions") -> list[Score]:
 
 
 BRUTES = [
-    Brute("PO-KEYDIFF", "keydiff", by_layer(keydiff), least=3, readings={"anchors": ("directions", "keys")}),
+    Brute("PO-KEYDIFF", "keydiff", by_layer(keydiff), least=3, readings={"anchors": ("directions", "keys")},
+          parts=Parts("", keydiff)),
 ]

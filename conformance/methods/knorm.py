@@ -1,7 +1,7 @@
 """The L2 norm by brute force: tokens with small keys are kept."""
 
 
-from conformance.methods.brute import Brute, by_layer
+from conformance.methods.brute import Brute, Parts, by_layer
 from conformance.methods.policies import Layer, Score
 from conformance.oracles.boxes import dot, sqrt
 
@@ -11,5 +11,5 @@ def knorm(layer: Layer) -> list[Score]:
 
 
 BRUTES = [
-    Brute("PO-KNORM", "knorm", by_layer(knorm)),
+    Brute("PO-KNORM", "knorm", by_layer(knorm), parts=Parts("", knorm)),
 ]

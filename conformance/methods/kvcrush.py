@@ -5,7 +5,7 @@ Some blocks are kept as representatives of evicted blocks.
 
 from fractions import Fraction
 
-from conformance.methods.brute import BLOCK, HALF, KERNEL, Brute, W, newest, plain
+from conformance.methods.brute import BLOCK, HALF, KERNEL, Brute, Parts, W, newest, plain
 from conformance.methods.policies import crushed
 from conformance.methods.snapkv import snapkv
 from conformance.strategies.policy_inputs import Inputs, Kept
@@ -24,5 +24,6 @@ BRUTES = [
     Brute(
         "PO-KVCRUSH", "kvcrush", kept,
         {"W": W, "kernel": KERNEL, "block": BLOCK, "share": HALF}, BLOCK, newest,
-        published={"W": 32, "kernel": 7, "block": 16, "share": Fraction(1, 4), "anchor": "alternating"}),
+        published={"W": 32, "kernel": 7, "block": 16, "share": Fraction(1, 4), "anchor": "alternating"},
+        parts=Parts("recent=W/crush=share:block=block:anchor=anchor", snapkv)),
 ]

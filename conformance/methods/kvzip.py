@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from conformance.methods.brute import REHEARSED, SINK, Brute, W, both_ends, rehearsed
+from conformance.methods.brute import REHEARSED, SINK, Brute, Parts, W, both_ends, rehearsed
 from conformance.methods.policies import Layer, Row, Score, rows_on, top, won
 from conformance.oracles.boxes import (
     column_extremes,
@@ -105,13 +105,22 @@ def full_heads(scores: Sequence[float], n: int, B: int, window: int) -> list[int
     return shares
 
 
-def kept(shares: Callable[[list[Score], int], Sequence[int]], plus: bool = False) -> Callable[..., Kept]:
-    """Return a function that computes the kept sets. `shares` divides the budget of all layers together."""
-    def of_prompt(inputs: Inputs, B: int, N_sink: int, **rehearsal: Any) -> Kept:
+def all_rows(plus: bool = False) -> Callable[..., list[Score]]:
+    """Return a function that returns the scores of all layers."""
+    def of_inputs(inputs: Inputs, B: int, N_sink: int, **rehearsal: Any) -> list[Score]:
         rows, asked = list[Score](), Rehearsal(N_sink=N_sink, **rehearsal)
         for view, W_o in zip(inputs.layers, inputs.W_o, strict=True):
             layer = rehearsed(replace(view, repeats=repeats(inputs, view, asked)))
             rows += scores(layer, N_sink, leaves(W_o) if plus else None)
+        return rows
+
+    return of_inputs
+
+
+def kept(shares: Callable[[list[Score], int], Sequence[int]], plus: bool = False) -> Callable[..., Kept]:
+    """Return a function that computes the kept sets. `shares` divides the budget of all layers together."""
+    def of_prompt(inputs: Inputs, B: int, N_sink: int, **rehearsal: Any) -> Kept:
+        rows = all_rows(plus)(inputs, B, N_sink, **rehearsal)
         return [top(row, share) for row, share in zip(rows, shares(rows, B), strict=True)]
 
     return of_prompt
@@ -132,14 +141,15 @@ def sinks_and_newest(head_scores: Sequence[float], n: int, B: int, N_sink: int, 
 
 PUBLISHED = {"template": None, "N_sink": 4, "N_recent": 0, "chunk": 2000, "overlap": 8}
 BRUTES = [
-    Brute("PO-KVZIP", "kvzip", kept(global_shares), REHEARSED, SINK + W, both_ends, published=PUBLISHED),
+    Brute("PO-KVZIP", "kvzip", kept(global_shares), REHEARSED, SINK + W, both_ends, published=PUBLISHED,
+          parts=Parts("sink=N_sink/recent=N_recent/layers=global", rows=all_rows())),
     Brute(
         "PO-KVZIP", "kvzip-uniform", kept(lambda rows, B: [B] * len(rows)), REHEARSED, SINK + W, both_ends,
-        published=PUBLISHED,
+        published=PUBLISHED, parts=Parts("sink=N_sink/recent=N_recent", rows=all_rows()),
     ),
     Brute(
         "PO-KVZIP-PLUS", "kvzip-plus", kept(global_shares, plus=True), REHEARSED, SINK + W, both_ends,
-        published=PUBLISHED,
+        published=PUBLISHED, parts=Parts("sink=N_sink/recent=N_recent/layers=global", rows=all_rows(plus=True)),
     ),
     Brute(
         "PO-KVZIP-HEADS", "kvzip-heads", streaming_heads, {"N_sink": SINK, "N_recent": W}, SINK + W, both_ends,

@@ -1,6 +1,7 @@
 """Published methods as `--as` names them: kept sets by brute force in boxes, and explanations of different kept sets.
 
-`snapkv(W=16, pooling="average")` gives constants and readings by name. A reading is a choice on which published codes
+`snapkv(W=16, pooling="average")` gives constants and readings by name. `snapkv:W=16/layers=pyramid` is the text of a
+policy, and its parts are combined by the oracle of compositions. A reading is a choice on which published codes
 differ. `Brute.readings` lists the readings of a method. All of them have the reading `ties`. Methods that read
 attention have the reading `sinks`.
 """
@@ -21,6 +22,7 @@ from conformance.engine.methods import DECODED, FAMILY, arguments_of, method_ops
 from conformance.engine.process import Engine, ask_method, backend_of
 from conformance.methods import brutes
 from conformance.methods.brute import Brute
+from conformance.methods.composed import composed_brute
 from conformance.methods.crystalcache import BRUTE as CRYSTALCACHE
 from conformance.oracles.box import DOUBLE, Undecided, rounding
 from conformance.oracles.choices import Answer, fits
@@ -35,12 +37,14 @@ from conformance.strategies.policy_inputs import (
     with_sinks,
     without_sinks,
 )
+from reference.policies.grammar import Composition, format_value, is_composition, parse_composition, parse_value
 from reference.policies.names import (
     BACKEND,
     POLICIES,
     check_name,
     constants_of,
     constants_of_model,
+    home_of,
     make_policy,
     with_twins,
 )
@@ -77,7 +81,24 @@ class Method:
 
     @property
     def brute(self) -> Brute:
-        return METHODS[self.name]
+        return composed_brute(self.name) if is_composition(self.name) else METHODS[self.name]
+
+    @property
+    def home(self) -> str:
+        """Return the named policy that the text of a policy changes. For a name, this is the name."""
+        return home_of(self.name)
+
+    @property
+    def text(self) -> str:
+        """Return the name or the text of the policy, with the constants that differ from the published values."""
+        found = parse_composition(self.name)
+        own = {name: format_value(value) for name, value in self.given.items() if name not in self.choices}
+        return str(replace(found, constants=own))
+
+    @property
+    def decodes(self) -> bool:
+        """Return True if the kept sets after decode steps are compared."""
+        return self.name in DECODED or self.brute.decoded
 
     @property
     def item(self) -> str:
@@ -108,7 +129,7 @@ class Method:
 
     @property
     def _reads_attention(self) -> bool:
-        return self.name == CRYSTALCACHE.name or "sinks" in method_ops()[f"{FAMILY}.{self.name}"].arguments
+        return self.name == CRYSTALCACHE.name or "sinks" in method_ops()[f"{FAMILY}.{self.home}"].arguments
 
     def add_sinks(self, inputs: Inputs, seed: int) -> Inputs:
         """Add sinks for a third of the seeds, if the method reads sinks."""
@@ -132,16 +153,21 @@ class Method:
         if "chunk" in self.constants:
             inputs = in_chunks(inputs, Rehearsal(**{**self.constants, "chunk": MODEL_CHUNK}))
         exact = inputs.layers[0].k.dtype == np.float64  # In float32, rounding would decide a step and all later steps.
-        return replace(inputs, steps=MODEL_STEPS if self.name in DECODED and exact else 0)
+        return replace(inputs, steps=MODEL_STEPS if self.decodes and exact else 0)
 
     def __str__(self) -> str:
         """Return the method as `--as` accepts it: every constant, and the given readings."""
         own = {name: value for name, value in self.constants.items() if name not in ("template", "parameters")}
+        if is_composition(self.name):
+            words = {name: format_value(value) for name, value in {**own, **self.given}.items()}
+            return str(replace(parse_composition(self.name), constants=words))
         constants = ", ".join(f"{name}={_text(value)}" for name, value in {**own, **self.given}.items())
         return f"{self.name}({constants})" if constants else self.name
 
     def reference(self, inputs: Inputs) -> Policy:
         """Return the policy of the reference with these constants."""
+        if is_composition(self.name):
+            return make_policy(self.text, of_model(self.name, inputs))
         return self.brute.policy(inputs, self.constants)
 
     def floor(self, inputs: Inputs) -> int:
@@ -234,7 +260,9 @@ def on_backend(backend: str, method: Method, inputs: Inputs, B: int) -> Kept:
     Raises:
         SpecError: as `check_own_code`.
     """
-    check_own_code(backend, method.name)
+    check_own_code(backend, method.home)
+    if is_composition(method.name):
+        return decided(make_policy(method.text, {**of_model(method.name, inputs), BACKEND: backend}), inputs, B)
     constants = {**of_model(method.name, inputs), **method.constants, BACKEND: backend}
     known = constants_of(method.name) | constants_of_model(method.name) | {"parameters"}
     chosen = {name: value for name, value in constants.items() if name in known}
@@ -242,11 +270,13 @@ def on_backend(backend: str, method: Method, inputs: Inputs, B: int) -> Kept:
 
 
 def method_of(text: str) -> Method:
-    """Return the method of a text such as `snapkv(W=16)`.
+    """Return the method of a text such as `snapkv(W=16)` or `snapkv:W=16/layers=pyramid`.
 
     Raises:
-        SpecError: if a name, constant or reading is unknown, or a value has the wrong type.
+        SpecError: if a name, constant, reading or part is unknown, a value has the wrong type, or parts do not fit.
     """
+    if is_composition(text):
+        return _composed(parse_composition(text, "as"))
     name, bracket, rest = text.partition("(")
     if name not in METHODS:
         check_name(name, "as")
@@ -259,9 +289,32 @@ def method_of(text: str) -> Method:
     return Method(name, {key: _value(METHODS[name], key, value) for key, value in values.items()})
 
 
+def _composed(found: Composition) -> Method:
+    """Return the method of a text with parts or constants. Readings of the scorer are given like constants."""
+    name = check_name(found.name, "as")
+    brute = METHODS.get(name)
+    if brute is None or (brute.parts is None and (found.parts or found.scorer_only)):
+        offered = ", ".join(name for name, one in METHODS.items() if one.parts is not None)
+        raise SpecError("as", str(found), f"changes parts of {name}; choose the text of a policy with parts: {offered}")
+    plain = not found.parts and not found.scorer_only
+    bare = name if plain else str(replace(found, name=name, constants={}))
+    like = {**brute.published, **Method(bare).constants, **vars(Method(bare).constants.get("parameters", _Nothing()))}
+    try:
+        own = {key: parse_value(value, like.get(key, "")) for key, value in found.constants.items()}
+    except (ValueError, KeyError, ZeroDivisionError):
+        raise SpecError("as", str(found), f"has a constant of the wrong type; the defaults are {like}") from None
+    result = Method(bare, {key: _value(brute, key, value) for key, value in own.items()})
+    result.reference(drawn(0))
+    return result
+
+
+class _Nothing:
+    """An object without fields."""
+
+
 def _value(brute: Brute, name: str, value: Any) -> Any:
     readings = Method(brute.name).choices
-    constants = (brute.small.keys() | _fields(brute)) - {"template", "parameters"}
+    constants = (brute.small.keys() | brute.published.keys() | _fields(brute)) - {"template", "parameters"}
     if name in readings and value not in readings[name]:
         raise SpecError(name, value, f"must be one of {', '.join(map(str, readings[name]))}")
     if name not in readings and name not in constants:
@@ -280,8 +333,9 @@ def span_of(method: Method) -> int:
     """
     own = vars(method.constants["parameters"]) if "parameters" in method.constants else {}
     there = {**own, **method.constants}
+    there |= {name: max(value, there.get(name, 0)) for name, value in method.brute.lengths.items()}
     for recent in {"N_recent", "W_recent"} & there.keys():
-        there[recent] += there["N_sink"]
+        there[recent] += there.get("N_sink", 0)
     return max([0, *(times * int(there[name]) for name, times in EXTENTS.items() if name in there)])
 
 
@@ -328,7 +382,7 @@ def telling(method: Method) -> Iterator[tuple[Inputs, int]]:
     span = span_of(method)
     for seed, n in enumerate((span + 14, 2 * span + 22, 4 * span + 30)):
         inputs = rounded(method.add_sinks(drawn(4 * seed + 1, n, 1 + seed % 2, (1 + seed % 2, 2)), 3 * seed))
-        yield replace(inputs, steps=seed if method.name in DECODED else 0), (n + span) // 2
+        yield replace(inputs, steps=seed if method.decodes else 0), (n + span) // 2
 
 
 def _explains(decide: Decide, method: Method, inputs: Sequence[tuple[Inputs, int]], unit: float) -> bool:

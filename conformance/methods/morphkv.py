@@ -3,7 +3,7 @@
 
 from functools import partial
 
-from conformance.methods.brute import Brute, W, newest, stepwise
+from conformance.methods.brute import Brute, Parts, W, newest, stepwise
 from conformance.methods.policies import DECODE, Layer, Score, groups, last_rows, padded, window
 from conformance.oracles.boxes import column_extremes, column_sums, largest, over
 
@@ -20,5 +20,5 @@ def morphkv(layer: Layer, W: int, fusion: str) -> list[Score]:
 
 BRUTES = [
     Brute("PO-MORPHKV", "morphkv", stepwise(morphkv), {"W": W, "fusion": "sum"}, W, newest,
-          published={"W": 32, "fusion": "sum"}, readings={"decode": DECODE}),
+          published={"W": 32, "fusion": "sum"}, readings={"decode": DECODE}, parts=Parts("recent=W/every=1", morphkv)),
 ]

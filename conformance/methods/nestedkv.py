@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
-from conformance.methods.brute import SINK, Brute, by_layer, shared, sinks
+from conformance.methods.brute import SINK, Brute, Parts, by_layer, shared, sinks
 from conformance.methods.keydiff import keydiff
-from conformance.methods.policies import best, competition_shares, top
+from conformance.methods.policies import Score, best, competition_shares, top
 from conformance.oracles.box import Undecided
 from conformance.oracles.boxes import leaves
 from conformance.oracles.choices import Answer, surely
@@ -48,6 +48,13 @@ def kept(rows: Sequence[Row], B: int, p: Any) -> list[Answer]:
     ]
 
 
+def sinks_apart(inputs: Inputs, B: int, parameters: NestedKVParameters) -> list[Score]:
+    """Return the scores of all layers. Sinks have no score."""
+    sink = parameters.N_sink
+    rows = [scores(head, parameters) for view in inputs.layers for head in leaves(view.k)]
+    return [[*[None] * sink, *row[sink:]][: len(row)] for row in rows]
+
+
 def of_prompt(adaptive: bool) -> Callable[..., Kept]:
     def found(inputs: Inputs, B: int, parameters: NestedKVParameters) -> Kept:
         sets, sink = list[list[int]](), parameters.N_sink
@@ -69,15 +76,16 @@ def without_continuum(inputs: Inputs, B: int, parameters: NestedKVParameters) ->
 BRUTES = [
     Brute(
         "NK-NESTEDKV", "nestedkv", of_prompt(True), {"parameters": NESTED}, SINK, sinks,
-        published={"parameters": NESTEDKV},
+        published={"parameters": NESTEDKV}, parts=Parts("sink=N_sink/heads=quota:safeguard=alpha_s", rows=sinks_apart),
     ),
     Brute(
         "NK-ABLATIONS", "nestedkv-without-continuum", without_continuum, {"parameters": NESTED},
-        published={"parameters": NESTEDKV},
+        published={"parameters": NESTEDKV}, parts=Parts("heads=quota:safeguard=alpha_s", keydiff),
     ),
     Brute(
         "NK-ABLATIONS", "nestedkv-without-adaptive", of_prompt(False),
         {"parameters": NESTED}, SINK, sinks, published={"parameters": NESTEDKV},
+        parts=Parts("sink=N_sink", rows=sinks_apart),
     ),
-    Brute("NK-ABLATIONS", "nestedkv-without-both", by_layer(keydiff)),
+    Brute("NK-ABLATIONS", "nestedkv-without-both", by_layer(keydiff), parts=Parts("", keydiff)),
 ]

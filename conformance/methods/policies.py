@@ -327,8 +327,10 @@ def two_stages(first: Score, second: Sequence[float | None], b: int, B: int, sha
     return best_blocks([None if i in early else x for i, x in enumerate(second)], b, B)
 
 
-def crushed(rows: Sequence[Score], b: int, B: int, share: Fraction, anchor: str) -> list[list[int]]:
-    """Return KVCrush's kept sets of a layer's heads.
+def crushed(
+    rows: Sequence[Score], b: int, B: int | Sequence[int], share: Fraction, anchor: str,
+) -> list[list[int]]:
+    """Return KVCrush's kept sets of a layer's heads. B is the share of each head, or of all heads.
 
     Each head keeps the best blocks. Of each run of the remaining blocks, it keeps the block nearest to the anchor.
     """
@@ -345,10 +347,11 @@ def crushed(rows: Sequence[Score], b: int, B: int, share: Fraction, anchor: str)
 
     far = {run: sum((i in own) is not anchored(g, at) for g, own in enumerate(good) for at, i in enumerate(run))
            for run in free}
-    places = max(0, (B - open_) // b - (len(runs) - len(free)))
-    few, result = places * share // 1, []
-    for row in rows:
-        kept = set(best_blocks(row, b, B - few * b))
+    result = []
+    for row, own_B in zip(rows, [B] * len(rows) if isinstance(B, int) else B, strict=True):
+        places = max(0, (own_B - open_) // b - (len(runs) - len(free)))
+        few = places * share // 1
+        kept = set(best_blocks(row, b, own_B - few * b))
         left = sorted((run for run in free if run[0] not in kept), key=lambda run: (far[run], run[0]))
         r = min(few, len(left))
         result.append(sorted(kept.union(*(left[at * len(left) // r] for at in range(r)))))

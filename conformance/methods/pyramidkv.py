@@ -4,9 +4,9 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from conformance.methods.brute import KERNEL, Brute, W, newest, plain
+from conformance.methods.brute import KERNEL, Brute, Parts, W, newest, plain
 from conformance.methods.h2o import described
-from conformance.methods.policies import Score, pyramid_shares, top
+from conformance.methods.policies import Score, accumulated, pyramid_shares, top
 from conformance.methods.snapkv import READINGS, SLIPS, snapkv
 from conformance.strategies.policy_inputs import Inputs, Kept
 
@@ -25,8 +25,10 @@ def pyramid(score: Callable[..., list[Score]]) -> Callable[..., Kept]:
 
 BRUTES = [
     Brute("PO-PYRAMIDKV", "pyramidkv", pyramid(snapkv), {"W": W, "kernel": KERNEL, "beta": 20}, W, newest,
-          published={"W": 32, "kernel": 7, "beta": 20}, readings=READINGS, slips=SLIPS),
+          published={"W": 32, "kernel": 7, "beta": 20}, readings=READINGS, slips=SLIPS,
+          parts=Parts("recent=W/layers=pyramid:beta=beta", snapkv)),
     Brute(
         "PO-PYRAMIDKV-DESCRIBED", "pyramidkv-described", pyramid(described),
-        {"W": W, "beta": 20}, W, newest, published={"W": 128, "beta": 20}),
+        {"W": W, "beta": 20}, W, newest, published={"W": 128, "beta": 20},
+        parts=Parts("recent=W/layers=pyramid:beta=beta", accumulated, unscored="")),
 ]

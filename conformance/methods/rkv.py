@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from conformance.methods.brute import KERNEL, Brute, W, by_layer, newest
+from conformance.methods.brute import KERNEL, Brute, Parts, W, by_layer, newest
 from conformance.methods.policies import (
     Layer,
     Row,
@@ -50,5 +50,6 @@ def rkv_redundancy(keys: Sequence[Row]) -> Row:
 
 BRUTES = [
     Brute("PO-RKV", "rkv", by_layer(rkv), {"W": W, "kernel": KERNEL, "lam": 0.1}, W, newest,
-          published={"W": 8, "kernel": 7, "lam": 0.1, "every": 128}),
+          published={"W": 8, "kernel": 7, "lam": 0.1, "every": 128},
+          parts=Parts("recent=W/every=every", rkv)),
 ]

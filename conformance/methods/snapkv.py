@@ -1,7 +1,7 @@
 """SnapKV by brute force: the attention of the last queries, pooled."""
 
 
-from conformance.methods.brute import KERNEL, Brute, W, by_layer, newest
+from conformance.methods.brute import KERNEL, Brute, Parts, W, by_layer, newest
 from conformance.methods.policies import (
     GROUPS,
     MASKS,
@@ -47,5 +47,5 @@ READINGS = {"pooling": ("max", "average"), "softmax": ("all", "past")}
 """Readings of published codes: the official class averages, and R-KV's copy leaves the window out of the softmax."""
 BRUTES = [
     Brute("PO-SNAPKV", "snapkv", by_layer(snapkv), {"W": W, "kernel": KERNEL}, W, newest,
-          published={"W": 32, "kernel": 7}, readings=READINGS, slips=SLIPS),
+          published={"W": 32, "kernel": 7}, readings=READINGS, slips=SLIPS, parts=Parts("recent=W", snapkv)),
 ]

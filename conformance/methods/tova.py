@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from conformance.methods.brute import Brute, plain
+from conformance.methods.brute import Brute, Parts, plain
 from conformance.methods.policies import DECODE, GROUPS, Layer, Score, decoded, over_group, seen_by, top
 from conformance.strategies.policy_inputs import Inputs, Kept
 
@@ -11,6 +11,11 @@ def tova(layer: Layer, at: int, live: list[int], last: str = "free", heads: str 
     rows = seen_by(layer, at, live)
     scores: Score = list(over_group(rows, heads))
     return [*scores[:-1], None] if last == "kept" else scores
+
+
+def last_query(layer: Layer) -> list[Score]:
+    """Return the scores of the keys by the last query."""
+    return [tova(layer, -1, [*range(len(layer["k"][0]))])]
 
 
 def kept(
@@ -27,5 +32,5 @@ def kept(
 
 BRUTES = [
     Brute("PO-TOVA", "tova", kept, readings={"last": ("free", "kept"), "decode": DECODE},
-          slips={"heads": GROUPS}),  # kvpress keeps the last token
+          slips={"heads": GROUPS}, parts=Parts("every=1", last_query)),  # kvpress keeps the last token
 ]

@@ -4,8 +4,9 @@ import cmath
 import math
 from collections.abc import Callable, Sequence
 
-from conformance.methods.brute import Brute
+from conformance.methods.brute import Brute, Parts
 from conformance.methods.policies import Score, top
+from conformance.oracles.box import State
 from conformance.oracles.boxes import around
 from conformance.strategies.policy_inputs import Inputs, Kept
 
@@ -99,10 +100,19 @@ def of_prompt(mode: str) -> Callable[..., Kept]:
     return kept
 
 
+def scores(mode: str) -> Callable[..., list[Score]]:
+    def of_inputs(inputs: Inputs, B: int, pin_prompt: int) -> list[Score]:
+        result = rows(inputs, mode, lambda g: range(inputs.n), inputs.n, pin_prompt)
+        return [around(row, BOUND) if State.unit else row for row in result]
+
+    return of_inputs
+
+
 PUBLISHED = {"mode": "global", "pin_prompt": 0, "slack": 128}
 BRUTES = [
     Brute("TA-POLICY", name, of_prompt(mode), {"pin_prompt": 0}, published=PUBLISHED,
-          readings={"prompt": ("inside", "on top")})
+          readings={"prompt": ("inside", "on top")},
+          parts=Parts("sink=pin_prompt/every=1:excess=slack/floor=none", rows=scores(mode)))
     for name, mode in (("triattention", "global"), ("triattention-by-head", "head"),
                        ("triattention-by-layer-and-head", "layer and head"))
 ]

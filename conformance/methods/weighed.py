@@ -13,6 +13,7 @@ from conformance.methods.brute import (
     SAFEGUARD,
     SINK,
     Brute,
+    Parts,
     W,
     newest,
     newest_half,
@@ -85,14 +86,16 @@ def of_criticalkv(
 BRUTES = [
     Brute(
         "PO-VATP", "vatp", of_vatp,
-        {"N_sink": SINK}, 2 * SINK, lambda n, B: sinks(n, B) | newest_half(n, B), published={"N_sink": 4}),
+        {"N_sink": SINK}, 2 * SINK, lambda n, B: sinks(n, B) | newest_half(n, B), published={"N_sink": 4},
+        parts=Parts("select=half/every=1/values=N_sink/floor=2N_sink", accumulated, carried=True)),
     Brute(
         "PO-CRITICALKV", "criticalkv", of_criticalkv(snapkv, lambda rows, B, safeguard: [B] * len(rows)),
         {"W": W, "kernel": KERNEL}, W, newest, published={"W": 32, "kernel": 7}, readings=READINGS, slips=SLIPS,
-        scored=False),
+        scored=False, parts=Parts("recent=W/critical=0.5", snapkv)),
     Brute(
         "PO-CRITICALKV", "critical-adakv", of_criticalkv(adakv, adaptive_shares),
         {"W": W, "kernel": KERNEL, "safeguard": SAFEGUARD}, W, newest,
         published={"W": 32, "kernel": 7, "safeguard": Fraction(1, 5)}, scored=False,
+        parts=Parts("recent=W/heads=adaptive:safeguard=safeguard/critical=0.5", adakv),
     ),
 ]

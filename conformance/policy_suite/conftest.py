@@ -35,10 +35,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="session")
 def judged_policy(request: pytest.FixtureRequest) -> "Callable[[Inputs], Policy]":
     """Return the policy of --kvspec-policy, as a function of the inputs."""
+    from conformance.methods.method import method_of
     from conformance.strategies.policy_inputs import named
 
     given = request.config.getoption("--kvspec-as")
-    like = given[0].partition("(")[0] if given else ""
+    like = method_of(given[0]).name if given else ""
     return partial(named, request.config.getoption("--kvspec-policy"), method=like)
 
 

@@ -8,7 +8,6 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from conformance.checks.refusals import boundary
-from conformance.engine.methods import DECODED
 from conformance.methods.method import Method, rounded, span_of
 from conformance.oracles.box import DOUBLE, SINGLE, Undecided
 from conformance.oracles.choices import fits, holds
@@ -60,7 +59,7 @@ def test_the_kept_sets_are_those_of_the_method(
     inputs = draw._replace(times=min(draw.times, 1 + LONG_SPAN // (1 + span))).inputs(span, 1)
     inputs = rounded(method.add_sinks(inputs, draw.seed))
     inputs = replace(inputs, inv_freq=inputs.inv_freq * (1 if draw.seed % 2 else SLOW))
-    if method.name in DECODED:
+    if method.decodes:
         inputs = replace(inputs, steps=min(draw.seed // 8 % 4, inputs.n - 1))
     if "chunk" in method.constants and draw.seed % 2:
         inputs = in_chunks(inputs, Rehearsal(**{**method.constants, "chunk": 1 + draw.tokens // 2}))

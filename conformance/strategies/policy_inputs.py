@@ -9,6 +9,7 @@ import numpy as np
 from conformance.engine.methods import decoded as decoded_sets
 from reference.calibration import Calibration, Identity
 from reference.policies import retain, retain_turn
+from reference.policies.grammar import is_composition
 from reference.policies.kvzip import rehearsal_chunks
 from reference.policies.names import ENTRY_POINTS, NAMES, check_name, constants_of, constants_of_model, make_policy
 from reference.triattention import band_statistics
@@ -179,7 +180,7 @@ def named(name: str, inputs: Inputs, method: str = "") -> Policy:
     Raises:
         SpecError: if the name is unknown, the module cannot be loaded, or the function returns no policy.
     """
-    if method and name not in NAMES:
+    if method and name not in NAMES and not is_composition(name):
         created = find_plugin("policy", name, ENTRY_POINTS, NAMES).value
         if callable(created) and not isinstance(created, Policy):
             result = created(**of_model(method, inputs))

@@ -120,9 +120,10 @@ def parser() -> argparse.ArgumentParser:
                      help="running server that evicts, such as http://127.0.0.1:8000. Needs --model: kvspec\n"
                           "reads the server's answers again with the same weights")
     created.add_argument("--as", dest="method", action="append", metavar="METHOD",
-                      help='published method that must keep the same tokens, such as\n'
-                           '"snapkv(W=16, kernel=5)". An engine can be compared with several methods, such as\n'
-                           "snapkv,h2o. `kvspec policies NAME` lists the constants of a method")
+                      help='published method, or text of a policy, that must keep the same tokens,\n'
+                           'such as "snapkv(W=16, kernel=5)" or snapkv:W=16/layers=pyramid. An engine can be\n'
+                           "compared with several methods, such as snapkv,h2o. `kvspec policies NAME` lists\n"
+                           "the constants of a method")
     who.add_argument("--check", type=Path, metavar="CERTIFICATE.toml",
                      help="certificate to check. First kvspec prints the command that the certificate\n"
                           "contains, and checks the hashes of the files that the certificate lists. Then kvspec\n"

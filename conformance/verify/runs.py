@@ -23,6 +23,7 @@ from conformance.plugin import known_vectors
 from conformance.suite.conftest import INTERPRETERS
 from conformance.verify.request import ENGINES, Request
 from conformance.verify.subject import OF_KIND, Subject
+from reference.policies.grammar import is_composition
 from spec.errors import SpecError
 
 SUITE = ROOT / "conformance" / "suite"
@@ -214,7 +215,9 @@ def prepared(request: Request) -> Subject:
         check_exceptions(request.exceptions)
     for method in map(method_of, request.method):
         if request.backend is not None:
-            check_own_code(request.backend, method.name)
+            check_own_code(request.backend, method.home)
+        if request.kind == "command" and is_composition(method.name):
+            raise SpecError("as", str(method), "is not a method that an engine offers; use --policy or --backend")
     subject = OF_KIND[request.kind](request.named, *request.method[: request.kind == "policy"])
     if request.kind in ENGINES and not request.method and not request.quick and not request.pytest:
         check_compiled()

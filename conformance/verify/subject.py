@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from conformance.checks.promises import PROPERTIES, promised
+from conformance.methods.method import method_of
 from conformance.strategies.policy_inputs import drawn
 from conformance.strategies.policy_inputs import named as policy_of
 from conformance.witness.client import Server
+from reference.policies.grammar import is_composition
 from reference.policies.names import ENTRY_POINTS as POLICIES
 from reference.policies.names import NAMES
 from spec.backend import BUILT_IN, ENTRY_POINTS, FAMILIES, resolve
@@ -103,11 +105,12 @@ def of_policy(named: str, method: str = "") -> Subject:
         SpecError: if the policy does not exist, cannot be loaded, or promises nothing.
         BackendUnavailable: if the module cannot be loaded, for example because it ends the process.
     """
-    like = method.partition("(")[0]
+    like = method_of(method).name if method else ""
     result = _loaded("policy", named, lambda: policy_of(named, drawn(0), like))
     if not method and all(promised(result, column) != "yes" for column in PROPERTIES):
         raise SpecError("policy", named, "must declare at least one promise in spec.policy.Promises")
-    return _of_package("policy", result.name, named, OURS if named in NAMES else target_of("policy", named, POLICIES))
+    ours = named in NAMES or is_composition(named)
+    return _of_package("policy", result.name, named, OURS if ours else target_of("policy", named, POLICIES))
 
 
 def of_cache(named: str) -> Subject:

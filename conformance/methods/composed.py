@@ -1,0 +1,368 @@
+"""Oracle of compositions: kept sets of the text of a policy, from brute forces of the parts.
+
+The order of the parts, and the rules for layers, heads and blocks, follow PO-COMPOSE. Only the syntax of texts is that
+of the reference. No code that combines parts is shared with the reference.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cache, cached_property, partial
+from inspect import signature
+from typing import Any
+
+from conformance.methods import brutes
+from conformance.methods import policies as oracle
+from conformance.methods.brute import Brute, Parts, plain
+from conformance.methods.cake import preferred_shares
+from conformance.methods.kvzip import global_shares
+from conformance.methods.policies import Score
+from conformance.methods.weighed import output_sizes, two_stages
+from conformance.oracles.boxes import dot, fsum, largest, leaves, sqrt
+from conformance.oracles.choices import Answer, surely
+from conformance.strategies.policy_inputs import Inputs, Kept
+from reference.policies.grammar import Composition, Words, parse_composition
+
+Values = Mapping[str, Words]
+"""Value and constants of each part. The value has the key ""."""
+DEFAULTS: Mapping[str, Words] = {
+    "every": {"excess": "1"}, "crush": {"block": "16", "anchor": "alternating"},
+    "diverse": {"signature": "flat", "rule": "alpha"},
+}
+RULES: Mapping[str, Words] = {
+    "pyramid": {"beta": "20"}, "adaptive": {"safeguard": "0.2"}, "quota": {"safeguard": "0.2"},
+}
+"""Defaults of the constants of parts and of rules, from the table in spec/composition.md."""
+LENGTHS = {"sink": "N_sink", "recent": "N_recent", "block": "block"}
+"""Constants that are numbers of tokens, by the part of a text that has the same meaning."""
+_CONSTANT = re.compile(r"(\d*)([A-Za-z_]\w*)")
+
+
+def number(text: str) -> Fraction:
+    """Return the number of a text, such as 0.2 or 1of3."""
+    above, _, below = text.partition("of")
+    return Fraction(above) / Fraction(below or 1)
+
+
+def own_parts(composition: Composition, parts: Parts, constants: Mapping[str, Any]) -> Values:
+    """Return the parts of a text: those of the named policy, and the parts that the text changes."""
+    host = parse_composition(f"host/{parts.text}" if parts.text else "host").parts
+    if composition.scorer_only:
+        bare = parts.unscored
+        host = parse_composition(f"host/{bare}").parts if bare else {
+            part: value for part, value in host.items() if part in ("sink", "recent") and bare is None
+        }
+    result = {part: _with_constants({"": value, **own}, constants) for part, (value, own) in host.items()}
+    if {"layers", "heads"} & composition.parts.keys():
+        result.pop("threshold", None)
+    for part, (value, own) in composition.parts.items():
+        kept = {} if part in ("layers", "heads", "every") else result.get(part, {})
+        result[part] = {**kept, **own, "": value}
+    return {part: {**DEFAULTS.get(part, {}), **RULES.get(own[""], {}), **own} for part, own in result.items()}
+
+
+def _with_constants(words: Words, constants: Mapping[str, Any]) -> Words:
+    """Return the words of a part. A word such as W or 2N_sink is a multiple of a constant."""
+    def of_constant(word: str) -> str:
+        match = _CONSTANT.fullmatch(word)
+        if match is None or match[2] not in constants:
+            return word
+        value = constants[match[2]]
+        return str(value if isinstance(value, str) else int(match[1] or 1) * Fraction(value)).replace("/", "of")
+
+    return {name: of_constant(word) for name, word in words.items()}
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A text with constants, on inputs: the data of all decisions.
+
+    Attributes:
+        parts: parts of the policy that has the scorer.
+        own: the parts, as `own_parts` returns them.
+        constants: constants and readings of the scorer.
+    """
+
+    parts: Parts
+    own: Values
+    constants: Mapping[str, Any]
+    inputs: Inputs
+    B: int
+
+    def value(self, part: str, otherwise: int = 0) -> int:
+        """Return the number that a part has as its value."""
+        return otherwise if part not in self.own else int(number(self.own[part][""]))
+
+    @property
+    def size(self) -> int:
+        return self.value("sink") + self.value("recent")
+
+    def pinned(self, position: int, seen: int) -> bool:
+        first = max(self.value("sink"), self.value("values"))
+        return position < first or position >= seen - self.value("recent")
+
+    def call(self, function: Callable[..., Any], *given: Any) -> Any:
+        """Call a function of the scorer with the constants that the function has."""
+        taken = signature(function).parameters
+        free = any(one.kind is one.VAR_KEYWORD for one in taken.values())
+        return function(*given, **{k: v for k, v in self.constants.items() if free or k in taken})
+
+    def rows(self, inputs: Inputs) -> list[Score]:
+        """Return the scores of all kept sets at the end of a prompt."""
+        if self.parts.rows is not None:
+            return list(self.call(self.parts.rows, inputs, self.B))
+        assert self.parts.layer is not None
+        return [row for view in inputs.layers for row in self.call(self.parts.layer, plain(view))]
+
+    @cached_property
+    def values(self) -> list[Any]:
+        """Return the values of each layer and KV head."""
+        return [head for view in self.inputs.layers for head in leaves(view.v)]
+
+    @cached_property
+    def signatures(self) -> list[list[Sequence[Any]]]:
+        """Return the signatures of all tokens, for the model, each layer or each layer and KV head."""
+        heads, mode = self.values, self.own["diverse"]["signature"]
+        H = self.inputs.H_kv
+        parts = {"flat": [heads], "layer": [heads[at : at + H] for at in range(0, len(heads), H)],
+                 "head": [[head] for head in heads]}[mode]
+        return [[unit(means([head[i] for head in part])) for i in range(self.inputs.n)] for part in parts]
+
+
+def means(vectors: Sequence[Any]) -> list[Any]:
+    return [fsum(v[c] for v in vectors) / len(vectors) for c in range(len(vectors[0]))]
+
+
+def unit(u: Sequence[Any]) -> list[Any]:
+    length = sqrt(dot(u, u)) + 1e-8
+    return [x / length for x in u]
+
+
+def composed(composition: Composition, host: Brute, inputs: Inputs, B: int, **constants: Any) -> Kept:
+    """Return the kept sets of a text after the prompt and the decode steps of the inputs."""
+    assert host.parts is not None
+    known = {**host.published, **vars(constants.get("parameters", object)), **constants}
+    own = own_parts(composition, host.parts, known)
+    given = Composed(host.parts, own, constants, inputs, B)
+    given = replace(given, B=raised(given))
+    prompt = inputs.n - inputs.steps
+    there = until(inputs, prompt)
+    rows = given.rows(there)
+    kept = decide(given, rows, [range(prompt)] * len(rows), prompt)
+    return after_steps(given, kept, rows, prompt) if inputs.steps else kept
+
+
+@cache
+def composed_brute(name: str) -> Brute:
+    """Return the oracle of a text without constants of the scorer: a brute force made of the parts."""
+    found = parse_composition(name)
+    (host,) = (one for one in brutes() if one.name == found.name)
+    assert host.parts is not None
+    score = signature(host.parts.layer or host.parts.rows or composed).parameters
+    readings = {key: own for key, own in host.readings.items() if key in score}
+    slips = {key: own for key, own in host.slips.items() if key in score}
+    own = {part: words[""] for part, words in own_parts(found, host.parts, {}).items()}
+    return replace(
+        host, item="PO-COMPOSE", name=name, kept=partial(composed, found, host), readings=readings, slips=slips,
+        scored=False,
+        lengths={key: int(own[part]) for part, key in LENGTHS.items() if own.get(part, "").isdigit()},
+        decoded=own.get("every", "none") != "none" and host.parts.layer is not None,
+    )
+
+
+def raised(given: Composed) -> int:
+    """Return the budget, raised to the smallest budget of the policy."""
+    own, least = given.own, 0
+    if "block" in own:
+        least = given.value("block")
+    if "crush" in own:
+        least = int(own["crush"]["block"])
+    floor = own.get("floor", {"": "0"})[""]
+    if floor == "none":
+        return max(given.B, least)
+    return max(given.B, given.size + given.value("values"), int(floor), least)
+
+
+def until(inputs: Inputs, n: int) -> Inputs:
+    """Return the first n tokens of the inputs."""
+    if n == inputs.n:
+        return inputs
+    layers = [
+        replace(x, q=x.q[:, :n], k=x.k[:, :n], v=None if x.v is None else x.v[:, :n]) for x in inputs.layers
+    ]
+    return replace(inputs, layers=layers, token_ids=inputs.token_ids[:n], steps=0)
+
+
+def decide(given: Composed, rows: Sequence[Score], live: Sequence[Sequence[int]], seen: int) -> Kept:
+    """Return the kept positions of all sets, from the scores of the stored tokens. All sets store as many tokens."""
+    L = len(given.inputs.layers)
+    heads = max(1, len(rows) // L)
+    held = [[given.pinned(p, seen) for p in own] for own in live]
+    if "values" in given.own:
+        rows = [[x if x is None else x * fsum(map(abs, given.values[g][p])) for x, p in zip(row, live[g], strict=True)]
+                for g, row in enumerate(rows)]
+    free = [
+        [None if pin else x for x, pin in zip(row, pins, strict=True)] for row, pins in zip(rows, held, strict=True)
+    ]
+    shares = shares_of(given, free, heads)
+    if "crush" in given.own:
+        own, result = given.own["crush"], list[list[int]]()
+        for at in range(0, len(free), heads):
+            part = slice(at, at + heads)
+            result += oracle.crushed(free[part], int(own["block"]), shares[part], number(own[""]), own["anchor"])
+        return [[live[g][i] for i in kept] for g, kept in enumerate(result)]
+    sets = [selected(given, g, free[g], rows[g], shares[g], live[g]) for g in range(len(free))]
+    return [oracle.placed(kept if isinstance(kept, Answer) else Answer(kept), own)
+            for kept, own in zip(sets, live, strict=True)]
+
+
+def shares_of(given: Composed, rows: Sequence[Score], heads: int) -> list[int]:
+    """Return the number of tokens of each set: the rule for layers, then the rule for the heads of each layer."""
+    own, B, n = given.own, given.B, len(rows[0])
+    if "threshold" in own:
+        tau = float(own["threshold"][""])
+        return [min(B, sum(x is None or x > tau for x in row)) for row in rows]
+    L, rule = len(rows) // heads, own.get("layers", {"": "even"})[""]
+    by_layer: dict[str, Callable[[], list[int]]] = {
+        "even": lambda: [B] * len(rows), "full": lambda: [n] * len(rows), "global": lambda: global_shares(rows, B),
+        "pyramid": lambda: [share for share in oracle.pyramid_shares(
+            Fraction(B), min(given.size, n), L, n, int(own["layers"]["beta"])) for _ in range(heads)],
+        "preference": lambda: [share for share in preferred_shares([
+            given.call(given.parts.preference, plain(view)) for view in given.inputs.layers  # type: ignore[arg-type]
+        ], B, given.size, n) for _ in range(heads)],
+    }
+    shares, kind = by_layer[rule](), own.get("heads", {"": "even"})[""]
+    if kind == "even":
+        return shares
+    divide = {"adaptive": adaptive, "quota": competing}[kind]
+    safeguard, result = number(own["heads"]["safeguard"]), list[int]()
+    for at in range(0, len(rows), heads):
+        result += divide(rows[at : at + heads], sum(shares[at : at + heads]), safeguard)
+    return result
+
+
+def adaptive(rows: Sequence[Score], total: int, safeguard: Fraction) -> list[int]:
+    """Return the heads' parts of a layer's total by Ada-KV's rule."""
+    H, pinned = len(rows), sum(x is None for x in rows[0])
+    open_ = min(total, H * len(rows[0])) - H * pinned
+    targets = [w * (1 - safeguard) + Fraction(open_, H) * safeguard for w in oracle.won(rows, open_)]
+    return [pinned + share for share in oracle.whole(targets)]
+
+
+def competing(rows: Sequence[Score], total: int, safeguard: Fraction) -> list[int]:
+    """Return the heads' parts of a layer's total: a quota for each head, then the best tokens of the layer."""
+    H, n, pinned = len(rows), len(rows[0]), sum(x is None for x in rows[0])
+    quota = min(max(int(safeguard * (total // H) // 1), pinned), n)
+    first = [{i for i in surely(oracle.top(row, quota)) if row[i] is not None} for row in rows]
+    held = [pinned + len(f) for f in first]
+    more = oracle.won(rows, min(total, H * n) - sum(held), first)
+    return [a + b for a, b in zip(held, more, strict=True)]
+
+
+def selected(
+    given: Composed, g: int, row: Score, scores: Score, share: int, live: Sequence[int],
+) -> list[int]:
+    """Return the indices of the stored tokens that a set keeps. `row` has None for the protected tokens."""
+    own, n = given.own, len(row)
+    if given.parts.chunks:
+        return chunked(scores, row, int(given.constants["c"]), share)
+    if own.get("select", {"": "top"})[""] == "half":
+        row = [None if at >= n - share // 2 else x for at, x in enumerate(row)]
+    if "critical" in own:
+        second = [None if x is None else (x + 1e-4) * size for x, size in zip(row, _outputs(given, g), strict=True)]
+        of_first = number(own["critical"][""])
+        if "block" in own:
+            return oracle.two_stages(row, second, given.value("block"), share, of_first)
+        return two_stages(row, second, share, of_first)
+    if "diverse" in own:
+        return diverse(given, g, row, share, live)
+    return oracle.best_blocks(row, given.value("block"), share) if "block" in own else oracle.top(row, share)
+
+
+def _outputs(given: Composed, g: int) -> Sequence[Any]:
+    layer, head = divmod(g, given.inputs.H_kv)
+    return output_sizes(plain(given.inputs.layers[layer]), leaves(given.inputs.W_o[layer]))[head]
+
+
+def diverse(given: Composed, g: int, row: Score, share: int, live: Sequence[int]) -> list[int]:
+    """Return the tokens that set-conditioned selection keeps (DV-POLICY, DV-VARIANT-B)."""
+    own, sets = given.own["diverse"], len(given.inputs.layers) * given.inputs.H_kv
+    known, lam = given.signatures, float(own[""])
+    of_set = known[g * len(known) // max(sets, len(known)) if len(known) < sets else g]
+    V = [of_set[p] for p in live]
+    if own["rule"] == "variant_b":
+        direction = unit(means(V))
+        return oracle.top([x if x is None else x + lam * dot(V[i], direction) for i, x in enumerate(row)], share)
+    kept = [i for i, x in enumerate(row) if x is None]
+    if lam == 0:
+        return oracle.top(row, share)
+    while len(kept) < min(share, len(row)):
+        gains = {i: x - lam * largest([0.0, *(dot(V[i], V[j]) for j in kept)])
+                 for i, x in enumerate(row) if i not in kept and x is not None}
+        kept.append(max(gains, key=lambda i: (gains[i], -i)))
+    return sorted(kept)
+
+
+def chunked(scores: Score, row: Score, c: int, share: int) -> list[int]:
+    """Return the protected tokens, then whole chunks, then the best tokens of one more chunk (PO-FILL-UNITS).
+
+    A chunk with a protected token is the last choice.
+    """
+    past = sum(x is not None for x in scores)
+    kept = [i for i, x in enumerate(row) if x is None]
+    chunks = [range(a, min(a + c, past)) for a in range(0, past, c)]
+    totals = [fsum(scores[i] for i in chunk) for chunk in chunks]
+    held = [any(row[i] is None for i in chunk) for chunk in chunks]
+    for u in sorted(range(len(chunks)), key=lambda u: (held[u], -totals[u], u)):
+        inside = sorted((i for i in chunks[u] if row[i] is not None), key=lambda i: (-scores[i], i))  # type: ignore[operator]
+        kept += inside[: max(0, share - len(kept))]
+    return sorted(kept)
+
+
+def after_steps(given: Composed, kept: Kept, rows: Sequence[Score], prompt: int) -> Kept:
+    """Return the kept sets after the decode steps: a decision after each step that is due (PO-STEP)."""
+    every, excess = (int(given.own["every"][name]) for name in ("", "excess"))
+    sums = [dict(enumerate(row)) for row in rows]
+    for at in range(prompt, given.inputs.n):
+        live = [[*surely(own), at] for own in kept]
+        if given.parts.carried:
+            sums = [_added(given, g, at, own, sums[g]) for g, own in enumerate(live)]
+        if (at + 1) % every or len(live[0]) - given.B < excess:
+            kept = live
+            continue
+        carried = given.parts.carried
+        again = [[sums[g][p] for p in own] if carried else _again(given, g, at, own) for g, own in enumerate(live)]
+        kept = decide(given, again, live, at + 1)
+    return kept
+
+
+def _stored(given: Composed, g: int, at: int, live: Sequence[int]) -> oracle.Layer:
+    """Return the layer of a set after a token: the queries so far, and the stored keys and values."""
+    L, H_kv = len(given.inputs.layers), given.inputs.H_kv
+    by_head = len(_shape(given)) > L or H_kv == 1
+    layer = plain(given.inputs.layers[g // H_kv if by_head else g])
+    own = oracle.with_heads(layer, oracle.groups(layer)[g % H_kv]) if by_head else layer
+    heads = [g % H_kv] if by_head else range(H_kv)
+    cached = {name: [oracle.at_places(layer[name][h], live) for h in heads] for name in ("k", "v")}
+    return {**own, "q": [rows[: at + 1] for rows in own["q"]], **cached}
+
+
+def _shape(given: Composed) -> list[Score]:
+    """Return the scores of one token, to count the kept sets."""
+    return given.rows(until(given.inputs, 1))
+
+
+def _again(given: Composed, g: int, at: int, live: Sequence[int]) -> Score:
+    (row,) = given.call(given.parts.layer, _stored(given, g, at, live))  # type: ignore[arg-type]
+    return list(row)
+
+
+def _added(given: Composed, g: int, at: int, live: Sequence[int], sums: Mapping[int, Any]) -> dict[int, Any]:
+    """Return the sums of attention with the attention of a new query."""
+    stored = _stored(given, g, at, live)
+    rows = oracle.last_rows(stored, 1)
+    new = [fsum(column) for column in zip(*(head[-1] for head in rows), strict=True)]
+    return {p: sums[p] + x if p in sums else x for p, x in zip(live, new, strict=True)}
+
+

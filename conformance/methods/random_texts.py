@@ -1,0 +1,60 @@
+"""Random texts of policies that are accepted, with constants that suit short inputs."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from random import Random
+
+from conformance.methods import brutes
+from conformance.strategies.policy_inputs import Inputs, drawn, of_model
+from reference.policies.names import POLICIES, check_name, make_policy
+from spec.errors import SpecError
+
+HOSTS = tuple(brute.name for brute in brutes() if brute.parts is not None)
+"""Policies whose scorer the oracle of compositions combines with different parts."""
+SMALL: Mapping[str, Sequence[str]] = {
+    "W": ("2", "3", "5"), "kernel": ("1", "3"), "c": ("3", "4"), "lag": ("4",), "window": ("4",), "N_future": ("5",),
+    "N_sink": ("1", "2"), "N_recent": ("1", "3"), "chunk": ("5", "9"), "overlap": ("2",), "pin_prompt": ("1",),
+}
+"""Constants of scorers, for inputs of about 24 tokens."""
+_NUMBERS, _SHARES = ("0", "1", "2", "4", "7"), ("0", "0.2", "1of3", "0.5", "1")
+PARTS: Mapping[str, Sequence[str]] = {
+    "sink": _NUMBERS, "recent": _NUMBERS, "select": ("top", "half"),
+    "layers": ("even", "full", "global", "preference", "pyramid", "pyramid:beta=1", "pyramid:beta=4"),
+    "heads": ("even", *(f"{rule}:safeguard={share}" for rule in ("adaptive", "quota") for share in _SHARES)),
+    "threshold": ("0.01", "0.2", "-1.0"), "every": ("none", "1", "2", "3", "1:excess=3"),
+    "floor": ("none", "0", "9", "14"), "values": ("0", "2", "4"), "critical": _SHARES,
+    "crush": ("0.5:block=3", "0.25:block=4:anchor=mean", "1:block=2:anchor=zeros"),
+    "diverse": tuple(f"{lam}:signature={mode}:rule={rule}" for lam in ("0", "0.3", "2.0")
+                     for mode in ("flat", "layer", "head") for rule in ("alpha", "variant_b")),
+    "block": ("1", "3", "4"),
+}
+"""Values of each part."""
+MOST_PARTS = 4
+
+
+def policy_texts(seed: int, inputs: Inputs | None = None) -> Iterator[str]:
+    """Yield random texts that are accepted. Each host is drawn about as often as each other host."""
+    rng, known = Random(seed), drawn(4, 24, 2, (2, 2)) if inputs is None else inputs
+    while True:
+        order = list(HOSTS)
+        rng.shuffle(order)
+        for host in order:
+            while not accepted(text := _text(rng, host), known):
+                pass
+            yield text
+
+
+def _text(rng: Random, host: str) -> str:
+    """Return a random text, accepted or not."""
+    own = {key: rng.choice(SMALL[key]) for key in sorted(SMALL.keys() & POLICIES[host].constants)}
+    names = sorted(rng.sample(list(PARTS), rng.randint(1, MOST_PARTS)), key=list(PARTS).index)
+    head = rng.choice(("", "score=")) + host + "".join(f":{key}={value}" for key, value in own.items())
+    return "/".join([head, *(f"{name}={rng.choice(PARTS[name])}" for name in names)])
+
+
+def accepted(text: str, inputs: Inputs) -> bool:
+    """Return True if kvspec makes a policy from the text."""
+    try:
+        make_policy(check_name(text), of_model(text, inputs))
+    except SpecError:
+        return False
+    return True

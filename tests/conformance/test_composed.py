@@ -1,0 +1,106 @@
+"""Tests of compositions against oracles of their parts: kept sets of random accepted texts."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conformance.methods.method import METHODS, Method, method_of
+from conformance.methods.random_texts import HOSTS, policy_texts
+from conformance.oracles.choices import fits
+from conformance.strategies.policy_inputs import Inputs, altered, decided, drawn
+from reference.policies.grammar import parse_composition
+from reference.policies.names import check_name
+from spec.errors import SpecError
+from spec.policy import Policy
+
+pytestmark = pytest.mark.spec("PO-COMPOSE")
+
+N, STEPS, SEED = 24, 7, 62
+
+
+@pytest.fixture(scope="module", params=[len(HOSTS), pytest.param(300, marks=pytest.mark.nightly)])
+def texts(request: pytest.FixtureRequest) -> list[str]:
+    """Return random texts: one for each scorer, or 300 at night."""
+    return list(islice(policy_texts(SEED), request.param))
+
+
+def cases(texts: list[str]) -> Iterator[tuple[Method, Policy, Inputs, int]]:
+    """Yield each text with inputs and a budget. A third of the inputs has equal scores."""
+    for at, text in enumerate(texts):
+        method = method_of(text)
+        inputs = drawn(at, N, 1 + at % 3, (1 + at // 3 % 2, 1 + at // 2 % 2))
+        tying = at % 3 == 0 and "triattention" not in method.home  # rounding decides its equal scores (TA-RANKING)
+        inputs = altered(inputs, "axes" if tying else "normal", at)
+        inputs = replace(inputs, steps=STEPS if method.decodes else 0)
+        policy = method.reference(inputs)
+        least = max(1, policy.floor, int(policy.protection(N).sum()))
+        yield method, policy, inputs, least + at * 7 % (N - least + 1)
+
+
+def kept(policy: Policy, inputs: Inputs, B: int) -> Any:
+    """Return the kept sets, or None if a score is below 0 and a part multiplies scores by norms."""
+    try:
+        return decided(policy, inputs, B)
+    except SpecError as error:
+        if error.argument == "host" and "must have scores of at least 0" in error.bound:
+            return None
+        raise
+
+
+def test_kept_sets_of_accepted_texts_are_those_of_the_oracle_of_parts(texts: list[str]) -> None:
+    compared = 0
+    for method, policy, inputs, B in cases(texts):
+        if (found := kept(policy, inputs, B)) is None:
+            continue
+        wanted = method.brute.kept(inputs, B, **method.constants, **method.readings)
+        assert len(found) == len(wanted), str(method)
+        for g, pair in enumerate(zip(found, wanted, strict=True)):
+            assert fits(*pair), f"{method}, B = {B}, set {g}: {pair[0]} instead of {pair[1]}"
+        compared += 1
+    assert compared > 0.8 * len(texts)
+
+
+def test_a_full_budget_keeps_all_tokens(texts: list[str]) -> None:
+    """Keep everything at a budget of all tokens. A threshold can keep less."""
+    for method, policy, inputs, _ in cases(texts):
+        own = parse_composition(method.name).parts
+        if "threshold" not in own and (found := kept(policy, inputs, N)) is not None:
+            assert found == [list(range(N))] * len(found), str(method)
+
+
+@pytest.mark.parametrize(("text", "plain"), [
+    ("snapkv:W=3/diverse=0/every=4", "snapkv:W=3/every=4"), ("adakv:W=3/block=1/sink=2", "adakv:W=3/sink=2"),
+    ("snapkv:W=3/heads=adaptive:safeguard=1/sink=1", "snapkv:W=3/sink=1"), ("cake:W=3/every=none/floor=3", "cake:W=3"),
+    ("keydiff/recent=3/diverse=0:rule=variant_b", "keydiff/recent=3"), ("h2o/block=1/every=2", "h2o/every=2"),
+    ("snapkv:W=3/layers=pyramid:beta=1/select=top/sink=1", "snapkv:W=3/sink=1"),
+])
+def test_a_part_without_effect_keeps_the_same_tokens(text: str, plain: str) -> None:
+    one, other = method_of(text), method_of(plain)
+    for seed in range(4):
+        inputs = replace(drawn(seed, N, 2, (2, 2)), steps=STEPS if one.decodes else 0)
+        assert decided(one.reference(inputs), inputs, 9) == decided(other.reference(inputs), inputs, 9)
+
+
+@pytest.mark.parametrize("text", [
+    "snapkv:W=3/heads=adaptive:safeguard=0.5/block=24", "keydiff/recent=2/layers=pyramid/block=24",
+])
+def test_one_block_is_the_whole_prompt(text: str) -> None:
+    inputs = drawn(5, N, 2, (2, 2))
+    policy = method_of(text).reference(inputs)
+    assert decided(policy, inputs, 1) == [list(range(N))] * 4
+    assert decided(policy, replace(inputs, layers=[replace(x, q=x.q[:, :23], k=x.k[:, :23], v=np.asarray(x.v)[:, :23])
+                                                   for x in inputs.layers]), 23) == [list(range(23))] * 4
+
+
+def test_each_scorer_of_a_text_has_an_oracle() -> None:
+    """List the named policies without an oracle of parts: they have no parts, or score and select together."""
+    without = {name for name in METHODS if name not in HOSTS}
+    assert without == {"crystalcache", "kvzip-heads", "vase"}
+    for name in without:
+        with pytest.raises(SpecError, match="changes parts of"):
+            method_of(f"{name}/sink=3")
+    assert method_of(check_name("SnapKV:W=16")).name == "snapkv"
