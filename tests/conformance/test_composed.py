@@ -3,11 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import kvspec
 from conformance.methods.method import METHODS, Method, method_of
 from conformance.methods.random_texts import HOSTS, policy_texts
 from conformance.oracles.choices import fits
@@ -70,6 +72,60 @@ def test_a_full_budget_keeps_all_tokens(texts: list[str]) -> None:
         own = parse_composition(method.name).parts
         if "threshold" not in own and (found := kept(policy, inputs, N)) is not None:
             assert found == [list(range(N))] * len(found), str(method)
+
+
+@pytest.mark.parametrize("text", [
+    "snapkv:W=3/layers=global/heads=adaptive:safeguard=1of3", "snapkv:W=3/layers=global/heads=quota:safeguard=0.5",
+    "kvzip:N_sink=1:N_recent=2:chunk=5/heads=adaptive:safeguard=0.5", "adakv:W=3:safeguard=0.5/block=4",
+    "snapkv:W=3/layers=pyramid:beta=3/heads=quota:safeguard=0.2/block=3", "cake:W=3/heads=adaptive/sink=0",
+])
+def test_remainders_and_blocks_belong_to_one_layer_and_one_set(text: str) -> None:
+    """Compare budgets whose layers have sums that the heads cannot divide, and shares that blocks do not fill."""
+    method = method_of(text)
+    for seed, B in enumerate((7, 8, 10, 11, 13)):
+        inputs = drawn(8 * seed + 1, N, 3, (2, 2))
+        wanted = method.brute.kept(inputs, B, **method.constants, **method.readings)
+        assert all(map(fits, decided(method.reference(inputs), inputs, B), wanted)), (text, B)
+
+
+@pytest.mark.parametrize("text", [
+    "snapkv(W=16)", "SnapKV:W=5/layers=pyramid:beta=4", "score=nestedkv:N_sink=2/heads=adaptive", "rkv:every=3/sink=2",
+    "adakv:pooling=average:W=4/layers=pyramid", "kvcrush:share=1of3/sink=2", "h2o/values=2",
+])
+def test_a_method_from_text_is_its_text(text: str) -> None:
+    method = method_of(text)
+    again = method_of(str(method))
+    assert str(again) == str(method)
+    assert (again.constants, again.readings) == (method.constants, method.readings)
+    assert again.name == method.name
+
+
+@pytest.mark.parametrize(("text", "shown"), [
+    ("snapkv:x=3/sink=2", "not a constant or reading of snapkv"), ("snapkv:W=x/sink=2", "wrong type"),
+    ("snapkv/every=3/heads=adaptive", "the part /every=3"), ("nothing/sink=2", "nothing"),
+    ("adakv:pooling=middle/layers=pyramid", "max, average"),
+])
+def test_a_wrong_text_is_refused_before_any_test(text: str, shown: str) -> None:
+    with pytest.raises(SpecError, match=shown):
+        method_of(text)
+
+
+def test_verify_compares_a_policy_with_a_text(tmp_path: Path) -> None:
+    pyramid = "snapkv:W=3/layers=pyramid:beta=4"
+    wrong = kvspec.verify(policy=f"{pyramid}/heads=quota", method=f"{pyramid}/heads=adaptive", quick=True,
+                          fail_fast=True, out=str(tmp_path / "wrong"))
+    assert (wrong.passed, wrong.failing) == (False, ("PO-COMPOSE",))
+    with pytest.raises(SpecError, match="is not a method that an engine offers"):
+        kvspec.verify(command="cat", method=pyramid, out=str(tmp_path / "engine"))
+
+
+@pytest.mark.nightly
+def test_verify_accepts_a_policy_with_the_parts_of_a_text_in_a_different_order(tmp_path: Path) -> None:
+    right = kvspec.verify(
+        policy="snapkv:W=3/heads=adaptive/layers=pyramid:beta=4",
+        method="snapkv:W=3/layers=pyramid:beta=4/heads=adaptive", quick=True, out=str(tmp_path / "right"),
+    )
+    assert (right.passed, right.failing) == (True, ())
 
 
 @pytest.mark.parametrize(("text", "plain"), [
