@@ -155,7 +155,10 @@ def composed(composition: Composition, host: Brute, inputs: Inputs, B: int, **co
 
 @cache
 def composed_brute(name: str) -> Brute:
-    """Return the oracle of a text without constants of the scorer: a brute force made of the parts."""
+    """Return the oracle of a text without constants of the scorer: a brute force made of the parts.
+
+    The constants of the oracle are those of the scorer and those in the other parts of the named policy.
+    """
     found = parse_composition(name)
     (host,) = (one for one in brutes() if one.name == found.name)
     assert host.parts is not None
@@ -163,9 +166,11 @@ def composed_brute(name: str) -> Brute:
     readings = {key: own for key, own in host.readings.items() if key in score}
     slips = {key: own for key, own in host.slips.items() if key in score}
     own = {part: words[""] for part, words in own_parts(found, host.parts, {}).items()}
+    words = set(_CONSTANT.findall(host.parts.text))
+    added = {key: value for key, value in host.published.items() if ("", key) in words and value is not None}
     return replace(
-        host, item="PO-COMPOSE", name=name, kept=partial(composed, found, host), readings=readings, slips=slips,
-        scored=False,
+        host, item="PO-COMPOSE", name=name, small={**host.small, **added}, kept=partial(composed, found, host),
+        readings=readings, slips=slips, scored=False,
         lengths={key: int(own[part]) for part, key in LENGTHS.items() if own.get(part, "").isdigit()},
         decoded=own.get("every", "none") != "none" and host.parts.layer is not None,
     )

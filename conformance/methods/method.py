@@ -303,7 +303,7 @@ def _composed(found: Composition) -> Method:
         own = {key: parse_value(value, like.get(key, "")) for key, value in found.constants.items()}
     except (ValueError, KeyError, ZeroDivisionError):
         raise SpecError("as", str(found), f"has a constant of the wrong type; the defaults are {like}") from None
-    result = Method(bare, {key: _value(brute, key, value) for key, value in own.items()})
+    result = Method(bare, {key: _value(Method(bare).brute, key, value) for key, value in own.items()})
     result.reference(drawn(0))
     return result
 
@@ -314,7 +314,7 @@ class _Nothing:
 
 def _value(brute: Brute, name: str, value: Any) -> Any:
     readings = Method(brute.name).choices
-    constants = (brute.small.keys() | brute.published.keys() | _fields(brute)) - {"template", "parameters"}
+    constants = (brute.small.keys() | _fields(brute)) - {"template", "parameters"}
     if name in readings and value not in readings[name]:
         raise SpecError(name, value, f"must be one of {', '.join(map(str, readings[name]))}")
     if name not in readings and name not in constants:

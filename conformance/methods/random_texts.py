@@ -13,6 +13,8 @@ HOSTS = tuple(brute.name for brute in brutes() if brute.parts is not None)
 SMALL: Mapping[str, Sequence[str]] = {
     "W": ("2", "3", "5"), "kernel": ("1", "3"), "c": ("3", "4"), "lag": ("4",), "window": ("4",), "N_future": ("5",),
     "N_sink": ("1", "2"), "N_recent": ("1", "3"), "chunk": ("5", "9"), "overlap": ("2",), "pin_prompt": ("1",),
+    "every": ("3", "5"), "safeguard": ("0.5", "1of3"), "beta": ("3", "4"), "share": ("0.5",), "block": ("3",),
+    "anchor": ("mean", "alternating"), "lam": ("0.3",),
 }
 """Constants of scorers, for inputs of about 24 tokens."""
 _NUMBERS, _SHARES = ("0", "1", "2", "4", "7"), ("0", "0.2", "1of3", "0.5", "1")

@@ -90,7 +90,7 @@ def test_remainders_and_blocks_belong_to_one_layer_and_one_set(text: str) -> Non
 
 @pytest.mark.parametrize("text", [
     "snapkv(W=16)", "SnapKV:W=5/layers=pyramid:beta=4", "score=nestedkv:N_sink=2/heads=adaptive", "rkv:every=3/sink=2",
-    "adakv:pooling=average:W=4/layers=pyramid", "kvcrush:share=1of3/sink=2", "h2o/values=2",
+    "adakv:pooling=average:W=4/layers=pyramid", "kvcrush:share=1of3/sink=2", "h2o/values=2", "rkv:every=5/recent=9",
 ])
 def test_a_method_from_text_is_its_text(text: str) -> None:
     method = method_of(text)
