@@ -295,7 +295,7 @@ def _composed(found: Composition) -> Method:
     brute = METHODS.get(name)
     if brute is None or (brute.parts is None and (found.parts or found.scorer_only)):
         offered = ", ".join(name for name, one in METHODS.items() if one.parts is not None)
-        raise SpecError("as", str(found), f"changes parts of {name}; choose the text of a policy with parts: {offered}")
+        raise SpecError("as", str(found), f"changes parts of {name}, which no oracle computes; choose one of {offered}")
     plain = not found.parts and not found.scorer_only
     bare = name if plain else str(replace(found, name=name, constants={}))
     like = {**brute.published, **Method(bare).constants, **vars(Method(bare).constants.get("parameters", _Nothing()))}
