@@ -197,6 +197,8 @@ def converted(kind: Any, value: Json) -> Any:
         return get_origin(kind)(value)
     if get_origin(kind) is Sequence:
         return [converted(get_args(kind)[0], one) for one in value]
+    if kind is np.ndarray:  # `Cube` of a sequence of layers, the only array without a dtype in its annotation
+        return np.array(value, dtype=np.float64)
     kinds: Any = next((one.dtypes for one in (kind, *get_args(kind)) if hasattr(one, "dtypes")), ())
     return np.array(value, dtype="float64" if "float64" in kinds else kinds[0]) if kinds else value
 

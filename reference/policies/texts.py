@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import cache, partial
+from inspect import unwrap
 from typing import Any
 
 from reference.policies.budgets import Above, Pyramid
@@ -113,7 +114,8 @@ def _kind_of_name(name: str) -> tuple[type, object] | None:
 def _kind(scorer: Any) -> tuple[type, object]:
     """Return the type and the function of a scorer. Scorers of different kinds are not equal, whatever their constants.
     """
-    function = getattr(score := getattr(scorer, "score", None), "func", score)
+    score: Any = getattr(scorer, "score", None)
+    function = unwrap(getattr(score, "func", score))
     return type(scorer), getattr(function, "__code__", function)
 
 

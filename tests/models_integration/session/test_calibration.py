@@ -147,7 +147,8 @@ def test_rotations_of_fixed_frequencies_are_served(kind: str) -> None:
     assert (found.identity.factor != 1) == (kind == "yarn")
     for at, q in enumerate(hooked(model, ids)):
         assert np.abs(found.mean[at] - q.double().mean(dim=1).numpy()).max() < BOUND * float(q.abs().max())
-    for name, constants in (("triattention", {"calibration": found}), ("expected-attention", {})):
+    served: dict[str, Any] = {"calibration": found}
+    for name, constants in (("triattention", served), ("expected-attention", {})):
         with NamedPolicy(name, 20, **constants, backend="numpy")(model) as run:
             greedy(model, ids[:, :N], 2)
         assert run.cache is not None
