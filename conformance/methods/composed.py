@@ -1,7 +1,7 @@
 """Oracle of compositions: kept sets of the text of a policy, from brute forces of the parts.
 
-The order of the parts, and the rules for layers, heads and blocks, follow PO-COMPOSE. Only the syntax of texts is that
-of the reference. No code that combines parts is shared with the reference.
+The syntax of texts, the order of the parts, and the rules for layers, heads and blocks follow PO-COMPOSE. No code is
+shared with the reference.
 """
 
 import re
@@ -22,8 +22,8 @@ from conformance.methods.weighed import output_sizes, two_stages
 from conformance.oracles.boxes import dot, fsum, largest, leaves, sqrt
 from conformance.oracles.choices import Answer, surely
 from conformance.strategies.policy_inputs import Inputs, Kept
-from reference.policies.grammar import Composition, Words, parse_composition
 
+Words = Mapping[str, str]
 Values = Mapping[str, Words]
 """Value and constants of each part. The value has the key ""."""
 DEFAULTS: Mapping[str, Words] = {
@@ -39,18 +39,38 @@ LENGTHS = {"sink": "N_sink", "recent": "N_recent", "block": "block"}
 _CONSTANT = re.compile(r"(\d*)([A-Za-z_]\w*)")
 
 
+@dataclass(frozen=True)
+class Text:
+    """The text of a policy without constants of the scorer: value and constants of each part, as in the text."""
+
+    name: str
+    scorer_only: bool
+    parts: Mapping[str, tuple[str, Words]]
+
+
+def parsed(text: str) -> Text:
+    """Return the parts of a valid text, by the syntax in spec/composition.md."""
+    head, *rest = text.split("/")
+    parts = dict[str, tuple[str, Words]]()
+    for one in rest:
+        part, _, value = one.partition("=")
+        first, *constants = value.split(":")
+        parts[part] = first, {key: own for key, _, own in (constant.partition("=") for constant in constants)}
+    return Text(head.removeprefix("score="), head.startswith("score="), parts)
+
+
 def number(text: str) -> Fraction:
     """Return the number of a text, such as 0.2 or 1of3."""
     above, _, below = text.partition("of")
     return Fraction(above) / Fraction(below or 1)
 
 
-def own_parts(composition: Composition, parts: Parts, constants: Mapping[str, Any]) -> Values:
+def own_parts(composition: Text, parts: Parts, constants: Mapping[str, Any]) -> Values:
     """Return the parts of a text: those of the named policy, and the parts that the text changes."""
-    host = parse_composition(f"host/{parts.text}" if parts.text else "host").parts
+    host = parsed(f"host/{parts.text}" if parts.text else "host").parts
     if composition.scorer_only:
         bare = parts.unscored
-        host = parse_composition(f"host/{bare}").parts if bare else {
+        host = parsed(f"host/{bare}").parts if bare else {
             part: value for part, value in host.items() if part in ("sink", "recent") and bare is None
         }
     result = {part: _with_constants({"": value, **own}, constants) for part, (value, own) in host.items()}
@@ -139,7 +159,7 @@ def unit(u: Sequence[Any]) -> list[Any]:
     return [x / length for x in u]
 
 
-def composed(composition: Composition, host: Brute, inputs: Inputs, B: int, **constants: Any) -> Kept:
+def composed(composition: Text, host: Brute, inputs: Inputs, B: int, **constants: Any) -> Kept:
     """Return the kept sets of a text after the prompt and the decode steps of the inputs."""
     assert host.parts is not None
     known = {**host.published, **vars(constants.get("parameters", object)), **constants}
@@ -159,7 +179,7 @@ def composed_brute(name: str) -> Brute:
 
     The constants of the oracle are those of the scorer and those in the other parts of the named policy.
     """
-    found = parse_composition(name)
+    found = parsed(name)
     (host,) = (one for one in brutes() if one.name == found.name)
     assert host.parts is not None
     score = signature(host.parts.layer or host.parts.rows or composed).parameters

@@ -11,13 +11,13 @@ import pytest
 
 import kvspec
 from conformance.methods.method import METHODS, Method, method_of
-from conformance.methods.random_texts import HOSTS, policy_texts
 from conformance.oracles.choices import fits
 from conformance.strategies.policy_inputs import Inputs, altered, decided, drawn
 from reference.policies.grammar import parse_composition
 from reference.policies.names import check_name
 from spec.errors import SpecError
 from spec.policy import Policy
+from tests.conformance.random_texts import HOSTS, policy_texts
 
 pytestmark = pytest.mark.spec("PO-COMPOSE")
 
