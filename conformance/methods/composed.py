@@ -94,6 +94,11 @@ def _with_constants(words: Words, constants: Mapping[str, Any]) -> Words:
     return {name: of_constant(word) for name, word in words.items()}
 
 
+def fields_of_parameters(constants: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields of `parameters` among the constants, by name."""
+    return vars(constants["parameters"]) if "parameters" in constants else {}
+
+
 @dataclass(frozen=True)
 class Composed:
     """A text with constants, on inputs: the data of all decisions.
@@ -162,7 +167,7 @@ def unit(u: Sequence[Any]) -> list[Any]:
 def composed(composition: Text, host: Brute, inputs: Inputs, B: int, **constants: Any) -> Kept:
     """Return the kept sets of a text after the prompt and the decode steps of the inputs."""
     assert host.parts is not None
-    known = {**host.published, **vars(constants.get("parameters", object)), **constants}
+    known = {**host.published, **fields_of_parameters(constants), **constants}
     own = own_parts(composition, host.parts, known)
     given = Composed(host.parts, own, constants, inputs, B)
     given = replace(given, B=raised(given))

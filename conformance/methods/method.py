@@ -22,7 +22,7 @@ from conformance.engine.methods import DECODED, FAMILY, arguments_of, method_ops
 from conformance.engine.process import Engine, ask_method, backend_of
 from conformance.methods import brutes
 from conformance.methods.brute import Brute
-from conformance.methods.composed import composed_brute
+from conformance.methods.composed import composed_brute, fields_of_parameters
 from conformance.methods.crystalcache import BRUTE as CRYSTALCACHE
 from conformance.oracles.box import DOUBLE, Undecided, rounding
 from conformance.oracles.choices import Answer, fits
@@ -298,7 +298,8 @@ def _composed(found: Composition) -> Method:
         raise SpecError("as", str(found), f"changes parts of {name}, which no oracle computes; choose one of {offered}")
     plain = not found.parts and not found.scorer_only
     bare = name if plain else str(replace(found, name=name, constants={}))
-    like = {**brute.published, **Method(bare).constants, **vars(Method(bare).constants.get("parameters", _Nothing()))}
+    defaults = Method(bare).constants
+    like = {**brute.published, **defaults, **fields_of_parameters(defaults)}
     try:
         own = {key: parse_value(value, like.get(key, "")) for key, value in found.constants.items()}
     except (ValueError, KeyError, ZeroDivisionError):
@@ -306,10 +307,6 @@ def _composed(found: Composition) -> Method:
     result = Method(bare, {key: _value(Method(bare).brute, key, value) for key, value in own.items()})
     result.reference(drawn(0))
     return result
-
-
-class _Nothing:
-    """An object without fields."""
 
 
 def _value(brute: Brute, name: str, value: Any) -> Any:
@@ -331,8 +328,7 @@ def span_of(method: Method) -> int:
 
     This is the longest window or block, sinks and recent tokens together, or three partitions.
     """
-    own = vars(method.constants["parameters"]) if "parameters" in method.constants else {}
-    there = {**own, **method.constants}
+    there = {**fields_of_parameters(method.constants), **method.constants}
     there |= {name: max(value, there.get(name, 0)) for name, value in method.brute.lengths.items()}
     for recent in {"N_recent", "W_recent"} & there.keys():
         there[recent] += there.get("N_sink", 0)

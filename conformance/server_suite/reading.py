@@ -86,6 +86,7 @@ class Reader:
         rows = torch.cat(logits)[n - 1 :].to(torch.float64).log_softmax(dim=-1)
         return rows.gather(1, torch.tensor(list(ids[n:]))[:, None])[:, 0]
 
+
 def events_of(statement: Statement, layers: int, heads: int) -> list[Event]:
     """Return the evictions of a statement by layer and KV head.
 
