@@ -13,10 +13,10 @@ try:
 except ImportError as error:  # a different distribution may have installed a package named spec
     import importlib.util
 
-    _found = importlib.util.find_spec("spec")
+    _other = importlib.util.find_spec("spec")
     raise ImportError(
         "kvspec needs its own package 'spec', and found another one at "
-        f"{_found.origin if _found else 'no path'}; install kvspec into a virtual environment of its own"
+        f"{_other.origin if _other else 'no path'}; install kvspec into a virtual environment of its own"
     ) from error
 
 from importlib import import_module

@@ -83,8 +83,8 @@ class _CrystalStages:
     ) -> Dissolution:
         reserve = coverage_reserve(trunks.sizes, protected, budget, parameters.coverage)
         run = _DISSOLVE[parameters.allocation]
-        found = run(score, trunks.offsets, impact, D, protected, budget - reserve, parameters.N_min)
-        return backfill(found, trunks.offsets, D, reserve)
+        dissolution = run(score, trunks.offsets, impact, D, protected, budget - reserve, parameters.N_min)
+        return backfill(dissolution, trunks.offsets, D, reserve)
 
 
 class _BreathStages:

@@ -57,8 +57,8 @@ def signatures(values: Sequence[Cube], mode: Signature) -> Float64[Cube, "s n d"
         "layer": heads,
         "head": [[head] for layer in heads for head in layer],
     }[mode]
-    found: Cube = np.stack([unit_rows(_mean(group)) for group in groups])
-    return found
+    signatures: Cube = np.stack([unit_rows(_mean(group)) for group in groups])
+    return signatures
 
 
 def _mean(parts: Sequence[Matrix]) -> Float64[Matrix, "n d"]:

@@ -106,7 +106,7 @@ def stratified_draws(
     """
     names = np.unique(strata) if len(strata) else np.zeros(1, dtype=np.int64)
     members = [np.flatnonzero(strata == name) for name in names]
-    drawn = [own[draws(len(own), resamples, seed + at)] for at, own in enumerate(members)]
+    drawn = [stratum[draws(len(stratum), resamples, seed + at)] for at, stratum in enumerate(members)]
     return np.concatenate(drawn, axis=1)
 
 

@@ -12,7 +12,7 @@ from spec.arrays import BoolMatrix, BoolVector, IntVector, Matrix, Vector
 from spec.decode import LiveTrunks, TrunkWeights
 from spec.errors import BackendUnavailable, SpecError
 from spec.parameters import CrystalCacheParameters, NestedKVParameters
-from spec.plugins import load, load_own, target_of
+from spec.plugins import load, load_from_folder, target_of
 from spec.policy import DeviceArray, Selection
 from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
 
@@ -313,10 +313,10 @@ def resolve(backend: str | Backend) -> Backend:
         raise SpecError("backend", backend, "must be a name, 'module:ATTRIBUTE' or a spec.backend.Backend")
     target = BUILT_IN.get(backend) or target_of("backend", backend, ENTRY_POINTS, BUILT_IN)
     try:
-        found = (load if backend in BUILT_IN else load_own)(target).value
+        engine = (load if backend in BUILT_IN else load_from_folder)(target).value
     except ImportError as error:
         remedy = f"; pip install 'kvspec[{backend}]' brings what it needs" if backend in BUILT_IN else ""
         raise BackendUnavailable(f"backend {backend!r} ({target}) cannot be loaded here: {error}{remedy}") from error
-    if not isinstance(found, Backend):
-        raise SpecError("backend", backend, f"{target} is a {type(found).__name__}, not a spec.backend.Backend")
-    return found
+    if not isinstance(engine, Backend):
+        raise SpecError("backend", backend, f"{target} is a {type(engine).__name__}, not a spec.backend.Backend")
+    return engine

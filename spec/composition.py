@@ -94,15 +94,15 @@ def requires(required: Required) -> Callable[[Part], Part]:
 
 def provided_by(scorer: object) -> Provided | None:
     """Return what a scorer provides, or None if the scorer does not declare it."""
-    found = getattr(scorer, "provided", None)
-    return found if isinstance(found, Provided) else None
+    provided = getattr(scorer, "provided", None)
+    return provided if isinstance(provided, Provided) else None
 
 
 def required_by(part: Any) -> Required | None:
     """Return what budgets or a selector need, or None if the part does not declare it."""
-    found = getattr(part, "required", None)
-    if isinstance(found, Required):
-        return found
+    required = getattr(part, "required", None)
+    if isinstance(required, Required):
+        return required
     function = getattr(part, "func", part)
     try:
         return _REQUIRED.get(function)

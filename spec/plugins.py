@@ -13,7 +13,7 @@ from types import ModuleType
 from spec.errors import SpecError
 from spec.validate import bound_of_names
 
-__all__ = ["Plugin", "find_plugin", "load", "load_own", "target_of"]
+__all__ = ["Plugin", "find_plugin", "load", "load_from_folder", "target_of"]
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ def load(target: str) -> Plugin:
     """
     name, _, attribute = target.partition(":")
     if name.endswith(".py") or "/" in name:
-        own = PurePath(name).name.removesuffix(".py")
-        raise ImportError(f"{name} is a file: write the name of the module, {own}:{attribute}, in the file's folder")
+        module = PurePath(name).name.removesuffix(".py")
+        raise ImportError(f"{name} is a file: write the name of the module, {module}:{attribute}, in the file's folder")
     try:
         module = import_module(name)
         return Plugin(getattr(module, attribute), _digest(module))
@@ -72,7 +72,7 @@ def load(target: str) -> Plugin:
         raise ImportError(f"{type(error).__name__}: {error}") from error
 
 
-def load_own(target: str) -> Plugin:
+def load_from_folder(target: str) -> Plugin:
     """Load the object `module:ATTRIBUTE` from a user's module, which may be in the current folder.
 
     Raises:
@@ -94,7 +94,7 @@ def find_plugin(argument: str, name: str, group: str, built_in: Collection[str] 
     """
     target = target_of(argument, name, group, built_in)
     try:
-        return load_own(target)
+        return load_from_folder(target)
     except ImportError as error:
         raise SpecError(argument, name, f"cannot be loaded: {error}") from error
 

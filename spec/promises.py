@@ -21,10 +21,10 @@ def promise_table() -> Mapping[str, Mapping[str, str]]:
         return {}
     lines = [line.strip("| ").split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines()]
     start = next(at for at, cells in enumerate(lines) if cells[:2] == ["policy", "budget exact"])
-    columns, found = lines[start][1:], {}
+    columns, table = lines[start][1:], {}
     for name, *cells in lines[start + 2 : lines.index([""], start)]:
-        found[name] = dict(zip(columns, cells, strict=True))
-    return found
+        table[name] = dict(zip(columns, cells, strict=True))
+    return table
 
 
 def field_of(column: str) -> str:

@@ -119,7 +119,7 @@ def _parts(
 ) -> list[NDArray[np.floating]]:
     """Call `of` for all parts of all heads in a thread pool, and return the results."""
     beside = base_2(sinks, *grouped.shape[:2])
-    heads = [_Head(own, plain(keys), softcap, s) for own, keys, s in zip(grouped, k, beside, strict=True)]
+    heads = [_Head(queries, plain(keys), softcap, s) for queries, keys, s in zip(grouped, k, beside, strict=True)]
     with threads() as pool:
         return list(pool.map(lambda task: of(*task), product(heads, range(PARTS))))
 

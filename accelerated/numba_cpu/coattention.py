@@ -80,14 +80,14 @@ class _Chunk:
     ) -> None:
         self.logits, self.lse, self.c, self.p = logits, lse, c, parameters
         self.heads, tokens = logits.q.shape[:2]
-        self.stop, self.own = min(c + parameters.C, tokens), before + c
+        self.stop, self.first_key = min(c + parameters.C, tokens), before + c
         self.group = self.heads // len(logits.k)
         self.share = f32(1.0 / self.heads)
         self.n = n = self.stop - c
         self.A = np.zeros((n, n), f32)
         self.cosine = np.empty((n, n), f32)
         self.size = min(max(ROWS // self.group, BLOCK[0]), BLOCK[1])
-        self.tiles = range(0, self.own, KEYS)
+        self.tiles = range(0, self.first_key, KEYS)
         self.column = np.zeros((-(-n // self.size), self.heads, n), f32)
         self.intra = _no_edges(n, parameters.k_intra)
         self.cross = _no_edges(n, parameters.k_cross)
@@ -107,10 +107,10 @@ class _Chunk:
         level = np.empty((len(Q), self.group * n), f32)
         tile_peak = np.empty((len(self.tiles), len(Q), self.group * n), f32)
         scratch = np.empty(self.group * n * KEYS, f32)
-        own = np.empty(self.group * n * (row + n), f32)
+        buffer = np.empty(self.group * n * (row + n), f32)
         reach = np.arange(row + 1, row + n + 1)
         for head in range(len(Q)):
-            S = self.logits.tile(Q[head], head, slice(self.own, self.own + row + n), own)
+            S = self.logits.tile(Q[head], head, slice(self.first_key, self.first_key + row + n), buffer)
             if self.lse is None:
                 level[head] = self._level(Q[head], head, S, reach, tile_peak[:, head], scratch)
             else:
@@ -120,7 +120,7 @@ class _Chunk:
                 sinks = np.repeat((self.logits.sinks[mine] * LOG2_E).astype(f32), n)
                 np.logaddexp2(level[head], sinks, out=level[head])
             column = self.column[row // self.size, mine]
-            kernels.own_chunk(S, level[head], column, self.A[row : row + n], row, self.share)
+            kernels.chunk_attention(S, level[head], column, self.A[row : row + n], row, self.share)
         kernels.normalise_rows(self.A[row : row + n], f32(self.p.epsilon))
         if len(self.tiles) and self.p.k_cross:
             self._cross(row, n, Q, level, tile_peak, scratch)
@@ -133,7 +133,7 @@ class _Chunk:
         kernels.running_lse(S, peak, total, np.empty(len(Q), f32), reach)
         whole = np.array([KEYS])
         for t, key in enumerate(self.tiles):
-            earlier = self.logits.tile(Q, head, slice(key, min(key + KEYS, self.own)), scratch)
+            earlier = self.logits.tile(Q, head, slice(key, min(key + KEYS, self.first_key)), scratch)
             kernels.running_lse(earlier, peak, total, tile_peak[t], whole)
         level: Floats = peak + np.log2(total)
         return level
@@ -143,7 +143,7 @@ class _Chunk:
         assert self.lse is not None
         if self.p.k_cross:
             for t, key in enumerate(self.tiles):
-                earlier = self.logits.tile(Q, head, slice(key, min(key + KEYS, self.own)), scratch)
+                earlier = self.logits.tile(Q, head, slice(key, min(key + KEYS, self.first_key)), scratch)
                 kernels.tile_peaks(earlier, tile_peak[t])
         n = len(Q) // self.group
         given = self.lse[head * self.group : (head + 1) * self.group, self.c + row : self.c + row + n]
@@ -162,7 +162,7 @@ class _Chunk:
             rows = np.flatnonzero(bound[t] > least)
             if len(rows) == 0:
                 continue
-            keys = slice(key, min(key + KEYS, self.own))
+            keys = slice(key, min(key + KEYS, self.first_key))
             W = np.zeros((len(rows), keys.stop - keys.start), f32)
             for head in range(len(Q)):
                 chosen = Q[head].reshape(self.group, n, -1).take(rows, axis=1).reshape(self.group * len(rows), -1)
@@ -225,7 +225,7 @@ def coattention(
         for chunk in _finished((_Chunk(logits, lse, c, before, parameters) for c in starts), pool):
             rows = slice(chunk.c, chunk.stop)
             S[rows] = chunk.salience()
-            intra[0][rows] = _positions_of(chunk.intra[0], positions[chunk.own :])
+            intra[0][rows] = _positions_of(chunk.intra[0], positions[chunk.first_key :])
             cross[0][rows] = _positions_of(chunk.cross[0], positions)
             intra[1][rows], cross[1][rows] = chunk.intra[1], chunk.cross[1]
     return CoAttention(int(positions[before]), S, intra[0], intra[1], cross[0], cross[1])

@@ -7,7 +7,13 @@ from numpy.typing import NDArray
 from accelerated.numba_cpu.compiled import compiled
 
 __all__ = [
-    "FAST", "accumulate_attention", "bound_weights", "insert_best", "normalise_rows", "own_chunk", "running_lse",
+    "FAST",
+    "accumulate_attention",
+    "bound_weights",
+    "chunk_attention",
+    "insert_best",
+    "normalise_rows",
+    "running_lse",
     "tile_peaks",
 ]
 
@@ -84,7 +90,7 @@ def running_lse(S: Floats, peak: Floats, total: Floats, tile_peak: Floats, reach
 
 
 @compiled(nogil=True, fastmath=FAST)
-def own_chunk(S: Floats, lse: Floats, column: Floats, A: Floats, first_query: int, share: np.float32) -> None:
+def chunk_attention(S: Floats, lse: Floats, column: Floats, A: Floats, first_query: int, share: np.float32) -> None:
     """Compute the attention inside a chunk. Add the column sums of each head to `column`, and the head mean to A."""
     queries = A.shape[0]
     for h in range(column.shape[0]):

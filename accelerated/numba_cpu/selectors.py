@@ -28,9 +28,9 @@ def kept_tokens(values: Matrix, shares: IntVector, pinned: BoolMatrix) -> tuple[
     positions, offsets = np.empty(groups * n, np.int64), np.zeros(groups + 1, np.int64)
     candidates, at = np.empty(n), 0
     for g in range(groups):
-        row, own, held, scored = values[g], pinned[g], 0, 0
+        row, protected, held, scored = values[g], pinned[g], 0, 0
         for j in range(n):
-            if own[j]:
+            if protected[j]:
                 held += 1
             elif not np.isnan(row[j]):
                 candidates[scored] = row[j]
@@ -39,7 +39,7 @@ def kept_tokens(values: Matrix, shares: IntVector, pinned: BoolMatrix) -> tuple[
         least, ties = threshold(candidates[:scored], min(free, scored))
         unscored = max(0, free - scored)
         for j in range(n):
-            if own[j] or row[j] > least:
+            if protected[j] or row[j] > least:
                 keep = True
             elif row[j] == least:
                 keep = ties > 0

@@ -79,11 +79,11 @@ def _blocks(
     size = block_rows(q, H * n)
     for first in range(0, m, size):
         rows = q[:, first : first + size].float() * scaling
-        own = rows.shape[1]
-        visible = n - m + first + own
+        count = rows.shape[1]
+        visible = n - m + first + count
         S = torch.matmul(rows.reshape(H_kv, -1, d), keys[:, :, :visible].float())
         S = S if softcap is None else softcap * torch.tanh(S / softcap)
-        yield slice(first, first + size), causal_softmax(S.view(H_kv, H // H_kv, own, visible), sinks)
+        yield slice(first, first + size), causal_softmax(S.view(H_kv, H // H_kv, count, visible), sinks)
 
 
 def causal_softmax(S: Tensor, sinks: DeviceArray | None) -> Tensor:
@@ -100,9 +100,9 @@ def softmax(S: Tensor, sinks: DeviceArray | None) -> Tensor:
     """
     if sinks is None:
         return torch.softmax(S, dim=-1)
-    own = sinks.to(S) if isinstance(sinks, Tensor) else upload(sinks, np.float64, S.device).to(S)
+    logits = sinks.to(S) if isinstance(sinks, Tensor) else upload(sinks, np.float64, S.device).to(S)
     heads = S.shape[: max(1, S.ndim - 2)]
-    beside = own.view(*heads, *[1] * (S.ndim - len(heads))).expand(*S.shape[:-1], 1)
+    beside = logits.view(*heads, *[1] * (S.ndim - len(heads))).expand(*S.shape[:-1], 1)
     return torch.softmax(torch.cat([S, beside], dim=-1), dim=-1)[..., :-1]
 
 
@@ -130,9 +130,9 @@ def expected_weights(
     R, G, result = _mean_rotation(upload(ahead, np.float64, q.device), pairs, factor), len(q) // len(k), []
     for head, keys in enumerate(k):
         keys = keys.float()
-        z = [_expected_logits(own.float(), keys, cos, sin, R, scaling) for own in q[head * G : (head + 1) * G]]
-        own = None if sinks is None else sinks[head * G : (head + 1) * G]
-        weights = softmax(torch.stack(z), own).mean(dim=0, dtype=torch.float64)
+        z = [_expected_logits(queries.float(), keys, cos, sin, R, scaling) for queries in q[head * G : (head + 1) * G]]
+        head_sinks = None if sinks is None else sinks[head * G : (head + 1) * G]
+        weights = softmax(torch.stack(z), head_sinks).mean(dim=0, dtype=torch.float64)
         result.append(weights * torch.linalg.vector_norm(v[head].double(), dim=1))
     return torch.stack(result)
 

@@ -44,9 +44,9 @@ class _Stages:
         vars(self).update(stages)
 
 
-def with_host(host: object, **own: Callable[..., Any]) -> Any:
+def with_host(host: object, **stages: Callable[..., Any]) -> Any:
     """Return a stage family of the host, with some stages replaced by stages of the device."""
-    return _Stages({name: getattr(host, name) for name in dir(host) if not name.startswith("_")} | own)
+    return _Stages({name: getattr(host, name) for name in dir(host) if not name.startswith("_")} | stages)
 
 
 class _PolicyStages:

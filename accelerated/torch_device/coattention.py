@@ -86,14 +86,14 @@ def _chunk(
     """
     H, Q = q.shape[:2]
     first, size = k.shape[1] - Q, block_rows(k, H * k.shape[1])
-    h, own, cross = torch.zeros(H, Q, dtype=torch.float64, device=k.device), list[Tensor](), list[Tensor]()
+    h, within, cross = torch.zeros(H, Q, dtype=torch.float64, device=k.device), list[Tensor](), list[Tensor]()
     for start in range(0, Q, size):
         A = attention(q[:, start : start + size].to(k.dtype), k, first + start, scaling, softcap, sinks)
         h += A[:, :, first:].sum(dim=1, dtype=torch.float64)
         mean = A.mean(dim=0)
-        own.append(mean[:, first:])
+        within.append(mean[:, first:])
         cross.append(strongest(mean[:, :first], p.k_cross, p.tau_cross))
-    rows = torch.cat(own)
+    rows = torch.cat(within)
     rows = rows / (torch.linalg.vector_norm(rows, dim=1, keepdim=True) + p.epsilon)
     intra = strongest(torch.matmul(rows, rows.mT).fill_diagonal_(-1.0), p.k_intra, p.tau_intra)
     intra[:, : p.k_intra] += torch.where(intra[:, : p.k_intra] < 0, 0, first)

@@ -100,11 +100,11 @@ def all_members(view: LayerView, received: object = None) -> Tensor:
 def keydiff_score(view: LayerView) -> Tensor:
     """Implements: PO-KEYDIFF"""
     k = on_device(view.k)
-    own = k / k.abs().amax(dim=2, keepdim=True)  # scaled keys, so that no square overflows or vanishes
-    own /= torch.linalg.vector_norm(own, dim=2, keepdim=True)
-    anchor = own.mean(dim=1, keepdim=True, dtype=torch.float64).to(own.dtype)
+    unit = k / k.abs().amax(dim=2, keepdim=True)  # scaled keys, so that no square overflows or vanishes
+    unit /= torch.linalg.vector_norm(unit, dim=2, keepdim=True)
+    anchor = unit.mean(dim=1, keepdim=True, dtype=torch.float64).to(unit.dtype)
     length = torch.linalg.vector_norm(anchor, dim=2, keepdim=True)
-    cosine: Tensor = torch.matmul(own, torch.where(length > 0, anchor / length, 0.0).mT)[:, :, 0]
+    cosine: Tensor = torch.matmul(unit, torch.where(length > 0, anchor / length, 0.0).mT)[:, :, 0]
     return -cosine
 
 
@@ -164,11 +164,11 @@ def _redundancy(k: Tensor) -> Tensor:
     The mean of a row excludes one column. A sum of cosines is a product with the sum of the unit keys. The excluded
     cosines are summed as integers, so that the order of addition has no effect.
     """
-    own = k / (torch.linalg.vector_norm(k, dim=1, keepdim=True) + 1e-8)
-    column, at = _last_similar(own), torch.arange(len(k), device=k.device)
-    left_out = (own * own[column]).sum(dim=1).masked_fill(column == at, 0.0).double() * 2**40
+    unit = k / (torch.linalg.vector_norm(k, dim=1, keepdim=True) + 1e-8)
+    column, at = _last_similar(unit), torch.arange(len(k), device=k.device)
+    left_out = (unit * unit[column]).sum(dim=1).masked_fill(column == at, 0.0).double() * 2**40
     left_out = torch.zeros_like(column).scatter_add_(0, column, left_out.long()).double() / 2**40
-    total = torch.matmul(own, own.sum(dim=0, dtype=torch.float64).to(own.dtype)) - (own * own).sum(dim=1)
+    total = torch.matmul(unit, unit.sum(dim=0, dtype=torch.float64).to(unit.dtype)) - (unit * unit).sum(dim=1)
     return torch.softmax((total - left_out) / len(k), dim=0)
 
 
@@ -222,9 +222,9 @@ def output_size(v: DeviceArray, W_o: DeviceArray) -> Tensor:
 def outputs(v: Tensor, W_o: DeviceArray) -> Iterator[tuple[int, slice, Tensor]]:
     """Yield the projected values W_o v, (rows, hidden), of each query head and block of tokens."""
     for head, weights in enumerate(W_o):
-        own, values = on_device(weights, v.device).to(v.dtype), v[head // (len(W_o) // len(v))]
-        for first in range(0, len(values), size := block_rows(v, own.shape[1])):
-            yield head, slice(first, first + size), torch.matmul(values[first : first + size], own)
+        projection, values = on_device(weights, v.device).to(v.dtype), v[head // (len(W_o) // len(v))]
+        for first in range(0, len(values), size := block_rows(v, projection.shape[1])):
+            yield head, slice(first, first + size), torch.matmul(values[first : first + size], projection)
 
 
 def defensive_score(view: LayerView, W_o: DeviceArray, B: int, W: int, kernel: int) -> Tensor:

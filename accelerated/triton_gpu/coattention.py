@@ -110,12 +110,12 @@ class _Segment:
 
     def compare(self, first: int, rows: int) -> None:
         """Compute salience and the neighbours in the same chunk, for a stripe of whole chunks."""
-        shape, p, tokens = self.tiles.own, self.p, self.tiles.tokens
+        shape, p, tokens = self.tiles.chunk, self.p, self.tiles.tokens
         spans = triton.cdiv(min(self.C, rows) + shape.rows, shape.columns)
         width = spans * shape.columns
         tiles = triton.cdiv(rows, shape.rows)
         A, column = self.empty(rows, self.C), self.empty(tiles, self.heads, width)
-        kernels.own_chunk[tiles, spans](
+        kernels.chunk_attention[tiles, spans](
             self.q, self.k, self.top, self.log, A, column, first, rows, self.n, self.before, self.C, width,
             1.0 / self.heads, *self.attention, H=self.heads, GROUP=self.group, ROWS=shape.rows,
             KEYS=shape.columns, **self.widths, **_how(shape),

@@ -17,7 +17,12 @@ import triton.language as tl
 from accelerated.triton_gpu.selection import best_so_far, load_tile, no_best, packed, weight_of, write_best
 
 __all__ = [
-    "active_tiles", "cross_neighbours", "intra_neighbours", "own_chunk", "row_normalise", "row_softmax",
+    "active_tiles",
+    "chunk_attention",
+    "cross_neighbours",
+    "intra_neighbours",
+    "row_normalise",
+    "row_softmax",
     "salience",
 ]
 
@@ -76,7 +81,7 @@ def row_softmax(
     h = tl.program_id(1) * PACK + lane // ROWS
     live = i < rows
     diagonal = before + first + i
-    own = before + (first + i) // C * C
+    chunk_start = before + (first + i) // C * C
     q = load_tile(Q + (h.to(tl.int64) * q_head)[:, None], first + i, live, q_row, q_dim, d, D, True)
     keys_of_head = K + tl.cast(tl.program_id(1) * PACK // GROUP, tl.int64) * k_head
     last = tl.minimum(top_row + ROWS, rows) - 1
@@ -102,7 +107,7 @@ def row_softmax(
         s = raw_logits(q, k, factor, CAPPED)
         s = tl.where(key[None, :] <= diagonal[:, None], s, float("-inf"))
         if start < cross_stop:
-            earlier = tl.where(key[None, :] < own[:, None], s, float("-inf"))
+            earlier = tl.where(key[None, :] < chunk_start[:, None], s, float("-inf"))
             tl.store(peaks + (start // KEYS) * rows, tl.max(earlier, 1), mask=live)
         new = tl.maximum(peak, tl.max(s, 1))
         if not KNOWN:
@@ -159,14 +164,14 @@ def cross_neighbours(
     """
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = i < n
-    own = before + i // C * C
+    chunk_start = before + i // C * C
     last = tl.minimum(tl.program_id(0) * ROWS + ROWS, n) - 1
     cross_stop = before + last // C * C
     best = no_best(ROWS, PLACES)
     for tile in range(tl.cdiv(cross_stop, KEYS)):
         if tl.load(ACTIVE + tl.program_id(0) * all_tiles + tile) != 0:
             key = tile * KEYS + tl.arange(0, KEYS)
-            earlier = (key[None, :] < own[:, None]) & live[:, None]
+            earlier = (key[None, :] < chunk_start[:, None]) & live[:, None]
             mass = tl.zeros([ROWS, KEYS], tl.float32)
             for h_kv in range(H // GROUP):
                 keys_of_head = K + tl.cast(h_kv, tl.int64) * k_head
@@ -180,7 +185,7 @@ def cross_neighbours(
 
 
 @triton.jit(do_not_specialize=["first", "rows", "n", "before", "C"])
-def own_chunk(
+def chunk_attention(
     Q, K, TOP, LOG, A, COLUMN, first, rows, n, before, C, width, share, factor, unit, q_head, q_row, q_dim,
     k_head, k_row, k_dim, H: tl.constexpr, GROUP: tl.constexpr, d: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr,
@@ -196,13 +201,13 @@ def own_chunk(
     top_row = tl.program_id(0) * ROWS
     row = first + top_row + tl.arange(0, ROWS)
     live = row < first + rows
-    own = before + row // C * C
+    chunk_start = before + row // C * C
     origin = before + (first + top_row) // C * C
     column = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
     key = origin + column
     stop = before + first + tl.minimum(top_row + ROWS, rows)
     if origin + tl.program_id(1) * KEYS < stop:
-        mine = (key[None, :] >= own[:, None]) & (key[None, :] <= (before + row)[:, None]) & live[:, None]
+        mine = (key[None, :] >= chunk_start[:, None]) & (key[None, :] <= (before + row)[:, None]) & live[:, None]
         mass = tl.zeros([ROWS, KEYS], tl.float32)
         for h_kv in range(H // GROUP):
             k = load_tile(K + tl.cast(h_kv, tl.int64) * k_head, key, key < stop, k_row, k_dim, d, D, True)
@@ -211,7 +216,7 @@ def own_chunk(
                 p = weights(q, k, TOP + h * n, LOG + h * n, row, live, mine, factor, unit, CAPPED)
                 mass += p
                 tl.store(COLUMN + (tl.program_id(0) * H + h).to(tl.int64) * width + column, tl.sum(p, 0))
-        place = (row - first)[:, None].to(tl.int64) * C + (key[None, :] - own[:, None])
+        place = (row - first)[:, None].to(tl.int64) * C + (key[None, :] - chunk_start[:, None])
         tl.store(A + place, mass * share, mask=mine)
 
 
@@ -283,8 +288,8 @@ def intra_neighbours(
     """
     top_row = tl.program_id(0) * ROWS
     i = top_row + tl.arange(0, ROWS)
-    own = (first + i) // C * C - first
-    reach = tl.where(i < rows, i - own, -1)
+    chunk_start = (first + i) // C * C - first
+    reach = tl.where(i < rows, i - chunk_start, -1)
     last = tl.minimum(top_row + ROWS, rows) - 1
     last_stop = tl.minimum(((first + last) // C + 1) * C - first, rows)
     best = no_best(ROWS, PLACES)
@@ -298,7 +303,7 @@ def intra_neighbours(
             x = tl.load(A + i[:, None].to(tl.int64) * C + at, mask=at <= reach[:, None], other=0.0)
             y = tl.load(A + j[:, None].to(tl.int64) * C + at, mask=at <= other_reach[:, None], other=0.0)
             cosine = tl.dot(x, tl.trans(y), cosine, input_precision="ieee")
-        near = (own[:, None] == other[None, :]) & (i[:, None] != j[None, :])
+        near = (chunk_start[:, None] == other[None, :]) & (i[:, None] != j[None, :])
         near = near & (reach >= 0)[:, None] & (other_reach >= 0)[None, :]
         best = best_so_far(cosine, (before + first + j)[None, :], near & (cosine > tau), best, TAKE)
     write_best(best, INDEX, WEIGHT, first + i, i < rows, TAKE)

@@ -32,7 +32,7 @@ class AttentionTiles:
 
     softmax: Shape
     cross: Shape
-    own: Shape
+    chunk: Shape
     intra: Shape
     depth: int = 32
     """Number of columns of A that one step of a cosine reads."""

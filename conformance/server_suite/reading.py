@@ -12,7 +12,7 @@ from conformance.cache_suite.oracle import Masked, PositionRule
 from conformance.witness.statement import Statement
 from models_integration import RetentionPolicy, policy_from_name
 from models_integration.model.cache_argument import cache_name
-from models_integration.policies.methods import spelled
+from models_integration.policies.methods import parse_policy
 
 __all__ = [
     "POWER", "TOLERANCE", "WEIGHT_NOISE", "Event", "Reader", "apart", "events_of", "policy_of", "policy_sets",
@@ -108,7 +108,7 @@ def policy_of(statement: Statement) -> RetentionPolicy:
     Raises:
         SpecError: if kvspec has no such policy, or if a constant or the budget is not valid.
     """
-    name, constants = spelled(statement.policy)
+    name, constants = parse_policy(statement.policy)
     return policy_from_name(name, statement.budget, **constants)
 
 

@@ -24,12 +24,12 @@ from models_integration.policies.methods import (
     NamedPolicy,
     RetentionPolicy,
     constants_of,
+    parse_policy,
     policy_from_name,
-    spelled,
 )
 from models_integration.policies.values import repeat_template, sentence_ends
 from reference.calibration import Calibration
-from reference.policies.names import NAMES, home_of, own_policy
+from reference.policies.names import NAMES, home_of, user_policy
 from spec.budget import Budget
 from spec.errors import SpecError
 from spec.validate import check_choices
@@ -108,7 +108,7 @@ class Subject:
         Raises:
             SpecError: if the name, a constant or the budget is unknown, or if a needed calibration is missing.
         """
-        known = constants_of(spelled(text)[0])
+        known = constants_of(parse_policy(text)[0])
         policy = policy_with(
             text, budget, sentence_ends=self.sentence_ends, backend=self.backend, calibration=self.calibration,
             template=repeat_template(self.tokenizer) if "template" in known else None,
@@ -122,7 +122,7 @@ def policy_with(text: str, budget: int | str | Budget, **offered: Any) -> Retent
     Raises:
         SpecError: if the name, a constant or the budget is unknown.
     """
-    name, constants = spelled(text)
+    name, constants = parse_policy(text)
     known = constants_of(name)
     return policy_from_name(name, budget, **{key: offered[key] for key in offered if key in known} | constants)
 
@@ -131,11 +131,11 @@ def policy_in_rows(text: str, calibration: Calibration | None = None) -> str:
     """Return a policy's name in rows of results, with the digest of the calibration or of the policy's module file.
 
     Raises:
-        SpecError: as in `spelled`.
+        SpecError: as in `parse_policy`.
     """
-    name, _ = spelled(text)
+    name, _ = parse_policy(text)
     if home_of(name) not in NAMES:
-        return versioned(text, own_policy(name).digest)
+        return versioned(text, user_policy(name).digest)
     used = calibration is not None and "calibration" in constants_of(name)
     return versioned(text, calibration.digest) if calibration is not None and used else text
 

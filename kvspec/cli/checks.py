@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 
 from experiments.studies.results import load_rows
-from models_integration.policies.methods import constants_of, spelled
+from models_integration.policies.methods import constants_of, parse_policy
 from reference.calibration import Calibration, load_calibration
 from spec.errors import SpecError
 from spec.files import check_output_folder, check_results, read_text
@@ -82,7 +82,7 @@ def calibration_of(policies: Iterable[str], path: Path | None) -> Calibration | 
     """
     if path is not None:
         return load_calibration(path)
-    if needing := [policy for policy in policies if "calibration" in constants_of(spelled(policy)[0])]:
+    if needing := [policy for policy in policies if "calibration" in constants_of(parse_policy(policy)[0])]:
         raise SpecError(
             "calibration", None, f"is needed by {', '.join(needing)}: run `kvspec calibrate some-text.txt` with the"
             " same --model, then add --calibration calibration.npz"

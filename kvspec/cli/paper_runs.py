@@ -28,7 +28,7 @@ from kvspec.cli.checks import check_counts, check_folder
 from kvspec.cli.study_runs import Running, Work, finish
 from models_integration.cache.atomic_file import publish_readable
 from models_integration.policies.calibration import calibrate
-from models_integration.policies.methods import constants_of, spelled
+from models_integration.policies.methods import constants_of, parse_policy
 from reference.calibration import load_calibration, save_calibration
 from spec.errors import SpecError
 
@@ -143,7 +143,7 @@ def _subject(paper: Paper, asked: Asked, loading: Loading, *, save: bool) -> Sub
     """Load the model, and a calibration if a policy needs one. If `save` is True, store a new calibration."""
     subject = loading.subject()
     policies = [name for part in paper.parts for name in part.study.get("policies", paper.study.get("policies", ()))]
-    if not any("calibration" in constants_of(spelled(name)[0]) for name in policies):
+    if not any("calibration" in constants_of(parse_policy(name)[0]) for name in policies):
         return subject
     path = asked.out / f"calibration-{subject.name}.npz"
     if path.exists():

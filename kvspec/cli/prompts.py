@@ -27,7 +27,7 @@ from models_integration.policies.calibration import (
     read_statistics,
     write_statistics,
 )
-from models_integration.policies.methods import CrystalCache, spelled
+from models_integration.policies.methods import CrystalCache, parse_policy
 from models_integration.policies.prefill import prefill
 from models_integration.policies.values import repeat_template, sentence_ends
 from reference.calibration import Calibration, save_calibration
@@ -64,7 +64,7 @@ def run_keep(prompt: Path, budget: str, policy: str, form: str, model: str, back
     check_budget("budget", budget)
     check_choices("format", (form,), ("ranges", "json"))
     check_choices("dtype", (dtype,), DTYPES)
-    spelled(policy)  # an unknown policy is an error before a model is read
+    parse_policy(policy)  # an unknown policy is an error before a model is read
     folder, shipped = Path(model_folder(model)), model in SHIPPED
     with model_errors(model):
         tokenizer = load_pocket_tokenizer(folder) if shipped else AutoTokenizer.from_pretrained(folder)

@@ -11,7 +11,7 @@ from typing import Any
 from models_integration.engines.vllm.arguments import KEY, Settings
 from models_integration.engines.vllm.plugin import register
 from models_integration.pocket import model_folder
-from models_integration.policies.methods import spelled
+from models_integration.policies.methods import parse_policy
 from spec.errors import SpecError
 
 __all__ = ["run_serve", "server_settings"]
@@ -29,7 +29,7 @@ def server_settings(
     Raises:
         SpecError: if a name, a constant or a budget is invalid, or if vLLM cannot serve the policy.
     """
-    name, constants = spelled(policy)
+    name, constants = parse_policy(policy)
     allowed = None if allow_policies is None else [one.strip() for one in allow_policies.split(",")]
     return Settings.read({
         "default": {"policy": name, "budget": budget, **_as_json(constants)}, "allow_budget": allow_budget,

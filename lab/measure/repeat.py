@@ -34,7 +34,7 @@ from experiments.studies.evidence.rules import load_rules
 from experiments.studies.evidence.run import Item, items
 from experiments.studies.subject import Loading, Subject
 from experiments.tasks import place
-from models_integration.policies.methods import spelled
+from models_integration.policies.methods import parse_policy
 from spec.parameters import CrystalCacheParameters
 from spec.policy import LayerView
 
@@ -94,7 +94,7 @@ def sets(policy: str, budget: str, inputs: Inputs, sentence_ends: frozenset[int]
     """Return the kept positions by brute force: one set, one for each layer, or one for each KV head of each layer."""
     if policy == FULL:
         return [list(range(inputs.n))]
-    name, constants = spelled(policy)
+    name, constants = parse_policy(policy)
     if name == "crystalcache":
         parameters = CrystalCacheParameters(**constants)
         view = inputs.layers[parameters.observed_layer]

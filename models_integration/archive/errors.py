@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from models_integration.cache.atomic_file import NO_ROOM
+from models_integration.cache.atomic_file import NO_SPACE
 
 __all__ = [
     "ArchiveError", "ArchiveFull", "ArchiveReadOnly", "ForeignVersion", "KeyUnavailable", "NoSuchChunk", "NotEncrypted",
@@ -61,7 +61,7 @@ def named_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in NO_ROOM:
+        if error.errno in NO_SPACE:
             raise ArchiveFull(f"no room to write {path}: {error.strerror}") from error
         if error.errno in NO_RIGHT:
             raise ArchiveReadOnly(f"{path} cannot be written: {error.strerror}") from error

@@ -57,8 +57,8 @@ def key_of(digits: str, secret: bytes, kind: str) -> str:
 
 def is_of(key: str, secret: bytes, kind: str) -> bool:
     """Return True if a key was made with this secret."""
-    made = key_of(key[:IDENTITY_DIGITS], secret, kind)
-    return hmac.compare_digest(key.encode("utf-8", "replace"), made.encode("utf-8", "replace"))
+    expected = key_of(key[:IDENTITY_DIGITS], secret, kind)
+    return hmac.compare_digest(key.encode("utf-8", "replace"), expected.encode("utf-8", "replace"))
 
 
 def is_sealed(key: str) -> bool:
@@ -68,8 +68,8 @@ def is_sealed(key: str) -> bool:
 
 def key_in(name: str) -> str | None:
     """Return the key in a file name, or None."""
-    found = re.search(r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])", name)
-    return None if found is None else found[0]
+    match = re.search(r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])", name)
+    return None if match is None else match[0]
 
 
 MASTER_BYTES = 32
@@ -252,16 +252,16 @@ class Keyring:
         except FileNotFoundError:
             return {}
         if self._known[0] != changed:
-            found, read_all = dict[bytes, list[str]](), True
+            owners, read_all = dict[bytes, list[str]](), True
             for owner in self._owners():
                 try:
                     if self._fits(stored := self._stored(owner)):
-                        found.setdefault(stored[SALT_BYTES:], []).append(owner)
+                        owners.setdefault(stored[SALT_BYTES:], []).append(owner)
                 except OSError as error:  # objects of this tenant cannot be read until the salt can be read
                     read_all = read_all and isinstance(error, NotRegular)
-            if not read_all or not found:
-                return found
-            self._known = changed, found
+            if not read_all or not owners:
+                return owners
+            self._known = changed, owners
         return self._known[1]
 
     def _derived(self, salt: bytes, purpose: bytes) -> bytes:
@@ -291,8 +291,8 @@ class Keyring:
         return hmac.new(self._master, PURPOSE + text, hashlib.sha256).digest()
 
     def _owners(self) -> Iterator[str]:
-        with suppress(FileNotFoundError), os.scandir(self.folder) as found:
-            yield from (entry.name for entry in found if OWNER.fullmatch(entry.name))
+        with suppress(FileNotFoundError), os.scandir(self.folder) as entries:
+            yield from (entry.name for entry in entries if OWNER.fullmatch(entry.name))
 
 
 def read_master(path: Path, archive: Path) -> bytes:

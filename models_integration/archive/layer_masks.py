@@ -63,8 +63,8 @@ def layer_masks(model: PreTrainedModel, cache: RetainedCache) -> Iterator[None]:
             owners = cache_owners(model.config.get_text_config(decoder=True))
             for index, module in attention_modules(text).items():
                 # A model of transformers 5.24 passes one mask to all its full-attention layers.
-                own_mask = _masked(cache, owners[index])
-                undo.callback(module.register_forward_pre_hook(own_mask, with_kwargs=True).remove)
+                with_mask = _masked(cache, owners[index])
+                undo.callback(module.register_forward_pre_hook(with_mask, with_kwargs=True).remove)
         yield
 
 
@@ -72,7 +72,7 @@ def _agreeing(
     decoder: nn.Module, cache: RetainedCache, vocabulary: int,
 ) -> Callable[..., tuple[tuple[()], dict[str, object]]]:
     """Return a hook that, before a forward pass, checks that the inputs match the cache and adds missing inputs."""
-    names, own_name = tuple(inspect.signature(decoder.forward).parameters), cache_name(decoder)
+    names, cache_argument = tuple(inspect.signature(decoder.forward).parameters), cache_name(decoder)
     inputs = decoder_inputs(decoder)
 
     def agreeing(
@@ -87,7 +87,7 @@ def _agreeing(
         if span.padded:
             raise SpecError("attention_mask", "zeros", "must be all ones: layer_masks does not support padding")
         others = {name: value for name, value in arguments.items() if name != "past_key_values"}
-        return (), {**accepted(span.defaults, inputs), **others, own_name: cache}
+        return (), {**accepted(span.defaults, inputs), **others, cache_argument: cache}
 
     return agreeing
 
@@ -95,7 +95,7 @@ def _agreeing(
 def _masked(cache: RetainedCache, index: int) -> Callable[..., tuple[tuple[object, ...], dict[str, object]]]:
     """Return a hook that, before a layer attends, sets the mask for the layer's stored tokens."""
 
-    def own_mask(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def with_mask(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         layer = cache.layers[index]
         if not isinstance(layer, RetainedLayer):
             return args, options
@@ -106,4 +106,4 @@ def _masked(cache: RetainedCache, index: int) -> Callable[..., tuple[tuple[objec
         mask = additive((stored <= queries[:, None]).to(states.device), states.dtype)
         return args, {**options, "attention_mask": mask}
 
-    return own_mask
+    return with_mask

@@ -40,13 +40,14 @@ def encode(layers: Mapping[int, tuple[Tensor, Tensor]], arm: str, depth: int) ->
         SpecError: if the arm is unknown.
     """
     check_choices("codec", (arm,), ARMS)
-    found: dict[str, Tensor] = {}
+    coded_tensors: dict[str, Tensor] = {}
     for layer, pair in layers.items():
         chosen, tokens = quantised_region(ARMS[arm], depth, pair[0].shape[1])
         for name, x, scheme in zip("kv", pair, (ARMS[arm].keys, ARMS[arm].values), strict=True):
             coded = scheme is not None and layer in chosen and len(tokens) > 0
-            found |= _coded(f"{layer}.{name}", x, SCHEMES[str(scheme)], tokens) if coded else {f"{layer}.{name}": x}
-    return found
+            part = f"{layer}.{name}"
+            coded_tensors |= _coded(part, x, SCHEMES[str(scheme)], tokens) if coded else {part: x}
+    return coded_tensors
 
 
 def decode(tensors: Mapping[str, Tensor], layer: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -115,8 +116,8 @@ def retained(
     Raises:
         SpecError: if the policy does not support the model or the ids.
     """
-    own = method.on(model)
-    protected = CustomPolicy(protecting(own.policy, markers), own.budget)
+    prepared = method.on(model)
+    protected = CustomPolicy(protecting(prepared.policy, markers), prepared.budget)
     return prefill(model, protected, torch.tensor([list(ids)], device=model.device)).run.retentions[0]
 
 

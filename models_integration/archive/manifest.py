@@ -74,16 +74,16 @@ class Manifest:
             ValueError, TypeError, KeyError: if the text is not a manifest.
         """
         try:
-            found = json.loads(text)
+            values = json.loads(text)
         except RecursionError as error:
             raise ValueError("it is nested too deeply") from error
-        if not isinstance(found, dict) or found.keys() != cls.__dataclass_fields__.keys():
+        if not isinstance(values, dict) or values.keys() != cls.__dataclass_fields__.keys():
             raise ValueError(f"a manifest has {', '.join(cls.__dataclass_fields__)}")
         for name in ("markers", "layers"):
-            found[name] = tuple(found[name])
-        made = cls(**{**found, "model": ModelIdentity(**found["model"])})
-        made.check()
-        return made
+            values[name] = tuple(values[name])
+        manifest = cls(**{**values, "model": ModelIdentity(**values["model"])})
+        manifest.check()
+        return manifest
 
     def check(self) -> None:
         """Check that the values are valid.

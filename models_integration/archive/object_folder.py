@@ -94,10 +94,10 @@ class ObjectFolder:
 
         Temporary files are not included.
         """
-        found = [path for path in _files(self._objects) if not _is_temporary(path) and not self._key(path)]
-        found += [path for path in self._objects.glob("??/*") if self._key(path) and _is_folder(path)]
-        found += [self._damaged] * (os.path.lexists(self._damaged) and not _is_folder(self._damaged))
-        return [self.name(path) for path in found]
+        strays = [path for path in _files(self._objects) if not _is_temporary(path) and not self._key(path)]
+        strays += [path for path in self._objects.glob("??/*") if self._key(path) and _is_folder(path)]
+        strays += [self._damaged] * (os.path.lexists(self._damaged) and not _is_folder(self._damaged))
+        return [self.name(path) for path in strays]
 
     def in_quarantine(self) -> list[Path]:
         """Return the files in the quarantine, without temporary files."""
@@ -114,12 +114,12 @@ class ObjectFolder:
     def by_use(self) -> list[tuple[str, Path, int]]:
         """Return the files that count towards the limit, with sizes: quarantine first, then objects by last use.
         """
-        found = []
+        files = []
         for path in [*self.in_quarantine(), *map(self.path, self.object_keys())]:
             if (file := self.describe(path)) is not None:
                 key = self._key(path)
-                found.append((key is not None, file.used, key or self.name(path), path, file.bytes))
-        return [(name, path, size) for _, _, name, path, size in sorted(found)]
+                files.append((key is not None, file.used, key or self.name(path), path, file.bytes))
+        return [(name, path, size) for _, _, name, path, size in sorted(files)]
 
     def describe(self, path: Path) -> File | None:
         """Return the metadata of a file (of the link itself for a link), or None if the file does not exist.
@@ -128,10 +128,10 @@ class ObjectFolder:
             OSError: from the file system.
         """
         try:
-            found = os.lstat(path)
+            status = os.lstat(path)
         except FileNotFoundError:
             return None
-        return File(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        return File(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
     def touch(self, key: str) -> None:
         """Record a use, by the clock of the file system. On a read-only medium nothing is recorded."""
@@ -219,11 +219,11 @@ class ObjectFolder:
     def restore(self, key: str) -> bool:
         """Move a file that a killed reader had moved aside back to its free name. Return True if the file existed."""
         path = self.path(key)
-        found = [other for other in _files(path.parent) if other.suffix == ASIDE and key_in(other.name) == key]
+        moved = [other for other in _files(path.parent) if other.suffix == ASIDE and key_in(other.name) == key]
         with suppress(FileNotFoundError):  # a different process has moved the file back
-            for aside in found:
+            for aside in moved:
                 self._put_back(aside, path)
-        return bool(found)
+        return bool(moved)
 
     def restore_all(self) -> None:
         """Move all files that killed readers had moved aside back to their names.
@@ -236,8 +236,8 @@ class ObjectFolder:
 
     def set_aside(self) -> list[str]:
         """Return the keys of files that killed readers had moved aside and that no process has replaced, ascending."""
-        found = {key_in(path.name) for path in _files(self._objects) if path.suffix == ASIDE}
-        return sorted(key for key in found if key is not None and self.describe(self.path(key)) is None)
+        keys = {key_in(path.name) for path in _files(self._objects) if path.suffix == ASIDE}
+        return sorted(key for key in keys if key is not None and self.describe(self.path(key)) is None)
 
     def _put_back(self, aside: Path, path: Path) -> None:
         """Move a file back, unless a new file has the name. The name is durable before the old name is removed."""
@@ -279,9 +279,9 @@ class ObjectFolder:
 
     def _loose(self, beginnings: tuple[str, ...]) -> list[Path]:
         """Return files of the archive that are not in a shard folder."""
-        with suppress(FileNotFoundError), os.scandir(self.folder) as found:
+        with suppress(FileNotFoundError), os.scandir(self.folder) as entries:
             return [
-                Path(entry.path) for entry in found
+                Path(entry.path) for entry in entries
                 if entry.name.startswith(beginnings) and not entry.is_dir(follow_symlinks=False)
             ]
         return []
@@ -319,8 +319,8 @@ def _files(folder: Path) -> Iterator[Path]:
     if folder.is_symlink():
         return
     try:
-        with os.scandir(folder) as found:
-            entries = sorted(found, key=lambda entry: entry.name)
+        with os.scandir(folder) as scanned:
+            entries = sorted(scanned, key=lambda entry: entry.name)
     except (FileNotFoundError, NotADirectoryError):
         return
     for entry in entries:

@@ -158,16 +158,16 @@ def read_object(
     if "nonce" not in header.metadata:
         prove(data)
         manifest = _manifest(header)
-        found, name = tensors_of(header, data), manifest.key
+        tensors, name = tensors_of(header, data), manifest.key
     else:
         if not header.metadata["digest"]:  # objects up to kvarc/3 have no digest
             _check_versions(header)
         prove(data[: header.size])
-        manifest, found, name = _decrypted(header, data, key, cipher)
+        manifest, tensors, name = _decrypted(header, data, key, cipher)
     if name != key:
         raise Damaged("it is another chunk")
-    check_contents(manifest, found)
-    return manifest, found
+    check_contents(manifest, tensors)
+    return manifest, tensors
 
 
 def _decrypted(
@@ -177,19 +177,19 @@ def _decrypted(
     claim = _claim(header)
     if claim.key != key:
         raise Damaged("it is another chunk")
-    own = cipher(claim)
-    if own is None:
+    opened = cipher(claim)
+    if opened is None:
         raise KeyUnavailable("the object is encrypted, and no key is given")
-    if own.mark(claim.nonce) != claim.mark:
+    if opened.mark(claim.nonce) != claim.mark:
         raise KeyUnavailable(
             "the object was encrypted under another salt than its tenant's: put the file of `keys` back that it had"
         )
-    plain = own.decrypt(claim.nonce, data[header.size :], bytes(data[: header.size].numpy()))
+    plain = opened.decrypt(claim.nonce, data[header.size :], bytes(data[: header.size].numpy()))
     if plain is None:
         raise Damaged("its tag does not fit")
     inner = header_of(plain)
     manifest = _manifest(inner)
-    return manifest, tensors_of(inner, plain), key_for(manifest, own)
+    return manifest, tensors_of(inner, plain), key_for(manifest, opened)
 
 
 def _check_versions(header: Header) -> None:

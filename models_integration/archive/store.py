@@ -174,9 +174,9 @@ class Archive(AbstractContextManager["Archive"]):
         """
         if tenant is not None:
             check_tenant(tenant)
-        own = (key for key in self._files.object_keys() if tenant is None or self._objects.is_of(key, tenant))
-        found = [entry for key in own if (entry := self._objects.entry(key)) is not None]
-        return sorted(found, key=lambda entry: (entry.created, entry.key))
+        keys = (key for key in self._files.object_keys() if tenant is None or self._objects.is_of(key, tenant))
+        entries = [entry for key in keys if (entry := self._objects.entry(key)) is not None]
+        return sorted(entries, key=lambda entry: (entry.created, entry.key))
 
     def verify(self) -> Report:
         """Read and check every object, and move damaged objects to the quarantine.

@@ -211,8 +211,8 @@ def ragged_attention(
         row, head = divmod(segment, layer.heads)
         asked = query[row : row + 1, head * G : (head + 1) * G]
         mask = masks.of(layer.head_rows(segment), keys.shape[2], layer.padded_seen, row)
-        own, given = _of_heads(module, head * G, (head + 1) * G, options)
-        outputs.append(_attended(stock, own, asked, keys, values, mask, given))
+        module_of_heads, given = _of_heads(module, head * G, (head + 1) * G, options)
+        outputs.append(_attended(stock, module_of_heads, asked, keys, values, mask, given))
     rows = [torch.cat(outputs[first : first + layer.heads], dim=2) for first in range(0, len(outputs), layer.heads)]
     return torch.cat(rows)
 
@@ -235,8 +235,8 @@ def _of_heads(
     sinks = getattr(module, "sinks", None)
     if not isinstance(sinks, Tensor):
         return module, options
-    own = sinks[first:stop]
-    return cast(nn.Module, _SinksOfHeads(module, own)), {**options, "s_aux": own}
+    sinks_of_heads = sinks[first:stop]
+    return cast(nn.Module, _SinksOfHeads(module, sinks_of_heads)), {**options, "s_aux": sinks_of_heads}
 
 
 def _attended(
@@ -336,8 +336,8 @@ def _runs(layout: HeadLayout, G: int) -> tuple[np.ndarray[Any, Any], ...]:
     ends = np.minimum(first + RUN, lengths[:, None])
     key_ends = starts[:, None] + np.concatenate([ends, lengths[:, None] + layout.spare], axis=1)
     queries = np.pad(is_run, ((0, 0), (0, 1))) * G
-    found = (
+    parts = (
         np.nonzero(is_run)[0], np.append(0, queries.cumsum()), np.append(0, key_ends),
         (is_run.cumsum() - 1).reshape(is_run.shape), is_run,
     )
-    return tuple(part.astype(np.int32) for part in found)
+    return tuple(part.astype(np.int32) for part in parts)

@@ -177,13 +177,14 @@ class Recorder:
         Raises:
             SpecError: if this recorder has fewer tensors.
         """
-        own, narrow = self.needs, Recorder(needs, hidden=self.hidden, latent=self.latent)
-        fewer = own.query_rows is not None and (needs.query_rows is None or needs.query_rows > own.query_rows)
-        fewer |= needs.rehearsal is not None and needs.rehearsal != own.rehearsal
+        recorded, narrow = self.needs, Recorder(needs, hidden=self.hidden, latent=self.latent)
+        fewer = recorded.query_rows is not None and (needs.query_rows is None or needs.query_rows > recorded.query_rows)
+        fewer |= needs.rehearsal is not None and needs.rehearsal != recorded.rehearsal
         for layer in layers:
-            if layer not in self.seen or fewer or (needs.values and not own.values):
+            if layer not in self.seen or fewer or (needs.values and not recorded.values):
                 raise SpecError(
-                    "observation", own, f"lacks tensors that the policy needs; call kvspec.observe(..., needs={needs})"
+                    "observation", recorded,
+                    f"lacks tensors that the policy needs; call kvspec.observe(..., needs={needs})",
                 )
             # A session requests the log-sum-exp only if the observed layer alone decides.
             lse = self.seen[layer].lse if needs.layers == "observed" else None
@@ -308,13 +309,13 @@ def _observed(stock: str) -> AttentionFunction:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        own, layer = _own_attention(stock, module), _READS.get(module)
+        stock_attention, layer = _stock_attention(stock, module), _READS.get(module)
         index, watcher = _WATCHERS.get(module, (0, None))
         if isinstance(layer, RaggedLayer):
             # The flat tensors must be those that the layer returned. Rearranged or different tensors cannot be used.
             if key is not layer.keys or value is not layer.values:
                 raise SpecError("model", type(module).__name__, OTHER_TENSORS)
-            merged = ragged_attention(own, module, query, layer, attention_mask, options)
+            merged = ragged_attention(stock_attention, module, query, layer, attention_mask, options)
             if watcher is not None:
                 watcher.attended(module, Attended(index, query, key, value, None, attention_mask, options))
             return merged, None
@@ -329,12 +330,12 @@ def _observed(stock: str) -> AttentionFunction:
         if attention_mask is None and getattr(module, "is_kv_shared_layer", False):
             attention_mask = _causal_mask(query, key)
         if watcher is None:
-            return own(module, query, key, value, attention_mask, **options)
+            return stock_attention(module, query, key, value, attention_mask, **options)
         both = None
         if stock == "sdpa" and attention_mask is None and watcher.wants_lse(index):
             both = flash_attention(module, query, key, value, options)
         if both is None:
-            output, lse = own(module, query, key, value, attention_mask, **options), None
+            output, lse = stock_attention(module, query, key, value, attention_mask, **options), None
         else:
             output, lse = (both[0], None), both[1]
         watcher.attended(module, Attended(index, query, key, value, lse, attention_mask, options))
@@ -352,10 +353,10 @@ def _causal_mask(query: Tensor, key: Tensor) -> Tensor | None:
     return torch.ones(q, n, dtype=torch.bool, device=query.device).tril(n - q) if 1 < q < n else None
 
 
-def _own_attention(stock: str, module: nn.Module) -> AttentionFunction:
-    own = eager_attention(module)
-    assert own is not None  # otherwise the model is refused
-    function: AttentionFunction = ALL_ATTENTION_FUNCTIONS.get_interface(stock, own)
+def _stock_attention(stock: str, module: nn.Module) -> AttentionFunction:
+    eager = eager_attention(module)
+    assert eager is not None  # otherwise the model is refused
+    function: AttentionFunction = ALL_ATTENTION_FUNCTIONS.get_interface(stock, eager)
     return function
 
 

@@ -48,9 +48,9 @@ LATENTS = (
 _INDEXED = (
     "an indexer of the model selects the tokens for attention: use streamingllm, which needs no attention weights"
 )
-_OWN_POSITIONS = "the model numbers positions by a separate rule, which differs from the positions of kvspec"
+_OTHER_POSITIONS = "the model numbers positions by a separate rule, which differs from the positions of kvspec"
 _UNSEEN = "the attention cannot be observed, because the model does not use the attention interface of transformers"
-_OWN_MASK = "the model makes a separate attention mask"
+_OTHER_MASK = "the model makes a separate attention mask"
 _NUMBERS = "the decoder also numbers padding positions: pass rows of equal length"
 _TURN = "the recurrent layers lose the state if a later forward pass has several tokens: pass later text token by token"
 _PADDED = "the recurrent layers process padding like tokens: pass rows of equal length"
@@ -124,12 +124,12 @@ def _check_numbering(architecture: Architecture) -> None:
         SpecError: if the positions differ, as with RoBERTa, whose positions begin after the id of the padding token.
     """
     with trial_forward(architecture, f"{_TOKENS} tokens"):
-        own, ours = (
+        default, numbered = (
             read_tokens(architecture, RetainedCache(architecture.config), _TOKENS, start=start)
             for start in (None, 0)
         )
-    if not states_agree(ours, own):
-        raise SpecError("model", architecture.name, _OWN_POSITIONS)
+    if not states_agree(numbered, default):
+        raise SpecError("model", architecture.name, _OTHER_POSITIONS)
 
 
 def _check_causal(architecture: Architecture) -> None:
@@ -230,7 +230,7 @@ def _read_apart(architecture: Architecture, granularity: Granularity) -> None:
     except torch.OutOfMemoryError:
         raise
     except FORWARD_ERRORS as error:
-        reason = _OWN_MASK if _makes_masks(architecture) else f"{type(error).__name__}, {error}"
+        reason = _OTHER_MASK if _makes_masks(architecture) else f"{type(error).__name__}, {error}"
     if reason:
         bound = f"needs the same tokens in all layers and heads of the cache: {reason}"
         raise SpecError("model", architecture.name, bound)
@@ -257,7 +257,7 @@ def _every_other(cache: RetainedCache, granularity: Granularity) -> Retention:
         for head in range(stored.heads if granularity is Granularity.HEAD else 1)
     ]
     offsets = np.cumsum([0, *map(len, sets)], dtype=np.int64)
-    positions = np.array([position for own in sets for position in own], dtype=np.int64)
+    positions = np.array([position for kept in sets for position in kept], dtype=np.int64)
     return Retention(positions, offsets, _TOKENS, granularity)
 
 
@@ -298,10 +298,10 @@ def _check_pieces(architecture: Architecture, reason: str, pieces: Sequence[int]
     tokens = sum(pieces) - padding
     try:
         with isolated_forward(architecture):
-            found, expected = _hidden(architecture, pieces, padding), _hidden(architecture, [tokens], 0)
+            hidden, expected = _hidden(architecture, pieces, padding), _hidden(architecture, [tokens], 0)
     except FORWARD_ERRORS as error:
         raise SpecError("model", architecture.name, f"{reason} ({type(error).__name__}: {error})") from error
-    if not states_agree(found, expected):
+    if not states_agree(hidden, expected):
         raise SpecError("model", architecture.name, reason)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = [
-    "NO_ROOM", "TEMPORARY", "Late", "NotRegular", "erase", "is_being_written", "publish", "publish_readable", "read_at",
+    "NO_SPACE", "TEMPORARY", "Late", "NotRegular", "erase", "is_being_written", "publish", "publish_readable", "read_at",
     "regular_file", "sync",
 ]
 
@@ -28,7 +28,7 @@ PARTS_MOST = 512
 PAGE = 4096
 PIECE = 1 << 20
 """Number of zeros in one write."""
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -120,13 +120,13 @@ def _remove_abandoned(path: Path) -> None:
     A file that was locked before it was named is abandoned if no process has the lock. A different file may be locked
     only later, or never, so this file must also be old.
     """
-    own = re.compile(re.escape(f"{TEMPORARY}{path.name}-") + r"[0-9]+-[0-9a-f]{8}" + f"({WHOLE})?")
+    pattern = re.compile(re.escape(f"{TEMPORARY}{path.name}-") + r"[0-9]+-[0-9a-f]{8}" + f"({WHOLE})?")
     for name in os.listdir(path.parent):
         temporary = path.parent / name
-        if (found := own.fullmatch(name)) is None or is_being_written(temporary):
+        if (match := pattern.fullmatch(name)) is None or is_being_written(temporary):
             continue
         with suppress(OSError):
-            if found[1] or temporary.stat().st_mtime < time.time() - ABANDONED_SECONDS:
+            if match[1] or temporary.stat().st_mtime < time.time() - ABANDONED_SECONDS:
                 temporary.unlink()
 
 
@@ -227,10 +227,10 @@ def read_at(descriptor: int, size: int, at: int) -> bytes:
     Raises:
         OSError: from the file system.
     """
-    found = b""
-    while len(found) < size and (piece := os.pread(descriptor, size - len(found), at + len(found))):
-        found += piece
-    return found
+    content = b""
+    while len(content) < size and (piece := os.pread(descriptor, size - len(content), at + len(content))):
+        content += piece
+    return content
 
 
 def sync(folder: Path) -> None:
@@ -254,13 +254,13 @@ def erase(path: Path) -> bool:
     """
     failed = None
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
         try:
-            if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
+            if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
                 _overwrite(path)
         except OSError as error:
             # A file system without free space does not write in place, so zeros would not have erased the bytes.
-            failed = None if error.errno in NO_ROOM else error
+            failed = None if error.errno in NO_SPACE else error
         os.unlink(path)
     except FileNotFoundError:
         return False

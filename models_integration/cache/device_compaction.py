@@ -45,8 +45,8 @@ def gather(cache: RetainedCache, index: int, rows: Sequence[Chosen]) -> None:
     if any(len(row.at) < row.groups * row.n for row in rows):
         before = storage_bytes([layer])
         with failing_whole(cache):
-            cache.layers[index] = made = _gathered(layer, rows)
-        cache.bytes_freed += before - storage_bytes([made])
+            cache.layers[index] = gathered = _gathered(layer, rows)
+        cache.bytes_freed += before - storage_bytes([gathered])
 
 
 def _gathered(layer: DenseLayer, rows: Sequence[Chosen]) -> RaggedLayer:
@@ -73,9 +73,9 @@ def unsettled(layer: DenseLayer, keys: Tensor, values: Tensor, tokens: Sequence[
     unknown = [torch.empty(0, dtype=torch.int64, device="cpu")] * (layer.heads * len(tokens))
     empty = torch.empty(len(tokens), 0, dtype=torch.int64, device="cpu")
     seen = StoredRows(empty, torch.tensor(tokens, device="cpu"))
-    made = RaggedLayer(keys, values, seen, unknown, layer.stored_length)
+    ragged = RaggedLayer(keys, values, seen, unknown, layer.stored_length)
     layer.reset()
-    return made
+    return ragged
 
 
 def settle(
@@ -113,17 +113,17 @@ def _dense(layer: RaggedLayer, kept: list[Tensor], padding: Tensor | None) -> De
 
     def spread(flat: Tensor | None) -> Tensor:
         assert flat is not None
-        if all(len(own) == width for own in kept):
+        if all(len(part) == width for part in kept):
             return flat.view(len(kept), heads, width, -1)
         out = flat.new_zeros(len(kept), heads, width, flat.shape[1])
-        for row, own in zip(out, torch.split(flat, [heads * len(own) for own in kept]), strict=True):
-            row[:, width - len(own) // heads :] = own.view(heads, -1, flat.shape[1])
+        for row, part in zip(out, torch.split(flat, [heads * len(part) for part in kept]), strict=True):
+            row[:, width - len(part) // heads :] = part.view(heads, -1, flat.shape[1])
         return out
 
-    made = DenseLayer()
+    dense = DenseLayer()
     after = rows.compacted(filled(chosen, width), rows.tokens(columns))
-    made.restore(spread(layer.keys), spread(layer.values), after, columns - width)
-    return made
+    dense.restore(spread(layer.keys), spread(layer.values), after, columns - width)
+    return dense
 
 
 def read_retentions(

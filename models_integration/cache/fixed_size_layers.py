@@ -64,10 +64,10 @@ class StatefulCache(DynamicCache):
 
     def branch(self) -> Self:
         """Return a cache that shares keys and values with this cache, and has separate states."""
-        made = copy.copy(self)
-        made.layers = _copies(self.layers)
-        made.beside = dict(zip(self.beside, _copies(self.beside.values()), strict=True))
-        return made
+        branch = copy.copy(self)
+        branch.layers = _copies(self.layers)
+        branch.beside = dict(zip(self.beside, _copies(self.beside.values()), strict=True))
+        return branch
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Replace row i by row beam_idx[i]."""
@@ -77,13 +77,13 @@ class StatefulCache(DynamicCache):
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
         """Append inputs of a convolution, and return all inputs of the convolution."""
-        found: Tensor = self._state(layer_idx).update_conv_state(conv_states, *args, **kwargs)
-        return found
+        inputs: Tensor = self._state(layer_idx).update_conv_state(conv_states, *args, **kwargs)
+        return inputs
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
         """Replace a recurrent state."""
-        found: Tensor = self._state(layer_idx).update_recurrent_state(recurrent_states, *args, **kwargs)
-        return found
+        state: Tensor = self._state(layer_idx).update_recurrent_state(recurrent_states, *args, **kwargs)
+        return state
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return the inputs of a convolution, or None before the first token."""
@@ -149,8 +149,8 @@ def _copies(layers: Iterable[Any]) -> list[Any]:
     for layer in filter(is_recurrent, copies):
         for name, value in vars(layer).items():
             if isinstance(value, dict):
-                own = {key: one.clone() if isinstance(one, Tensor) else one for key, one in value.items()}
-                setattr(layer, name, own)
+                copied = {key: one.clone() if isinstance(one, Tensor) else one for key, one in value.items()}
+                setattr(layer, name, copied)
     return copies
 
 
@@ -216,19 +216,19 @@ class GappedSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-
     @classmethod
     def after(cls, layer: DynamicSlidingWindowLayer, seen: int) -> "GappedSlidingLayer":
         """Return the layer after the session has seen `seen` tokens, without new tokens in this layer."""
-        made = cls(sliding_window=layer.sliding_window)
+        gapped = cls(sliding_window=layer.sliding_window)
         stored = 0 if layer.keys is None else layer.keys.shape[-2]
         before = int(layer.get_seq_length())
         if isinstance(layer, GappedSlidingLayer):
-            made.positions = layer.positions
+            gapped.positions = layer.positions
         else:
-            made.positions = torch.arange(before - stored, before, device="cpu")
-        made.cumulative_length, made.first_kept = seen, _first_kept(layer)
+            gapped.positions = torch.arange(before - stored, before, device="cpu")
+        gapped.cumulative_length, gapped.first_kept = seen, _first_kept(layer)
         if layer.keys is not None and layer.values is not None:
-            made.lazy_initialization(layer.keys, layer.values)
-            made.keys, made.values = layer.keys, layer.values
-            made._drop_unseen()
-        return made
+            gapped.lazy_initialization(layer.keys, layer.values)
+            gapped.keys, gapped.values = layer.keys, layer.values
+            gapped._drop_unseen()
+        return gapped
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object,

@@ -120,9 +120,9 @@ class SlotOffset(int):
     rows: StoredRows
 
     def __new__(cls, offset: int, rows: StoredRows) -> "SlotOffset":
-        made = super().__new__(cls, offset)
-        made.rows = rows
-        return made
+        instance = super().__new__(cls, offset)
+        instance.rows = rows
+        return instance
 
     @classmethod
     def __torch_function__(
@@ -167,10 +167,10 @@ def slots_of(stored: Tensor, wanted: Tensor) -> Tensor:
         return torch.from_numpy(at)
     full = np.flatnonzero(held != EMPTY)
     at = np.searchsorted(held[full], sought)
-    found = at < len(full)
-    found[found] = held[full[at[found]]] == sought[found]
-    if not found.all():
-        raise SpecError("positions", sought[~found].tolist(), f"must be among the {len(stored)} stored positions")
+    is_stored = at < len(full)
+    is_stored[is_stored] = held[full[at[is_stored]]] == sought[is_stored]
+    if not is_stored.all():
+        raise SpecError("positions", sought[~is_stored].tolist(), f"must be among the {len(stored)} stored positions")
     return torch.from_numpy(full[at])
 
 

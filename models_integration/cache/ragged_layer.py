@@ -48,7 +48,7 @@ class HeadLayout:
         return [len(positions) + self.grown for positions in self.kept]
 
     @property
-    def room(self) -> int:
+    def default_spare(self) -> int:
         """Number of spare slots after each head in a new layout."""
         return sum(self.lengths) // (_SPARE * len(self.kept))
 
@@ -105,10 +105,10 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
             assert layer.keys is not None
             assert layer.values is not None
             keys, values = _flattened(layer.keys, slots), _flattened(layer.values, slots)
-            made = cls(keys, values, shared, _in_a_row(kept), layer.get_seq_length())
+            ragged = cls(keys, values, shared, _in_a_row(kept), layer.get_seq_length())
             # The tensors are freed even if a caller still has a reference to the old layer.
             layer.reset()
-            return made
+            return ragged
 
         return split
 
@@ -168,7 +168,7 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
     def expect(self, is_token: Tensor) -> None:
         """Record the mask of the next columns, (rows, n), which is True for tokens and False for padding."""
         grown, n = self.rows.grown(self.layout.grown, is_token), is_token.shape[1]
-        kept = [torch.cat([own, grown.kept[at // self.heads]]) for at, own in enumerate(self.layout.kept)]
+        kept = [torch.cat([positions, grown.kept[at // self.heads]]) for at, positions in enumerate(self.layout.kept)]
         # The next `update` adds the n columns, and makes the number of grown tokens 0.
         self.layout = HeadLayout(tuple(kept), -n, self.layout.spare)
         self.rows = _shared_by_heads(grown.seen_at_compaction, grown.holes)
@@ -186,7 +186,7 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
         assert self.keys is not None
         assert self.values is not None
         if layout.spare < q or self.keys.is_inference() != torch.is_inference_mode_enabled():
-            roomy = replace(layout, spare=max(q, layout.room))
+            roomy = replace(layout, spare=max(q, layout.default_spare))
             self.keys, self.values = _moved(self.keys, layout, roomy), _moved(self.values, layout, roomy)
             layout = roomy
         ends = torch.tensor(layout.starts, device="cpu") + torch.tensor(layout.lengths, device="cpu")
@@ -221,15 +221,15 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
     def _slots(self, widths: Sequence[int]) -> Tensor:
         """Return the first `widths` slots of each head, in the flat storage."""
         starts = self.layout.starts
-        return torch.cat([start + torch.arange(own, device="cpu") for start, own in zip(starts, widths, strict=True)])
+        return torch.cat([start + torch.arange(n, device="cpu") for start, n in zip(starts, widths, strict=True)])
 
     def _turned_keys(self, numbering: LayerNumbering) -> TurnedKeys:
         assert self.keys is not None
         stored = [self.head_rows(segment).positions(length) for segment, length in enumerate(self.layout.lengths)]
         following = self.rows.tokens(self.layout.grown).repeat_interleave(self.heads)
         computed, assigned, widths = numbering.numbering.moves_of_heads(stored, following)
-        own = self.keys.index_select(0, self._slots(widths).to(self.keys.device))
-        turned = numbering.turned(own, computed, assigned)
+        keys = self.keys.index_select(0, self._slots(widths).to(self.keys.device))
+        turned = numbering.turned(keys, computed, assigned)
         return TurnedKeys(self.layout.kept, numbering, turned if any(widths) else None, widths)
 
     def held(self, row: int, heads: slice) -> tuple[Tensor, Tensor]:
@@ -237,8 +237,8 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
         layer = self.attended()
         if (as_one := rectangle(layer)) is not None:
             return as_one[0][row, heads], as_one[1][row, heads]
-        own = layer.segments()[row * self.heads : (row + 1) * self.heads][heads]
-        return torch.cat([keys[0] for keys, _ in own]), torch.cat([values[0] for _, values in own])
+        segments = layer.segments()[row * self.heads : (row + 1) * self.heads][heads]
+        return torch.cat([keys[0] for keys, _ in segments]), torch.cat([values[0] for _, values in segments])
 
     def packed(self) -> dict[str, Tensor]:
         """Return keys, values and positions of all heads, one after the other, by name. Spare slots are left out."""
@@ -264,16 +264,16 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
         """
         chosen, layout, heads = _in_a_row(kept), self.layout, self.heads
         later = self.rows.seen_at_compaction[:, None] + torch.arange(layout.grown, device="cpu")
-        own = [
+        slots_of_heads = [
             start + slots_of(torch.cat([before, later[segment // heads]]), positions)
             for segment, (start, before, positions) in enumerate(zip(layout.starts, layout.kept, chosen, strict=True))
         ]
         after = HeadLayout(chosen)
-        if all(map(len, own)):
+        if all(map(len, slots_of_heads)):
             # With spare slots, the next token is stored without a move. A free slot contains a copy of a kept token.
-            after = replace(after, spare=after.room)
-            own = [part for slots in own for part in (slots, slots[-1:].expand(after.spare))]
-        slots = torch.cat(own)
+            after = replace(after, spare=after.default_spare)
+            slots_of_heads = [part for slots in slots_of_heads for part in (slots, slots[-1:].expand(after.spare))]
+        slots = torch.cat(slots_of_heads)
 
         def keep() -> RaggedLayer:
             assert self.keys is not None

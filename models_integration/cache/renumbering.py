@@ -98,7 +98,7 @@ class Numbering:
             stored: positions of the text by slot, (1, stored), for each head.
             following: position of the text of each head's next token, (heads,).
         """
-        moves = [self.moves(own, following[at : at + 1]) for at, own in enumerate(stored)]
+        moves = [self.moves(positions, following[at : at + 1]) for at, positions in enumerate(stored)]
         computed, assigned = (torch.cat([one[part][0] for one in moves]) for part in (0, 1))
         return computed, assigned, tuple(one.shape[1] for one, _ in moves)
 

@@ -32,7 +32,7 @@ from models_integration.cache.renumbering import LayerNumbering, Numbering
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 
-__all__ = ["RetainedCache", "check_own", "failing_whole", "storage_bytes"]
+__all__ = ["RetainedCache", "check_cache", "failing_whole", "storage_bytes"]
 
 
 class RetainedCache(StatefulCache):
@@ -363,7 +363,7 @@ class RetainedCache(StatefulCache):
             raise SpecError("past_key_values", "an unusable cache", f"{self.failure}; start again with a new one")
 
 
-def check_own(cache: object) -> None:
+def check_cache(cache: object) -> None:
     """Check that a cache that a caller passes is a RetainedCache.
 
     Raises:

@@ -102,17 +102,17 @@ def load_cache(path: str | Path, model: PreTrainedModel, identity: ModelIdentity
     _check_order("load_cache(path, model)", (path, (str, Path)), (model, nn.Module))
     path, architecture = _file(path), describe(model)
     manifest, tensors = _read(path)
-    for name, own in _belongs(model, identity).items():
-        if manifest.get(name) != own:
-            raise SpecError("path", path.name, f"was saved with {name} {manifest.get(name)}, not with {own}")
+    for name, expected in _belongs(model, identity).items():
+        if manifest.get(name) != expected:
+            raise SpecError("path", path.name, f"was saved with {name} {manifest.get(name)}, not with {expected}")
     try:
         states = _checked_states(manifest, tensors, architecture)
     except Damaged as error:
         raise SpecError("path", path.name, f"does not contain a cache of this model: {error}") from error
     cache = RetainedCache(architecture.config)
-    made: list[Any] = cache.layers
-    for index, (layer, numbers) in enumerate(zip(made, manifest["layers"], strict=True)):
-        made[index] = _unpacked_layer(layer, numbers, _named(f"{index}.", tensors), model.device)
+    layers: list[Any] = cache.layers
+    for index, (layer, numbers) in enumerate(zip(layers, manifest["layers"], strict=True)):
+        layers[index] = _unpacked_layer(layer, numbers, _named(f"{index}.", tensors), model.device)
     for index, state in cache.beside.items():
         fill_states(state, {name: one.to(model.device) for name, one in _named(f"{index}.", tensors).items()})
     cache.continuation = _unpacked_states(states, manifest, tensors, model.device)
@@ -124,9 +124,9 @@ def _packed_layers(cache: RetainedCache) -> tuple[list[dict[str, int]], dict[str
     """Return the numbers of each layer, and the tensors of all layers by layer and name."""
     layers, tensors = [], dict[str, Tensor]()
     for index, layer in enumerate(cache.layers):
-        counts, own = _packed_layer(layer)
-        own |= state_tensors(cache.beside.get(index))
-        tensors |= {f"{index}.{name}": tensor for name, tensor in own.items()}
+        counts, packed_tensors = _packed_layer(layer)
+        packed_tensors |= state_tensors(cache.beside.get(index))
+        tensors |= {f"{index}.{name}": tensor for name, tensor in packed_tensors.items()}
         layers.append(counts)
     return layers, tensors
 

@@ -84,8 +84,8 @@ def check_states_fit(
     positions = rows.positions(slots).expand(batch, -1)
     for row in range(batch):
         expected = list(_known_positions(states[row] if states else None, manifest, tensors))
-        own = positions[row][positions[row] != EMPTY][: len(expected)]
-        _require(own.tolist() == expected, f"row {row}: its state knows of other tokens than the cache stores")
+        stored = positions[row][positions[row] != EMPTY][: len(expected)]
+        _require(stored.tolist() == expected, f"row {row}: its state knows of other tokens than the cache stores")
 
 
 def _sample(architecture: Architecture) -> RetainedCache:
@@ -112,12 +112,12 @@ def _check_manifest(manifest: Mapping[str, Any], layers: Sequence[Any]) -> None:
     kinds = [kind.value for kind in Pending]
     _require(manifest.get("pending") in kinds, f"pending is {manifest.get('pending')!r}, none of {', '.join(kinds)}")
     _require(type(manifest.get("differ")) is bool, f"differ is {manifest.get('differ')!r}, not whether layers do")
-    said = len(manifest["layers"])
-    _require(said == len(layers), f"it has {said} layers, the model {len(layers)}")
+    count = len(manifest["layers"])
+    _require(count == len(layers), f"it has {count} layers, the model {len(layers)}")
     for index, (layer, numbers) in enumerate(zip(layers, manifest["layers"], strict=True)):
-        name, said_of = ("evicted", _FULL) if isinstance(layer, DenseLayer) else ("seen", _SLIDING)
-        said_of = said_of if isinstance(layer, DynamicLayer) else (set(), set())
-        fits = type(numbers) is dict and numbers.keys() in said_of and all(map(_is_count, numbers.values()))
+        name, keys = ("evicted", _FULL) if isinstance(layer, DenseLayer) else ("seen", _SLIDING)
+        keys = keys if isinstance(layer, DynamicLayer) else (set(), set())
+        fits = type(numbers) is dict and numbers.keys() in keys and all(map(_is_count, numbers.values()))
         _require(fits, f"layer {index} says {numbers!r} and not how many tokens were {name}")
     after, dtypes = manifest["chunks"], manifest["dtypes"]
     _require(all(map(_is_count, after)) and after == sorted(after), f"chunks stand after {after!r}")
@@ -133,9 +133,9 @@ def _check_names(
     wrong = sorted(expected.keys() ^ tensors.keys())
     _require(not wrong, f"tensors are missing or too many: {', '.join(wrong[:4])}")
     for name, (dtype, dimensions) in expected.items():
-        found = tensors[name]
-        _require(found.ndim == dimensions, f"{name} has the shape {tuple(found.shape)}, not {dimensions} dimensions")
-        _require(dtype in (None, found.dtype), f"{name} has the dtype {found.dtype}, not {dtype}")
+        tensor = tensors[name]
+        _require(tensor.ndim == dimensions, f"{name} has the shape {tuple(tensor.shape)}, not {dimensions} dimensions")
+        _require(dtype in (None, tensor.dtype), f"{name} has the dtype {tensor.dtype}, not {dtype}")
 
 
 def _expected(
@@ -145,7 +145,7 @@ def _expected(
         heads_differ, both = "padded_seen" in numbers, (f"{index}.keys", f"{index}.values")
         if heads_differ or (numbers and any(name in tensors for name in both)):
             yield from ((name, (None, 2 if heads_differ else 4)) for name in both)
-        places = [item for said in numbers for item in _PLACES[said].items()]
+        places = [item for number in numbers for item in _PLACES[number].items()]
         yield from ((f"{index}.{name}", (torch.int64, dimensions)) for name, dimensions in places)
     for row in range(len(manifest["states"])):
         yield from ((f"row {row}.{name}", (dtype, 1)) for name, dtype in _STATE.items())
@@ -225,10 +225,10 @@ def _check_heads(index: int, seen: int, tensors: Mapping[str, Tensor], batch: in
     fits = lengths.shape == (batch * heads,) and _inside(lengths, slots + 1)
     fits = fits and int(lengths.sum()) == len(positions) == slots
     _require(fits, f"layer {index} has lengths that are not those of {batch * heads} heads in its {slots} slots")
-    for segment, own in enumerate(torch.split(positions, lengths.tolist())):
+    for segment, part in enumerate(torch.split(positions, lengths.tolist())):
         row, head = divmod(segment, heads)
         where = f"layer {index}, row {row}, head {head}"
-        _require(_rises(own, int(tokens[row])), f"{where}: its positions do not rise inside its {tokens[row]} tokens")
+        _require(_rises(part, int(tokens[row])), f"{where}: its positions do not rise inside its {tokens[row]} tokens")
 
 
 def _check_window(index: int, window: int, numbers: Mapping[str, int], tensors: Mapping[str, Tensor]) -> None:
@@ -255,8 +255,8 @@ def _check_rows(index: int, rows: StoredRows, slots: int, columns: int, batch: i
     fits = len(kept) in (1, batch) and seen.shape == (len(kept),) and len(holes) in (1, len(kept))
     _require(fits and kept.shape[1] <= slots, f"layer {index} has positions of other rows or slots than its keys")
     for row, (positions, tokens) in enumerate(zip(kept, seen.tolist(), strict=True)):
-        own = positions[positions != EMPTY]
-        where, rises = f"layer {index}, row {row}", _rises(own, tokens)
+        tokens_of_row = positions[positions != EMPTY]
+        where, rises = f"layer {index}, row {row}", _rises(tokens_of_row, tokens)
         _require(0 <= tokens <= columns and rises, f"{where}: its positions do not rise inside its {tokens} tokens")
         gaps = holes[row if len(holes) > 1 else 0]
         some = gaps[gaps != NO_HOLE]
@@ -265,11 +265,11 @@ def _check_rows(index: int, rows: StoredRows, slots: int, columns: int, batch: i
         _require(read <= columns, f"{where}: {read} tokens and holes are more than its {columns} columns")
 
 
-def _check_tensor(name: str, found: Tensor, wanted: tuple[int, ...], dtype: str, filled: Tensor | None) -> None:
+def _check_tensor(name: str, tensor: Tensor, wanted: tuple[int, ...], dtype: str, filled: Tensor | None) -> None:
     """Check the keys or values of one layer. `filled` (rows, slots) is True for slots with a token."""
-    _require(tuple(found.shape) == wanted, f"{name} has the shape {tuple(found.shape)}, not {wanted}")
-    _require(str(found.dtype) == f"torch.{dtype}", f"{name} has the dtype {found.dtype}, not {dtype}")
-    finite = found.isfinite()
+    _require(tuple(tensor.shape) == wanted, f"{name} has the shape {tuple(tensor.shape)}, not {wanted}")
+    _require(str(tensor.dtype) == f"torch.{dtype}", f"{name} has the dtype {tensor.dtype}, not {dtype}")
+    finite = tensor.isfinite()
     if filled is not None:
         finite = finite.all(dim=3).all(dim=1) | ~filled.to(finite.device)
     _require(bool(finite.all()), f"{name} holds NaN or infinity")

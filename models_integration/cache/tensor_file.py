@@ -145,9 +145,9 @@ def _size(descriptor: int) -> int:
 
 
 def _plausible_size(descriptor: int, header_most: int) -> int:
-    size, found = _size(descriptor), os.fstat(descriptor)
-    if size > SPARSE_FROM and found.st_blocks * 512 < size // SPARSE_RATIO:
-        raise Damaged(f"of its {size} bytes, {found.st_blocks * 512} are on the disk")
+    size, status = _size(descriptor), os.fstat(descriptor)
+    if size > SPARSE_FROM and status.st_blocks * 512 < size // SPARSE_RATIO:
+        raise Damaged(f"of its {size} bytes, {status.st_blocks * 512} are on the disk")
     head = _header_size(read_at(descriptor, 8, 0), size, header_most)
     end = _header(read_at(descriptor, head - 8, 8), head).end
     if end != size:

@@ -116,14 +116,14 @@ def _checked(policy: RetentionPolicy, model: PreTrainedModel, full: Sequence[int
 def _prepare(model: PreTrainedModel, files: dict[str, Path]) -> None:
     """Let each module load its parameters when it is called. Rotary frequencies are computed from the config."""
     for name, module in list(model.named_modules()):
-        parent, _, own = name.rpartition(".")
+        parent, _, child = name.rpartition(".")
         if any(buffer.endswith("inv_freq") for buffer in module._buffers):
-            setattr(model.get_submodule(parent), own, type(module)(model.config))
+            setattr(model.get_submodule(parent), child, type(module)(model.config))
         elif any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
             raise SpecError(
                 "model", name, "has buffers that the files of the model do not contain; use `with policy(model)`"
             )
-        elif own == "v_proj":
+        elif child == "v_proj":
             # `forward` of the instance is called instead of the class's (torch 2.13), and no value weight is read.
             vars(module)["forward"] = partial(_no_values, module)
         elif module._parameters:
@@ -131,10 +131,10 @@ def _prepare(model: PreTrainedModel, files: dict[str, Path]) -> None:
 
 
 def _fill(files: dict[str, Path], name: str, module: nn.Module, args: object) -> None:
-    for own, parameter in module._parameters.items():
+    for parameter_name, parameter in module._parameters.items():
         if parameter is not None and parameter.is_meta:
-            values = _read(files, f"{name}.{own}").to(parameter.dtype)
-            module._parameters[own] = nn.Parameter(values, requires_grad=False)
+            values = _read(files, f"{name}.{parameter_name}").to(parameter.dtype)
+            module._parameters[parameter_name] = nn.Parameter(values, requires_grad=False)
 
 
 def _no_values(module: Any, hidden: Tensor) -> Tensor:

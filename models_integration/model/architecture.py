@@ -275,15 +275,15 @@ def restored_rotation(model: nn.Module) -> Iterator[None]:
         module for module in model.modules() if any(name.endswith("inv_freq") for name in module._buffers)
     ]
     # transformers 5.24 registers a new buffer, or copies into the present one, so both are restored.
-    found = [(module, dict(vars(module)), dict(module._buffers)) for module in embeddings]
+    saved = [(module, dict(vars(module)), dict(module._buffers)) for module in embeddings]
     copies = [
-        (buffer, buffer.clone(), _version(buffer)) for _, _, buffers in found for buffer in buffers.values()
+        (buffer, buffer.clone(), _version(buffer)) for _, _, buffers in saved for buffer in buffers.values()
         if buffer is not None and not buffer.is_meta
     ]
     try:
         yield
     finally:
-        for module, attributes, buffers in found:
+        for module, attributes, buffers in saved:
             vars(module).clear()
             vars(module).update(attributes)
             module._buffers.clear()
@@ -309,12 +309,12 @@ def _layer_index(name: str, module: nn.Module) -> int | None:
 
 def _parts(module: nn.Module, attention: Set[nn.Module]) -> tuple[Part, ...]:
     """Return the attention modules, and the modules between `module` and the attention modules."""
-    found: list[Part] = []
+    parts: list[Part] = []
     for name, part in module.named_children():
         inner = () if part in attention else _parts(part, attention)
         if inner or part in attention:
-            found += [Part(module._modules, name, part), *inner]
-    return tuple(found)
+            parts += [Part(module._modules, name, part), *inner]
+    return tuple(parts)
 
 
 def _refuse_config(config: PretrainedConfig) -> str | None:

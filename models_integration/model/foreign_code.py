@@ -12,7 +12,8 @@ from torch.nn.modules import module as torch_module
 from spec.errors import SpecError
 
 __all__ = [
-    "KEPT_AS", "check_hooks", "computing_hooks", "is_foreign", "is_known", "is_own_method", "name_of", "refuse_code",
+    "KEPT_AS", "check_hooks", "computing_hooks", "is_foreign", "is_known", "is_method_of_class", "name_of",
+    "refuse_code",
 ]
 
 # Packages whose code is identified by name. The release of these packages is not part of a model's identity.
@@ -37,10 +38,10 @@ def is_known(value: Any) -> bool:
     """Return True if a trusted package contains this class or function under its stated name."""
     if isinstance(value, type) and not value.__flags__ & HEAP:
         return True
-    found: Any = sys.modules.get(str(value.__module__))
+    named: Any = sys.modules.get(str(value.__module__))
     for part in name_of(value).split("."):
-        found = getattr(found, part, None)
-    return found is value and not is_foreign(value)
+        named = getattr(named, part, None)
+    return named is value and not is_foreign(value)
 
 
 def is_foreign(value: object) -> bool:
@@ -83,7 +84,7 @@ def _is_filled(cell: Any) -> bool:
     return True
 
 
-def is_own_method(module: nn.Module, name: str, value: Any) -> bool:
+def is_method_of_class(module: nn.Module, name: str, value: Any) -> bool:
     """Return True if an attribute is the class's own method: bound, compiled by torch, or wrapped by accelerate."""
     called = getattr(value, "func", value)
     if isinstance(called, FunctionType):

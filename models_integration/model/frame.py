@@ -79,9 +79,9 @@ def chat(tokenizer: Any) -> Frame:
         raise SpecError("tokenizer", type(tokenizer).__name__, "has no chat template")
     turns = [("user", _PLACE), ("assistant", _ANSWER), ("user", _NEXT)]
     first, all_turns = (_printed(tokenizer, turns[:count]) for count in (1, 3))
-    before, found, behind = first.partition(_PLACE)
-    between, next_found, _ = all_turns.partition(_ANSWER)[2].partition(_NEXT)
-    if not found or not next_found:
+    before, prompt_mark, behind = first.partition(_PLACE)
+    between, next_mark, _ = all_turns.partition(_ANSWER)[2].partition(_NEXT)
+    if not prompt_mark or not next_mark:
         raise SpecError(
             "tokenizer", type(tokenizer).__name__, "must have a chat template that prints messages unchanged"
         )

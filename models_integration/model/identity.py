@@ -116,25 +116,26 @@ def _unconfigured(model: PreTrainedModel, modules: dict[str, nn.Module], reader:
     """
     expected = _configured(model)
     theirs_reader = Reader.of(expected)
-    found: list[object] = [f"no {name}" for name in sorted(expected.keys() - modules.keys())]
+    differences: list[object] = [f"no {name}" for name in sorted(expected.keys() - modules.keys())]
     for name, module in modules.items():
-        made, own = expected.get(name), reader.module(module)
-        if made is not None and _is_of_its_class(module, made):
-            theirs = theirs_reader.module(made)
-            own = {key: own.get(key) for key in own.keys() | theirs.keys() if own.get(key) != theirs.get(key)}
-        for key, value in own.items():
+        configured, description = expected.get(name), reader.module(module)
+        if configured is not None and _is_of_its_class(module, configured):
+            theirs = theirs_reader.module(configured)
+            keys = {key for key in description.keys() | theirs.keys() if description.get(key) != theirs.get(key)}
+            description = {key: description.get(key) for key in keys}
+        for key, value in description.items():
             if isinstance(value, Unreadable):
                 _refuse_value(f"{name}{key}".strip("."), value.reason)
-        if own:
-            found.append([name, own])
-    return found
+        if description:
+            differences.append([name, description])
+    return differences
 
 
-def _is_of_its_class(module: nn.Module, made: nn.Module) -> bool:
+def _is_of_its_class(module: nn.Module, configured: nn.Module) -> bool:
     """Return True if an unchanged module can be left out: its class is trusted, and not selected from a table."""
-    told = module._parameters or module._buffers or module._modules or isinstance(module, DROPOUT)
+    has_contents = module._parameters or module._buffers or module._modules or isinstance(module, DROPOUT)
     kind: Any = type(module)
-    return bool(told) and type(made) is kind and is_known(kind) and not is_foreign(kind.forward)
+    return bool(has_contents) and type(configured) is kind and is_known(kind) and not is_foreign(kind.forward)
 
 
 def _configured(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -152,17 +153,17 @@ def _configured(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 def _registered(modules: dict[str, nn.Module], reader: Reader) -> list[object]:
     """Return functions for attention, masks and experts that the config names and untrusted code registered."""
-    found = set()
+    functions = set()
     for name, module in modules.items():
         for field, registry in REGISTRIES:
             kind = getattr(getattr(module, "config", None), field, None)
             function = registry.get(kind) if isinstance(kind, str) else None
             if function is not None and is_foreign(function):
                 try:
-                    found.add(json.dumps([name, kind, reader.read(function)], sort_keys=True))
+                    functions.add(json.dumps([name, kind, reader.read(function)], sort_keys=True))
                 except UnreadableError as error:
                     _refuse_value(f"{name}.config.{field}".strip("."), str(error))
-    return list[object](sorted(found))
+    return list[object](sorted(functions))
 
 
 def _refuse_value(where: str, reason: str) -> NoReturn:

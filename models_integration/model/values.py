@@ -32,7 +32,7 @@ from models_integration.model.foreign_code import (
     computing_hooks,
     is_foreign,
     is_known,
-    is_own_method,
+    is_method_of_class,
     name_of,
     refuse_code,
 )
@@ -113,22 +113,22 @@ class Reader:
     def module(self, module: nn.Module) -> dict[str, object]:
         """Return the description of a module without tensors. Values that cannot be read are `Unreadable`."""
         hooks = computing_hooks(module)
-        made_by_hooks = {getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in hooks}
+        set_by_hooks = {getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in hooks}
         # A trusted layer accesses its parameters by name.
         parameters: Iterable[str] = () if is_known(type(module)) else module._parameters
-        found: dict[str, object] = {"class": type(module), "order": [*module._modules, "", *parameters]}
+        description: dict[str, object] = {"class": type(module), "order": [*module._modules, "", *parameters]}
         if hooks:
-            found["hooks"] = hooks
+            description["hooks"] = hooks
         for name, value in vars(module).items():
-            told = name not in made_by_hooks and not _is_bookkeeping(module, name, value)
-            if told and not self._is_its_own(module, name, value):
-                found[f".{name}"] = value
+            is_described = name not in set_by_hooks and not _is_bookkeeping(module, name, value)
+            if is_described and not self._is_method(module, name, value):
+                description[f".{name}"] = value
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and _beside_values(tensor):
-                found[f".{name}"] = _beside_values(tensor)
-        return {name: self._attempt(value) for name, value in found.items()}
+                description[f".{name}"] = _beside_values(tensor)
+        return {name: self._attempt(value) for name, value in description.items()}
 
-    def _is_its_own(self, module: nn.Module, name: str, value: object) -> bool:
+    def _is_method(self, module: nn.Module, name: str, value: object) -> bool:
         """Return True if an attribute is the class's own method.
 
         Raises:
@@ -136,7 +136,7 @@ class Reader:
         """
         if value is None or not (callable(getattr(type(module), name, None)) or name in KEPT_AS):
             return False
-        if is_own_method(module, name, value):
+        if is_method_of_class(module, name, value):
             return True
         if is_foreign(value) and getattr(value, "__self__", None) is not module:
             refuse_code(f"a {name} of its own", value, self.names.get(id(module)) or type(module).__name__)
@@ -248,24 +248,25 @@ class Reader:
         class, so the description includes attributes and bases.
         """
         known, foreign = is_known(kind), is_foreign(kind)
-        own = {name: one for name, one in vars(kind).items() if _is_told(name, one, known, foreign)}
+        attributes = {name: one for name, one in vars(kind).items() if _is_described(name, one, known, foreign)}
         names = [] if known else sorted(name for name in vars(kind) if name[:2] != "__")
         # An untrusted metaclass can define the behaviour and the attributes of a class.
         bases = () if known else (*kind.__bases__, *filter(is_foreign, [type(kind)]))
         home = "" if foreign else kind.__module__
-        return [home, name_of(kind), names, self._fields(own, DEEPEST), self._read_all(bases, DEEPEST)]
+        return [home, name_of(kind), names, self._fields(attributes, DEEPEST), self._read_all(bases, DEEPEST)]
 
     def _object(self, value: object, levels: int) -> object:
         """Return the description of an object: its pickle form, and for an untrusted class the attributes."""
         try:
-            made: Any = value.__reduce_ex__(2)
+            reduced: Any = value.__reduce_ex__(2)
         except Exception as error:
             raise UnreadableError(f"holds a {name_of(value)}, which does not say what is in it") from error
-        made = [made] if isinstance(made, str) else [list(one) if isinstance(one, Iterator) else one for one in made]
+        parts = [reduced] if isinstance(reduced, str) else reduced
+        reduced = [list(one) if isinstance(one, Iterator) else one for one in parts]
         fields = {} if is_known(type(value)) else _state(value)
-        if len(made) > 2 and type(made[2]) is dict:
-            made[2], fields = None, {**made[2], **fields}
-        return [self.class_of(type(value)), self._fields(fields, levels), *self._read_all(made, levels)]
+        if len(reduced) > 2 and type(reduced[2]) is dict:
+            reduced[2], fields = None, {**reduced[2], **fields}
+        return [self.class_of(type(value)), self._fields(fields, levels), *self._read_all(reduced, levels)]
 
     def _unregistered(self, module: nn.Module) -> object:
         """Return the description of a module that is the value of an attribute and not a submodule of the model."""
@@ -273,7 +274,7 @@ class Reader:
         inner = dict(module.named_modules(remove_duplicate=False))
         reader = Reader({**Reader.of(inner).names, **self.names}, self.configs, self.classes)
         parts = {name: reader.module(one) for name, one in inner.items()}
-        for value in (value for found in parts.values() for value in found.values()):
+        for value in (value for description in parts.values() for value in description.values()):
             if isinstance(value, Unreadable):
                 raise UnreadableError(value.reason)
         tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
@@ -290,9 +291,9 @@ class Reader:
         except Exception:  # a user's class whose constructor needs arguments
             defaults = {}
         stated = config.to_dict()
-        own = {key: value for key, value in stated.items() if key not in defaults or defaults[key] != value}
+        changed = {key: value for key, value in stated.items() if key not in defaults or defaults[key] != value}
         try:
-            return [self.class_of(type(config)), self._audible(own)]
+            return [self.class_of(type(config)), self._audible(changed)]
         except UnreadableError as error:
             raise SpecError("model", "config", f"{error}: use only numbers, strings and lists in the config") from error
 
@@ -322,12 +323,12 @@ def _is_of_loading(name: str, value: object) -> bool:
 
 def _beside_values(tensor: Tensor) -> list[object]:
     """Return the class and the attributes of a tensor that has more than values, such as scales of quantised values."""
-    own = {
+    attributes = {
         name: value for name, value in vars(tensor).items()
         if name not in OF_BUFFERS and not _is_of_loading(name, value) and not name.startswith("_dynamo_")
     }
     plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
-    return [] if plain and not own else [type(tensor), own]
+    return [] if plain and not attributes else [type(tensor), attributes]
 
 
 def _state(value: object) -> dict[str, object]:
@@ -339,7 +340,7 @@ def _state(value: object) -> dict[str, object]:
     return {**slots, **getattr(value, "__dict__", {})}
 
 
-def _is_told(name: str, attribute: Any, known: bool, foreign: bool) -> bool:
+def _is_described(name: str, attribute: Any, known: bool, foreign: bool) -> bool:
     """Return True if the description of a class must include this attribute."""
     held = (attribute, *(getattr(attribute, wrapped, None) for wrapped in ("fget", "fset", "func", "__func__")))
     functions = [one for one in held if isinstance(one, FunctionType)]

@@ -61,8 +61,8 @@ def served_by(model: PreTrainedModel, identity: ModelIdentity | None = None) -> 
             of all channels in halves, or if the frequencies change with the length.
     """
     rotation = read_rotation(describe(model))
-    made = identify(model) if identity is None else identity
-    return Identity(f"{type(model).__name__}@{made.unrotated[:16]}", rotation["inv_freq"], rotation["factor"])
+    known = identify(model) if identity is None else identity
+    return Identity(f"{type(model).__name__}@{known.unrotated[:16]}", rotation["inv_freq"], rotation["factor"])
 
 
 def heads_served_by(model: PreTrainedModel, identity: ModelIdentity | None = None) -> Identity:
@@ -134,13 +134,13 @@ def _statistics(architecture: Architecture, served: Identity, input_ids: Tensor)
         H = of_layer(architecture.config, "num_attention_heads", architecture.full_layers[0])
         nothing = np.empty((len(architecture.full_layers), H, 0))
         return Calibration(served, architecture.full_layers, nothing, nothing)
-    found, cache = _Statistics(served), RetainedCache(architecture.config)
+    statistics, cache = _Statistics(served), RetainedCache(architecture.config)
     with (
         torch.no_grad(), restored_rotation(architecture.decoder),
-        observing(architecture, cache, found, architecture.full_layers),
+        observing(architecture, cache, statistics, architecture.full_layers),
     ):
         architecture.decoder(input_ids=input_ids, use_cache=True, **{cache_name(architecture.decoder): cache})
-    return found.calibration(architecture)
+    return statistics.calibration(architecture)
 
 
 def _head_scores(model: PreTrainedModel, input_ids: Tensor, host: Policy) -> Float64[Vector, " g"]:
@@ -303,11 +303,11 @@ def _keys(layers: Any, H: int) -> dict[str, None]:
 
 def _payload(path: str | PathLike[str]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        payload = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
         reason = "it contains code, which is not run" if "nsupported" in str(error) else str(error).split("\n")[0]
         raise SpecError("path", str(path), f"must be a .pt file of tensors ({reason}); {INSTEAD}") from error
-    metadata, stats = (found.get(part) if isinstance(found, dict) else None for part in ("metadata", "stats"))
+    metadata, stats = (payload.get(part) if isinstance(payload, dict) else None for part in ("metadata", "stats"))
     if not isinstance(metadata, dict) or not isinstance(stats, dict):
         raise SpecError("path", str(path), f"must have `metadata` and `stats` as in TriAttention; {INSTEAD}")
     return metadata, stats

@@ -51,11 +51,11 @@ def fastest(name: str, device: str, *families: str) -> Backend:
     needed = {*families_of(name), *families}
     for backend in _order(name, "cpu" if device == "meta" else device):
         try:
-            found = resolve(backend)
+            engine = resolve(backend)
         except BackendUnavailable:
             continue
-        if all(getattr(found, family) is not None for family in needed) and (backend != KERNELS or _trusted(found)):
-            return found
+        if all(getattr(engine, family) is not None for family in needed) and (backend != KERNELS or _trusted(engine)):
+            return engine
     raise BackendUnavailable(f"no backend with the stages of {name} can run on this machine")
 
 
@@ -75,29 +75,29 @@ def _order(name: str, device: str) -> list[str]:
 @cache
 def _measured() -> Mapping[str, Mapping[str, Mapping[str, float]]]:
     """Return the added time of policies, by device type, policy and backend."""
-    found: dict[str, Any] = json.loads(files(__package__).joinpath(MEASURED).read_text())
-    return {device: part["added"] for device, part in found.items()}
+    table: dict[str, Any] = json.loads(files(__package__).joinpath(MEASURED).read_text())
+    return {device: part["added"] for device, part in table.items()}
 
 
 @cache
-def _trusted(found: Backend) -> bool:
-    stage = stage_that_differs(found)
+def _trusted(engine: Backend) -> bool:
+    stage = stage_that_differs(engine)
     if stage is not None:
         reason = f"the kernel {stage!r} differs from the reference on this device, so backend='auto' skips the backend"
-        warn(f"backend {found.name!r}: {reason}", stacklevel=4)
+        warn(f"backend {engine.name!r}: {reason}", stacklevel=4)
     return stage is None
 
 
-def stage_that_differs(found: Backend) -> str | None:
+def stage_that_differs(engine: Backend) -> str | None:
     """Return the first stage that fails or differs from the reference on a small input. If all agree, return None."""
     for stage, run in _RUNS.items():
-        if getattr(found, stage.partition(".")[0]) is None:
+        if getattr(engine, stage.partition(".")[0]) is None:
             continue
         try:
-            own = run(found)
+            values = run(engine)
         except Exception:
             return stage
-        if not np.allclose(own, run(REFERENCE), rtol=CLOSE, atol=CLOSE, equal_nan=True):
+        if not np.allclose(values, run(REFERENCE), rtol=CLOSE, atol=CLOSE, equal_nan=True):
             return stage
     return None
 
@@ -107,14 +107,14 @@ def _inputs() -> tuple[Any, ...]:
     return tuple(rng.standard_normal((heads, 96, 16)).astype(np.float32) for heads in (4, 2))
 
 
-def _coattention(found: Backend) -> Any:
+def _coattention(engine: Backend) -> Any:
     q, k = _inputs()
-    seen = found.require_crystal().coattention(q, k, np.arange(96), PAPER, 0.25, None)
+    seen = engine.require_crystal().coattention(q, k, np.arange(96), PAPER, 0.25, None)
     return np.concatenate([seen.salience, seen.intra_weight.ravel(), seen.cross_weight.ravel()])
 
 
 _RUNS: Mapping[str, Callable[[Backend], Any]] = {
     "crystal.coattention": _coattention,
-    "nestedkv.anomaly_score": lambda found: found.require_nestedkv().anomaly_score(_inputs()[1], NESTEDKV),
-    "breath.inverse_key_norms": lambda found: found.require_breath().inverse_key_norms(_inputs()[1]),
+    "nestedkv.anomaly_score": lambda engine: engine.require_nestedkv().anomaly_score(_inputs()[1], NESTEDKV),
+    "breath.inverse_key_norms": lambda engine: engine.require_breath().inverse_key_norms(_inputs()[1]),
 }

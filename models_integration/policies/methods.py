@@ -277,9 +277,9 @@ class NamedPolicy(RetentionPolicy):
 
     def knowing(self, identity: ModelIdentity) -> "NamedPolicy":
         """Return a copy of the policy. The copy compares the calibration with `identity` instead of the model."""
-        told = copy(self)
-        object.__setattr__(told, "identity", identity)
-        return told
+        copied = copy(self)
+        object.__setattr__(copied, "identity", identity)
+        return copied
 
     def on(self, model: PreTrainedModel) -> Method:
         """Prepare the policy for a model, and return the `method` argument of `decide`.
@@ -324,8 +324,8 @@ def policy_from_name(
         SpecError: if the name, a constant or the budget is invalid.
         BackendUnavailable: if the backend cannot run on this machine.
     """
-    name, own = names.split_name(name)
-    constants = _from_tokenizer(name, tokenizer) | check_constants(name, own | constants)
+    name, named = names.split_name(name)
+    constants = _from_tokenizer(name, tokenizer) | check_constants(name, named | constants)
     if name not in _CLASSES:
         return NamedPolicy(name, budget, **constants)
     if name == "crystalcache":
@@ -355,13 +355,13 @@ def check_constants(name: str, constants: Mapping[str, Any]) -> dict[str, Any]:
     known, named = constants_of(name), dict[str, Any]()
     written = ({"window": "W"} if "W" in known else {}) | {_bare(one): one for one in known}
     for constant, value in constants.items():
-        own = constant if constant in known else written.get(_bare(constant), "")
-        if not own:
+        canonical = constant if constant in known else written.get(_bare(constant), "")
+        if not canonical:
             shown = type(value).__name__ if isinstance(value, PreTrainedTokenizerBase) else value
             raise SpecError(constant, shown, f"{name} has the constants {', '.join(sorted(known)) or 'none'}")
-        if own in named:
-            raise SpecError(constant, value, f"is the constant {own}, which is also given: leave out one")
-        named[own] = value
+        if canonical in named:
+            raise SpecError(constant, value, f"is the constant {canonical}, which is also given: leave out one")
+        named[canonical] = value
     return named
 
 
@@ -369,31 +369,31 @@ def _bare(constant: str) -> str:
     return constant.replace("_", "").lower()
 
 
-_MADE: Mapping[str, Callable[[Any], object]] = {"sentence_ends": sentence_ends, "template": repeat_template}
+_FROM_TOKENIZER: Mapping[str, Callable[[Any], object]] = {"sentence_ends": sentence_ends, "template": repeat_template}
 """Functions that make a constant from a tokenizer, by constant."""
 
 
 def _from_tokenizer(name: str, tokenizer: object) -> dict[str, Any]:
     if tokenizer is None:
         return {}
-    return {constant: make(tokenizer) for constant, make in _MADE.items() if constant in constants_of(name)}
+    return {constant: make(tokenizer) for constant, make in _FROM_TOKENIZER.items() if constant in constants_of(name)}
 
 
 _FORM = 'must be a policy name, or a policy name with constants, such as crystalcache(alpha=0.5, impact="salience")'
 
 
-def spelled(text: str) -> tuple[str, dict[str, Any]]:
+def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
     """Parse a policy name with constants. The values of the constants are in TOML syntax.
 
     Raises:
         SpecError: if the text has a wrong form, the name is unknown, or the policy does not have a constant.
     """
     name, bracket, rest = text.partition("(")
-    name, own = names.split_name(name, "policy")
+    name, named = names.split_name(name, "policy")
     if bracket and (not rest.endswith(")") or "\n" in rest):
         raise SpecError("policy", text, _FORM)
     try:
         constants: dict[str, Any] = tomllib.loads(f"constants = {{{rest[:-1]}}}")["constants"]
     except tomllib.TOMLDecodeError as error:
         raise SpecError("policy", text, f"{_FORM}: {error}") from error
-    return name, check_constants(name, own | constants)
+    return name, check_constants(name, named | constants)

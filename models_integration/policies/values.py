@@ -40,7 +40,7 @@ LATER = "\n\nRepeat the part of the previous context exactly, starting with "
 """Requests to repeat the prompt, in the wording of KVzip's code."""
 
 # Name of the buffer with the frequencies, by decoder.
-_FOUND: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+_BUFFERS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 def read_rotation(architecture: Architecture) -> dict[str, Any]:
@@ -53,10 +53,10 @@ def read_rotation(architecture: Architecture) -> dict[str, Any]:
     name, decoder = architecture.name, architecture.decoder
     if architecture.latent:
         raise SpecError("model", name, "must have a rotary embedding that changes the whole key (not MLA)")
-    if decoder not in _FOUND:
-        _FOUND[decoder] = _shared_buffer(architecture)
-    inv_freq = decoder.get_buffer(_FOUND[decoder]).detach().to("cpu").double().numpy()
-    return {"inv_freq": inv_freq, "factor": scaling_of(decoder, _FOUND[decoder])}
+    if decoder not in _BUFFERS:
+        _BUFFERS[decoder] = _shared_buffer(architecture)
+    inv_freq = decoder.get_buffer(_BUFFERS[decoder]).detach().to("cpu").double().numpy()
+    return {"inv_freq": inv_freq, "factor": scaling_of(decoder, _BUFFERS[decoder])}
 
 
 def _shared_buffer(architecture: Architecture) -> str:
@@ -108,7 +108,7 @@ def output_projections(architecture: Architecture, on_device: bool = False) -> M
     Raises:
         SpecError: if the output projection is not a linear layer with a known name, or if the weights have no values.
     """
-    found = {}
+    projections = {}
     for layer in architecture.full_layers:
         module = architecture.attention[layer]
         linear = next((part for name, part in module.named_children() if name in _PROJECTIONS), None)
@@ -120,8 +120,8 @@ def output_projections(architecture: Architecture, on_device: bool = False) -> M
             raise SpecError("model", type(module).__name__, reason)
         rows = weight if isinstance(linear, Conv1D) else weight.T  # the rows of a Conv1D weight (GPT-2) are the inputs
         cut = (rows if on_device else rows.to("cpu", torch.float64)).reshape(H, -1, rows.shape[1])
-        found[layer] = cut if on_device else cut.numpy()
-    return found
+        projections[layer] = cut if on_device else cut.numpy()
+    return projections
 
 
 def repeat_template(tokenizer: Any) -> tuple[tuple[int, ...], ...]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from models_integration.attention.capture import reads_attention
 from models_integration.attention.handover import check_readable, check_recurrence
 from models_integration.cache.ragged_layer import RaggedLayer
-from models_integration.cache.retained_cache import RetainedCache, check_own
+from models_integration.cache.retained_cache import RetainedCache, check_cache
 from models_integration.model.architecture import ELSEWHERE, IMPLEMENTATIONS, OURS, Architecture
 from models_integration.model.seams import attention_of
 from models_integration.session.hooks import Call
@@ -32,7 +32,8 @@ from spec.errors import SpecError
 from spec.policy import Needs
 
 __all__ = [
-    "Admitted", "Kind", "Place", "admit", "check_axes", "check_forward", "check_mode", "check_rehearsed", "tells_text",
+    "Admitted", "Kind", "Place", "admit", "check_axes", "check_forward", "check_mode", "check_rehearsed",
+    "is_text_marker",
 ]
 
 _EMBEDDINGS = (
@@ -250,7 +251,7 @@ def check_axes(decoder: nn.Module, arguments: Mapping[str, object]) -> None:
         raise SpecError("position_ids", tuple(positions.shape), "must be (rows, n): the model has one position a token")
 
 
-def tells_text(name: str, value: object) -> bool:
+def is_text_marker(name: str, value: object) -> bool:
     """Return True if an argument of a multimodal model says that all tokens are text."""
     return isinstance(value, Tensor) and name.endswith(_KINDS) and not bool(value.any())
 
@@ -272,7 +273,7 @@ def _check_images(architecture: Architecture, arguments: Mapping[str, object], n
     """
     cache = arguments.get("past_key_values")
     for name, value in arguments.items():
-        if name in _TEXT or not _is_given(value) or tells_text(name, value):
+        if name in _TEXT or not _is_given(value) or is_text_marker(name, value):
             continue
         if hasattr(architecture.decoder, "get_rope_index"):
             raise SpecError(name, "given", "images with positions on several axes (mRoPE) are not supported: pass text")
@@ -300,7 +301,7 @@ def check_forward(arguments: Mapping[str, object], default_use_cache: bool) -> A
     if not (default_use_cache if use_cache is None else use_cache):
         raise SpecError("use_cache", False, "must be True, because eviction needs a cache")
     if (cache := arguments.get("past_key_values")) is not None:
-        check_own(cache)
+        check_cache(cache)
     if arguments.get("is_causal") is False:
         raise SpecError("is_causal", False, "must be omitted or True: policies evict from causal attention only")
     return cast(Arguments, {name: value for name, value in arguments.items() if value is not None})

@@ -136,17 +136,17 @@ class Cascade:
 
     def _parts(self) -> list[list[Part]]:
         """Return the kept tokens of each layer, in parts. The slots of a pool layer are freed once they were read."""
-        labels, start, found = self._labels(), 0, [list[Part]() for _ in self.pooled]
+        labels, start, parts_of_layers = self._labels(), 0, [list[Part]() for _ in self.pooled]
         places = len(labels) * self.cache.get_seq_length()
         for layer in self._pool():
             keys, values = layer.keys.flatten(0, 2), layer.values.flatten(0, 2)
-            own = labels[:, start : start + len(keys) // len(labels)].ravel()
-            start += len(own) // len(labels)
-            for ordinal, parts in enumerate(found):
-                at = np.flatnonzero(own // places == ordinal)
-                parts.append((select(keys, at), select(values, at), own[at] % places))
+            labels_here = labels[:, start : start + len(keys) // len(labels)].ravel()
+            start += len(labels_here) // len(labels)
+            for ordinal, parts in enumerate(parts_of_layers):
+                at = np.flatnonzero(labels_here // places == ordinal)
+                parts.append((select(keys, at), select(values, at), labels_here[at] % places))
             layer.keys = layer.values = None
-        return found
+        return parts_of_layers
 
     def _pool(self) -> list[Any]:
         """Return the layers whose keys and values are the slots of the pool."""
@@ -158,7 +158,7 @@ class Cascade:
         flat = torch.cat([code.flatten(), preferences.view(torch.int64).flatten()]).cpu().numpy()
         slots, weights = np.split(flat, [code.numel()])
         slots, weights = slots.reshape(code.shape), weights.view(np.float64).reshape(preferences.shape)
-        shares = np.concatenate([self._shares(n, own) for n, own in zip(self.tokens, weights, strict=True)])
+        shares = np.concatenate([self._shares(n, row) for n, row in zip(self.tokens, weights, strict=True)])
         columns, sets = self.cache.get_seq_length(), np.arange(len(slots))[:, None]
         layer, rank = np.divmod(slots // columns, columns)
         kept = (layer >= 0) & (rank < shares[sets, layer])
@@ -178,8 +178,8 @@ class Cascade:
         sizes = np.bincount(labels // columns, minlength=len(self.tokens) * H).reshape(-1, H)
         rows = np.split(labels % columns, np.cumsum(sizes.sum(axis=1))[:-1])
         return [
-            Retention(at - columns + n, np.append(0, np.cumsum(own)), n, self.method.policy.granularity)
-            for at, own, n in zip(rows, sizes, self.tokens, strict=True)
+            Retention(at - columns + n, np.append(0, np.cumsum(head_sizes)), n, self.method.policy.granularity)
+            for at, head_sizes, n in zip(rows, sizes, self.tokens, strict=True)
         ]
 
 
@@ -192,8 +192,8 @@ def rank_tokens(policy: Policy, prompt: Observation, columns: int) -> tuple[Tens
     """Return the columns by rank (H, columns), the cost of each rank (columns,), and the preference () of a layer."""
     (view,), n, protected = prompt.layers.values(), prompt.seen, policy.protection(prompt.seen)
     scorer = cast(Cake, policy.scorer)
-    found = scorer.layer(view, scorer.W, scorer.kernel, scorer.gamma, scorer.tau1, scorer.tau2)
-    scores, preference = torch.as_tensor(found[0]), torch.as_tensor(found[1]).double().view(())
+    ranked = scorer.layer(view, scorer.W, scorer.kernel, scorer.gamma, scorer.tau1, scorer.tau2)
+    scores, preference = torch.as_tensor(ranked[0]), torch.as_tensor(ranked[1]).double().view(())
     free = torch.from_numpy(~protected).to(scores.device, non_blocking=True).expand(scores.shape)
     order = torch.argsort(-scores, dim=1, stable=True)
     order = order.gather(1, torch.argsort(free.gather(1, order).int(), dim=1, stable=True))

@@ -167,9 +167,9 @@ class CrystalMethod(Method):
             return states
         rows, started = [], states.rows or (empty_state(self.budget),) * len(keys)
         ids = states.ids() or [[] for _ in started]
-        for row, (state, own) in enumerate(zip(started, ids, strict=True)):
+        for row, (state, row_ids) in enumerate(zip(started, ids, strict=True)):
             norms = _inverse_norms(self.engine, keys[row, :, keys.shape[2] - stored :])
-            rows.append(_followed(self, replace(state, budget=self.budget), own, norms, states))
+            rows.append(_followed(self, replace(state, budget=self.budget), row_ids, norms, states))
         return CrystalStates(tuple(rows), states.seen)
 
 
@@ -182,8 +182,8 @@ def _followed(
     for place in range(len(ids) + 1):
         while chunks and chunks[0].after == place:
             chunk = chunks.pop(0)
-            own = norms[at : at + len(chunk.kept)]
-            state, at = join_chunk(state, chunk.token_ids, chunk.kept, own, *constants), at + len(own)
+            chunk_norms = norms[at : at + len(chunk.kept)]
+            state, at = join_chunk(state, chunk.token_ids, chunk.kept, chunk_norms, *constants), at + len(chunk_norms)
         if place < len(ids):
             state, at = _joined_by(method, state, ids[place], float(norms[at]), states.kind), at + 1
     return state

@@ -63,7 +63,7 @@ class DeviceChoices:
         Raises:
             SpecError: if the budget is smaller than the number of protected tokens.
         """
-        engine, found, records = self.method.engine, list[Chosen](), list[object]()
+        engine, chosen, records = self.method.engine, list[Chosen](), list[object]()
         if policy_on_device(policy, engine) is None:
             return False
         for row in observed.prompts:
@@ -71,10 +71,10 @@ class DeviceChoices:
             one = choose(policy, engine, self.method.budget, prompt)
             if one is None:
                 return False
-            found.append(one)
+            chosen.append(one)
             records.append(policy.scorer.record(None, prompt) if isinstance(policy.scorer, RecordingScorer) else None)
-        gather(self.cache, layer, [one for one in found for _ in range(self.copies)])
-        self.layers[layer], self.records[layer] = found, records
+        gather(self.cache, layer, [one for one in chosen for _ in range(self.copies)])
+        self.layers[layer], self.records[layer] = chosen, records
         return True
 
     def read(self, padding: Tensor | None) -> list[Decision]:
@@ -112,7 +112,7 @@ def policy_on_device(policy: Policy, engine: Backend) -> Policy | None:
     if _by_value(policy) and policy.granularity is not Granularity.HEAD:
         return None
     functions = [_function(part) for part in vars(scorer).values()]
-    return twin if any(own is one for own in functions for one in engine.tensors.values()) else None
+    return twin if any(function is one for function in functions for one in engine.tensors.values()) else None
 
 
 def _device_part(part: object) -> bool:

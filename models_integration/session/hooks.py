@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from models_integration.attention.capture import untraced
 from models_integration.cache.history import columns_of, empty_cache_of
-from models_integration.cache.retained_cache import check_own
+from models_integration.cache.retained_cache import check_cache
 from models_integration.model.architecture import BUSY, check_free, decoders_of
 from models_integration.model.cache_argument import for_generate, with_one_cache
 from models_integration.model.seams import calls_of_generate
@@ -253,7 +253,7 @@ class Hold:
             configs = (named.get("generation_config"), self._model.generation_config)
             check_call(named, *(getattr(config, "__dict__", {}) for config in configs))
             if (cache := with_one_cache(named).get("past_key_values")) is not None:
-                check_own(cache)
+                check_cache(cache)
             if not self.is_open and get_ident() == self._owner:
                 reason = "the `with` block of this function has ended: call model.generate, which uses no policy"
                 raise SpecError("generate", "taken inside a context", reason)
@@ -277,8 +277,8 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     known = WeakMethod(method)
 
     def call(*args: object, **kwargs: object) -> object:
-        found = known()
-        return None if found is None else found(*args, **kwargs)
+        bound = known()
+        return None if bound is None else bound(*args, **kwargs)
 
     return call
 
@@ -311,34 +311,34 @@ def hooked(decoder: nn.Module, before: Callable[..., Any], after: Callable[..., 
 @contextmanager
 def replaced(module: nn.Module, name: str, value: object) -> Iterator[None]:
     """Set an attribute of one module during the block. Afterwards the module has the former attribute again."""
-    own = vars(module)
-    had = {name: own[name]} if name in own else {}
+    attributes = vars(module)
+    had = {name: attributes[name]} if name in attributes else {}
 
     def before(state: State) -> State:
         return {key: value for key, value in state.items() if key != name} | had
 
-    own[name] = value
+    attributes[name] = value
     try:
         with _copied_as(module, before):
             yield
     finally:
-        del own[name]
-        own.update(had)
+        del attributes[name]
+        attributes.update(had)
 
 
 @contextmanager
 def _copied_as(module: nn.Module, change: Callable[[State], State]) -> Iterator[None]:
     """Context manager: inside the block, copies and pickles of the module have `change(state)` instead of `state`."""
     # `copy.deepcopy` and `pickle` call the `__getstate__` of the object, also if its dictionary has it (Python 3.11).
-    own, getstate = vars(module), cast(Callable[[], State], module.__getstate__)
-    had = {"__getstate__": getstate} if "__getstate__" in own else {}
+    attributes, getstate = vars(module), cast(Callable[[], State], module.__getstate__)
+    had = {"__getstate__": getstate} if "__getstate__" in attributes else {}
 
     def state() -> State:
         return change({name: value for name, value in getstate().items() if name != "__getstate__"})
 
-    own["__getstate__"] = state
+    attributes["__getstate__"] = state
     try:
         yield
     finally:
-        del own["__getstate__"]
-        own.update(had)
+        del attributes["__getstate__"]
+        attributes.update(had)

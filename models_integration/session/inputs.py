@@ -73,7 +73,7 @@ def first_span(
         SpecError: if the tokens cannot follow the columns before. The error names the wrong argument.
     """
     ids = arguments["input_ids"]
-    own, is_token, given = _read_tokens(vocabulary, arguments, arguments.get("attention_mask"), before)
+    token_ids, is_token, given = _read_tokens(vocabulary, arguments, arguments.get("attention_mask"), before)
     all_columns = torch.cat([before, is_token], dim=1)
     if bool((all_columns.int().diff(dim=1) < 0).any()):
         reason = "zeros must come before ones: pad on the left, because right padding and gaps are not supported"
@@ -82,7 +82,7 @@ def first_span(
         check_tokens(all_columns)
     positions = _positions(given, is_token, before.sum(dim=1))
     here = positions.to(ids.device, non_blocking=True)
-    return ForwardSpan(before.shape[1], segment_end, own, is_token, {"position_ids": here})
+    return ForwardSpan(before.shape[1], segment_end, token_ids, is_token, {"position_ids": here})
 
 
 def later_span(
@@ -99,7 +99,7 @@ def later_span(
     mask = arguments.get("attention_mask", defaults.get("attention_mask"))
     rows = len(ids)
     before = torch.ones(rows, 0, dtype=torch.bool, device="cpu") if mask is None else cache.is_token.expand(rows, -1)
-    own, is_token, given = _read_tokens(vocabulary, arguments, mask, before)
+    token_ids, is_token, given = _read_tokens(vocabulary, arguments, mask, before)
     if segment_end == ONE_FORWARD:
         check_tokens(is_token)
     if (cache.beside or len(cache.full_layers) < len(cache.layers)) and not bool(is_token.all()):
@@ -109,7 +109,7 @@ def later_span(
         )
     positions = _positions(given, is_token, cache.tokens.expand(rows))
     defaults["position_ids"] = positions.to(ids.device, non_blocking=True)
-    return ForwardSpan(cache.get_seq_length(), segment_end, own, is_token, defaults)
+    return ForwardSpan(cache.get_seq_length(), segment_end, token_ids, is_token, defaults)
 
 
 def step_span(vocabulary: int, arguments: Arguments, cache: RetainedCache) -> ForwardSpan:
@@ -209,10 +209,10 @@ def _read_tokens(
         read["positions"] = positions
     flat = torch.cat([one.to(ids.device, torch.int64).flatten() for one in read.values()]).cpu()
     parts = torch.split(flat, [one.numel() for one in read.values()])
-    own = {name: part.view(one.shape) for (name, one), part in zip(read.items(), parts, strict=True)}
-    _check_ids(vocabulary, own["ids"])
-    marks = own.get("mask", torch.ones(shape, dtype=torch.int64, device="cpu"))
-    return own["ids"], _tokens_of_mask(marks, before), own.get("positions")
+    on_host = {name: part.view(one.shape) for (name, one), part in zip(read.items(), parts, strict=True)}
+    _check_ids(vocabulary, on_host["ids"])
+    marks = on_host.get("mask", torch.ones(shape, dtype=torch.int64, device="cpu"))
+    return on_host["ids"], _tokens_of_mask(marks, before), on_host.get("positions")
 
 
 def _check_ids(vocabulary: int, ids: Tensor) -> None:

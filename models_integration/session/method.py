@@ -85,7 +85,7 @@ class Method:
             reason = "evicts from the first prompt only: read later text inside `with run.reading():`"
             raise SpecError("policy", self.policy.name, reason)
         if cache.layers_differ:
-            _check_own_sets(self.policy, cache)
+            _check_separate_sets(self.policy, cache)
 
     def check_padded(self, cache: RetainedCache) -> None:
         """Check that the policy accepts a padded turn: the whole model must have one set of kept tokens.
@@ -305,7 +305,7 @@ def check_layers_agree(policy: Policy, cache: RetainedCache) -> None:
         raise SpecError("past_key_values", "layers that differ", bound)
 
 
-def _check_own_sets(policy: Policy, cache: RetainedCache) -> None:
+def _check_separate_sets(policy: Policy, cache: RetainedCache) -> None:
     """Check that each set of kept tokens can be scored alone, if layers store different tokens."""
     scorer = policy.scorer
     if policy.granularity is Granularity.MODEL:
@@ -322,7 +322,7 @@ def _check_own_sets(policy: Policy, cache: RetainedCache) -> None:
 
 def _heads_differ(layer: RetainedLayer) -> bool:
     sets = [[layer.head_positions(row, head).tolist() for head in range(layer.heads)] for row in range(layer.batch)]
-    return isinstance(layer, RaggedLayer) and any(own != heads[0] for heads in sets for own in heads)
+    return isinstance(layer, RaggedLayer) and any(positions != heads[0] for heads in sets for positions in heads)
 
 
 def _records(cache: RetainedCache) -> tuple[Running, ...]:

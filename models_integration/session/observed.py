@@ -273,20 +273,20 @@ def rehearse(
     Returns:
         Queries, keys and norms of each full-attention layer, one entry for each chunk.
     """
-    found: dict[int, list[Repeated]] = {layer: [] for layer in architecture.full_layers}
+    repeats_of_layers: dict[int, list[Repeated]] = {layer: [] for layer in architecture.full_layers}
     rows = [rehearsal_chunks(ids, rehearsal) for ids in input_ids.numpy()]
     for parts in zip(*rows, strict=True):
         (start, stop, _), watcher = parts[0], _Watcher(cache)
         # The attention function receives no hidden states (transformers 5.24), so a hook of the module reads them.
         hooks = [
             architecture.attention[layer].register_forward_pre_hook(watcher.reads(layer), with_kwargs=True)
-            for layer in found
+            for layer in repeats_of_layers
         ]
         ids = torch.from_numpy(np.stack([one for _, _, one in parts])).to(device, non_blocking=True)
         try:
             with (
                 torch.no_grad(), restored_rotation(architecture.decoder),
-                observing(architecture, watcher.cache, watcher, found),
+                observing(architecture, watcher.cache, watcher, repeats_of_layers),
             ):
                 given = {cache_name(architecture.decoder): watcher.cache}
                 architecture.decoder.forward(input_ids=ids, use_cache=True, **given)
@@ -294,5 +294,5 @@ def rehearse(
             for hook in hooks:
                 hook.remove()
         for layer, (q, k) in watcher.attention.items():
-            found[layer].append(Repeated(start, stop, q, k, watcher.norms[layer]))
-    return {layer: tuple(repeats) for layer, repeats in found.items()}
+            repeats_of_layers[layer].append(Repeated(start, stop, q, k, watcher.norms[layer]))
+    return {layer: tuple(repeats) for layer, repeats in repeats_of_layers.items()}

@@ -18,7 +18,7 @@ from models_integration.cache.renumbering import RENUMBERED, numbering_of
 from models_integration.cache.retained_cache import RetainedCache, failing_whole
 from models_integration.model.architecture import decoder_inputs, describe, position_range, unwrapped
 from models_integration.model.cache_argument import cache_name, with_one_cache
-from models_integration.session.admission import Admitted, Kind, Place, admit, admit_tokens, check_mode, tells_text
+from models_integration.session.admission import Admitted, Kind, Place, admit, admit_tokens, check_mode, is_text_marker
 from models_integration.session.hooks import NO_CALL, Hold, call_under_way, weakly
 from models_integration.session.inputs import Arguments, DecoderOutput, ForwardSpan, accepted
 from models_integration.session.method import Method
@@ -209,7 +209,7 @@ class Session:
             forward.undo.enter_context(observing(self._architecture, cache, watcher, layers))
         others = {name: value for name, value in forward.arguments.items() if name != "past_key_values"}
         if self._architecture.wraps:
-            others = {name: value for name, value in others.items() if not tells_text(name, value)}
+            others = {name: value for name, value in others.items() if not is_text_marker(name, value)}
         inputs = {**accepted(forward.defaults, self._inputs), **others, self._cache_name: cache}
         return (), rebased(inputs, base)
 
@@ -255,8 +255,8 @@ class Session:
         self._check_steps()
         span = admitted.span
         if self._stream.is_too_long(span):
-            room = span.segment_end - span.padded_seen
-            admitted = admit_tokens(self._place, self._stream.ahead(decoder, admitted.arguments, room))
+            first_piece = span.segment_end - span.padded_seen
+            admitted = admit_tokens(self._place, self._stream.ahead(decoder, admitted.arguments, first_piece))
         if admitted.kind is Kind.TURN:
             self._method.flush_pending(admitted.cache)
         return self._segment_forward(admitted.cache, admitted.arguments, admitted.span)

@@ -89,13 +89,13 @@ class Stream:
         """Return True if a stream must split the forward pass, because the segment has too little room."""
         return self.endless and span.padded_seen + span.is_token.shape[1] > span.segment_end
 
-    def ahead(self, decoder: nn.Module, arguments: Arguments, room: int) -> Arguments:
+    def ahead(self, decoder: nn.Module, arguments: Arguments, size: int) -> Arguments:
         """Process all pieces except the last, and return the arguments of the last piece.
 
         Args:
             decoder: decoder to call once for each piece, with hooks.
             arguments: arguments of the whole forward pass.
-            room: number of tokens of the first piece. Each later piece except the last has C tokens.
+            size: number of tokens of the first piece. Each later piece except the last has C tokens.
 
         Raises:
             SpecError: if attention weights are requested.
@@ -105,11 +105,11 @@ class Stream:
         outputs, start, self._inside = [], 0, True
         assert self.C is not None
         try:
-            while start + room < n:
-                output = decoder(**{**_piece(arguments, start, start + room), "return_dict": True})
+            while start + size < n:
+                output = decoder(**{**_piece(arguments, start, start + size), "return_dict": True})
                 outputs.append(output)
                 arguments["past_key_values"] = output[CACHE]
-                start, room = start + room, self.C
+                start, size = start + size, self.C
         finally:
             self._inside = False
         self._outputs, self._as_tuple = outputs, not _asked(decoder, arguments, "return_dict", default=True)

@@ -95,11 +95,11 @@ def _forward(
     attention_mask: Tensor | None = None,
 ) -> Tensor:
     """Return the logits. If the model supports `logits_to_keep`, the result has only the last columns."""
-    parameters, own = inspect.signature(model.forward).parameters, decoder_inputs(observed.architecture.decoder)
+    parameters, inputs = inspect.signature(model.forward).parameters, decoder_inputs(observed.architecture.decoder)
     names = set(parameters)
     base = observed.cache.renumber(input_ids.shape[1], position_range(observed.architecture.config))
     if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):  # the model passes these to the decoder
-        names |= own
+        names |= inputs
     arguments: dict[str, Any] = {
         "input_ids": input_ids, "attention_mask": attention_mask,
         **rebased(accepted(span.defaults, own & names), base),
@@ -245,7 +245,7 @@ def _evicted(
     full = observe(model, ids, mask.long() if any(padding) else None).cache
     retentions = []
     for prompt, sets in zip(prompts, kept, strict=True):
-        groups = [own for layer in sorted(sets) for own in sets[layer]]
+        groups = [tokens for layer in sorted(sets) for tokens in sets[layer]]
         offsets = np.cumsum([0, *map(len, groups)])
         positions = np.concatenate(groups).astype(np.int64)
         retentions.append(Retention(positions, offsets, len(prompt), Granularity.HEAD))

@@ -71,8 +71,8 @@ def evict(
     B = effective_budget(state.budget, state.seen, parameters.N_sink, parameters.W_recent)
     score = stages.score(state.D, live.trunk_impact, protected, parameters)
     trunks = Trunks(live.offsets, live.trunk_impact)
-    found = stages.dissolve(score, trunks, live.impact, state.D, protected, B, parameters)
-    return keep(state, found.kept, found.D)
+    dissolution = stages.dissolve(score, trunks, live.impact, state.D, protected, B, parameters)
+    return keep(state, dissolution.kept, dissolution.D)
 
 
 def breath(

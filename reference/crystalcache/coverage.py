@@ -37,17 +37,17 @@ def evenly_spaced(candidates: Int64[IntVector, " e"], k: int) -> Int64[IntVector
 
 
 def backfill(
-    found: Dissolution, offsets: Int64[IntVector, " m_and_one"], D: Float64[Vector, " m"], reserve: int,
+    dissolution: Dissolution, offsets: Int64[IntVector, " m_and_one"], D: Float64[Vector, " m"], reserve: int,
 ) -> Dissolution:
-    """Return `found` with `reserve` more kept tokens, which are evenly spaced tokens of fully evicted trunks.
+    """Return `dissolution` with `reserve` more kept tokens, which are evenly spaced tokens of fully evicted trunks.
 
     Implements: CC-COVERAGE
 
     Source: Section 8, F3. The function updates the kept ratio r and D of each trunk that regains tokens.
     """
     sizes = np.diff(offsets)
-    evicted = offsets[0] + np.flatnonzero(np.repeat(found.ratio == 0, sizes))
+    evicted = offsets[0] + np.flatnonzero(np.repeat(dissolution.ratio == 0, sizes))
     added = evenly_spaced(evicted, reserve)
     counts = np.diff(np.searchsorted(added, offsets))
-    ratio = np.where(found.ratio == 0, counts / sizes, found.ratio)
-    return Dissolution(np.sort(np.concatenate([found.kept, added])), ratio, dissolved_D(D, ratio))
+    ratio = np.where(dissolution.ratio == 0, counts / sizes, dissolution.ratio)
+    return Dissolution(np.sort(np.concatenate([dissolution.kept, added])), ratio, dissolved_D(D, ratio))

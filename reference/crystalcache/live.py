@@ -21,24 +21,24 @@ def empty_state(budget: Budget) -> DecodeState:
 
 
 def start_state(
-    found: CrystalRetention, token_ids: Int64[IntVector, " n"], inverse_norms: Float64[Vector, " n"],
+    retention: CrystalRetention, token_ids: Int64[IntVector, " n"], inverse_norms: Float64[Vector, " n"],
     budget: Budget, parameters: CrystalCacheParameters,
 ) -> DecodeState:
     """Return the decode state after a prefill of n tokens: the kept trunks, and the counts of all token ids.
 
     Implements: CC-START
 
-    Source: Algorithm 2 computes the records in `found`, and Section 3.8 uses the records. `inverse_norms` contains the
-    mean of 1 / ||k|| over the KV heads for each token (CC-KEY-NORM).
+    Source: Algorithm 2 computes the records in `retention`, and Section 3.8 uses the records. `inverse_norms` contains
+    the mean of 1 / ||k|| over the KV heads for each token (CC-KEY-NORM).
     """
-    graph, trunks = found.graph, found.trunks
+    graph, trunks = retention.graph, retention.trunks
     ids, counts = np.unique(token_ids, return_counts=True)
-    live = LiveTrunks(np.arange(len(token_ids)), trunks.offsets, found.impact, inverse_norms, trunks.impact)
+    live = LiveTrunks(np.arange(len(token_ids)), trunks.offsets, retention.impact, inverse_norms, trunks.impact)
     state = DecodeState(
         budget, len(token_ids), 0, live, graph.D, TrunkWeights(graph.indptr, graph.indices, graph.weights),
         ids, counts.astype(np.int64), *moments(graph.degree, parameters.epsilon),
     )
-    return keep(state, found.kept, found.D)
+    return keep(state, retention.kept, retention.D)
 
 
 def keep(state: DecodeState, slots: Int64[IntVector, " kept"], D: Float64[Vector, " m"]) -> DecodeState:

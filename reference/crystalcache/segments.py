@@ -59,17 +59,17 @@ def segment_crystallization(
 
 
 def add_segment(
-    state: DecodeState, found: CoAttention, ids: Int64[IntVector, " n"], ends: frozenset[int],
+    state: DecodeState, coattention: CoAttention, ids: Int64[IntVector, " n"], ends: frozenset[int],
     inverse_norms: Float64[Vector, " n"], parameters: CrystalCacheParameters, backend: Backend,
 ) -> DecodeState:
     """Return the state with the trunks of a segment added by S2 to S4, without eviction. `state` must have no tail."""
     crystal, breath = backend.require_crystal(), backend.require_breath()
     all_ids, counts, c = count_seen(state.ids, state.counts, ids)
-    M = breath.impact(found.salience, c, parameters)
-    trunks = crystal.trunks(found, M, np.isin(ids, sorted(ends)), parameters)
+    M = breath.impact(coattention.salience, c, parameters)
+    trunks = crystal.trunks(coattention, M, np.isin(ids, sorted(ends)), parameters)
     live = state.live
     bounds = np.concatenate([live.positions[live.offsets[:-1]], trunks.offsets])
-    W = breath.segment_graph(found, bounds, np.concatenate([live.sizes, trunks.sizes]), state.W, parameters)
+    W = breath.segment_graph(coattention, bounds, np.concatenate([live.sizes, trunks.sizes]), state.W, parameters)
     deg = degree(W.indptr, W.weights)
     mu, sigma = moments(deg, parameters.epsilon) if state.seen == 0 else (state.mu, state.sigma)
     added = LiveTrunks(
@@ -119,10 +119,10 @@ def extend(
     factor = q.shape[2] ** -0.5 if scaling is None else scaling
     check_scaling(factor, softcap)
 
-    found = engine.require_crystal().coattention(q, k, positions, parameters, factor, softcap, None, sinks)
+    coattention = engine.require_crystal().coattention(q, k, positions, parameters, factor, softcap, None, sinks)
     norms = breath.inverse_key_norms(k[:, len(positions) - n :])
     before = join_tail(state, ends, parameters, engine)
-    after = add_segment(before, found, ids, ends, norms, parameters, engine)
+    after = add_segment(before, coattention, ids, ends, norms, parameters, engine)
     safe = protected_trunks_of(after.live, after.seen, parameters.N_sink, parameters.W_recent)
     return evict(after, safe, parameters, engine)
 

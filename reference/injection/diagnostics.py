@@ -24,8 +24,8 @@ def entropy(weights: Float64[Cube, "heads q n"]) -> Float64[Matrix, "heads q"]:
     Source: Section 3.10.
     """
     terms = weights * np.log(np.where(weights > 0, weights, 1.0))
-    found: Matrix = 0.0 - terms.sum(axis=-1)
-    return found
+    entropies: Matrix = 0.0 - terms.sum(axis=-1)
+    return entropies
 
 
 def sink_mass(
@@ -69,8 +69,8 @@ def key_cosine(
 def _cosine(a: Float64[Cube, "heads n d"], b: Float64[Cube, "heads n d"]) -> Float64[Matrix, "heads n"]:
     """Return the cosine of each pair of vectors, or 0 if one vector of the pair is zero."""
     lengths = np.sqrt((a * a).sum(-1) * (b * b).sum(-1))
-    found: Matrix = np.where(lengths > 0, (a * b).sum(-1) / np.where(lengths > 0, lengths, 1.0), 0.0)
-    return found
+    cosines: Matrix = np.where(lengths > 0, (a * b).sum(-1) / np.where(lengths > 0, lengths, 1.0), 0.0)
+    return cosines
 
 
 def bands(depth: int) -> Mapping[str, tuple[int, int]]:
@@ -85,8 +85,8 @@ def bands(depth: int) -> Mapping[str, tuple[int, int]]:
     """
     if depth < 1:
         raise SpecError("depth", depth, "must be at least 1 layer")
-    found = {}
+    bands = {}
     for name, (low, high) in PAPER_BANDS.items():
         first = low * depth // PAPER_DEPTH
-        found[name] = (first, max(first + 1, high * depth // PAPER_DEPTH))
-    return found
+        bands[name] = (first, max(first + 1, high * depth // PAPER_DEPTH))
+    return bands

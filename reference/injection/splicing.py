@@ -72,13 +72,13 @@ def held(
     if arm not in ARMS:
         raise SpecError("arm", arm, f"must be one of {', '.join(ARMS)}")
     before, form, keys = ARMS[arm]
-    own = {"session": [*session], "session and prefix": [*session, *prefix], "sinks": [*session[:SINKS]]}[before]
+    earlier = {"session": [*session], "session and prefix": [*session, *prefix], "sinks": [*session[:SINKS]]}[before]
     chunks = {"raw": raw, "wrapped": wrapped}[form]
-    ids = [*own, *(token for chunk in chunks for token in chunk)]
+    ids = [*earlier, *(token for chunk in chunks for token in chunk)]
     rotations = [*range(len(ids))]
     if keys == "still":
-        rotations = [*range(len(own)), *(at for chunk in chunks for at in range(len(chunk)))]
-    return Held(tuple(ids), len(ids) if keys == "read" else len(own), tuple(rotations))
+        rotations = [*range(len(earlier)), *(at for chunk in chunks for at in range(len(chunk)))]
+    return Held(tuple(ids), len(ids) if keys == "read" else len(earlier), tuple(rotations))
 
 
 def first_tokens(start: int, lengths: Sequence[int], k: int) -> list[int]:

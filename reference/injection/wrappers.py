@@ -131,11 +131,11 @@ def slices(ids: Sequence[int], ends: frozenset[int], size: int) -> list[tuple[in
     """
     if size < 1:
         raise SpecError("size", size, "must be at least 1 token")
-    found, start = [], 0
+    slices, start = [], 0
     while start < len(ids):
         stop = min(start + size, len(ids))
         clean = [at + 1 for at in range(start, stop) if ids[at] in ends]
         stop = clean[-1] if clean and stop < len(ids) else stop
-        found.append((start, stop))
+        slices.append((start, stop))
         start = stop
-    return found
+    return slices

@@ -94,8 +94,8 @@ def largest_attention(
     """
     largest = np.zeros((q.shape[0], k.shape[1]))
     for rows, visible, A in _blocks(LayerView(q, k, None, scaling, softcap, sinks=sinks)):
-        found = largest[:, visible]
-        np.maximum(found, (A / norms[rows, None]).max(axis=1), out=found)
+        largest_visible = largest[:, visible]
+        np.maximum(largest_visible, (A / norms[rows, None]).max(axis=1), out=largest_visible)
     return largest
 
 

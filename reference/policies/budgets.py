@@ -230,8 +230,8 @@ class LayersThenHeads:
         sums = self.layers(total, scores).reshape(L, scores.heads).sum(axis=1)
         rows = np.split(scores.values, L)
         return np.concatenate([
-            self.heads(int(share), replace(scores, values=own, preferences=None))
-            for share, own in zip(sums, rows, strict=True)
+            self.heads(int(share), replace(scores, values=layer_values, preferences=None))
+            for share, layer_values in zip(sums, rows, strict=True)
         ])
 
 

@@ -89,11 +89,11 @@ class Cake:
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         constants = self.W, self.kernel, self.gamma, self.tau1, self.tau2
-        found = [self.layer(view, *constants) for view in observation.layers.values()]
-        if not found:
+        by_layer = [self.layer(view, *constants) for view in observation.layers.values()]
+        if not by_layer:
             return stacked(observation, [])
-        rows, preferences = host_tables(*zip(*found, strict=True))
-        return replace(stacked(observation, np.split(rows, len(found))), preferences=preferences[:, 0])
+        rows, preferences = host_tables(*zip(*by_layer, strict=True))
+        return replace(stacked(observation, np.split(rows, len(by_layer))), preferences=preferences[:, 0])
 
 
 def preferred_targets(preferences: list[Fraction], total: Fraction, most: int) -> list[Fraction]:

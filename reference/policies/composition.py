@@ -55,17 +55,21 @@ class _Rule:
     make: Callable[[Constants, int], Budgets]
 
 
+def _pyramid(given: Constants, window: int) -> Pyramid:
+    return Pyramid(window, check_positive("beta", given["beta"]))
+
+
 LAYERS: Mapping[str, _Rule] = {
-    "even": _Rule(even, {}, lambda own, window: even),
-    "full": _Rule(everything, {}, lambda own, window: everything),
-    "global": _Rule(across_layers, {}, lambda own, window: across_layers),
-    "pyramid": _Rule(Pyramid, {"beta": 20}, lambda own, window: Pyramid(window, check_positive("beta", own["beta"]))),
-    "preference": _Rule(Preferred, {}, lambda own, window: Preferred(window)),
+    "even": _Rule(even, {}, lambda given, window: even),
+    "full": _Rule(everything, {}, lambda given, window: everything),
+    "global": _Rule(across_layers, {}, lambda given, window: across_layers),
+    "pyramid": _Rule(Pyramid, {"beta": 20}, _pyramid),
+    "preference": _Rule(Preferred, {}, lambda given, window: Preferred(window)),
 }
 HEADS: Mapping[str, _Rule] = {
-    "even": _Rule(even, {}, lambda own, window: even),
-    "adaptive": _Rule(Adaptive, {"safeguard": Fraction(1, 5)}, lambda own, window: Adaptive(own["safeguard"])),
-    "quota": _Rule(Competition, {"safeguard": Fraction(1, 5)}, lambda own, window: Competition(own["safeguard"])),
+    "even": _Rule(even, {}, lambda given, window: even),
+    "adaptive": _Rule(Adaptive, {"safeguard": Fraction(1, 5)}, lambda given, window: Adaptive(given["safeguard"])),
+    "quota": _Rule(Competition, {"safeguard": Fraction(1, 5)}, lambda given, window: Competition(given["safeguard"])),
 }
 TRANSFORMS: Mapping[str, tuple[str, Constants]] = {
     "values": ("N_sink", {"N_sink": 4}),
@@ -96,22 +100,22 @@ def constants_from_text(row: NamedPolicy, given: Words, more: Constants = {}) ->
     """
     defaults = {key: one.default for key, one in signature(row.make).parameters.items() if key in row.constants}
     defaults |= {**row.parameters, **more}
-    own = {"W" if key == "window" and "window" not in defaults else key: value for key, value in given.items()}
-    return _typed(own, {key: value for key, value in defaults.items() if key not in DATA - {"backend"}})
+    words = {"W" if key == "window" and "window" not in defaults else key: value for key, value in given.items()}
+    return _typed(words, {key: value for key, value in defaults.items() if key not in DATA - {"backend"}})
 
 
 def _typed(given: Words, defaults: Constants) -> dict[str, Any]:
-    found = dict[str, Any]()
+    constants = dict[str, Any]()
     for key, text in given.items():
         like = defaults.get(key, Parameter.empty)
         if like is Parameter.empty or isinstance(like, tuple) or key == "parameters":
             known = ", ".join(sorted(key for key in defaults if key != "parameters")) or "none"
             raise SpecError(key, text, f"is not a constant with text; the constants are {known}")
         try:
-            found[key] = parse_value(text, like)
+            constants[key] = parse_value(text, like)
         except (ValueError, KeyError, ZeroDivisionError):
             raise SpecError(key, text, f"must be a value such as {format_value(like)}") from None
-    return found
+    return constants
 
 
 def compose(composition: Composition, data: Constants) -> Policy:
@@ -140,11 +144,11 @@ def _pointed(error: SpecError, composition: Composition) -> SpecError:
     """Return the error about the text, with the part that causes the error."""
     parts = composition.parts
     causes = [part for part in (*_CHANGED_BY.get(error.argument, ()), error.argument) if part in parts]
-    causes += [part for part, (_, own) in parts.items() if error.argument in own]
+    causes += [part for part, (_, constants) in parts.items() if error.argument in constants]
     if not causes:
         return SpecError("policy", str(composition), str(error))
-    value, own = parts[causes[0]]
-    shown = Composition(f"{causes[0]}={value}", constants=own)
+    value, constants = parts[causes[0]]
+    shown = Composition(f"{causes[0]}={value}", constants=constants)
     return SpecError("policy", str(composition), f"the part /{shown}: {error.argument} {error.bound}")
 
 
@@ -163,8 +167,8 @@ def named_policy(name: str, constants: Constants) -> Policy:
     if not name.startswith(DIVERSE):
         promises = promises_of(name) if policy.promises == NOTHING_PROMISED else policy.promises
         return replace(policy, promises=promises)
-    own = {**DIVERSITY, **{key: constants[key] for key in DIVERSITY.keys() & constants.keys()}}
-    return apply_transforms(policy, [("diverse", own)], constants.get("backend", "numpy"))
+    diversity = {**DIVERSITY, **{key: constants[key] for key in DIVERSITY.keys() & constants.keys()}}
+    return apply_transforms(policy, [("diverse", diversity)], constants.get("backend", "numpy"))
 
 
 def plain_policy(policy: Policy) -> Policy:
@@ -188,20 +192,20 @@ def _composed(host: Policy, composition: Composition, data: Constants) -> Policy
             _number(parts, "sink", known.sink) or 0, _number(parts, "recent", known.recent) or 0
         )
     cadence = _cadence(parts, base.cadence)
-    made = replace(
+    composed = replace(
         base, scorer=with_steps(base.scorer) if cadence.every is not None else base.scorer, protection=protection,
         budgets=_budgets(parts, base.budgets, protection.size), selector=_selector(parts, base.selector),
         cadence=cadence, granularity=SETS[_choice(parts, "sets", SETS, base.granularity)],
         least=_number(parts, "floor", base.least), promises=NOTHING_PROMISED,
     )
-    return apply_transforms(made, _transforms(parts, transforms, data), data.get("backend", "numpy"))
+    return apply_transforms(composed, _transforms(parts, transforms, data), data.get("backend", "numpy"))
 
 
 def _number(parts: Mapping[str, tuple[str, Words]], part: str, known: int | None) -> int | None:
     if part not in parts:
         return known
-    value, own = parts[part]
-    _typed(own, {})
+    value, constants = parts[part]
+    _typed(constants, {})
     if part in ("floor", "every") and value == "none":
         return None
     return int(_typed({part: value}, {part: 0})[part])
@@ -210,8 +214,8 @@ def _number(parts: Mapping[str, tuple[str, Words]], part: str, known: int | None
 def _choice(parts: Mapping[str, tuple[str, Words]], part: str, known: Constants, default: Any) -> str:
     if part not in parts:
         return next(name for name, one in known.items() if one == default)
-    value, own = parts[part]
-    _typed(own, getattr(known.get(value), "constants", {}))
+    value, constants = parts[part]
+    _typed(constants, getattr(known.get(value), "constants", {}))
     if value not in known:
         raise SpecError(part, value, f"must be one of {', '.join(known)}")
     return value
@@ -220,14 +224,14 @@ def _choice(parts: Mapping[str, tuple[str, Words]], part: str, known: Constants,
 def _cadence(parts: Mapping[str, tuple[str, Words]], known: Cadence) -> Cadence:
     if "every" not in parts:
         return known
-    value, own = parts["every"]
-    return Cadence(_number({"every": (value, {})}, "every", None), **_typed(own, {"excess": 1}))
+    value, constants = parts["every"]
+    return Cadence(_number({"every": (value, {})}, "every", None), **_typed(constants, {"excess": 1}))
 
 
 def _budgets(parts: Mapping[str, tuple[str, Words]], known: Budgets, window: int) -> Budgets:
     if "threshold" in parts:
-        value, own = parts["threshold"]
-        _typed(own, {})
+        value, constants = parts["threshold"]
+        _typed(constants, {})
         return Above(_typed({"threshold": value}, {"threshold": 0.5})["threshold"])
     rules = dict(zip(("layers", "heads"), split_budgets(known), strict=True))
     for part, known_rules in (("layers", LAYERS), ("heads", HEADS)):
@@ -247,15 +251,15 @@ def _selector(parts: Mapping[str, tuple[str, Words]], known: Any) -> Any:
 def _transforms(
     parts: Mapping[str, tuple[str, Words]], known: list[Transform], data: Constants,
 ) -> list[Transform]:
-    found = dict(known)
+    transforms = dict(known)
     for name, (first, defaults) in TRANSFORMS.items():
         if name in parts:
-            value, own = parts[name]
-            given = {**found.get(name, {}), **_typed({**own, first: value}, defaults)}
-            found[name] = {**defaults, **given}
-    if "critical" in found and "W_o" not in found["critical"]:
-        found["critical"] = {**found["critical"], "W_o": data.get("W_o", {})}
-    return [(name, found[name]) for name in TRANSFORMS if name in found]
+            value, constants = parts[name]
+            given = {**transforms.get(name, {}), **_typed({**constants, first: value}, defaults)}
+            transforms[name] = {**defaults, **given}
+    if "critical" in transforms and "W_o" not in transforms["critical"]:
+        transforms["critical"] = {**transforms["critical"], "W_o": data.get("W_o", {})}
+    return [(name, transforms[name]) for name in TRANSFORMS if name in transforms]
 
 
 def promises_of_parts(policy: Policy) -> Promises:

@@ -106,8 +106,8 @@ class RunningSigned(Signed):
         old = records.signatures.shape[1]
         new = signatures([v[:, old:] for v in _values(observation.layers)], self.mode)
         new = np.repeat(new, len(records.signatures) // len(new), axis=0)
-        found = np.concatenate([records.signatures, new], axis=1)
-        return replace(scores, carry=SignedRecords(scores.carry, found), signatures=found)
+        all_signatures = np.concatenate([records.signatures, new], axis=1)
+        return replace(scores, carry=SignedRecords(scores.carry, all_signatures), signatures=all_signatures)
 
     def keep(self, records: object, slots: Int64[IntMatrix, "g kept"], /) -> SignedRecords:
         assert isinstance(records, SignedRecords)

@@ -63,13 +63,13 @@ def expected_weights(
     Implements: PO-EXPECTED-ATTENTION
     """
     turns, R = tables(at, inv_freq), mean_rotation(ahead, inv_freq, factor)
-    found, group, values = [], len(q) // len(k), wide(v)
+    weights_of_heads, group, values = [], len(q) // len(k), wide(v)
     for head in range(len(q)):
         back = turned_back(wide(q[head : head + 1]), *turns) / factor
         mean, covariance = query_statistics(back)
         keys = wide(k[head // group : head // group + 1])
-        found.append(expected_logits(mean @ R.T, R @ covariance @ R.T, keys, scaling))
-    weights = group_mean(softmax(np.concatenate(found), wide_sinks(sinks)), len(k))
+        weights_of_heads.append(expected_logits(mean @ R.T, R @ covariance @ R.T, keys, scaling))
+    weights = group_mean(softmax(np.concatenate(weights_of_heads), wide_sinks(sinks)), len(k))
     weighted: Matrix = weights * np.sqrt(np.einsum("hnd,hnd->hn", values, values))
     return weighted
 

@@ -39,7 +39,8 @@ class Composition:
     def __str__(self) -> str:
         """Return the text, which `parse_composition` parses to an equal object."""
         head = SCORE * self.scorer_only + self.name + _words(self.constants)
-        return "/".join([head, *(f"{part}={value}{_words(own)}" for part, (value, own) in self.parts.items())])
+        parts = (f"{part}={value}{_words(constants)}" for part, (value, constants) in self.parts.items())
+        return "/".join([head, *parts])
 
 
 def _words(constants: Words) -> str:
@@ -81,12 +82,12 @@ def _split(segment: str, text: str, argument: str) -> tuple[str, Words]:
     value, *rest = segment.split(":")
     constants: dict[str, str] = {}
     for one in rest:
-        name, equals, own = one.partition("=")
-        if not (name and equals and own):
+        name, equals, text_value = one.partition("=")
+        if not (name and equals and text_value):
             raise SpecError(argument, text, f"{one!r} in {segment!r} must be constant=value; {_FORM}")
         if name in constants:
             raise SpecError(argument, text, f"the constant {name!r} in {segment!r} is given twice: leave out one")
-        constants[name] = own
+        constants[name] = text_value
     if not value:
         raise SpecError(argument, text, f"{segment!r} has no name; {_FORM}")
     return value, constants

@@ -66,11 +66,11 @@ def representatives(
     """
     few = np.maximum(0, places - held.sum(axis=1)) * share.numerator // share.denominator
     stays = marked(best_tokens(totals, places - few, held), totals.shape[1])
-    for own, distance, r in zip(stays, distances, few, strict=True):
-        left = np.flatnonzero(~own)
+    for keeps, distance, r in zip(stays, distances, few, strict=True):
+        left = np.flatnonzero(~keeps)
         left = left[np.argsort(distance[left], kind="stable")]
         runs = min(int(r), len(left))
-        own[left[np.arange(runs) * len(left) // max(1, runs)]] = True
+        keeps[left[np.arange(runs) * len(left) // max(1, runs)]] = True
     return best_tokens(totals, places, stays)
 
 

@@ -35,13 +35,13 @@ def rehearsal_chunks(
     """
     assert rehearsal.template is not None
     first, later, answer = rehearsal.template
-    found: list[tuple[int, int, IntVector]] = []
+    chunks: list[tuple[int, int, IntVector]] = []
     end, overlap = len(token_ids) - rehearsal.N_recent, min(rehearsal.overlap, rehearsal.chunk)
     for start in range(rehearsal.N_sink, end, rehearsal.chunk):
         stop = min(start + rehearsal.chunk, end)
-        request = [*later, *token_ids[start - overlap : start]] if found else first
-        found.append((start, stop, np.array([*request, *answer, *token_ids[start:stop]], dtype=np.int64)))
-    return found
+        request = [*later, *token_ids[start - overlap : start]] if chunks else first
+        chunks.append((start, stop, np.array([*request, *answer, *token_ids[start:stop]], dtype=np.int64)))
+    return chunks
 
 
 def _repeats(view: LayerView) -> tuple[Repeat, ...]:

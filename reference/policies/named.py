@@ -56,11 +56,11 @@ class NamedPolicy:
 
     def policy(self, constants: Mapping[str, Any]) -> Policy:
         """Return the policy with the given constants. A list (for example from a TOML file) becomes a tuple."""
-        own = {key: tuple(value) if isinstance(value, list) else value for key, value in constants.items()}
-        if changed := {key: own.pop(key) for key in self.parameters.keys() & own.keys()}:
+        arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in constants.items()}
+        if changed := {key: arguments.pop(key) for key in self.parameters.keys() & arguments.keys()}:
             default = signature(self.make).parameters["parameters"].default
-            own["parameters"] = replace(own.get("parameters", default), **changed)
-        return self.make(**self.decided, **own)
+            arguments["parameters"] = replace(arguments.get("parameters", default), **changed)
+        return self.make(**self.decided, **arguments)
 
 
 REGISTERED: dict[str, NamedPolicy] = {}

@@ -22,8 +22,22 @@ from spec.promises import promises_of
 from spec.validate import check_choices
 
 __all__ = [
-    "BACKEND", "BLOCK", "DIVERSE", "ENTRY_POINTS", "LEFT_OUT", "NAMES", "POLICIES", "NamedPolicy", "check_name",
-    "constants_of", "constants_of_model", "families_of", "home_of", "make_policy", "own_policy", "split_name",
+    "BACKEND",
+    "BLOCK",
+    "DIVERSE",
+    "ENTRY_POINTS",
+    "LEFT_OUT",
+    "NAMES",
+    "POLICIES",
+    "NamedPolicy",
+    "check_name",
+    "constants_of",
+    "constants_of_model",
+    "families_of",
+    "home_of",
+    "make_policy",
+    "split_name",
+    "user_policy",
     "with_twins",
 ]
 
@@ -46,7 +60,7 @@ def _with_twins(part: Any, backend: Backend) -> Any:
         function: Any = part
         return backend.scores.get(function.__name__, part) if hasattr(part, "__name__") and owner_of(function) else part
     parts = {field.name: getattr(part, field.name) for field in fields(part)}
-    changed = {name: twin for name, own in parts.items() if (twin := _with_twins(own, backend)) is not own}
+    changed = {name: twin for name, inner in parts.items() if (twin := _with_twins(inner, backend)) is not inner}
     if changed and "takes" in parts:
         changed["takes"] = backend.takes
     if changed and "needs" in parts:
@@ -75,7 +89,7 @@ _READERS = frozenset({"constants", "describe", "names"})
 _FIRST = ("crystalcache", "streamingllm", "fullcache")
 
 
-def _found() -> Mapping[str, NamedPolicy]:
+def _registered() -> Mapping[str, NamedPolicy]:
     """Return the named policies of all modules of this package: the policies in _FIRST, then all others by name."""
     for module in iter_modules(policies.__path__):
         if module.name not in _READERS:
@@ -83,7 +97,7 @@ def _found() -> Mapping[str, NamedPolicy]:
     return {name: REGISTERED[name] for name in (*_FIRST, *sorted(REGISTERED.keys() - set(_FIRST)))}
 
 
-POLICIES = _found()
+POLICIES = _registered()
 """All named policies. EpiCache is not in this table, because EpiCache needs queries of a patched prompt.
 
 A policy lacks a `diverse-` variant if it keeps chunks or trunks, because only tokens have a signature. CriticalKV,
@@ -122,15 +136,15 @@ def check_name(name: str, argument: str = "name") -> str:
     Case, hyphens and underscores of built-in names do not matter: `SnapKV`, `Ada-KV` and `AdaKVPress` are accepted.
 
     Raises:
-        SpecError: if the name is unknown, or for a reason that `own_policy` lists. The message contains `argument` and
+        SpecError: if the name is unknown, or for a reason that `user_policy` lists. The message contains `argument` and
             names similar to `name`. For a method that kvspec leaves out, the message has the reason.
     """
     if not isinstance(name, str):
         kind = f"{type(name).__module__.split('.')[0]}.{type(name).__name__}"
-        made = "for a Policy object type kvspec.CustomPolicy(policy, 0.3)" if isinstance(name, Policy) else (
+        remedy = "for a Policy object type kvspec.CustomPolicy(policy, 0.3)" if isinstance(name, Policy) else (
             "the name comes first: policy_from_name('snapkv', 0.3)"
         )
-        raise SpecError(argument, name if isinstance(name, (int, float)) else kind, f"must be text; {made}")
+        raise SpecError(argument, name if isinstance(name, (int, float)) else kind, f"must be text; {remedy}")
     if is_composition(name):
         return str(_composition(name, argument))
     # `module:ATTRIBUTE` names no entry point, and a search for entry points opens a file of each installed package.
@@ -144,7 +158,7 @@ def check_name(name: str, argument: str = "name") -> str:
     if bracket and _bare(bare) in _CANONICAL:
         call = f"policy_from_name({_CANONICAL[_bare(bare)]!r}, constant=value)"
         raise SpecError(argument, name, f"must be a name; pass constants as arguments, such as {call}")
-    own_policy(name, argument)
+    user_policy(name, argument)
     return name
 
 
@@ -154,12 +168,12 @@ def _composition(text: str, argument: str = "name") -> Composition:
     Raises:
         SpecError: if the text is invalid, or if the name is not that of a built-in policy.
     """
-    found = parse_composition(text, argument)
-    name = check_name(found.name, argument)
+    composition = parse_composition(text, argument)
+    name = check_name(composition.name, argument)
     if name not in NAMES:
         raise SpecError(argument, text, f"changes parts of {name}, but only policies of kvspec have parts with names")
-    constants_from_text(POLICIES[name.removeprefix(DIVERSE)], found.constants, _defaults(name))
-    return replace(found, name=name)
+    constants_from_text(POLICIES[name.removeprefix(DIVERSE)], composition.constants, _defaults(name))
+    return replace(composition, name=name)
 
 
 def _defaults(name: str) -> Mapping[str, Any]:
@@ -175,11 +189,11 @@ def split_name(name: str, argument: str = "name") -> tuple[str, dict[str, Any]]:
     """
     if (name := check_name(name, argument)) in NAMES or not is_composition(name):
         return name, {}
-    found = _composition(name, argument)
-    if found.parts or found.scorer_only:
+    composition = _composition(name, argument)
+    if composition.parts or composition.scorer_only:
         return name, {}
-    row = POLICIES[found.name.removeprefix(DIVERSE)]
-    return found.name, constants_from_text(row, found.constants, _defaults(found.name))
+    row = POLICIES[composition.name.removeprefix(DIVERSE)]
+    return composition.name, constants_from_text(row, composition.constants, _defaults(composition.name))
 
 
 def home_of(name: str) -> str:
@@ -187,18 +201,18 @@ def home_of(name: str) -> str:
     return _split_parts(name)[0]
 
 
-def own_policy(name: str, argument: str = "name") -> Plugin:
+def user_policy(name: str, argument: str = "name") -> Plugin:
     """Load a user's own policy by name.
 
     Raises:
         SpecError: if the name is unknown, if loading fails, or if the object is not a Policy.
     """
-    found = find_plugin(argument, name, ENTRY_POINTS, NAMES)
-    if not isinstance(found.value, Policy):
-        kind = type(found.value).__name__
+    plugin = find_plugin(argument, name, ENTRY_POINTS, NAMES)
+    if not isinstance(plugin.value, Policy):
+        kind = type(plugin.value).__name__
         bound = f"must be a Policy, such as kvspec.policy_from_score returns, not a {kind}"
         raise SpecError(argument, name, bound)
-    return found
+    return plugin
 
 
 def constants_of(name: str) -> frozenset[str]:
@@ -208,8 +222,8 @@ def constants_of(name: str) -> frozenset[str]:
         SpecError: as in `check_name`.
     """
     if is_composition(name := check_name(name)):
-        found = _composition(name)
-        return constants_of(found.name) - frozenset(found.constants) - {BLOCK} | {BACKEND}
+        composition = _composition(name)
+        return constants_of(composition.name) - frozenset(composition.constants) - {BLOCK} | {BACKEND}
     if name not in NAMES:
         return frozenset()
     row = POLICIES[name.removeprefix(DIVERSE)]
@@ -238,16 +252,16 @@ def constants_of_model(name: str) -> frozenset[str]:
         SpecError: as in `check_name`.
     """
     name, parts = _split_parts(check_name(name))
-    own = POLICIES[name.removeprefix(DIVERSE)].of_model if name in NAMES else frozenset[str]()
-    return own | {"W_o"} if "critical" in parts else own
+    constants = POLICIES[name.removeprefix(DIVERSE)].of_model if name in NAMES else frozenset[str]()
+    return constants | {"W_o"} if "critical" in parts else constants
 
 
 def _split_parts(name: str) -> tuple[str, frozenset[str]]:
     """Return the named policy that a text changes, and the names of the changed parts."""
     if not is_composition(name):
         return name, frozenset()
-    found = parse_composition(name)
-    return found.name, frozenset(found.parts)
+    composition = parse_composition(name)
+    return composition.name, frozenset(composition.parts)
 
 
 def make_policy(name: str, constants: Mapping[str, Any]) -> Policy:
@@ -258,17 +272,17 @@ def make_policy(name: str, constants: Mapping[str, Any]) -> Policy:
         BackendUnavailable: if the backend cannot run here, or lacks a stage family that the policy needs.
     """
     if is_composition(name := check_name(name)):
-        made = policy_from_text(_composition(name), constants)
-        return with_twins(made, resolve(constants.get(BACKEND, "numpy")))
+        composed = policy_from_text(_composition(name), constants)
+        return with_twins(composed, resolve(constants.get(BACKEND, "numpy")))
     if name not in NAMES:
-        given = own_policy(name).value
+        given = user_policy(name).value
         assert isinstance(given, Policy)
         return given
     row = POLICIES[name.removeprefix(DIVERSE)]
     if not name.startswith(DIVERSE):
         outside = constants_of(name) - row.constants
-        own = {key: value for key, value in constants.items() if key not in outside}
-        policy = row.policy(own)
+        arguments = {key: value for key, value in constants.items() if key not in outside}
+        policy = row.policy(arguments)
         if name not in _FIRST:
             policy = with_twins(policy, resolve(constants.get(BACKEND, "numpy")))
         if policy.promises == NOTHING_PROMISED:
@@ -281,5 +295,5 @@ def make_policy(name: str, constants: Mapping[str, Any]) -> Policy:
     rule = constants.get("rule", _RULES[0])
     check_choices("rule", (rule,), _RULES)
     toward_mean = rule == "variant_b"
-    made = policies.toward_mean_values(host, lam, mode) if toward_mean else policies.diverse(host, lam, mode, engine)
-    return with_twins(made, engine)
+    policy = policies.toward_mean_values(host, lam, mode) if toward_mean else policies.diverse(host, lam, mode, engine)
+    return with_twins(policy, engine)

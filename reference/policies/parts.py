@@ -31,8 +31,8 @@ Transform = tuple[str, Mapping[str, Any]]
 
 
 def _keywords(part: Any) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = getattr(part, "keywords", {})
-    return found
+    keywords: Mapping[str, Any] = getattr(part, "keywords", {})
+    return keywords
 
 
 def _function(part: Any) -> Any:
@@ -41,11 +41,11 @@ def _function(part: Any) -> Any:
 
 def split_transforms(policy: Policy) -> tuple[Policy, list[Transform]]:
     """Return the policy without transforms, and the transforms in the order in which they were applied."""
-    found: list[Transform] = []
+    transforms: list[Transform] = []
     while (step := _outermost(policy)) is not None:
         policy, transform = step
-        found.insert(0, transform)
-    return policy, found
+        transforms.insert(0, transform)
+    return policy, transforms
 
 
 def _outermost(policy: Policy) -> tuple[Policy, Transform] | None:
@@ -55,8 +55,8 @@ def _outermost(policy: Policy) -> tuple[Policy, Transform] | None:
         return replace(policy, selector=selector.select, least=_least(policy, b)), ("block", {"block": b})
     if isinstance(scorer, Signed) and isinstance(selector, Diverse | TowardMean):
         rule = "alpha" if isinstance(selector, Diverse) else "variant_b"
-        own = {"diversity": selector.lam, "signature": scorer.mode, "rule": rule}
-        return replace(policy, scorer=scorer.host, selector=top_units), ("diverse", own)
+        constants = {"diversity": selector.lam, "signature": scorer.mode, "rule": rule}
+        return replace(policy, scorer=scorer.host, selector=top_units), ("diverse", constants)
     if isinstance(scorer, TwoScores) and _function(selector) is two_stages:
         data = {"share": given["share"], "W_o": scorer.W_o}
         return replace(policy, scorer=scorer.host, selector=top_units), ("critical", data)
@@ -83,23 +83,23 @@ def apply_transforms(policy: Policy, transforms: list[Transform], backend: Any =
     Raises:
         SpecError: if a transform does not fit the policy.
     """
-    for name, own in transforms:
-        policy = _TRANSFORMS[name](policy, own, backend)
+    for name, constants in transforms:
+        policy = _TRANSFORMS[name](policy, constants, backend)
     return policy
 
 
-def _diverse(host: Policy, own: Mapping[str, Any], backend: Any) -> Policy:
-    if own["rule"] == "variant_b":
-        return toward_mean_values(host, own["diversity"], own["signature"])
-    return diverse(host, own["diversity"], own["signature"], backend)
+def _diverse(host: Policy, constants: Mapping[str, Any], backend: Any) -> Policy:
+    if constants["rule"] == "variant_b":
+        return toward_mean_values(host, constants["diversity"], constants["signature"])
+    return diverse(host, constants["diversity"], constants["signature"], backend)
 
 
 _TRANSFORMS: Mapping[str, Callable[[Policy, Mapping[str, Any], Any], Policy]] = {
-    "values": lambda host, own, _: with_value_norms(host, own["N_sink"]),
-    "critical": lambda host, own, _: with_critical_selection(host, own["W_o"], own["share"]),
-    "crush": lambda host, own, _: with_representatives(host, own["block"], own["share"], own["anchor"]),
+    "values": lambda host, given, _: with_value_norms(host, given["N_sink"]),
+    "critical": lambda host, given, _: with_critical_selection(host, given["W_o"], given["share"]),
+    "crush": lambda host, given, _: with_representatives(host, given["block"], given["share"], given["anchor"]),
     "diverse": _diverse,
-    "block": lambda host, own, _: in_blocks(host, own["block"]),
+    "block": lambda host, given, _: in_blocks(host, given["block"]),
 }
 
 
@@ -172,7 +172,7 @@ def equal_parts(one: Any, two: Any) -> bool:
     if isinstance(one, tuple | list):
         return len(one) == len(two) and all(map(equal_parts, one, two))
     if is_dataclass(one):
-        return all(equal_parts(getattr(one, own.name), getattr(two, own.name)) for own in fields(one))
+        return all(equal_parts(getattr(one, field.name), getattr(two, field.name)) for field in fields(one))
     if hasattr(one, "__code__"):
         return one.__code__ is two.__code__ and equal_parts(_cells(one), _cells(two))
     return bool(one == two)

@@ -92,13 +92,13 @@ def retain_each(
     Raises:
         SpecError: as in `retain`.
     """
-    protected, scores, found = policy.protection(observation.seen), None, []
+    protected, scores, retentions = policy.protection(observation.seen), None, []
     observation = shown_to(policy.scorer.needs, observation)
     for B in (tokens_of(policy, budget, observation.seen) for budget in budgets):
         if scores is None or policy.scorer.needs.budget:
             scores = policy.scorer(replace(observation, B=B), protected)
-        found.append(_retained(policy, B, observation.seen, scores, protected))
-    return found
+        retentions.append(_retained(policy, B, observation.seen, scores, protected))
+    return retentions
 
 
 def _retained(
@@ -158,10 +158,10 @@ def retain_turn(
     """
     seen = shown[0].seen
     B, protected = tokens_of(policy, budget, seen), policy.protection(seen)
-    marks = [protected[own] for own in live]
+    marks = [protected[positions] for positions in live]
     parts = [
-        policy.scorer(replace(shown_to(policy.scorer.needs, one), B=B, positions=own), mark)
-        for one, own, mark in zip(shown, live, marks, strict=False)
+        policy.scorer(replace(shown_to(policy.scorer.needs, one), B=B, positions=positions), mark)
+        for one, positions, mark in zip(shown, live, marks, strict=False)
     ]
     if len(parts) == 1:
         selection = chosen(policy, B, parts[0], marks[0])
@@ -172,7 +172,7 @@ def retain_turn(
             chosen(replace(policy, budgets=_given(int(share))), B, part, mark).positions
             for share, part, mark in zip(shares, parts, marks, strict=True)
         ]
-    kept = [own[at] for own, at in zip(live, slots, strict=True)]
+    kept = [positions[at] for positions, at in zip(live, slots, strict=True)]
     offsets = np.cumsum([0, *map(len, kept)]).astype(np.int64)
     return Retention(np.concatenate(kept), offsets, seen, policy.granularity)
 

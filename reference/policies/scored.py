@@ -51,11 +51,11 @@ class _Function:
         return self.separable
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
-        shape, found = (observation.groups, len(protected)), np.asarray(self.score(observation))
-        if found.shape != shape or found.dtype.kind not in "fiub":
-            given = f"{found.dtype} {found.shape}"
+        shape, scores = (observation.groups, len(protected)), np.asarray(self.score(observation))
+        if scores.shape != shape or scores.dtype.kind not in "fiub":
+            given = f"{scores.dtype} {scores.shape}"
             raise SpecError("score", given, f"must be an array of numbers with shape (kept sets, tokens) = {shape}")
-        values: Float64[Matrix, "g n"] = found.astype(np.float64)
+        values: Float64[Matrix, "g n"] = scores.astype(np.float64)
         if np.isnan(values[:, ~protected]).any():
             group, token = (int(at) for at in np.argwhere(np.isnan(values) & ~protected)[0])
             raise SpecError("score", "NaN", f"must be a number for token {token} of kept set {group}")

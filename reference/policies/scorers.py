@@ -78,14 +78,14 @@ def host_tables(*tables: Sequence[DeviceArray]) -> list[Matrix]:
     """Concatenate the rows of each table in CPU memory. Device tensors of all tables are copied in one transfer."""
     if any(isinstance(rows[0], np.ndarray) for rows in tables):
         return [np.concatenate(rows) if isinstance(rows[0], np.ndarray) else host_rows(rows) for rows in tables]
-    flat = [own.reshape(-1) for rows in tables for own in rows]
+    flat = [layer.reshape(-1) for rows in tables for layer in rows]
     whole, at = flat[0].new_empty(sum(map(len, flat))).double(), 0
     for part in flat:
         whole[at : at + len(part)] = part
         at += len(part)
-    ends = np.cumsum([sum(own.shape[0] * own.shape[1] for own in rows) for rows in tables])
-    found = np.split(whole.cpu().numpy(), ends[:-1])
-    return [part.reshape(sum(map(len, rows)), rows[0].shape[1]) for part, rows in zip(found, tables, strict=True)]
+    ends = np.cumsum([sum(layer.shape[0] * layer.shape[1] for layer in rows) for rows in tables])
+    host_parts = np.split(whole.cpu().numpy(), ends[:-1])
+    return [part.reshape(sum(map(len, rows)), rows[0].shape[1]) for part, rows in zip(host_parts, tables, strict=True)]
 
 
 def stacked(observation: Observation, rows: Sequence[DeviceArray], carry: object = None) -> Scores:

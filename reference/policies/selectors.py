@@ -52,7 +52,7 @@ def best_tokens(
     Implements: PO-TOP-UNITS
     """
     offsets = np.arange(values.shape[1] + 1)
-    return _selection([_fill(row, offsets, int(B), own) for row, B, own in zip(values, shares, pinned, strict=True)])
+    return _selection([_fill(row, offsets, int(B), pins) for row, B, pins in zip(values, shares, pinned, strict=True)])
 
 
 Choice: TypeAlias = Callable[[Matrix, IntVector, BoolMatrix], Selection]

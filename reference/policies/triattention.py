@@ -37,7 +37,7 @@ def largest_z_scores(
     """
     candidates = np.arange(k.shape[1]) >= pinned
     heads = zip(wide(k), np.split(mean, len(k)), np.split(magnitude, len(k)), strict=True)
-    scores = (distance_score(keys, t, own, size, inv_freq, factor) for keys, own, size in heads)
+    scores = (distance_score(keys, t, head_mean, size, inv_freq, factor) for keys, head_mean, size in heads)
     return np.stack([z_scores(score, candidates).max(axis=0) for score in scores])
 
 
@@ -93,7 +93,7 @@ class TriAttention:
 
     def layers(self, views: Mapping[int, LayerView], t: int) -> list[DeviceArray]:
         """Return each layer's largest z-scores over query heads, (H_kv, n). The score of a pinned token is NaN."""
-        found, rope, known, rows = self.calibration, self.calibration.identity, self.calibration.layers, []
+        calibration, rope, known, rows = self.calibration, self.calibration.identity, self.calibration.layers, []
         if not (set(views) <= set(known) if self.layerwise else tuple(views) == known):
             raise SpecError(
                 "calibration", known,
@@ -101,10 +101,10 @@ class TriAttention:
             )
         for layer, view in views.items():
             shape, at = tuple(view.k.shape), known.index(layer)
-            mean, magnitude = found.mean[at], found.magnitude[at]
+            mean, magnitude = calibration.mean[at], calibration.magnitude[at]
             if len(mean) % shape[0] or mean.shape[1] != shape[2]:
                 raise SpecError(
-                    "calibration", found.mean.shape,
+                    "calibration", calibration.mean.shape,
                     f"does not fit keys with shape {shape}; run `kvspec calibrate` with this model",
                 )
             rows.append(self.score(view.k, t, mean, magnitude, rope.inv_freq, rope.factor, self.pin_prompt))

@@ -51,7 +51,8 @@ def exponential_numbers(seed: int, first: int, seen: int, at: Int64[IntMatrix, "
 
     Implements: PO-UNIFORM
     """
-    return -np.log(np.stack([uniform_numbers(seed, group, seen, seen)[own] for group, own in enumerate(at, first)]))
+    numbers = [uniform_numbers(seed, group, seen, seen)[positions] for group, positions in enumerate(at, first)]
+    return -np.log(np.stack(numbers))
 
 
 def window_attention(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H_kv past"]:

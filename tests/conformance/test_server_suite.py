@@ -29,7 +29,7 @@ from models_integration.cache.continuation import Decision
 from models_integration.cache.renumbering import numbering_of
 from models_integration.model.architecture import describe
 from models_integration.model.cache_argument import cache_name
-from models_integration.policies.methods import spelled
+from models_integration.policies.methods import parse_policy
 from models_integration.session.verbs import read
 from spec.retention import Granularity, Retention
 
@@ -114,7 +114,7 @@ class Evicting:
     def answer(self, ids: Sequence[int], tokens: int, seed: int) -> Iterator[dict[str, Any]]:
         """Yield the events of a stream. The last event has the statement."""
         n, generator = len(ids), torch.Generator().manual_seed(seed)
-        name, constants = spelled(self.policy)
+        name, constants = parse_policy(self.policy)
         policy = policy_from_name(name, self.budget, **constants)
         observed = observe(self.model, torch.tensor([ids]))
         (retention,) = decide(policy.on(self.model), observed).retentions

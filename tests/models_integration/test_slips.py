@@ -14,7 +14,7 @@ import kvspec
 from conformance.paths import SPEC
 from models_integration import NamedPolicy, RetainedCache
 from models_integration.policies.calibration import read_head_pattern, read_statistics, write_statistics
-from models_integration.policies.methods import spelled
+from models_integration.policies.methods import parse_policy
 from reference.calibration import load_calibration
 from reference.policies import snapkv
 from reference.policies.describe import describe_policy
@@ -49,7 +49,7 @@ def test_a_policy_by_another_spelling_is_the_policy() -> None:
     policy = kvspec.policy_from_name("SnapKV", 0.3, window=16)
     assert isinstance(policy, NamedPolicy)
     assert (policy.name, policy.constants["W"]) == ("snapkv", 16)
-    assert spelled("Snap-KV(window=16)") == ("snapkv", {"W": 16})
+    assert parse_policy("Snap-KV(window=16)") == ("snapkv", {"W": 16})
     assert isinstance(kvspec.policy_from_name("full"), kvspec.FullCache)
     with pytest.raises(SpecError, match=r"W = 8: is the constant W, which is also given"):
         kvspec.policy_from_name("snapkv", 0.3, window=16, W=8)

@@ -9,7 +9,7 @@ import pytest
 from conformance.plugin import subject_of
 from reference.backend import BACKEND
 from reference.policies.names import ENTRY_POINTS as POLICY_ENTRY_POINTS
-from reference.policies.names import NAMES, check_name, constants_of, constants_of_model, make_policy, own_policy
+from reference.policies.names import NAMES, check_name, constants_of, constants_of_model, make_policy, user_policy
 from spec.backend import BUILT_IN, ENTRY_POINTS, Backend, CrystalStages, resolve
 from spec.errors import BackendUnavailable, SpecError
 from spec.validate import check_choices
@@ -210,11 +210,11 @@ def test_an_attribute_is_not_searched_among_entry_points(monkeypatch: pytest.Mon
 @pytest.mark.spec("PO-RETAIN")
 def test_a_digest_is_of_the_code_that_runs(here: Path) -> None:
     """Check that results keep their name if the file of their code changes while the code runs."""
-    first = own_policy("users_own:MINE").digest
+    first = user_policy("users_own:MINE").digest
     (here / "users_own.py").write_text(OWN_MODULE + "\n# later, and longer\n", encoding="utf-8")
-    assert own_policy("users_own:MINE").digest == own_policy("theirs").digest == first
+    assert user_policy("users_own:MINE").digest == user_policy("theirs").digest == first
     del sys.modules["users_own"]
-    assert own_policy("users_own:MINE").digest != first
+    assert user_policy("users_own:MINE").digest != first
 
 
 @pytest.mark.usefixtures("reference_items")

@@ -79,7 +79,7 @@ def control_of(policy: str, granularity: str) -> str:
         granularity: value of the policy's `Granularity`.
     """
     name = policy.partition("(")[0]
-    if name == "crystalcache" and spelled(policy)[1].get("T_max") != 1:
+    if name == "crystalcache" and parse_policy(policy)[1].get("T_max") != 1:
         return RANDOM_TRUNKS
     if name == "kvzip-heads":
         return RANDOM_HEADS

@@ -27,7 +27,7 @@ from experiments.studies.subject import policy_in_rows, versioned
 from experiments.tasks import PLACEMENTS
 from experiments.tasks.needle import CONFIRM, DEV, part_of
 from experiments.tasks.registry import resolve_task
-from models_integration.policies.methods import spelled
+from models_integration.policies.methods import parse_policy
 from reference.calibration import Calibration, load_calibration
 from spec.errors import SpecError
 from spec.validate import check_choices
@@ -156,7 +156,7 @@ class Rules:
         if both := [name for name in EVERY_CONTROL if name in self.policies]:
             raise SpecError("policies", both[0], "is a control: write the name in controls, not in policies")
         for policy in self.policies:
-            _, constants = spelled(policy.removesuffix(AT_PROMPT))
+            _, constants = parse_policy(policy.removesuffix(AT_PROMPT))
             if constants.get("stream"):
                 raise SpecError(
                     "policies", policy,

@@ -17,7 +17,7 @@ from experiments.studies.evidence.samples import ENDS, FLOOR, Samples
 from experiments.studies.page import Curve, Html, forest, grid, note, panel, plots, section, shaded, table
 from experiments.studies.report import SAME_CACHE, SIGNIFICANT, budget_tokens, format_p, title_of
 from experiments.studies.results import Row
-from models_integration.policies.methods import spelled
+from models_integration.policies.methods import parse_policy
 from reference.statistics import holm
 from spec.arrays import Int64, IntVector
 from spec.errors import SpecError
@@ -245,7 +245,7 @@ def swept(policies: Iterable[str]) -> dict[tuple[str, str], dict[float, str]]:
 def _spelled(policy: str) -> tuple[str, dict[str, Any]]:
     """Parse a policy's text. A control, or a user's policy that cannot be loaded, has no constants."""
     try:
-        return (policy, {}) if policy in EVERY_CONTROL else spelled(policy.removesuffix(AT_PROMPT))
+        return (policy, {}) if policy in EVERY_CONTROL else parse_policy(policy.removesuffix(AT_PROMPT))
     except SpecError:
         return policy, {}
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from experiments.studies.evidence.rules import Rules, check_fields, rules_of
 from experiments.studies.report import format_p
-from models_integration.policies.methods import spelled
+from models_integration.policies.methods import parse_policy
 from reference.confirmation import BONFERRONI, Cell, branch_of, choose_lambda, paired_difference
 from spec.errors import SpecError
 from spec.validate import check_choices
@@ -47,7 +47,7 @@ def decided(rule: str, paired: Mapping[tuple[str, str, str], Sequence[float]]) -
 def _chosen(cells: Mapping[tuple[str, str, str], Cell]) -> str:
     by_lambda = dict[float, list[float]]()
     for (_, _, policy), cell in cells.items():
-        by_lambda.setdefault(spelled(policy)[1].get("diversity", 0.5), []).append(cell.difference)
+        by_lambda.setdefault(parse_policy(policy)[1].get("diversity", 0.5), []).append(cell.difference)
     means = ", ".join(f"{penalty:g}: {fmean(result):+.4f}" for penalty, result in by_lambda.items())
     return f"The registered rule chooses lambda {choose_lambda(by_lambda):g}; mean differences {means}."
 

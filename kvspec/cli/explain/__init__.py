@@ -19,7 +19,7 @@ from experiments.studies.report import say
 from experiments.studies.subject import Loading, Subject
 from kvspec.cli.checks import calibration_of, read_prompt
 from models_integration.cache.atomic_file import publish_readable
-from models_integration.policies.methods import spelled
+from models_integration.policies.methods import parse_policy
 from models_integration.policies.prefill import prefill
 from models_integration.session.session import Session
 from reference.crystalcache.graph import trunk_pairs
@@ -120,7 +120,7 @@ def run_explain(
     check_output("out", out, filter(None, (prompt, calibration)), force)
     others = [beside] if beside else []
     for other in others:
-        spelled(other)
+        parse_policy(other)
     statistics = calibration_of(others, calibration)
     subject = replace(loading.subject(), calibration=statistics)
     ids = subject.tokenizer(text).input_ids

@@ -46,7 +46,7 @@ class RequestPolicy:
     policy: Policy
 
     def __str__(self) -> str:
-        """Return the name with constants, as `spelled` reads them. Constants that are files or sets are left out."""
+        """Return the name with constants, as `parse_policy` reads them, without constants that are files or sets."""
         shown = [f"{key}={json.dumps(one)}" for key, one in self.constants.items()
                  if isinstance(one, int | float | str)]
         return f"{self.name}({', '.join(shown)})" if shown else self.name
@@ -147,27 +147,27 @@ def parse_request(given: Any, settings: Settings) -> RequestPolicy | None:
     """
     if given is None:
         return None if settings.default is None else parse_default(settings)
-    asked, own = _mapping(given, KEY), settings.default or {}
+    asked, default = _mapping(given, KEY), settings.default or {}
     for key, reason in _SERVER_ONLY.items():
         if key in asked:
             raise SpecError(key, asked[key], reason)
-    name = asked.get("policy", own.get("policy"))
+    name = asked.get("policy", default.get("policy"))
     home = names.home_of(name) if isinstance(name, str) else name
     if home not in names.NAMES:  # a name with a colon would import a module of the client's choice
         raise SpecError("policy", name, f"must be a built-in policy: {', '.join(names.NAMES)}")
     name = names.check_name(str(name), "policy")
     if settings.allow_policies is not None and name not in (*settings.allow_policies, "fullcache"):
         raise SpecError("policy", name, f"is not allowed here; allowed are {', '.join(settings.allow_policies)}")
-    if name == own.get("policy"):
-        asked = {**own, **asked}
-    found = _made(json.dumps({**asked, "policy": name}, sort_keys=True, default=list))
-    share, bounds = found.budget.fraction, settings.bounds
+    if name == default.get("policy"):
+        asked = {**default, **asked}
+    policy = _parse_policy(json.dumps({**asked, "policy": name}, sort_keys=True, default=list))
+    share, bounds = policy.budget.fraction, settings.bounds
     if bounds is not None and (share is None or not bounds[0] <= share <= bounds[1]):
         low, high = map(float, bounds)
-        raise SpecError("budget", str(found.budget), f"must be a share between {low} and {high}")
-    if found.unserved and settings.on_unserved == "refuse":
-        raise SpecError("policy", name, found.unserved)
-    return None if name == "fullcache" else found
+        raise SpecError("budget", str(policy.budget), f"must be a share between {low} and {high}")
+    if policy.unserved and settings.on_unserved == "refuse":
+        raise SpecError("policy", name, policy.unserved)
+    return None if name == "fullcache" else policy
 
 
 def parse_default(settings: Settings) -> RequestPolicy:
@@ -177,10 +177,10 @@ def parse_default(settings: Settings) -> RequestPolicy:
         SpecError: if a name, a constant or the budget is invalid, or if the policy is not served and the server refuses
             such policies.
     """
-    found = _made(json.dumps(settings.default, sort_keys=True, default=list))
-    if found.unserved and settings.on_unserved == "refuse":
-        raise SpecError("policy", found.name, found.unserved)
-    return found
+    policy = _parse_policy(json.dumps(settings.default, sort_keys=True, default=list))
+    if policy.unserved and settings.on_unserved == "refuse":
+        raise SpecError("policy", policy.name, policy.unserved)
+    return policy
 
 
 def _mapping(given: Any, argument: str) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def _mapping(given: Any, argument: str) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=256)
-def _made(text: str) -> RequestPolicy:
+def _parse_policy(text: str) -> RequestPolicy:
     """Return the policy of a request from JSON text. Requests often repeat their arguments, so results are stored."""
     asked = json.loads(text)
     name = names.check_name(asked.pop("policy", None))
@@ -233,10 +233,10 @@ def make(name: str, constants: Mapping[str, Any], learned: Mapping[str, Any]) ->
 def _placeholders(name: str, constants: Mapping[str, Any]) -> dict[str, Any]:
     """Return values for the constants of the model that are only used by scores."""
     wanted = names.constants_of_model(name)
-    own: dict[str, Any] = {"W_o": {}, "inv_freq": (), "factor": 1.0}
+    values: dict[str, Any] = {"W_o": {}, "inv_freq": (), "factor": 1.0}
     if "served" in wanted:
-        own["served"] = constants["calibration"].identity
-    return {key: own[key] for key in wanted}
+        values["served"] = constants["calibration"].identity
+    return {key: values[key] for key in wanted}
 
 
 def _calibration(given: Any) -> Any:

@@ -34,7 +34,7 @@ def install() -> None:
 
 
 def _make_request_output(
-    own: Any, state: Any, new_token_ids: Any, pooling_output: Any, finish_reason: Any, stop_reason: Any,
+    original: Any, state: Any, new_token_ids: Any, pooling_output: Any, finish_reason: Any, stop_reason: Any,
     kv_transfer_params: Mapping[str, Any] | None = None, *args: Any, **kwargs: Any,
 ) -> Any:
     """Add the scheduler's news to the statement, and put the statements of finished answers in the output."""
@@ -44,7 +44,7 @@ def _make_request_output(
     state.kvspec.take(parameters.pop(KEY, {}), finish_reason is not None)
     if finish_reason is not None:
         _count(state.kvspec, state.prompt_len + state.detokenizer.num_output_tokens())
-    output = own(
+    output = original(
         state, new_token_ids, pooling_output, finish_reason, stop_reason, parameters or None, *args, **kwargs
     )
     if output is not None and (stated := _stated(output.outputs)) is not None:
@@ -52,51 +52,52 @@ def _make_request_output(
     return output
 
 
-def _new_completion_output(own: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+def _new_completion_output(original: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
     """Give the output of one answer its statement. vLLM merges outputs, and the statement is one object."""
-    output = own(state, *args, **kwargs)
+    output = original(state, *args, **kwargs)
     output.kvspec = state.kvspec
     return output
 
 
 def _stated(outputs: Iterable[Any]) -> Any:
     """Return the statement of an answer, or a list of statements if a request has several. None before the end."""
-    found = [one.kvspec for one in outputs]
-    if not found or not all(one.finished and "policy" in one.body for one in found):
+    statements = [one.kvspec for one in outputs]
+    if not statements or not all(one.finished and "policy" in one.body for one in statements):
         return None
-    return found[0].body if len(found) == 1 else [{**one.body, "index": at} for at, one in enumerate(found)]
+    bodies = [one.body for one in statements]
+    return bodies[0] if len(bodies) == 1 else [{**body, "index": at} for at, body in enumerate(bodies)]
 
 
-def _completion_response(own: Any, serving: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+def _completion_response(original: Any, serving: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Add the statements of all prompts. vLLM gives those of the first."""
-    response = own(serving, batch, *args, **kwargs)
+    response = original(serving, batch, *args, **kwargs)
     if (stated := _stated([one for result in batch for one in result.outputs])) is not None:
         response.kv_transfer_params = {**(response.kv_transfer_params or {}), KEY: stated}
     return response
 
 
-async def _stream(own: Any, serving: Any, request: Any, *args: Any, **kwargs: Any) -> AsyncIterator[str]:
+async def _stream(original: Any, serving: Any, request: Any, *args: Any, **kwargs: Any) -> AsyncIterator[str]:
     """Add digests and statements to the events of a stream. No event is added, because clients read `choices[0]`.
 
     A digest is in the event of the token that was chosen before the eviction, or in an earlier event.
     """
-    found, sent, ended = dict[int, Statement](), dict[int, int](), False
+    statements, sent, ended = dict[int, Statement](), dict[int, int](), False
     count = request.n or 1
     name = "result_generator"
 
     async def watched(results: AsyncIterator[Any]) -> AsyncIterator[Any]:
         async for item in results:
             prompt, result = item if isinstance(item, tuple) else (0, item)
-            found.update({prompt * count + one.index: one.kvspec for one in result.outputs})
+            statements.update({prompt * count + one.index: one.kvspec for one in result.outputs})
             yield item
 
-    bound = inspect.signature(own).bind(serving, request, *args, **kwargs)
+    bound = inspect.signature(original).bind(serving, request, *args, **kwargs)
     prompts = bound.arguments.get("num_prompts", 1)
     bound.arguments[name] = watched(bound.arguments[name])
-    async for chunk in own(*bound.args, **bound.kwargs):
+    async for chunk in original(*bound.args, **bound.kwargs):
         events = list[dict[str, Any]]()
-        last = not ended and len(found) == count * prompts and all(one.finished for one in found.values())
-        for index, one in sorted(found.items()):
+        last = not ended and len(statements) == count * prompts and all(one.finished for one in statements.values())
+        for index, one in sorted(statements.items()):
             new = one.digests[sent.get(index, 0) :]
             sent[index] = len(one.digests)
             body = {"witness": FORMAT, **({"digests": new} if new else {}), **(one.body if last else {})}

@@ -63,12 +63,12 @@ class EvictingManager(FullAttentionManager):
         pool, source = self.block_pool, self.req_to_blocks[request_id]
         assert len(source) * self.block_size >= event - self.plans[request_id].shift, "more slots than blocks"
         need = -(-kept // self.block_size)
-        own = [block for block in source if block.ref_cnt == 1]
-        target = [block for block in own if block.block_hash is None][:need]
+        unshared = [block for block in source if block.ref_cnt == 1]
+        target = [block for block in unshared if block.block_hash is None][:need]
         taken = pool.get_new_blocks(max(0, min(need - len(target), pool.get_num_free_blocks())))
         target += taken
         # Last resort: blocks that only this request uses, and that prefix caching knows.
-        spare = [block for block in own if block not in target][: need - len(target)]
+        spare = [block for block in unshared if block not in target][: need - len(target)]
         if len(target) + len(spare) < need:
             pool.free_blocks(reversed(taken))
             return None

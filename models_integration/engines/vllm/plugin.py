@@ -30,21 +30,21 @@ def register() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     # vLLM 0.32 calls a plugin without the configuration, and reads `additional_config` in this method.
-    own = EngineArgs.create_engine_config
-    if getattr(own, KEY, False):
+    original = EngineArgs.create_engine_config
+    if getattr(original, KEY, False):
         return
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = (self.additional_config or {}).get(KEY)
         if given is None:
-            return own(self, *args, **kwargs)
-        return _chosen(self, own, Settings.read(given), args, kwargs)
+            return original(self, *args, **kwargs)
+        return _chosen(self, original, Settings.read(given), args, kwargs)
 
     setattr(create_engine_config, KEY, True)
     EngineArgs.create_engine_config = create_engine_config
 
 
-def _chosen(engine: Any, own: Any, settings: Settings, args: Any, kwargs: Any) -> Any:
+def _chosen(engine: Any, original: Any, settings: Settings, args: Any, kwargs: Any) -> Any:
     """Return the configuration of an engine, with kvspec's classes.
 
     Raises:
@@ -60,7 +60,7 @@ def _chosen(engine: Any, own: Any, settings: Settings, args: Any, kwargs: Any) -
     os.environ[VARIABLE] = settings.text()
     engine.worker_cls = WORKER
     engine.logits_processors = [*(engine.logits_processors or []), PARAMETERS]
-    config = own(engine, *args, **kwargs)
+    config = original(engine, *args, **kwargs)
     check_configuration(config)
     # vLLM decides about asynchronous scheduling inside, so the class of the scheduler is chosen after that.
     config.scheduler_config.scheduler_cls = SCHEDULERS[bool(config.scheduler_config.async_scheduling)]

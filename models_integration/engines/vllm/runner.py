@@ -181,38 +181,38 @@ class _Evicting:
 
     def get_kv_cache_spec(self) -> Any:
         """Return specs of the layers whose manager can evict."""
-        own: Any = super()
-        return {name: evicting_spec(spec) for name, spec in own.get_kv_cache_spec().items()}
+        vllm: Any = super()
+        return {name: evicting_spec(spec) for name, spec in vllm.get_kv_cache_spec().items()}
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Compact, run the model, and decide. Without requests, only the forward pass runs."""
-        own: Any = super()
+        vllm: Any = super()
         if self.kvspec is None:
             self.kvspec = _Model(self)
         self.kvspec.begin(scheduler_output)
-        found = own.execute_model(scheduler_output, *args, **kwargs)
+        output = vllm.execute_model(scheduler_output, *args, **kwargs)
         self.kvspec.decide()
-        return found
+        return output
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any, *args: Any, **kwargs: Any) -> Any:
         """Prepare the batch with positions of the text, and with lengths and slots of the stored tokens."""
-        own: Any = super()
-        found = own._prepare_inputs(scheduler_output, num_scheduled_tokens, *args, **kwargs)
+        vllm: Any = super()
+        inputs = vllm._prepare_inputs(scheduler_output, num_scheduled_tokens, *args, **kwargs)
         assert self.kvspec is not None
         self.kvspec.prepare(num_scheduled_tokens)
-        return found
+        return inputs
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Sample tokens, and send the decisions of the step to the scheduler."""
-        own: Any = super()
+        vllm: Any = super()
         with undrawn_chunks(self):
-            found = own.sample_tokens(*args, **kwargs)
+            output = vllm.sample_tokens(*args, **kwargs)
         if self.kvspec is not None and self.kvspec.reports:
             # With asynchronous scheduling, the output that the scheduler reads is inside.
-            setattr(getattr(found, "_model_runner_output", found), KEY, self.kvspec.reports)
+            setattr(getattr(output, "_model_runner_output", output), KEY, self.kvspec.reports)
             self.kvspec.reports = {}
-        return found
+        return output
 
 
 class EvictingWorker(Worker):

@@ -17,11 +17,11 @@ class _News:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.found: dict[str, dict[str, Any]] = {}
+        self.news: dict[str, dict[str, Any]] = {}
 
     def plan(self, request: Any) -> Plan | None:
         """Return the plan of a new request, or None if the request keeps its full cache."""
-        news = self.found[request.request_id] = {"policy": "fullcache", "budget": "1.0"}
+        news = self.news[request.request_id] = {"policy": "fullcache", "budget": "1.0"}
         given = (getattr(request.sampling_params, "extra_args", None) or {}).get(KEY)
         try:
             asked = parse_request(given, self.settings)
@@ -46,7 +46,7 @@ class _News:
 
     def note(self, name: str, plan: Plan, report: Report) -> None:
         """Add a decision, or the reason why there is none."""
-        news = self.found.setdefault(name, {})
+        news = self.news.setdefault(name, {})
         if report.error is not None:
             news["failed"] = report.error
         elif report.eviction is not None:
@@ -56,13 +56,13 @@ class _News:
 
     def freed(self, name: str, blocks: int) -> None:
         """Add blocks that the request no longer holds after a compaction."""
-        news = self.found.setdefault(name, {})
+        news = self.news.setdefault(name, {})
         news["freed_blocks"] = news.get("freed_blocks", 0) + blocks
 
     def drop(self, requests: Container[str]) -> None:
         """Delete the news of requests that have ended."""
-        for name in [name for name in self.found if name not in requests]:
-            del self.found[name]
+        for name in [name for name in self.news if name not in requests]:
+            del self.news[name]
 
 
 class _Evicting:
@@ -103,11 +103,11 @@ class _Evicting:
         self._vllm.add_request(request)
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        found = self._vllm._free_request(request, *args, **kwargs)
+        parameters = self._vllm._free_request(request, *args, **kwargs)
         self._plans.pop(request.request_id, None)
         if not self._updating:  # no output follows
             self._news.drop(self.requests)
-        return found
+        return parameters
 
     def _get_local_prefix_cache_hit(self, request: Any) -> Any:
         """Use a cached prefix up to the window whose queries the policy reads."""
@@ -179,14 +179,14 @@ class _Evicting:
                 plan = self._plans[name]
                 plan.observed = max(plan.observed, request.num_computed_tokens)
         self._updating = True
-        found = self._vllm.update_from_output(scheduler_output, model_runner_output)
+        outputs_by_client = self._vllm.update_from_output(scheduler_output, model_runner_output)
         self._updating = False
-        for outputs in found.values():
+        for outputs in outputs_by_client.values():
             for one in outputs.outputs:
-                if news := self._news.found.pop(one.request_id, None):
+                if news := self._news.news.pop(one.request_id, None):
                     one.kv_transfer_params = {**(one.kv_transfer_params or {}), KEY: news}
         self._news.drop(self.requests)
-        return found
+        return outputs_by_client
 
     def _note(self, name: str, report: Report) -> None:
         plan = self._plans.get(name)

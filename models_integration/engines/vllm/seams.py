@@ -102,10 +102,10 @@ def replace_front_end(new: Mapping[str, Callable[..., Any]]) -> None:
             setattr(owner, name, _around(getattr(owner, name), new[name]))
 
 
-def _around(own: Callable[..., Any], new: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(own)
+def _around(original: Callable[..., Any], new: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return new(own, self, *args, **kwargs)
+        return new(original, self, *args, **kwargs)
 
     setattr(method, KEY, True)
     return method
@@ -117,8 +117,8 @@ def check_version() -> None:
     Raises:
         SpecError: otherwise.
     """
-    found = re.match(r"(\d+)\.(\d+)", vllm.__version__)
-    if found is None or not OLDEST <= tuple(map(int, found.groups())) <= NEWEST:
+    match = re.match(r"(\d+)\.(\d+)", vllm.__version__)
+    if match is None or not OLDEST <= tuple(map(int, match.groups())) <= NEWEST:
         tested = " to ".join(f"{major}.{minor}" for major, minor in dict.fromkeys((OLDEST, NEWEST)))
         raise SpecError("vllm", vllm.__version__, f"kvspec was tested with {tested}: install one of these versions")
     check_methods(OVERRIDDEN)
@@ -180,8 +180,8 @@ def only_manager(scheduler: Any, kind: type) -> Any:
     """
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
     if len(managers) != 1 or type(managers[0]) is not kind:
-        found = ", ".join(type(one).__name__ for one in managers)
-        raise SpecError("model", found, "must have one group of layers with full attention")
+        kinds = ", ".join(type(one).__name__ for one in managers)
+        raise SpecError("model", kinds, "must have one group of layers with full attention")
     return managers[0]
 
 
@@ -206,14 +206,15 @@ def layer_facts(layer: Any) -> LayerFacts:
     Raises:
         SpecError: if the layer has a window or ALiBi.
     """
-    own = layer.impl
-    if getattr(own, "alibi_slopes", None) is not None:
+    implementation = layer.impl
+    if getattr(implementation, "alibi_slopes", None) is not None:
         raise SpecError("alibi_slopes", "slopes", "is not served with eviction: ALiBi computes distances from slots")
-    window = getattr(own, "sliding_window", None)
+    window = getattr(implementation, "sliding_window", None)
     if window not in (None, -1, (-1, -1)):
         raise SpecError("sliding_window", window, "is not served with eviction: a window counts slots")
-    softcap = next((cap for name in ("logits_soft_cap", "soft_cap") if (cap := getattr(own, name, None))), None)
-    return LayerFacts(float(own.scale), softcap, getattr(own, "sinks", None))
+    caps = (getattr(implementation, name, None) for name in ("logits_soft_cap", "soft_cap"))
+    softcap = next(filter(None, caps), None)
+    return LayerFacts(float(implementation.scale), softcap, getattr(implementation, "sinks", None))
 
 
 def watch_queries(layer: Any, seen: Callable[[Tensor], None]) -> None:
@@ -221,11 +222,11 @@ def watch_queries(layer: Any, seen: Callable[[Tensor], None]) -> None:
 
     vLLM 0.32 reads `impl.forward` of the layer in each call, in eager and in piecewise compiled mode.
     """
-    own = layer.impl.forward
+    original = layer.impl.forward
 
     def forward(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
         seen(query)
-        return own(module, query, *args, **kwargs)
+        return original(module, query, *args, **kwargs)
 
     layer.impl.forward = forward
 
@@ -244,8 +245,8 @@ def output_projection(model: Any, layer: Any) -> Tensor:
         raise SpecError("model", layer.layer_name, "has no output projection o_proj")
     units = torch.eye(heads * d, dtype=layer.kv_cache.dtype, device=layer.kv_cache.device)
     rows, zero = (project(given)[0] for given in (units, torch.zeros_like(units[:1])))
-    found: Tensor = (rows - zero).view(heads, d, -1)
-    return found
+    projection: Tensor = (rows - zero).view(heads, d, -1)
+    return projection
 
 
 def rotary_frequencies(model: Any, layer: Any) -> Any:
@@ -279,8 +280,8 @@ def check_layout(layer: Any, pages: Any) -> None:
     )
     slots = torch.arange(pages.size, device=cache.device)
     layer.impl.do_kv_cache_update(layer, keys, values, cache, slots)
-    found = pages.read(torch.zeros(1, dtype=torch.long, device=cache.device), slots)
-    if not all(torch.equal(own, one.transpose(0, 1)) for own, one in zip(found, (keys, values), strict=True)):
+    tensors = pages.read(torch.zeros(1, dtype=torch.long, device=cache.device), slots)
+    if not all(torch.equal(tensor, one.transpose(0, 1)) for tensor, one in zip(tensors, (keys, values), strict=True)):
         backend = layer.attn_backend.get_name()
         raise SpecError("attention_backend", backend, "stores pages in an unknown order")
     layer.kv_cache[0].zero_()
@@ -311,14 +312,14 @@ def undrawn_chunks(runner: Any) -> Iterator[None]:
     vLLM 0.32 draws a token for each chunk, and takes the draw back with `Generator.set_offset`. PyTorch has no such
     method for a generator on the CPU, and the engine stops at a request with a seed and several chunks.
     """
-    batch, own = runner.input_batch, dict(runner.input_batch.generators)
+    batch, generators = runner.input_batch, dict(runner.input_batch.generators)
     for row in runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0]:
-        if int(row) in own and own[int(row)].device.type == "cpu":
+        if int(row) in generators and generators[int(row)].device.type == "cpu":
             del batch.generators[int(row)]
     try:
         yield
     finally:
-        batch.generators.update(own)
+        batch.generators.update(generators)
 
 
 def shift_lengths(runner: Any, shifts: Any, counts: Any) -> None:

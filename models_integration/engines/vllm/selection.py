@@ -128,7 +128,7 @@ class Decider:
         if retention is not None:
             new = np.full((one.groups, 1), one.seen - 1)
             live, kept = np.concatenate([before.live, new], axis=1), self._running.live
-            slots = np.stack([np.searchsorted(row, own) for row, own in zip(live, kept, strict=True)])
+            slots = np.stack([np.searchsorted(row, positions) for row, positions in zip(live, kept, strict=True)])
             self._keep(one.seen, slots, live.shape[1])
         return retention
 

@@ -84,8 +84,8 @@ def jobs(d: int, element: str) -> Iterator[Job]:
     yield job("active_tiles", plain, {"H": HEADS, **sized(tiles.cross)})
     best = {"PLACES": triton.next_power_of_2(K_CROSS), "TAKE": K_CROSS}
     yield job("cross_neighbours", tiles.cross, {**widths, **sized(tiles.cross), **best, "H": HEADS})
-    yield job("own_chunk", tiles.own, {**widths, **sized(tiles.own), "H": HEADS})
-    tokens = {"H": HEADS, "HEADS": HEADS, "ROWS": tiles.own.rows, "TOKENS": tiles.tokens, "TAKE": 3}
+    yield job("chunk_attention", tiles.chunk, {**widths, **sized(tiles.chunk), "H": HEADS})
+    tokens = {"H": HEADS, "HEADS": HEADS, "ROWS": tiles.chunk.rows, "TOKENS": tiles.tokens, "TAKE": 3}
     yield job("salience", Shape(tiles.tokens, HEADS), tokens)
     yield job("row_normalise", tiles.normalise, sized(tiles.normalise))
     best = {"PLACES": triton.next_power_of_2(K_INTRA), "TAKE": K_INTRA}

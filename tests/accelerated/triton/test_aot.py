@@ -19,7 +19,7 @@ from accelerated.triton_gpu.launch import SHARED
 
 pytestmark = pytest.mark.judges("triton")
 
-DOT_KERNELS = ("row_softmax", "cross_neighbours", "own_chunk")
+DOT_KERNELS = ("row_softmax", "cross_neighbours", "chunk_attention")
 WITH_FUNCTIONS = ("routed",)  # the polynomial of its exponential is fused inside; everything around it is not
 REGISTERS = 65536
 SPILLED = 64  # bytes a thread

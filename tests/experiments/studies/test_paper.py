@@ -22,7 +22,7 @@ from experiments.studies.papers.tables import Measured, fill
 from experiments.studies.subject import Loading
 from experiments.tasks.loaders import INFINITEBENCH, LONGBENCH, LOOGLE
 from kvspec.cli.app import app
-from models_integration.policies.methods import spelled
+from models_integration.policies.methods import parse_policy
 from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("figures-are-counted-right")
@@ -288,7 +288,7 @@ def test_shipped_papers_name_what_there_is(name: str, quick: bool) -> None:
         assert set(table.policies) <= policies
         assert {one for one in table.versus if one != BEST} <= policies
         for row in (row for row in table.published if table.rows == ("policy",) and row != "columns"):
-            assert row in policies or spelled(row)
+            assert row in policies or parse_policy(row)
 
 
 @pytest.mark.law("refused-before-anything-changes")

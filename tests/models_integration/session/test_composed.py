@@ -9,7 +9,7 @@ import torch
 from experiments.studies.subject import policy_in_rows
 from kvspec.cli.serve import server_settings
 from models_integration.engines.vllm.arguments import parse_request
-from models_integration.policies.methods import policy_from_name, spelled
+from models_integration.policies.methods import parse_policy, policy_from_name
 from models_integration.session.device_choice import policy_on_device
 from reference.policies.layers import is_layerwise
 from reference.policies.names import make_policy
@@ -47,7 +47,7 @@ def test_a_conversation_under_a_composed_policy_equals_the_masked_model(
 def test_a_text_keeps_the_tokens_of_the_name_over_steps_and_turns(name: str, text: str, backend: str) -> None:
     model, found = build("llama"), []
     for row in (name, text):
-        bare, constants = spelled(row)
+        bare, constants = parse_policy(row)
         with policy_from_name(bare, 12, backend=backend, **constants)(model) as run, torch.no_grad():
             model(input_ids=prompt(PROMPT))
             assert run.cache is not None
@@ -75,9 +75,9 @@ def test_the_path_of_a_policy_follows_from_its_parts(text: str, by_layer: bool, 
 
 @pytest.mark.spec("PO-COMPOSE")
 def test_a_text_is_accepted_where_a_name_is() -> None:
-    assert spelled("SnapKV:window=16") == spelled("snapkv(W=16)") == ("snapkv", {"W": 16})
-    assert spelled("adakv:safeguard=0.2") == ("adakv", {"safeguard": Fraction(1, 5)})
-    assert spelled("Snap-KV:W=16/layers=pyramid") == ("snapkv:W=16/layers=pyramid", {})
+    assert parse_policy("SnapKV:window=16") == parse_policy("snapkv(W=16)") == ("snapkv", {"W": 16})
+    assert parse_policy("adakv:safeguard=0.2") == ("adakv", {"safeguard": Fraction(1, 5)})
+    assert parse_policy("Snap-KV:W=16/layers=pyramid") == ("snapkv:W=16/layers=pyramid", {})
     assert policy_in_rows("snapkv/layers=pyramid") == "snapkv/layers=pyramid"
     assert policy_from_name("streamingllm:N_sink=2", 12).on(build("llama")).policy.protection.size == 2
     settings = server_settings("kvcrush:W=8:share=0.5", "0.3", None, "snapkv:W=8/crush=0.5", "refuse")

@@ -24,7 +24,7 @@ from models_integration import (
     policy_from_name,
 )
 from models_integration.model.architecture import describe
-from models_integration.policies.methods import spelled
+from models_integration.policies.methods import parse_policy
 from models_integration.policies.values import output_projections
 from reference import policies
 from reference.policies.names import DIVERSE, NAMES, POLICIES
@@ -83,18 +83,18 @@ def test_a_name_gives_what_its_class_gives() -> None:
     ('snapkv/layers=pyramid(positions="kept")', "snapkv/layers=pyramid", {"positions": "kept"}),
 ])
 def test_a_policy_as_text_is_its_name_and_constants(text: str, name: str, constants: dict[str, Any]) -> None:
-    assert spelled(text) == (name, constants)
+    assert parse_policy(text) == (name, constants)
 
 
 NO_POLICY = "must be a policy name, or a policy name with constants"
 BY_NAME = partial(policy_from_name, budget=0.3)
 # Function, its arguments and constants, words of the error.
 REFUSED: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any], str]] = [
-    (spelled, ("snapkw",), {}, "policy = 'snapkw'"),
-    *((spelled, (text,), {}, NO_POLICY) for text in (
+    (parse_policy, ("snapkw",), {}, "policy = 'snapkw'"),
+    *((parse_policy, (text,), {}, NO_POLICY) for text in (
         "snapkv(W=16", "snapkv(16)", "snapkv(W=16}\nmore={)", "snapkv(W=16, W=8)",
     )),
-    (spelled, ("snapkv(V=16)",), {}, "V = 16: snapkv has the constants"),
+    (parse_policy, ("snapkv(V=16)",), {}, "V = 16: snapkv has the constants"),
     (BY_NAME, ("epicache",), {}, "name = 'epicache'"),
     (BY_NAME, ("crystalcache",), {}, "sentence_ends = None"),
     (BY_NAME, ("crystalcache",), {"T": 3}, "T = 3: crystalcache has the constants C, D_c, M_max"),
