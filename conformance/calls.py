@@ -160,13 +160,13 @@ class _Boundary:
         Then hold the new result.
         """
         __tracebackhide__ = True
-        own = [x for x in arrays_of(result) if x.size and not any(np.may_share_memory(x, one.view) for one in passed)]
+        given = [x for x in arrays_of(result) if x.size and not any(np.may_share_memory(x, one.view) for one in passed)]
         for array, copy in self._held:
             assert array.tobytes() == copy.tobytes(), f"{self._name} changed the result of the call before"
-            reused = any(np.may_share_memory(array, new) for new in own)
+            reused = any(np.may_share_memory(array, new) for new in given)
             assert not reused, f"{self._name} returned the memory of the result of the call before"
-        assert all(x.flags.writeable for x in own), f"{self._name} returned a read-only array: it is the caller's"
-        self._held = [(x, x.copy()) for x in own]
+        assert all(x.flags.writeable for x in given), f"{self._name} returned a read-only array: it is the caller's"
+        self._held = [(x, x.copy()) for x in given]
 
     def _check(self, passed: list[_Passed], before: Mapping[str, object]) -> None:
         __tracebackhide__ = True

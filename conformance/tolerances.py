@@ -161,7 +161,7 @@ def weight_error(
 
 
 def salience_radius(
-    own: Any, row_error: Sequence[float] | Vector, k_heads: int, M_min: float, precision: str, heads: str = "sum",
+    weights: Any, row_error: Sequence[float] | Vector, k_heads: int, M_min: float, precision: str, heads: str = "sum",
 ) -> Vector:
     """Return the radius of Eq. 11 by token, from a block (H, Q, Q).
 
@@ -169,7 +169,7 @@ def salience_radius(
     moves. The clip adds no error of its argument. Its bounds are rounded to the precision, twice if they are scaled for
     a mean: 2 M_min u.
     """
-    A, e = np.asarray(own, dtype=np.float64), np.asarray(row_error, dtype=np.float64)
+    A, e = np.asarray(weights, dtype=np.float64), np.asarray(row_error, dtype=np.float64)
     terms = A.shape[1] + k_heads + 2
     rounding = gamma(terms, precision) + gamma(terms, "float64")
     moves = np.einsum("hij,i->hj", A, e + rounding * (1 + e))

@@ -19,10 +19,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_configure(config: pytest.Config) -> None:
     """Find the model before pytest collects tests."""
     name = config.getoption("--kvspec-model")
-    config.stash[_given] = {} if name is None else found_model(name)
+    config.stash[_given] = {} if name is None else loadable_model(name)
 
 
-def found_model(name: str) -> dict[str, str]:
+def loadable_model(name: str) -> dict[str, str]:
     """Return the folder of a model, by the family of the model.
 
     Raises:

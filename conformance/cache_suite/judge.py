@@ -148,13 +148,13 @@ def _nearly_all(n: int) -> int:
 
 def _layers(*sizes: Callable[[int], int]) -> Callable[[np.random.Generator, Mapping[int, int], int], Kept]:
     """Return a function that draws kept sets whose sizes alternate by layer."""
-    def made(rng: np.random.Generator, heads: Mapping[int, int], n: int) -> Kept:
+    def draw(rng: np.random.Generator, heads: Mapping[int, int], n: int) -> Kept:
         return {
             layer: [_set(rng, n, sizes[at % len(sizes)](n)) for _ in range(count)]
             for at, (layer, count) in enumerate(heads.items())
         }
 
-    return made
+    return draw
 
 
 KINDS: Mapping[str, Callable[[np.random.Generator, Mapping[int, int], int], Kept]] = {

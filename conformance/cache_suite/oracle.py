@@ -47,8 +47,8 @@ def _stores(model: PreTrainedModel) -> dict[int, int]:
     config = model.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     full = [index for index, kind in enumerate(kinds) if kind in _WHOLE]
-    own = [index for index in full if index < len(kinds) - (getattr(config, "num_kv_shared_layers", None) or 0)]
-    return {index: index if index in own else own[-1] for index in full}
+    storing = [index for index in full if index < len(kinds) - (getattr(config, "num_kv_shared_layers", None) or 0)]
+    return {index: index if index in storing else storing[-1] for index in full}
 
 
 class UnknownRotation(ValueError):
@@ -98,7 +98,7 @@ class Masked:
         self.modules: dict[int, nn.Module] = {}
         named = [pair for pair in self.model.named_modules() if type(pair[1]).__name__.endswith(("Attention", "MLA"))]
         # Modules of an encoder have no layer index. In a layer, attention to an encoder comes after self-attention.
-        for layer_of in (_said, _placed):
+        for layer_of in (_index_of, _placed):
             for name, module in named:
                 if (index := layer_of(name, module)) in self.stores:
                     self.modules.setdefault(index, module)
@@ -111,9 +111,9 @@ class Masked:
     def reset(self) -> None:
         """Clear the cache, and the shift of the positions of later tokens."""
         self.shift = 0
-        own = vars(sys.modules[type(self.model).__module__]).get("MiniMaxCache")
+        cache_class = vars(sys.modules[type(self.model).__module__]).get("MiniMaxCache")
         config = self.model.config.get_text_config(decoder=True)
-        self.cache, self.seen = DynamicCache(config=config) if own is None else own(), 0
+        self.cache, self.seen = DynamicCache(config=config) if cache_class is None else cache_class(), 0
         self.visible = {layer: torch.zeros(1, 0, dtype=torch.bool) for layer in full_layers(self.model)}
 
     def read(self, ids: Tensor, last: int = 0, **images: Tensor) -> Tensor:
@@ -160,15 +160,15 @@ class Masked:
 
     def keep(self, sets: Sets) -> None:
         """Make only these positions of the tokens read so far visible in the full-attention layers."""
-        for layer, own in zip(self.visible, sets, strict=True):
-            visible = torch.zeros(len(own), self.seen, dtype=torch.bool)
-            for head, positions in enumerate(own):
+        for layer, layer_sets in zip(self.visible, sets, strict=True):
+            visible = torch.zeros(len(layer_sets), self.seen, dtype=torch.bool)
+            for head, positions in enumerate(layer_sets):
                 visible[head, : self.padding] = True  # The attention mask hides the padding.
                 visible[head, [self.padding + position for position in positions]] = True
             self.visible[layer] = visible
 
 
-def _said(name: str, module: Any) -> int:
+def _index_of(name: str, module: Any) -> int:
     """Return the layer index of a module, or -1 if the module has none."""
     index = getattr(module, "layer_idx", None)
     return index if isinstance(index, int) else -1
@@ -198,8 +198,8 @@ def _masking(stock: str) -> Callable[..., Any]:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any,
     ) -> Any:
-        own = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
-        function = ALL_ATTENTION_FUNCTIONS.get_interface(stock, own)
+        eager = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(stock, eager)
         if (indices := options.pop("indices", None)) is not None and attention_mask is not None:
             chosen = torch.zeros(attention_mask.shape, dtype=torch.bool).scatter(-1, indices.long()[:, None], True)
             attention_mask = _limited(attention_mask, chosen)
@@ -295,7 +295,7 @@ def _accepts_positions(model: Any) -> bool:
     """
     if any(hasattr(part, "create_position_ids_from_input_ids") for part in model.modules()):
         return False
-    own = inspect.signature(model.forward).parameters
-    if "position_ids" in own or not any(one.kind is one.VAR_KEYWORD for one in own.values()):
-        return "position_ids" in own
+    parameters = inspect.signature(model.forward).parameters
+    if "position_ids" in parameters or not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return "position_ids" in parameters
     return "position_ids" in inspect.signature(model.get_decoder().forward).parameters

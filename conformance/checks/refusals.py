@@ -23,7 +23,7 @@ from conformance.engine.values import printable
 from spec.backend import FAMILIES, Backend
 from spec.errors import SpecError
 
-NOT_ITS_OWN = frozenset({
+TRUSTED = frozenset({
     *sys.stdlib_module_names, "conformance", "spec", "reference", "numpy", "torch", "transformers", "jaxtyping",
     "beartype", "numba", "_pytest", "pytest", "hypothesis",
 })
@@ -59,25 +59,25 @@ def _where(error: BaseException) -> str:
     """Return the last line of the code under test in a traceback, otherwise the last line of the traceback."""
     frames = [(frame.f_globals.get("__name__", ""), line) for frame, line in traceback.walk_tb(error.__traceback__)]
     lines = traceback.extract_tb(error.__traceback__)
-    own = [line for (module, _), line in zip(frames, lines, strict=True)
-           if str(module).partition(".")[0] not in NOT_ITS_OWN]
-    last = (own or lines)[-1]
+    of_subject = [line for (module, _), line in zip(frames, lines, strict=True)
+           if str(module).partition(".")[0] not in TRUSTED]
+    last = (of_subject or lines)[-1]
     return f"{last.filename}:{last.lineno}"
 
 
 def guarded(backend: Backend) -> Backend:
     """Return the backend with each stage inside `boundary`."""
     families: dict[str, Any] = {
-        family: SimpleNamespace(**{name: partial(_ask, own, family, name) for name in stages(family)})
-        for family in FAMILIES if (own := getattr(backend, family)) is not None
+        family: SimpleNamespace(**{name: partial(_ask, stage_family, family, name) for name in stages(family)})
+        for family in FAMILIES if (stage_family := getattr(backend, family)) is not None
     }
     return replace(backend, name=printable(backend.name), **families)
 
 
-def _ask(own: Any, family: str, name: str, *given: Any) -> Any:
+def _ask(stage_family: Any, family: str, name: str, *given: Any) -> Any:
     __tracebackhide__ = True
     with boundary(f"{family}.{name}"):
-        return getattr(own, name)(*given)
+        return getattr(stage_family, name)(*given)
 
 
 @contextmanager
@@ -98,12 +98,12 @@ def refused(argument: str, given: object = ...) -> Iterator[pytest.ExceptionInfo
         yield caught
     error = caught.value
     assert error.argument == argument
-    assert given is ... or tells(error.value, given), f"{error.value!r} says nothing of {given!r}"
+    assert given is ... or describes_value(error.value, given), f"{error.value!r} says nothing of {given!r}"
     assert isinstance(error.bound, str)
     assert error.bound.strip()
 
 
-def tells(value: object, given: object) -> bool:
+def describes_value(value: object, given: object) -> bool:
     """Return True if an error's value describes the given value.
 
     The value may be the given value, its type, shape, dtype or length, or one of its elements.

@@ -81,9 +81,9 @@ def _chunk(
     error: list[float], p: CrystalCacheParameters, precision: str,
 ) -> Iterator[str]:
     c, stop, first = tokens.start, tokens.stop, before + tokens.start
-    own = [[row[first:] for row in head] for head in A]
-    radius = tolerances.salience_radius(own, error[c:stop], p.k_heads, p.M_min, precision, p.heads)
-    for i, (S, r) in zip(tokens, zip(s1.salience(own, p), radius, strict=True), strict=True):
+    inside = [[row[first:] for row in head] for head in A]
+    radius = tolerances.salience_radius(inside, error[c:stop], p.k_heads, p.M_min, precision, p.heads)
+    for i, (S, r) in zip(tokens, zip(s1.salience(inside, p), radius, strict=True), strict=True):
         if result.salience[i] not in Interval.around(S, r):
             yield f"S1: salience of token {i} is {result.salience[i]}, not {S} within {r}"
     mean = s1.head_mean(A)

@@ -112,12 +112,12 @@ def arguments_of(name: str, observation: Observation, B: int, constants: Mapping
         result |= {one: np.stack([np.asarray(getattr(view, one)) for view in views]) for one in ("q", "k", "v", "sinks")
                   if getattr(views[0], one) is not None}
         result |= _repeats_as_arguments(views)
-    own = {**_constants(name), **constants}
-    if "W_o" in own:
-        own["W_o"] = np.stack([own["W_o"][at] for at in sorted(own["W_o"])])
-    if "calibration" in own:
-        own |= {**vars(own["calibration"]), **vars(own["calibration"].identity)}
-    return {**own, **result}
+    constants_given = {**_constants(name), **constants}
+    if "W_o" in constants_given:
+        constants_given["W_o"] = np.stack([constants_given["W_o"][at] for at in sorted(constants_given["W_o"])])
+    if "calibration" in constants_given:
+        constants_given |= {**vars(constants_given["calibration"]), **vars(constants_given["calibration"].identity)}
+    return {**constants_given, **result}
 
 
 def _repeats_as_arguments(views: Sequence[LayerView]) -> dict[str, Any]:
@@ -138,7 +138,8 @@ def _repeats_as_arguments(views: Sequence[LayerView]) -> dict[str, Any]:
 def answered(op: str, given: Mapping[str, Any], backend: Backend) -> KeptSets:
     """Return the kept sets of the reference, with the scores of a backend, as an engine would answer."""
     name = op.partition(".")[2]
-    policy = make_policy(name, {**_made_from(name, given), **({BACKEND: backend} if name != "streamingllm" else {})})
+    scores = {BACKEND: backend} if name != "streamingllm" else {}
+    policy = make_policy(name, {**_constants_from(name, given), **scores})
     if given.get("steps"):
         layers = list(_observation(policy, given).layers.values())
         kept = decoded(policy, layers, given["g"], given["B"], given["n"])[-1]
@@ -150,7 +151,7 @@ def answered(op: str, given: Mapping[str, Any], backend: Backend) -> KeptSets:
     return KeptSets(result.positions, result.offsets, scores if scores.shape[1] == given["n"] else None)
 
 
-def _made_from(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def _constants_from(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the constants of a policy from the arguments of its operation."""
     row, kinds = POLICIES[name], method_ops()[f"{FAMILY}.{name}"].arguments
     result: dict[str, Any] = {
@@ -230,7 +231,7 @@ def decoded(
     if policy.cadence.every is None:
         result = policies.retain(policy, budget, seen)
         kept = [result.group(g).tolist() for g in range(groups)]
-        return [[[*own, *range(prompt, at)] for own in kept] for at in range(prompt, n + 1)]
+        return [[[*head, *range(prompt, at)] for head in kept] for at in range(prompt, n + 1)]
     _, running = policies.start(policy, budget, seen)
     history = [running.live.tolist()]
     for at in range(prompt + 1, n + 1):

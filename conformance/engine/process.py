@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeVar
 
 from conformance.engine.methods import FAMILY, method_ops
 from conformance.engine.ops import OPS, KeptSets, Op, stages
-from conformance.engine.values import Json, checked, decode, encode, parsed, printable, sizes, told
+from conformance.engine.values import Json, checked, decode, decode_error_value, encode, parsed, printable, sizes
 from spec import SPEC_VERSION
 from spec.backend import Backend
 from spec.errors import SpecError
@@ -335,7 +335,7 @@ def outcome(answer: bytes, number: int, read: Callable[[Json], T]) -> T:
     except (ValueError, TypeError, OverflowError) as error:
         shown = answer[:SHOWN].decode(errors="replace").strip()
         raise EngineGarbage(f"the answer {error}: {shown}") from error
-    raise SpecError(given["argument"], told(given["value"]), given["bound"])
+    raise SpecError(given["argument"], decode_error_value(given["value"]), given["bound"])
 
 
 def _ask_stage(engine: Engine, op: str, *given: Any) -> Any:

@@ -133,10 +133,10 @@ def number(value: Json) -> float | int | bool:
     raise ValueError(f"holds {value!r:.80}, which is no number")
 
 
-def told(value: Json) -> Any:
+def decode_error_value(value: Json) -> Any:
     """Return the value of a refusal: numbers as numbers, other text unchanged."""
     if isinstance(value, list):
-        return [told(inner) for inner in value]
+        return [decode_error_value(inner) for inner in value]
     try:
         return number(value)
     except ValueError:

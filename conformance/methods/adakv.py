@@ -33,7 +33,7 @@ def adakv(
         if order == SLIPS["order"][0]:
             row = pool(over_group(means, group), kernel, pooling, pooled)
         else:
-            row = over_group([pool(own, kernel, pooling, pooled) for own in means], group)
+            row = over_group([pool(mean, kernel, pooling, pooled) for mean in means], group)
         result.append(padded(row, n))
     return result
 

@@ -202,9 +202,9 @@ def _score_of_head(
     live: Sequence[int],
 ) -> oracle.Score:
     """Return the score of the live tokens of KV head g, after the token `at`."""
-    own = oracle.with_heads(layer, oracle.groups(layer)[g])
+    group_layer = oracle.with_heads(layer, oracle.groups(layer)[g])
     cached = {name: [oracle.at_places(layer[name][g], live)] for name in ("k", "v") if layer[name] is not None}
-    return score({**own, "q": [rows[: at + 1] for rows in own["q"]], **cached}, **constants)[0]
+    return score({**group_layer, "q": [rows[: at + 1] for rows in group_layer["q"]], **cached}, **constants)[0]
 
 
 def shared(score: Callable[..., list[oracle.Score]], shares: Callable[..., list[int]]) -> Callable[..., Kept]:

@@ -51,7 +51,7 @@ def defensive(layer: Layer, W_o: Sequence[Sequence[Row]], W: int, kernel: int, B
             chosen += 1
         firsts.append(surely(best(range(past), mean, max(0, min(chosen, B - W)))))
         outputs = [projected(layer["v"][g][:past], columns(W_o[h])) for h in group]
-        sizes.append([fsum(fsum(map(abs, own[i])) for own in outputs) / len(group) for i in range(past)])
+        sizes.append([fsum(fsum(map(abs, output[i])) for output in outputs) / len(group) for i in range(past)])
     for g, row in enumerate(scores):
         scores[g] = [x * (sizes[g][i] / fsum(size[i] for size in sizes)) for i, x in enumerate(row)]
     most = largest(x for row in scores for x in row)

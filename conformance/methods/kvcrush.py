@@ -15,8 +15,8 @@ def kept(
     inputs: Inputs, B: int, W: int, kernel: int, block: int, share: Fraction, anchor: str = "alternating",
 ) -> Kept:
     return [
-        own for view in inputs.layers
-        for own in crushed(snapkv(plain(view), W, kernel), block, max(B, block, W), share, anchor)
+        tokens for view in inputs.layers
+        for tokens in crushed(snapkv(plain(view), W, kernel), block, max(B, block, W), share, anchor)
     ]
 
 

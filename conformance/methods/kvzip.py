@@ -39,18 +39,18 @@ def scores(layer: Layer, N_sink: int, W_o: Sequence[Sequence[Row]] | None = None
             first, given = N_sink + part["stop"] - part["start"], list[Any]()
             for h in range(g * G, (g + 1) * G):
                 rows = rows_on(layer, h, part["q"][h], keys, range(first + 1, len(keys) + 1))
-                own = [each[N_sink:first] for each in rows]
-                given += own if W_o is None else weighed(own, layer["v"][g][chunk], W_o[h], part["norms"])
+                weights = [each[N_sink:first] for each in rows]
+                given += weights if W_o is None else weighed(weights, layer["v"][g][chunk], W_o[h], part["norms"])
             result[g][chunk] = column_extremes(largest, given)
     return result
 
 
-def weighed(own: Any, values: Sequence[Row], W_o: Sequence[Row], norms: Sequence[Score]) -> Any:
+def weighed(weights: Any, values: Sequence[Row], W_o: Sequence[Row], norms: Sequence[Score]) -> Any:
     """Return the weights of KVzip+.
 
     A weight is multiplied by the norm of the head's output, and divided by the norm of the query's hidden state.
     """
-    return scaled(own, output_norms(values, columns(W_o)), norms)
+    return scaled(weights, output_norms(values, columns(W_o)), norms)
 
 
 def output_norms(values: Sequence[Row], outputs: Sequence[Row]) -> Any:

@@ -20,8 +20,8 @@ def lagkv_information(rows: Sequence[Row], reference: Sequence[Row]) -> Row:
     wide = [c for c, (a, b) in enumerate(zip(low, high, strict=True)) if a != b]
     start, width = row([low[c] for c in wide]), row([high[c] - low[c] for c in wide])
     spreads = []
-    for own in rows:
-        scaled = extended(over(minus(row(at_places(own, wide)), start), width), len(own))
+    for values in rows:
+        scaled = extended(over(minus(row(at_places(values, wide)), start), width), len(values))
         mean = fsum(scaled) / len(scaled)
         spreads.append(sqrt(fsum(squares(minus(scaled, mean))) / (len(scaled) - 1)))
     return normalise(spreads)

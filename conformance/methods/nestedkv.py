@@ -33,8 +33,8 @@ def kept(rows: Sequence[Row], B: int, p: Any) -> list[Answer]:
     change.
     """
     pinned = [[math.inf if i < p.N_sink else x for i, x in enumerate(row)] for row in rows]
-    own = [surely(best(range(len(row)), row, int(p.alpha_s * B // 1))) for row in pinned]
-    chosen = {(h, i) for h, tokens in enumerate(own) for i in tokens}
+    quotas = [surely(best(range(len(row)), row, int(p.alpha_s * B // 1))) for row in pinned]
+    chosen = {(h, i) for h, tokens in enumerate(quotas) for i in tokens}
     pairs = [(h, i) for h, row in enumerate(pinned) for i in range(len(row)) if (h, i) not in chosen]
     more = best(range(len(pairs)), [pinned[h][i] for h, i in pairs], len(rows) * min(B, len(rows[0])) - len(chosen))
     chosen |= {pairs[at] for at in more}
@@ -56,7 +56,7 @@ def sinks_apart(inputs: Inputs, B: int, parameters: NestedKVParameters) -> list[
 
 
 def of_prompt(adaptive: bool) -> Callable[..., Kept]:
-    def found(inputs: Inputs, B: int, parameters: NestedKVParameters) -> Kept:
+    def kept_sets(inputs: Inputs, B: int, parameters: NestedKVParameters) -> Kept:
         sets, sink = list[list[int]](), parameters.N_sink
         for view in inputs.layers:
             rows = [scores(head, parameters) for head in leaves(view.k)]
@@ -66,7 +66,7 @@ def of_prompt(adaptive: bool) -> Callable[..., Kept]:
                 sets += [top([*[None] * sink, *row[sink:]][: len(row)], B) for row in rows]
         return sets
 
-    return found
+    return kept_sets
 
 
 def without_continuum(inputs: Inputs, B: int, parameters: NestedKVParameters) -> Kept:

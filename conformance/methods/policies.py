@@ -345,7 +345,7 @@ def crushed(
         ones = sum(run[at] in good[g] for run in free)
         return {"alternating": at % 2 == 1, "mean": ones > len(free) - ones, "zeros": False, "ones": True}[anchor]
 
-    far = {run: sum((i in own) is not anchored(g, at) for g, own in enumerate(good) for at, i in enumerate(run))
+    far = {run: sum((i in above) is not anchored(g, at) for g, above in enumerate(good) for at, i in enumerate(run))
            for run in free}
     result = []
     for row, own_B in zip(rows, [B] * len(rows) if isinstance(B, int) else B, strict=True):

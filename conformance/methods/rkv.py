@@ -40,7 +40,7 @@ def rkv_redundancy(keys: Sequence[Row]) -> Row:
     n = len(keys)
     unit = directions(keys, 1e-8)
     together = stacked(unit)
-    C = [list(dots(own, together)) for own in unit]
+    C = [list(dots(key, together)) for key in unit]
     for i in range(n):
         C[i][i] = 0.0
         above = [j for j in range(n) if C[i][j] > 0.5]

@@ -36,7 +36,7 @@ def snapkv(
     for heads in groups(layer):
         sums = [column_sums(rows[h])[:scored] for h in heads]
         if order == SLIPS["order"][0]:
-            row = over_group([pool(own, kernel, pooling, pooled) for own in sums], group)
+            row = over_group([pool(total, kernel, pooling, pooled) for total in sums], group)
         else:
             row = pool(over_group(sums, group), kernel, pooling, pooled)
         result.append(padded(row, n))

@@ -94,7 +94,7 @@ def of_prompt(
 ) -> list[list[int]]:
     everything = [range(inputs.n)] * inputs.H_kv
     return [
-        own for at, view in enumerate(inputs.layers) for own in vase(
+        tokens for at, view in enumerate(inputs.layers) for tokens in vase(
             plain(view), at * inputs.H_kv, inputs.n, everything, B, W, kernel, N_sink, share, seed
         )
     ]

@@ -204,17 +204,17 @@ def scaled(rows: Sequence[Any], sizes: Any, divisors: Sequence[Any]) -> Any:
     """Return each row multiplied by the sizes, and divided by its divisor."""
     each_ = row(divisors)
     if not (isinstance(each_, Row) and all(isinstance(one, Row) for one in [sizes, *rows])):
-        return [times(row(own), over(sizes, x)) for own, x in zip(rows, divisors, strict=True)]
+        return [times(row(values), over(sizes, x)) for values, x in zip(rows, divisors, strict=True)]
     factors = stacked([sizes]) / Row(each_.lo[:, None], each_.hi[:, None], each_.tags[:, None])
     return unstacked(stacked(rows) * factors)
 
 
 def projected(values: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
     """Return the inner products of each vector with each column of a projection."""
-    numbers = [row(own) for own in outputs]
-    if not (isinstance(values, Table) and all(isinstance(own, Row) for own in numbers)):
+    numbers = [row(output) for output in outputs]
+    if not (isinstance(values, Table) and all(isinstance(output, Row) for output in numbers)):
         return [dots(value, outputs) for value in values]
-    table = Table(*(np.stack([getattr(own, name) for own in numbers]) for name in ("lo", "tags")))
+    table = Table(*(np.stack([getattr(output, name) for output in numbers]) for name in ("lo", "tags")))
     return unstacked(products(stacked(values), table))
 
 

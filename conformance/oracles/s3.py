@@ -10,7 +10,7 @@ from spec.parameters import CrystalCacheParameters
 
 def counts(token_ids: Sequence[int]) -> list[int]:
     """Return the count of each token's id (Eq. 20)."""
-    return [sum(other == own for other in token_ids) for own in token_ids]
+    return [sum(other == token_id for other in token_ids) for token_id in token_ids]
 
 
 def rarity(c: int) -> float:

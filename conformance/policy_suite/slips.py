@@ -44,17 +44,17 @@ def reasons(
         return [f"it agrees with {' and with '.join(agreeing[:3])}: declare that"]
     inputs = [*telling(method), *([failing] if failing else [])]
     answers = [_answered(decide, each, max(B, method.floor(each))) for each, B in inputs]
-    own = _distance(answers, _equation(method, inputs, unit, lambda view: view, {}))
+    distance = _distance(answers, _equation(method, inputs, unit, lambda view: view, {}))
     result = sorted(
         (far, at, message) for at, (message, shown, slips) in enumerate(_errors(method))
-        if (far := _distance(answers, _equation(method, inputs, unit, shown, slips))) * CLOSER <= own
+        if (far := _distance(answers, _equation(method, inputs, unit, shown, slips))) * CLOSER <= distance
     )
-    if not result or not 0 < own < np.inf:
+    if not result or not 0 < distance < np.inf:
         return []
     far, _, message = result[0]
     if not far:
         return [f"the step that differs: {message}"]
-    return [f"the nearest known error: {message} ({far} tokens differ instead of {own})"]
+    return [f"the nearest known error: {message} ({far} tokens differ instead of {distance})"]
 
 
 def _errors(method: Method) -> Iterator[tuple[str, Callable[[LayerView], LayerView], dict[str, str]]]:
@@ -94,7 +94,7 @@ def _distance(answers: Sequence[Kept | None], equation: Sequence[Kept | None]) -
         if kept is None or wanted is None or len(kept) != len(wanted):
             continue
         compared += 1
-        for own, right in zip(kept, wanted, strict=True):
+        for tokens, right in zip(kept, wanted, strict=True):
             free: frozenset[int] = getattr(right, "open", frozenset())
-            result += len((set(own) ^ set(right)) - free) + abs(len(own) - len(right))
+            result += len((set(tokens) ^ set(right)) - free) + abs(len(tokens) - len(right))
     return result if compared else np.inf

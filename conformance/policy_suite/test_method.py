@@ -144,8 +144,8 @@ def other_score(method: Method, kept: Kept, wanted: Kept, scored: set[str]) -> s
 
     Add the method to `scored` if scores were compared.
     """
-    for g, (own, right) in enumerate(zip(kept, wanted, strict=True)):
-        scores, boxes = (getattr(one, "scores", ()) for one in (own, right))
+    for g, (tokens, right) in enumerate(zip(kept, wanted, strict=True)):
+        scores, boxes = (getattr(one, "scores", ()) for one in (tokens, right))
         if method.brute.scored and len(scores) and len(boxes):
             scored.add(str(method))
             for token, (x, box) in enumerate(zip(scores, boxes, strict=True)):

@@ -86,27 +86,27 @@ def with_examples(draws: Sequence[Draw]) -> Callable[[Callable[..., None]], Call
 
 
 @dataclass(frozen=True)
-class Own:
+class Subject:
     """Policy under test. The protected tokens are those of the policy's protection for any inputs."""
 
     policy: Callable[[Inputs], Policy]
 
     @cached_property
-    def made(self) -> Policy:
+    def example(self) -> Policy:
         """The policy for some input."""
         return self.policy(drawn(0))
 
     @property
     def floor(self) -> int:
-        return self.made.floor
+        return self.example.floor
 
     def guaranteed(self, n: int, B: int) -> set[int]:
-        return set(np.flatnonzero(self.made.protection(n)).tolist())
+        return set(np.flatnonzero(self.example.protection(n)).tolist())
 
     @property
     def fewest_layers(self) -> int:
         """Smallest number of layers of a model that has the observed layer."""
-        needs = self.made.scorer.needs
+        needs = self.example.scorer.needs
         return 1 if needs.layers != "observed" else max(needs.observed + 1, -needs.observed)
 
 
@@ -114,9 +114,9 @@ class Own:
 @with_examples(TIES)
 @given(draw=DRAWS)
 def test_a_promise_holds(column: str, judged_policy: Callable[[Inputs], Policy], draw: Draw) -> None:
-    case = Own(judged_policy)
+    case = Subject(judged_policy)
     with boundary("the policy"):
-        promise, protected = promised(case.made, column), len(case.guaranteed(LONG, LONG))
+        promise, protected = promised(case.example, column), len(case.guaranteed(LONG, LONG))
     if promise != "yes":
         pytest.skip(f"{column}: {'N/A' if promise == 'N/A' else 'not promised'}")
     if column == "protection holds" and not protected:
@@ -125,7 +125,7 @@ def test_a_promise_holds(column: str, judged_policy: Callable[[Inputs], Policy],
     check(case, column, inputs, 1 + draw.budget % (inputs.n + 4), draw.seed)
 
 
-def check(case: Own, column: str, inputs: Inputs, B: int, seed: int) -> None:
+def check(case: Subject, column: str, inputs: Inputs, B: int, seed: int) -> None:
     """Check a property on one input. A smaller budget is raised to the number of protected tokens.
 
     The input does not count if the policy refuses a budget below the number of tokens.
@@ -140,8 +140,8 @@ def check(case: Own, column: str, inputs: Inputs, B: int, seed: int) -> None:
             raise
         reject()
     if not holds:
-        shown = kept if inputs.n < MANY else f"{', '.join(str(len(own)) for own in kept)} tokens"
+        shown = kept if inputs.n < MANY else f"{', '.join(str(len(tokens)) for tokens in kept)} tokens"
         raise AssertionError(
             f"{column}: not so with {inputs.n} tokens, B = {B}, layers x KV heads = {len(inputs.layers)} x"
-            f" {inputs.H_kv}; {case.made.name} keeps {shown}; promised is that {PROPERTIES[column].says}"
+            f" {inputs.H_kv}; {case.example.name} keeps {shown}; promised is that {PROPERTIES[column].says}"
         )

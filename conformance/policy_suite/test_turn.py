@@ -42,6 +42,6 @@ def test_the_kept_sets_after_a_later_turn_are_those_of_the_method(
             continue
         slots = np.full(inputs.n, -1)
         slots[live] = np.arange(len(live))
-        if message := difference([slots[own].tolist() for own in kept], wanted, len(inputs.layers)):
+        if message := difference([slots[tokens].tolist() for tokens in kept], wanted, len(inputs.layers)):
             left = f"{len(live)} tokens left of {inputs.n}"
             raise AssertionError(f"not {method} at the end of a later turn, with {left}, B = {B}: {message}")

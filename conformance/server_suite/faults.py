@@ -71,7 +71,7 @@ def _changed_sets(events: Sequence[Event]) -> Iterator[tuple[str, list[Event]]]:
 
 def _moved(event: Event, by: int) -> Event:
     return Event(event.seen, [
-        [sorted({min(max(position + by, 0), event.seen - 1) for position in own}) for own in layer]
+        [sorted({min(max(position + by, 0), event.seen - 1) for position in tokens}) for tokens in layer]
         for layer in event.sets
     ])
 
@@ -80,7 +80,7 @@ def _later(events: Sequence[Event], by: int) -> list[Event]:
     """Return evictions that happen `by` tokens later. Tokens between the two times are kept, or not read yet."""
     return [
         Event(one.seen + by, [
-            [[*(p for p in own if p < one.seen + by), *range(one.seen, one.seen + by)] for own in layer]
+            [[*(p for p in tokens if p < one.seen + by), *range(one.seen, one.seen + by)] for tokens in layer]
             for layer in one.sets
         ]) for one in events
     ]
@@ -94,19 +94,20 @@ def _whole(event: Event, layer: int) -> Event:
 
 def _fitted(event: Event, other: Event) -> Event:
     """Return the sets of a different request, without positions that this request has not read."""
-    return Event(event.seen, [[[p for p in own if p < event.seen] for own in layer] for layer in other.sets])
+    return Event(event.seen, [[[p for p in tokens if p < event.seen] for tokens in layer] for layer in other.sets])
 
 
 def _pairs(events: Sequence[Event]) -> list[tuple[int, int, int]]:
     """Return pairs of KV heads that keep different tokens, as (layer, head, head)."""
     sets = events[0].sets if events else []
     result = [
-        (layer, a, b) for layer, own in enumerate(sets) for a, b in combinations(range(len(own)), 2) if own[a] != own[b]
+        (layer, a, b) for layer, heads in enumerate(sets)
+        for a, b in combinations(range(len(heads)), 2) if heads[a] != heads[b]
     ]
     return result[:_PAIRS]
 
 
 def _exchanged(event: Event, layer: int, a: int, b: int) -> Event:
-    sets = [list(own) for own in event.sets]
+    sets = [list(layer_sets) for layer_sets in event.sets]
     sets[layer][a], sets[layer][b] = sets[layer][b], sets[layer][a]
     return Event(event.seen, sets)

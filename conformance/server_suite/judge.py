@@ -92,7 +92,7 @@ class Reading:
         return events_of(self.statement, self.witness.reader.layers, self.witness.reader.heads)
 
     @cached_property
-    def found(self) -> Tensor:
+    def stated_logprobs(self) -> Tensor:
         """Log-probabilities of the server."""
         return torch.tensor(self.statement.logprobs, dtype=torch.float64)
 
@@ -165,7 +165,7 @@ class Witness:
     def others(self, reading: Reading) -> list[list[Event]]:
         """Return the evictions that the server stated for other requests."""
         return [
-            one.events for own in self._readings.values() for one in own
+            one.events for readings in self._readings.values() for one in readings
             if one is not reading and one.answer.stated is not None and one.events
         ]
 
@@ -178,7 +178,7 @@ def check_size(reading: Reading) -> None:
         allowed = _allowed(reading, n)
         assert n <= allowed, f"{reading}: the server kept all {n} tokens of a budget of {allowed}: {one.reason}"
     for event in reading.events:
-        sizes = [len(own) for layer in event.sets for own in layer]
+        sizes = [len(head) for layer in event.sets for head in layer]
         allowed, mean = _allowed(reading, event.seen), sum(sizes) / len(sizes)
         assert mean <= allowed, (
             f"{reading}: after {event.seen} tokens the mean kept set has {mean:g} tokens, {mean - allowed:g} more than"
@@ -201,13 +201,13 @@ def check_masking(reading: Reading) -> None:
     """Rule 2: the answer is that of the full cache with the evicted tokens masked."""
     _check_subsets(reading)
     tolerance = reading.witness.tolerance
-    difference = apart(reading.masked, reading.found)
+    difference = apart(reading.masked, reading.stated_logprobs)
     if difference <= tolerance:
         if reading.events and not reading.has_power:
             pytest.skip(f"{reading}: masking changes too little to decide")
         return
     fault = name_fault(
-        reading.witness.reader, reading.statement, reading.events, reading.found, tolerance,
+        reading.witness.reader, reading.statement, reading.events, reading.stated_logprobs, tolerance,
         reading.witness.others(reading),
     )
     raise AssertionError(
@@ -225,7 +225,7 @@ def _check_subsets(reading: Reading) -> None:
 
 
 def _flat(sets: HeadSets) -> list[list[int]]:
-    return [own for layer in sets for own in layer]
+    return [head for layer in sets for head in layer]
 
 
 def check_eviction(reading: Reading) -> None:
@@ -237,7 +237,7 @@ def check_eviction(reading: Reading) -> None:
         pytest.skip(f"{reading}: nothing was evicted ({reading.statement.reason})")
     if not reading.has_power:
         pytest.skip(f"{reading}: masking changes too little to decide")
-    difference = apart(reading.full, reading.found)
+    difference = apart(reading.full, reading.stated_logprobs)
     assert difference > reading.witness.tolerance, (
         f"{reading}: log-probabilities differ by {difference:.2g} from those of the full cache: nothing was evicted"
     )
@@ -279,8 +279,8 @@ def check_policy(reading: Reading) -> None:
         unstable |= _differences(list(noisy), expected)
     clear = sorted(different - unstable)
     if clear:
-        at, own, position = clear[0]
-        layer, head = divmod(own, reading.witness.reader.heads)
+        at, number, position = clear[0]
+        layer, head = divmod(number, reading.witness.reader.heads)
         keeps = position in expected[at][layer][head]
         raise AssertionError(
             f"{reading}: {len(clear)} tokens are kept or evicted against the policy. After {seen[at]} tokens,"
@@ -305,9 +305,9 @@ def _compared_events(reading: Reading) -> list[Event]:
 def _differences(events: Sequence[Event], expected: Sequence[HeadSets]) -> set[tuple[int, int, int]]:
     """Return (eviction, set, position) of each token that is in exactly one of the stated and expected sets."""
     return {
-        (at, own, position)
+        (at, number, position)
         for at, (event, sets) in enumerate(zip(events, expected, strict=True))
-        for own, (a, b) in enumerate(zip(_flat(event.sets), _flat(sets), strict=True))
+        for number, (a, b) in enumerate(zip(_flat(event.sets), _flat(sets), strict=True))
         for position in set(a) ^ set(b)
     }
 
@@ -316,8 +316,9 @@ def check_commitment(reading: Reading) -> None:
     """Rule 5: the digests are those of the sets, and were sent before the first answer token that depends on them."""
     one, n = reading.statement, len(reading.statement.prompt_ids)
     for eviction in one.evictions:
-        own = digest_of(eviction.seen, eviction.sets, eviction.layers)
-        assert own == eviction.digest, f"{reading}: the digest of the set is {own}, the server states {eviction.digest}"
+        expected = digest_of(eviction.seen, eviction.sets, eviction.layers)
+        stated = eviction.digest
+        assert expected == stated, f"{reading}: the digest of the set is {expected}, the server states {stated}"
     if not reading.answer.digests:
         pytest.skip(f"{reading}: the server sends no digest before its answer")
     sent = [digest for _, digest in reading.answer.digests]

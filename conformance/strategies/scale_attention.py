@@ -22,7 +22,7 @@ ENDS = frozenset({13, 30, 65_536 + 13, 131_072 + 30})  # Modulo 2^16, two ids eq
 SOURCES = 6  # more than PAPER's k_cross
 # `laddered` has RANKS keys in a group, GROUPS groups in a block, and MEMBERS tokens that point at a group. A token can
 # point at FAR groups of earlier chunks. OWN is the share of queries that point at their own chunk.
-RANKS, GROUPS, MEMBERS, FAR, OWN = 6, 4, 14, 3, 0.4
+RANKS, GROUPS, MEMBERS, FAR, INSIDE = 6, 4, 14, 3, 0.4
 STEEP = 3.0  # a step between two keys of a group is at most e^STEEP
 # Shares of a token's heads that point at the first, second, ... source of the token.
 SHARES = ((0.35, 0.25, 0.15, 0.1, 0.1, 0.05), (0.3, 0.3, 0.2, 0.1, 0.1, 0.0))
@@ -89,23 +89,23 @@ def _targets(shape: Shape, numbers: Numbers) -> IntMatrix:
     """Return the key that each head of each query points at (H, n), as an index into the live keys."""
     p, H, n, before = shape.parameters, shape.H, shape.n, shape.before
     sources = max(SOURCES, p.k_cross + 2)
-    own_heads = max(1, 3 * H // 8)
+    chunk_heads = max(1, 3 * H // 8)
     order = np.argsort(numbers.words(n * H).reshape(n, H), axis=1, kind="stable")
-    own = _cluster_heads(n, p.C, numbers) + before
+    in_chunk = _cluster_heads(n, p.C, numbers) + before
     first = before + np.arange(n) // p.C * p.C
-    target = np.repeat(own[:, None], H, axis=1)
+    target = np.repeat(in_chunk[:, None], H, axis=1)
     places = numbers.below(np.repeat(np.maximum(first, 1), sources)).reshape(n, sources)
     places[numbers.integers(0, 4, n) == 0, 0] = 0
     kinds = numbers.integers(0, len(SHARES) + 1, n)
     edges = [np.cumsum([*share, *[0.0] * (sources - SOURCES)]) for share in SHARES]
     edges.append(np.arange(1, sources + 1) / sources)
-    elsewhere = H - own_heads
+    elsewhere = H - chunk_heads
     for s in range(elsewhere):
         at = (s + 0.5) / elsewhere
         rank = np.array([min(int(np.searchsorted(edge, at)), sources - 1) for edge in edges])[kinds]
         chosen = places[np.arange(n), rank]
-        head = order[:, own_heads + s]
-        target[np.arange(n), head] = np.where(first > 0, chosen, own)
+        head = order[:, chunk_heads + s]
+        target[np.arange(n), head] = np.where(first > 0, chosen, in_chunk)
     return target.T
 
 
@@ -160,8 +160,8 @@ def laddered(shape: Shape) -> AttentionInputs:
     within = np.argsort(numbers.words(-(-n // block) * block).reshape(-1, block), axis=1)
     group_of = (np.arange(len(within))[:, None] * GROUPS + within % GROUPS).ravel()[:n]
     rank_of = (within // GROUPS).ravel()[:n]
-    own, far = _groups_looked_for(shape, numbers)
-    k, q = _rooms(shape, numbers, groups)
+    near, far = _groups_looked_for(shape, numbers)
+    k, q = _addresses(shape, numbers, groups)
     ranks = slice(shape.d - RANKS, shape.d)
     keys = k[:, group_of]
     keys[:, np.arange(n), shape.d - RANKS + rank_of] = 1.0
@@ -170,8 +170,8 @@ def laddered(shape: Shape) -> AttentionInputs:
     for h in range(shape.H):
         tilt = (numbers.fractions(RANKS) - 0.5) * 2
         elsewhere = far[:, h % FAR]
-        inside = (numbers.fractions(n) < OWN) & (own >= 0) | (elsewhere < 0)
-        asks = np.where(inside, own, elsewhere)
+        inside = (numbers.fractions(n) < INSIDE) & (near >= 0) | (elsewhere < 0)
+        asks = np.where(inside, near, elsewhere)
         queries[h, :, : shape.d - RANKS] = q[h // (shape.H // shape.H_kv)][asks][:, : shape.d - RANKS]
         queries[h, :, ranks] = (steps + tilt) / shape.d**-0.5
     return AttentionInputs(
@@ -180,7 +180,7 @@ def laddered(shape: Shape) -> AttentionInputs:
     )
 
 
-def _rooms(shape: Shape, numbers: Numbers, groups: int) -> tuple[Any, Any]:
+def _addresses(shape: Shape, numbers: Numbers, groups: int) -> tuple[Any, Any]:
     """Return, for each KV head and group, the key channels of its address and the query channels that point at it."""
     bits = max(1, (groups - 1).bit_length())
     wide = (shape.d - RANKS) // (2 * bits)
@@ -197,7 +197,7 @@ def _rooms(shape: Shape, numbers: Numbers, groups: int) -> tuple[Any, Any]:
 def _groups_looked_for(shape: Shape, numbers: Numbers) -> tuple[IntVector, IntMatrix]:
     """Return, for each token, the group of its chunk and the groups of earlier chunks that it points at, or -1."""
     n, C, block = shape.n, shape.parameters.C, RANKS * GROUPS
-    own, far = np.full(n, -1), np.full((n, FAR), -1)
+    near, far = np.full(n, -1), np.full((n, FAR), -1)
     recent, u = numbers.integers(0, 2, n), numbers.fractions(n)
     members: dict[int, int] = {}
     for i in range(n):
@@ -206,11 +206,11 @@ def _groups_looked_for(shape: Shape, numbers: Numbers) -> tuple[IntVector, IntMa
         if recent[i]:
             open_ = open_[-GROUPS:]
         if open_:
-            own[i] = open_[int(u[i] * len(open_))]
-            members[int(own[i])] = members.get(int(own[i]), 0) + 1
+            near[i] = open_[int(u[i] * len(open_))]
+            members[int(near[i])] = members.get(int(near[i]), 0) + 1
         elif i < C:
-            own[i] = i // block * GROUPS if i % block else 0
+            near[i] = i // block * GROUPS if i % block else 0
     earlier = np.arange(n) // C * C // block * GROUPS
     for s in range(FAR):
         far[:, s] = np.where(earlier > 0, numbers.below(np.maximum(earlier, 1)), -1)
-    return own, far
+    return near, far

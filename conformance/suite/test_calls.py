@@ -83,10 +83,10 @@ def test_arrays_filled_anew_are_read_anew(judged: Backend, subject: Backend, op:
     stage, calls = stage_of(subject, op), CALLS[op]
     given, wanted = deepcopy(tuple(calls.arguments.values())), calls.changed(change)
     stage(*given)
-    for own, new in zip(given, wanted, strict=True):
-        for array, other in zip(arrays_of(own), arrays_of(new) if list(arrays_of(own)) else (), strict=True):
+    for argument, new in zip(given, wanted, strict=True):
+        for array, other in zip(arrays_of(argument), arrays_of(new) if list(arrays_of(argument)) else (), strict=True):
             array[...] = other
-    rest = [new if not list(arrays_of(own)) else own for own, new in zip(given, wanted, strict=True)]
+    rest = [new if not list(arrays_of(argument)) else argument for argument, new in zip(given, wanted, strict=True)]
     actual = parts(stage(*rest))
     assert actual == parts(stage(*deepcopy(wanted)))
 

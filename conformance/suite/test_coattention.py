@@ -229,12 +229,12 @@ def test_query_heads_share_keys_by_consecutive_groups(stages: CrystalStages) -> 
     k[0], k[1] = np.eye(2), np.eye(2)[::-1]
     q = np.zeros((4, 2, 2), dtype=np.float32)
     q[0, 1], q[1, 1], q[2, 1], q[3, 1] = [HOT, 0], [HOT, 0], [HOT, 0], [HOT, 0]
-    own = AttentionInputs(q, k, np.arange(2), replace(p, k_heads=4), 1.0, None)
-    assert own.run(stages).salience.tolist() == [6, 2]
+    groups = AttentionInputs(q, k, np.arange(2), replace(p, k_heads=4), 1.0, None)
+    assert groups.run(stages).salience.tolist() == [6, 2]
     q[1, 1] = [0, HOT]
-    assert own.run(stages).salience.tolist() == [5, 3]
+    assert groups.run(stages).salience.tolist() == [5, 3]
     q[2, 1] = [0, HOT]
-    assert own.run(stages).salience.tolist() == [6, 2]
+    assert groups.run(stages).salience.tolist() == [6, 2]
 
 
 @pytest.mark.spec("CC-ATTENTION")

@@ -261,13 +261,13 @@ def of_sizes(sizes: list[int], budget: int, share: float) -> EvictionProblem:
     *[(0.29 - 10.0**-digits, 100, 28) for digits in (3, 5, 7, 10, 15)], (float(np.nextafter(0.29, 0)), 100, 28),
     *[(10.0**-digits, 100, 0) for digits in (3, 5, 10, 300)], (0.010001, 100, 1), (0.01, 100, 1),
 ])
-def test_a_share_is_the_decimal_that_is_written(stages: CrystalStages, share: float, room: int, k: int) -> None:
+def test_a_share_is_the_decimal_that_is_written(stages: CrystalStages, share: float, budget: int, k: int) -> None:
     """Check that a share counts as the decimal that is written, with all digits: 0.29 of 100 tokens is 29 tokens.
 
     The product of floats is 28.999999999999996, which would be 28 tokens.
     """
-    problem = of_sizes([5] * (room // 5 + 30), room, share)
-    actual, bare = problem.run(stages), covered(replace(problem, budget=room - k), 0.0).run(stages)
+    problem = of_sizes([5] * (budget // 5 + 30), budget, share)
+    actual, bare = problem.run(stages), covered(replace(problem, budget=budget - k), 0.0).run(stages)
     assert len(actual.kept) - len(bare.kept) == k
     assert not list(stage_checks.eviction(actual, problem))
 

@@ -125,8 +125,8 @@ def test_the_first_stage(stages: CrystalStages, precision: str, H: int, H_kv: in
 @pytest.mark.parametrize(("H_kv", "d", "n"), [(8, 64, 300), (8, 128, 128), (1, 128, 512), (3, 64, 384), (2, 64, 1_024)])
 def test_nestedkv(nestedkv_stages: NestedKVStages, precision: str, H_kv: int, d: int, n: int) -> None:
     k = keys(H_kv, n, d)
-    for head, (own, got) in enumerate(zip(k, nestedkv_stages.anomaly_score(k, SOFT), strict=True)):
-        want = oracle.nestedkv(own, SOFT)
+    for head, (head_keys, got) in enumerate(zip(k, nestedkv_stages.anomaly_score(k, SOFT), strict=True)):
+        want = oracle.nestedkv(head_keys, SOFT)
         off = np.abs(got - want.score)
         assert off.max() <= nestedkv_radius(want, k.shape, SOFT, precision), f"KV head {head}, token {off.argmax()}"
 

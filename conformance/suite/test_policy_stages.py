@@ -107,9 +107,9 @@ def test_expected_attention(policy_stages: PolicyStages, precision: str, seed: i
 def best(values: Matrix, shares: IntVector, pinned: BoolMatrix) -> list[list[int]]:
     """Return the best tokens of each row, sorted by: pinned first, then with a score, larger score, lower index."""
     result = []
-    for row, B, own in zip(values.tolist(), shares.tolist(), pinned.tolist(), strict=True):
-        order = sorted(range(len(row)), key=lambda j: (not own[j], row[j] != row[j], -row[j], j))
-        result.append(sorted(order[: max(B, sum(own))]))
+    for row, B, pins in zip(values.tolist(), shares.tolist(), pinned.tolist(), strict=True):
+        order = sorted(range(len(row)), key=lambda j: (not pins[j], row[j] != row[j], -row[j], j))
+        result.append(sorted(order[: max(B, sum(pins))]))
     return result
 
 
@@ -253,18 +253,18 @@ def test_attention_of_every_type_and_size(policy_stages: PolicyStages, precision
 @pytest.mark.parametrize("own", ["float32", "float64"])
 @pytest.mark.parametrize("of", ["keys", "queries"])
 def test_a_longer_type_is_not_rounded_to_float16(
-    policy_stages: PolicyStages, precision: str, of: str, own: str, other: str,
+    policy_stages: PolicyStages, precision: str, of: str, dtype: str, other: str,
 ) -> None:
     """Check that the second logit is larger by 1 than the first.
 
     If the keys or the queries were rounded to float16 or bfloat16, the logits would be equal.
     """
     if of == "keys":
-        q, k = np.array([[[4096.0, 0.0]]], other), np.array([[[1.0, 0.0], [1.0 + 2.0**-12, 0.0]]], own)
+        q, k = np.array([[[4096.0, 0.0]]], other), np.array([[[1.0, 0.0], [1.0 + 2.0**-12, 0.0]]], dtype)
     else:
-        q, k = np.array([[[4097.0, -4096.0]]], own), np.array([[[0.0, 0.0], [1.0, 1.0]]], other)
+        q, k = np.array([[[4097.0, -4096.0]]], dtype), np.array([[[0.0, 0.0], [1.0, 1.0]]], other)
     one, want = np.ones(1), np.exp([-1.0, 0.0]) / (1 + np.exp(-1.0))
-    turn, v = (np.array([2]), np.array([2]), np.zeros(1), 1.0, 1.0), np.array([[[1.0, 0.0], [0.0, 1.0]]], own)
+    turn, v = (np.array([2]), np.array([2]), np.zeros(1), 1.0, 1.0), np.array([[[1.0, 0.0], [0.0, 1.0]]], dtype)
     for actual, error in (
         (policy_stages.received_attention(q, k, 1.0, None), attention_error(q, k, 1.0, None, precision)[0]),
         (policy_stages.largest_attention(q, k, one, 1.0, None), attention_error(q, k, 1.0, None, precision)[0]),

@@ -193,7 +193,7 @@ class Judged:
     given: CoAttention
     trunks: Trunks
     parameters: CrystalCacheParameters
-    found: TrunkGraph
+    result: TrunkGraph
 
 
 def judge(stages: CrystalStages, case: Case) -> Judged:
@@ -213,22 +213,22 @@ def outcome(request: pytest.FixtureRequest, stages: CrystalStages) -> Judged:
 
 @pytest.mark.spec("CC-TRUNK-EDGES", "CC-TRUNK-WEIGHT")
 def test_the_pairs(outcome: Judged) -> None:
-    assert not list(checks.pairs(outcome.found, outcome.given, outcome.trunks, outcome.parameters))
+    assert not list(checks.pairs(outcome.result, outcome.given, outcome.trunks, outcome.parameters))
 
 
 @pytest.mark.spec("CC-TRUNK-WEIGHT")
 def test_the_weights(outcome: Judged) -> None:
-    assert not list(checks.weights(outcome.found, outcome.given, outcome.trunks))
+    assert not list(checks.weights(outcome.result, outcome.given, outcome.trunks))
 
 
 @pytest.mark.spec("CC-DEGREE")
 def test_the_degrees(outcome: Judged) -> None:
-    assert not list(checks.degrees(outcome.found))
+    assert not list(checks.degrees(outcome.result))
 
 
 @pytest.mark.spec("CC-CRYSTALLIZATION")
 def test_D(outcome: Judged) -> None:
-    assert not list(checks.D(outcome.found, outcome.parameters))
+    assert not list(checks.D(outcome.result, outcome.parameters))
 
 
 def row(result: TrunkGraph, g: int) -> Vector:

@@ -129,8 +129,8 @@ def keys(H_kv: int, n: int, d: int) -> np.ndarray:
     """
     numbers = Numbers(n + d)
     passage = np.repeat(np.arange(n), numbers.integers(3, 60, n))[:n]
-    own = (numbers.fractions((passage[-1] + 1) * d) - 0.5).reshape(-1, d)
-    x = 0.2 * (numbers.fractions(H_kv * n * d).reshape(H_kv, n, d) - 0.5) + own[passage]
+    near = (numbers.fractions((passage[-1] + 1) * d) - 0.5).reshape(-1, d)
+    x = 0.2 * (numbers.fractions(H_kv * n * d).reshape(H_kv, n, d) - 0.5) + near[passage]
     main = np.linspace(0.25, 0.45, H_kv)[:, None, None] * np.cos(np.arange(d))
     turned = (np.arange(n) >= n // 3) & (np.arange(n) < n // 3 + n // 30)
     x += np.where(turned[:, None], -main, main)

@@ -62,7 +62,7 @@ class Case:
     """Inputs, result and expected result of the stage."""
 
     inputs: AttentionInputs
-    found: CoAttention
+    actual: CoAttention
     want: s1.Scored
     strict: bool
     """True if salience and neighbours in the chunk have exactly one correct result, ties included."""
@@ -73,7 +73,7 @@ class Case:
         """Return the errors of the neighbours in the chunk (`intra`) or of the sources (`cross`)."""
         p, strict = self.inputs.parameters, self.strict if name == "intra" else self.whole_shares
         return list(checks.neighbours(
-            getattr(self.found, name), getattr(self.found, f"{name}_weight"), getattr(self.want, name),
+            getattr(self.actual, name), getattr(self.actual, f"{name}_weight"), getattr(self.want, name),
             getattr(p, f"k_{name}"), getattr(p, f"tau_{name}"), strict,
         ))
 
@@ -124,7 +124,7 @@ def test_given_denominators_of_every_head(stages: CrystalStages, precision: str,
 def test_the_record(case: Case) -> None:
     """Check the start of the segment, and the shape and dtype of each array."""
     n, p = case.inputs.q.shape[1], case.inputs.parameters
-    actual = case.found
+    actual = case.actual
     assert actual.start == case.want.start
     assert (actual.intra.shape, actual.cross.shape) == ((n, p.k_intra), (n, p.k_cross))
     kinds = [x.dtype for x in (actual.salience, actual.intra, actual.intra_weight, actual.cross, actual.cross_weight)]
@@ -134,7 +134,7 @@ def test_the_record(case: Case) -> None:
 @pytest.mark.spec("CC-COATTENTION", "CC-SALIENCE", "CC-ATTENTION")
 def test_salience_of_every_token(case: Case, precision: str) -> None:
     p = case.inputs.parameters
-    assert not list(checks.salience(case.found.salience, case.want, p, precision, case.strict))
+    assert not list(checks.salience(case.actual.salience, case.want, p, precision, case.strict))
 
 
 @pytest.mark.spec("CC-COATTENTION", "CC-INTRA", "CC-ROW-NORM")
@@ -170,6 +170,6 @@ def test_the_inputs_leave_little_to_rounding(case: Case) -> None:
 def test_32_768_tokens_of_8_heads(stages: CrystalStages, kind: str, precision: str) -> None:
     """Check 32 chunks of the size in PAPER. The reference needs some minutes and 8 GB."""
     case = outcome(stages, kind, Shape("32k", 8, 2, 64, 32_768), precision)
-    assert not list(checks.salience(case.found.salience, case.want, PAPER, precision, case.strict))
+    assert not list(checks.salience(case.actual.salience, case.want, PAPER, precision, case.strict))
     assert not case.complaints("intra")
     assert not case.complaints("cross")

@@ -156,13 +156,13 @@ def scope(record: Mapping[str, Any]) -> str:
 
     These are the families. If some rows have no verdict, the number of decided rows is added.
     """
-    own = record["subject"]["kind"] != "policy"
-    verdicts = [row["verdict"] for row in record["items"].values() if own or PROMISES in row["families"]]
+    whole = record["subject"]["kind"] != "policy"
+    verdicts = [row["verdict"] for row in record["items"].values() if whole or PROMISES in row["families"]]
     decided = sum(verdict not in ABSTAINED for verdict in verdicts)
-    named = ", ".join(name for name in record["families"] if own or name == PROMISES) or "no family"
+    named = ", ".join(name for name in record["families"] if whole or name == PROMISES) or "no family"
     if decided == len(verdicts):
         return named
-    return f"{named} ({decided} of {len(verdicts)})" if own else _many(decided, "promise")
+    return f"{named} ({decided} of {len(verdicts)})" if whole else _many(decided, "promise")
 
 
 def entries_of(exceptions: Path | None) -> list[dict[str, Any]]:
@@ -253,7 +253,7 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any], within: str =
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             result += differences(a, b, f"{path}.")
         elif (a or None) != (b or None):
-            result.append(f"{path}: {_said(a)} in the certificate, {_said(b)} now")
+            result.append(f"{path}: {_verdict_of(a)} in the certificate, {_verdict_of(b)} now")
     return result
 
 
@@ -272,7 +272,7 @@ def new_failures(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]
     return result
 
 
-def _said(value: Any) -> str:
+def _verdict_of(value: Any) -> str:
     return "nothing" if not value else str(value.get("verdict", value) if isinstance(value, Mapping) else value)
 
 

@@ -74,7 +74,7 @@ def families_of(item: str) -> list[str]:
     if of_a_cache:
         return [family]
     published = item in METHOD_ITEMS and item != COMPARED["crystalcache"].item  # CrystalCache is composed of stages
-    return [name for name, own in families().items() if item in own] or [METHODS if published else COMPOSED]
+    return [name for name, items in families().items() if item in items] or [METHODS if published else COMPOSED]
 
 
 @cache

@@ -96,9 +96,9 @@ def summary(record: Mapping[str, Any]) -> Iterator[str]:
 
 def _promises(record: Mapping[str, Any]) -> Iterator[str]:
     """Yield the properties that a policy promises and keeps, and the properties that the policy does not promise."""
-    own = {item: row["verdict"] for item, row in record["items"].items() if PROMISES in row["families"]}
-    kept = [item for item, verdict in own.items() if verdict == "pass"]
-    others = [item for item, verdict in own.items() if verdict in ABSTAINED]
+    promised = {item: row["verdict"] for item, row in record["items"].items() if PROMISES in row["families"]}
+    kept = [item for item, verdict in promised.items() if verdict == "pass"]
+    others = [item for item, verdict in promised.items() if verdict in ABSTAINED]
     if others and record["verdict"] in PASSED:
         yield f"properties that the policy promises and keeps: {', '.join(kept)}"
         yield f"properties that the policy does not promise, or that do not apply: {', '.join(others)}"

@@ -46,8 +46,8 @@ class Answer:
         """
         if self.stated is None:
             raise MalformedStatement("kvspec", None, "the answer has no statement (spec/witness.md)")
-        own = {"prompt_ids": self.prompt_ids, "answer_ids": self.answer_ids, "logprobs": self.logprobs}
-        return parse_statement(self.stated, {name: value for name, value in own.items() if value is not None})
+        answer = {"prompt_ids": self.prompt_ids, "answer_ids": self.answer_ids, "logprobs": self.logprobs}
+        return parse_statement(self.stated, {name: value for name, value in answer.items() if value is not None})
 
     def take(self, event: Mapping[str, Any]) -> None:
         """Add an event of a stream, or a whole answer."""

@@ -126,10 +126,10 @@ def generated(forward: Onward, logits: Tensor, stop_ids: frozenset[int], max_new
     answers: list[list[int]] = [[] for _ in logits]
     while True:
         tokens = logits.argmax(dim=-1)
-        for own, token in zip(answers, tokens.tolist(), strict=True):
-            if not own or own[-1] not in stop_ids:
-                own.append(token)
-        if all(own[-1] in stop_ids or len(own) == max_new_tokens for own in answers):
+        for answer, token in zip(answers, tokens.tolist(), strict=True):
+            if not answer or answer[-1] not in stop_ids:
+                answer.append(token)
+        if all(answer[-1] in stop_ids or len(answer) == max_new_tokens for answer in answers):
             return answers
         logits = forward(tokens[:, None])
 

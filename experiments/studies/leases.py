@@ -96,7 +96,7 @@ class Leases:
         """Mark the failed units among `wanted` for repetition by any worker, except units that a worker holds."""
         self.stored()
         for unit in self.failed.keys() & wanted:
-            if self._made(self._lease(unit), 0):
+            if self._create(self._lease(unit), 0):
                 self._held = self._lease(unit)
                 self.stored()
                 if unit in self.failed:
@@ -129,12 +129,12 @@ class Leases:
         if unit in self.stored():
             return False
         lease, deaths = self._lease(unit), 0
-        if not self._made(lease, deaths):
+        if not self._create(lease, deaths):
             if not self._abandoned(lease):
                 return False
             deaths = holder_of(lease).get("deaths", 0) + 1
             lease.unlink(missing_ok=True)
-            if not self._made(lease, deaths):
+            if not self._create(lease, deaths):
                 return False
         self._held, self.deaths = lease, deaths
         # The last holder may have died after storing the row and before the release.
@@ -170,7 +170,7 @@ class Leases:
             time.sleep(1.5 * _BEAT)
         return [(holder_of(lease), _mark(lease) != mark) for lease, mark in before.items() if lease.exists()]
 
-    def _made(self, lease: Path, deaths: int) -> bool:
+    def _create(self, lease: Path, deaths: int) -> bool:
         """Try to create a lease with the holder and the holder's clock time. Return False if the lease exists."""
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
         who = {"host": socket.gethostname(), "pid": os.getpid(), "since": since, "deaths": deaths}

@@ -21,17 +21,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from experiments.studies.evidence.kept import BLIND, FULL
 from experiments.studies.evidence.rules import PARTS, rules_of
 from experiments.studies.evidence.run import Measuring, check_budgets, items, methods
-from experiments.studies.evidence.samples import ENDS, Samples, is_own
+from experiments.studies.evidence.samples import ENDS, Samples, is_user_question
 from experiments.studies.report import progress_bar, table_of
 from experiments.studies.results import Row
 from experiments.studies.subject import AUTO, subject_of
 from experiments.tasks.needle import DEFAULT_PLACEMENT
 from experiments.tasks.questions import question_task
-from experiments.tasks.registry import OWN_QUESTIONS
+from experiments.tasks.registry import QUESTION_TASK
 from reference.calibration import load_calibration
 from spec.errors import SpecError
 
-__all__ = ["answer_table", "compare", "own_rows", "question_results", "question_study"]
+__all__ = ["answer_table", "compare", "question_results", "question_study", "user_question_rows"]
 
 DEFAULT_POLICIES = ("nestedkv", "snapkv", "streamingllm")
 DEFAULT_BUDGETS = (0.3, 0.5)
@@ -52,7 +52,7 @@ def question_study(
     constants = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in given.items())
     return {
         "title": title, "models": list(models), "contexts": len(task.questions), "questions": task.most, "seeds": [0],
-        "lengths": [], "placements": list(placements), "tasks": [f"{OWN_QUESTIONS}({constants})"],
+        "lengths": [], "placements": list(placements), "tasks": [f"{QUESTION_TASK}({constants})"],
         "policies": [name for name in policies if name != FULL], "budgets": list(budgets),
         "controls": [name for name in (FULL, BLIND) if controls or name in policies], "bare": bare,
         **({"calibration": calibration} if calibration else {}),
@@ -210,9 +210,9 @@ def answer_table(rows: Iterable[Row]) -> pd.DataFrame:
     return pd.DataFrame([_line(row, cell) for row in rows for cell in row["cells"]])
 
 
-def own_rows(rows: Iterable[Row]) -> list[Row]:
+def user_question_rows(rows: Iterable[Row]) -> list[Row]:
     """Return the rows about your own questions."""
-    return list(filter(is_own, rows))
+    return list(filter(is_user_question, rows))
 
 
 def question_results(rows: Sequence[Row]) -> Iterator[Table | str]:

@@ -20,7 +20,7 @@ from rich.table import Table
 from experiments.studies.answers import read_budget
 from experiments.studies.evidence.kept import CONTROL_BOUNDS, FULL, control_tokens
 from experiments.studies.results import Row
-from experiments.tasks.registry import OWN_QUESTIONS
+from experiments.tasks.registry import QUESTION_TASK
 from models_integration.cache.atomic_file import publish_readable
 from reference.statistics import bootstrap, draws, mcnemar, wilson
 from spec.arrays import Float64, Vector
@@ -144,14 +144,14 @@ class _Lines:
 
     def __init__(self, console: Console, total: int, every: float, after: float) -> None:
         self._console, self._total, self._every, self._after = console, total, every, after
-        self._done, self._start, self._said, self._first = 0, time.monotonic(), -every, 0.0
+        self._done, self._start, self._printed, self._first = 0, time.monotonic(), -every, 0.0
 
     def __call__(self, what: str) -> None:
         self._done += 1
         spent = time.monotonic() - self._start
         self._first = self._first or spent
-        if spent >= self._after and (self._done in (1, self._total) or spent - self._said >= self._every):
-            self._said = spent
+        if spent >= self._after and (self._done in (1, self._total) or spent - self._printed >= self._every):
+            self._printed = spent
             line = f"{self._done}/{self._total}  {what}"
             if self._done > 1:  # the first part includes loading and compilation
                 each = (spent - self._first) / (self._done - 1)
@@ -161,7 +161,7 @@ class _Lines:
 
 def title_of(task: str) -> str:
     """Return the title of a task. The title of a user's task is the given name, or the file and grade of questions."""
-    if named := re.fullmatch(rf'{OWN_QUESTIONS}\(file="(.+?)".*?(?:grade="(\w+)")?\)', task):
+    if named := re.fullmatch(rf'{QUESTION_TASK}\(file="(.+?)".*?(?:grade="(\w+)")?\)', task):
         return f"{named[1]} ({named[2]})" if named[2] else named[1]
     return task.replace("_", " ").capitalize() if task.isidentifier() else task
 
@@ -234,22 +234,22 @@ def summary(rows: Iterable[Row]) -> list[Row]:
             if cell["right"] is not None and cell["budget"] != "0":
                 key = *(row[name] for name in _ABOUT), cell["policy"], cell["budget"]
                 groups.setdefault(key, []).append((row, cell))
-    return [_counted(own) for own in groups.values()]
+    return [_counted(pairs) for pairs in groups.values()]
 
 
-def _counted(own: Sequence[tuple[Row, Row]]) -> Row:
-    (row, first), n = own[0], len(own)
+def _counted(pairs: Sequence[tuple[Row, Row]]) -> Row:
+    (row, first), n = pairs[0], len(pairs)
     policy, budget, control = first["policy"], first["budget"], first["policy"] in CONTROL_BOUNDS
     B = control_tokens(budget, row["length"]) if control else read_budget(budget).tokens(row["length"])
-    kept = [math.ceil(float(np.mean(cell["kept"]))) for _, cell in own]
-    allowed = [B if control else budget_tokens(budget, each) for each, _ in own]
-    right = float(sum(cell["right"] for _, cell in own))
+    kept = [math.ceil(float(np.mean(cell["kept"]))) for _, cell in pairs]
+    allowed = [B if control else budget_tokens(budget, each) for each, _ in pairs]
+    right = float(sum(cell["right"] for _, cell in pairs))
     return {
         **{name: row[name] for name in _ABOUT}, "policy": policy, "budget_requested": budget,
         "backend": first.get("backend", row["backend"]),
         "budget": min(B, row["length"]), "n": n, "control": control, "correct": right, "accuracy": right / n,
-        "mean_kept": sum(kept) / n, "mean_cache": sum(cell["mean_cache"] for _, cell in own) / n,
-        "peak_cache": max(cell["peak_cache"] for _, cell in own),
+        "mean_kept": sum(kept) / n, "mean_cache": sum(cell["mean_cache"] for _, cell in pairs) / n,
+        "peak_cache": max(cell["peak_cache"] for _, cell in pairs),
         "over_budget": max(0, *(one - most for one, most in zip(kept, allowed, strict=True))),
     }
 
@@ -270,9 +270,9 @@ def summary_tables(rows: Sequence[Row], width: int) -> list[Table]:
     for row in rows:
         groups.setdefault(tuple(row[name] for name in ("model", "length", "placement", "seed")), []).append(row)
     result = []
-    for about, own in groups.items():
+    for about, group in groups.items():
         more = f": {', '.join(map(str, about))}" if len(groups) > 1 else ""
-        result += _tables_of(own, width, more)
+        result += _tables_of(group, width, more)
     return result
 
 

@@ -80,8 +80,8 @@ class Subject:
         config.num_hidden_layers = layers
         if getattr(config, "layer_types", None):  # transformers checks the length
             config.layer_types = config.layer_types[:layers]
-        model, own = type(self.model)(config), self.model.state_dict()
-        model.load_state_dict({name: own[name] for name in model.state_dict()}, assign=True)
+        model, weights = type(self.model)(config), self.model.state_dict()
+        model.load_state_dict({name: weights[name] for name in model.state_dict()}, assign=True)
         nn.Module.eval(model)  # the annotation of transformers lacks a return type
         return replace(self, model=model)
 

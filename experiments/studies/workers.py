@@ -184,8 +184,8 @@ def run_actors(arguments: Sequence[str], workers: int, address: str, out: Path, 
     actors, under_way = [kind.remote() for _ in range(workers)], {}
     for number, actor in enumerate(actors, 1):
         log = str((out / f"worker-{number}.log").resolve())
-        own = [word for word in arguments if number == 1 or word != "--again"]
-        under_way[actor.work.remote(own, os.getcwd(), log)] = log
+        words = [word for word in arguments if number == 1 or word != "--again"]
+        under_way[actor.work.remote(words, os.getcwd(), log)] = log
     while under_way:
         done, _ = ray.wait(list(under_way), timeout=_LOOK)
         if begun(out):  # otherwise every actor still loads the model

@@ -58,7 +58,7 @@ def arithmetic_samples(ground: Ground, length: int, index: int, seed: int, *, pa
         shown = _drawn(rng)
         return ground.encode(f"\n\n{shown.question}\nSolution: {shown.solution}")
 
-    text = joined(ground, length, index, seed, as_many(example, ground.room(length)))
+    text = joined(ground, length, index, seed, as_many(example, ground.tokens_left(length)))
     sample = ground.sample(
         text.ids, f"\n\n{problem.question}", "Solution:", str(problem.answer), [], gap="\n", task="arithmetic",
         metric=BOXED, max_new_tokens=MAX_NEW_TOKENS, metadata={"id": unique_id},

@@ -167,19 +167,19 @@ def assemble(
     order = sorted(range(len(anchors)), key=lambda i: anchors[i].fraction)
     encoded = _anchor_ids(tokenizer, anchors, order)
     ids = list(opening_ids(tokenizer) if opening is None else opening)
-    room = length - len(ids) - sum(len(piece) for piece in encoded)
-    if room < 0:
-        raise SpecError("length", length, f"the sentences of the task alone need {length - room} tokens")
+    left = length - len(ids) - sum(len(piece) for piece in encoded)
+    if left < 0:
+        raise SpecError("length", length, f"the sentences of the task alone need {length - left} tokens")
     space = joiner(tokenizer)
     stream = FillerStream([encode(tokenizer, space + text) for text in filler], int(rng.integers(2**31)))
     spans = [(0, 0)] * len(anchors)
     used = 0
     for index in order:
-        wanted = max(0, round(anchors[index].fraction * room) - used)
-        amount = stream.nearest_fit(wanted, room - used)
+        wanted = max(0, round(anchors[index].fraction * left) - used)
+        amount = stream.nearest_fit(wanted, left - used)
         ids.extend(stream.take(amount))
         used += amount
         spans[index] = (len(ids), len(ids) + len(encoded[index]))
         ids.extend(encoded[index])
-    ids.extend(stream.take(room - used))
+    ids.extend(stream.take(left - used))
     return Assembled(tuple(ids), tuple(spans))

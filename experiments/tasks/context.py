@@ -91,17 +91,17 @@ def weave(
     """
     space, first = joiner(tokenizer), window * length
     encoded = [encode(tokenizer, space + anchor.text) for anchor in anchors]
-    room = length - len(opening) - sum(map(len, encoded))
-    if room < 0:
-        raise SpecError("length", length, f"the sentences of the task alone need {length - room} tokens")
-    stops = [stop - first for stop in prose.stops if first < stop <= first + room] or [0]
+    left = length - len(opening) - sum(map(len, encoded))
+    if left < 0:
+        raise SpecError("length", length, f"the sentences of the task alone need {length - left} tokens")
+    stops = [stop - first for stop in prose.stops if first < stop <= first + left] or [0]
     ids, spans, read = list(opening), [(0, 0)] * len(anchors), 0
     for index in sorted(range(len(anchors)), key=lambda i: anchors[i].fraction):
-        place = max(read, _nearest(stops, anchors[index].fraction * room))
+        place = max(read, _nearest(stops, anchors[index].fraction * left))
         ids.extend(prose.tokens[first + read : first + place])
         read, spans[index] = place, (len(ids), len(ids) + len(encoded[index]))
         ids.extend(encoded[index])
-    ids.extend(prose.tokens[first + read : first + room])
+    ids.extend(prose.tokens[first + read : first + left])
     return Assembled(tuple(ids), tuple(spans))
 
 
@@ -148,7 +148,7 @@ class Ground:
         self.prose.window(length, index, seed)
         return generator((seed, *more, length, index))
 
-    def room(self, length: int, *pieces: Sequence[int]) -> int:
+    def tokens_left(self, length: int, *pieces: Sequence[int]) -> int:
         """Return the number of context tokens that are left after the frame's opening and some pieces."""
         return length - len(self.frame.opening) - sum(map(len, pieces))
 
@@ -193,7 +193,7 @@ def joined(ground: Ground, length: int, index: int, seed: int, pieces: Sequence[
     Raises:
         SpecError: if the pieces alone are longer than `length` tokens.
     """
-    rest = ground.room(length, *pieces)
+    rest = ground.tokens_left(length, *pieces)
     if rest < 0:
         raise SpecError("length", length, f"the task alone needs {length - rest} tokens")
     first = length * ground.prose.window(length, index, seed)
@@ -219,13 +219,13 @@ def listed(
     return Assembled(text.ids, tuple(text.spans[mark] for mark in marks))
 
 
-def as_many(unit: Callable[[], Sequence[int]], room: int) -> list[Sequence[int]]:
+def as_many(unit: Callable[[], Sequence[int]], left: int) -> list[Sequence[int]]:
     """Return as many units as fit into `room` tokens. Each unit is made by a call of `unit`."""
     result = list[Sequence[int]]()
     while True:
         piece = unit()
-        room -= len(piece)
-        if room < 0:
+        left -= len(piece)
+        if left < 0:
             return result
         result.append(piece)
 

@@ -48,7 +48,7 @@ def key_value_samples(
         drawn[key] = _drawn(rng, form, 1)
         return (*(comma if len(drawn) > 1 else ()), *ground.encode(f'"{key}": "{drawn[key]}"'))
 
-    units = as_many(unit, ground.room(length, head, foot))
+    units = as_many(unit, ground.tokens_left(length, head, foot))
     text = joined(ground, length, index, seed, [head, *units, foot])
     spans = [(start + len(comma) * (at > 0), stop) for at, (start, stop) in enumerate(text.spans[1:-1])]
     pairs = list(drawn.items())

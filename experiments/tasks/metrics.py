@@ -103,7 +103,7 @@ def _match_part(answer: str, references: Sequence[str], _: Sequence[str]) -> flo
     return float(any(_hits(answer, references)))
 
 
-def _names_found(answer: str, references: Sequence[str], _: Sequence[str]) -> float:
+def _share_of_names(answer: str, references: Sequence[str], _: Sequence[str]) -> float:
     """Return the fraction of names found, ignoring case, rounded to two digits, as in SCBench's variable tracking."""
     return round(sum(reference.lower() in answer.lower() for reference in references) / len(references), 2)
 
@@ -161,11 +161,11 @@ def _classification(answer: str, truth: str, choices: Sequence[str]) -> float:
 
 def _rouge_l(answer: str, truth: str) -> float:
     candidate, gold = _sentences(answer), _sentences(truth)
-    said_words, gold_words = ({word for words in text for word in words} for text in (candidate, gold))
+    answer_words, gold_words = ({word for words in text for word in words} for text in (candidate, gold))
     if not candidate or not gold:
         return 0.0
     shared = {word for reference in gold for sentence in candidate for word in _common_words(reference, sentence)}
-    recall, precision = len(shared) / len(gold_words), len(shared) / len(said_words)
+    recall, precision = len(shared) / len(gold_words), len(shared) / len(answer_words)
     return 2 * precision * recall / (precision + recall + 1e-8)
 
 
@@ -211,7 +211,7 @@ METRICS: Mapping[str, Metric] = {
     MATH_BOXED: _best(_math_boxed),
     OPTION: _best(_option),
     BOXED: _best(lambda answer, reference: boxed(answer) == reference),
-    "names found": _names_found,
+    "names found": _share_of_names,
     STRING_MATCH_ALL: _match_all,
     "string_match_part": _match_part,
     "qa_f1": _best(_qa_f1),

@@ -47,7 +47,7 @@ NEEDLE, DELAYED_ASSOCIATION = "needle", "delayed_association"
 TASKS = (NEEDLE, DELAYED_ASSOCIATION)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 DENSITIES = ("high", "low")
-OWN = "kvspec"
+KVSPEC = "kvspec"
 DEV, CONFIRM = "dev", "confirm"
 """Parts of a study: dev samples for free experiments, and confirming samples for the decision about claims."""
 _DEV_PERCENT = 20
@@ -97,7 +97,7 @@ class Sample:
     choices: tuple[str, ...] = ()
     history: int = 0
     max_new_tokens: int = MAX_NEW_TOKENS
-    dialect: str = OWN
+    dialect: str = KVSPEC
 
     @property
     def evidence(self) -> tuple[tuple[int, int], ...]:

@@ -18,10 +18,10 @@ from experiments.tasks.needle import QUESTION_FRAME, Sample
 from spec.errors import SpecError
 from spec.validate import check_choices
 
-__all__ = ["OWN", "OwnTexts", "question_task", "read_questions"]
+__all__ = ["USER", "QuestionTask", "question_task", "read_questions"]
 
 FORMS = (".csv", ".jsonl")
-OWN = "own"
+USER = "own"
 """Value of `Sample.dialect` for your own questions."""
 _SHOWN = 40
 """Largest number of characters of a user's text in an error message."""
@@ -38,7 +38,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class OwnTexts:
+class QuestionTask:
     """Questions by text, in the order of the file.
 
     Attributes:
@@ -75,7 +75,7 @@ class OwnTexts:
         about = {"text": index, "row": one.row, "question": one.question, "expected": " | ".join(one.answers)}
         asked = "\n\n" + QUESTION_FRAME.format(question=one.question)
         sample = ground.sample(
-            context, asked, "", one.answers[0], spans, gap="", task=OWN, dialect=OWN, metric=GRADES[self.grade],
+            context, asked, "", one.answers[0], spans, gap="", task=USER, dialect=USER, metric=GRADES[self.grade],
             references=one.answers, metadata=about,
         )
         # The likelihood of a pattern has no meaning.
@@ -90,14 +90,14 @@ def _occurrences(text: str, passage: str) -> list[Span]:
     return [match.span() for match in re.finditer(re.escape(passage), text)]
 
 
-def question_task(file: str, text: str = "", grade: str = "contains") -> OwnTexts:
+def question_task(file: str, text: str = "", grade: str = "contains") -> QuestionTask:
     """Return the task for the paths of a file of questions and of a text file. "" means no text file.
 
     Raises:
         SpecError: if a file cannot be read, or if a row or the grade is invalid.
     """
     check_choices("grade", (grade,), GRADES)
-    return OwnTexts(grade, read_questions(Path(file), Path(text) if text else None, grade))
+    return QuestionTask(grade, read_questions(Path(file), Path(text) if text else None, grade))
 
 
 def read_questions(file: Path, text: Path | None, grade: str) -> dict[str, list[Question]]:
@@ -115,8 +115,8 @@ def read_questions(file: Path, text: Path | None, grade: str) -> dict[str, list[
     for number, row in enumerate(rows, 1):
         _check_columns(file, number, row, document is not None)
         where = f"{file}, row {number}"
-        own = _single(where, "text", row) if document is None else document
-        result.setdefault(own, []).append(_question(where, number, row, own, grade))
+        text_name = _single(where, "text", row) if document is None else document
+        result.setdefault(text_name, []).append(_question(where, number, row, text_name, grade))
     return result
 
 

@@ -54,17 +54,26 @@ from spec.errors import SpecError
 from spec.plugins import find_plugin
 
 __all__ = [
-    "CHAINS", "ENTRY_POINTS", "FILES", "OWN_QUESTIONS", "QUESTIONS", "TABLE", "TEXTS", "Entry", "Task", "files_of",
+    "CHAINS",
+    "ENTRY_POINTS",
+    "FILES",
+    "QUESTIONS",
+    "QUESTION_TASK",
+    "TABLE",
+    "TEXTS",
+    "Entry",
+    "Task",
+    "files_of",
     "resolve_task",
 ]
 
-OWN_QUESTIONS = "questions"
+QUESTION_TASK = "questions"
 """Name of the task of your own questions: `questions(file="q.csv", text="t.txt", grade="exact")`."""
 
 ENTRY_POINTS = "kvspec.tasks"
 QUESTIONS, CHAINS = 5, 2
 """Number of questions on one context, for tasks with several questions. A question about a chain needs five lines."""
-SENTENCES, PROSE, LIST, FILE, OWN = "filler sentences", "running text", "a list", "a file", "your own"
+SENTENCES, PROSE, LIST, FILE, USER = "filler sentences", "running text", "a list", "a file", "your own"
 TEXTS = "prose, records, Python source"
 """Kinds of text from which contexts are made. `PROSE` and `LIST` use windows of the text that comes with kvspec."""
 
@@ -115,7 +124,7 @@ class Task:
     @property
     def built_in(self) -> bool:
         """True if the samples are made by kvspec, and come neither from a file nor from the user's function."""
-        return self.entry.assembly not in (FILE, OWN)
+        return self.entry.assembly not in (FILE, USER)
 
     def lengths(self, ground: Ground, requested: Sequence[int]) -> Sequence[int]:
         """Return the requested lengths, or the length of the longest context if the contexts are never cut."""
@@ -250,10 +259,10 @@ def resolve_task(text: str) -> Task:
         entry = TABLE[name]
         constants = _constants(text, rest, entry.constants) if bracket else {}
         return Task(text, replace(entry, make=partial(entry.make, **constants)) if constants else entry)
-    if name == OWN_QUESTIONS and bracket:
+    if name == QUESTION_TASK and bracket:
         return _question_task(text, rest)
     kind, _, path = text.partition(":")
-    return _file_task(text, kind, Path(path)) if kind in FILES else _own_task(text, TABLE)
+    return _file_task(text, kind, Path(path)) if kind in FILES else _user_task(text, TABLE)
 
 
 def files_of(text: str) -> list[Path]:
@@ -263,7 +272,7 @@ def files_of(text: str) -> list[Path]:
         SpecError: if the constants of your own questions are invalid.
     """
     name, _, rest = text.partition("(")
-    if name == OWN_QUESTIONS:
+    if name == QUESTION_TASK:
         constants = _question_constants(text, rest)
         return [Path(constants[key]) for key in ("file", "text") if key in constants]
     kind, _, path = text.partition(":")
@@ -280,15 +289,15 @@ def _question_constants(text: str, rest: str) -> dict[str, Any]:
 def _question_task(text: str, rest: str) -> Task:
     constants = _question_constants(text, rest)
     created = question_task(**constants)
-    entry = Entry(OWN_QUESTIONS, created, "", FILE, rows=len(created.questions), longest=created.longest)
+    entry = Entry(QUESTION_TASK, created, "", FILE, rows=len(created.questions), longest=created.longest)
     return Task(text, replace(entry, gold=created.grade != REGEX))
 
 
 def _file_task(text: str, kind: str, path: Path) -> Task:
     if not path.is_file():
         raise SpecError("tasks", text, f"has no file {str(path)!r}: give the path of a benchmark file after {kind}:")
-    made = FILES[kind](path)
-    return Task(text, Entry(kind, made, "", FILE, rows=made.rows))
+    created = FILES[kind](path)
+    return Task(text, Entry(kind, created, "", FILE, rows=created.rows))
 
 
 def _constants(text: str, rest: str, known: Collection[str]) -> dict[str, Any]:
@@ -310,9 +319,9 @@ def _constants(text: str, rest: str, known: Collection[str]) -> dict[str, Any]:
     return given
 
 
-def _own_task(name: str, known: Collection[str]) -> Task:
+def _user_task(name: str, known: Collection[str]) -> Task:
     result = find_plugin("task", name, ENTRY_POINTS, known)
     if not callable(result.value):
         kind = type(result.value).__name__
         raise SpecError("task", name, f"must be a function of ground, length, index, seed; is {kind}")
-    return Task(name, Entry("your own", result.value, "", OWN), digest=result.digest)
+    return Task(name, Entry("your own", result.value, "", USER), digest=result.digest)

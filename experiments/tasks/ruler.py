@@ -126,7 +126,7 @@ def variable_tracking_samples(
     rest = [iter(chain.lines) for chain in chains]
     lines = [ground.encode(f"\n{next(rest[at])}") for at in whose]
     head, noise = ground.encode(f"\n\n{example}{INSTRUCTION}"), ground.encode(f"\n{NOISE}")
-    units = as_many(lambda: noise, ground.room(length, head, *lines))
+    units = as_many(lambda: noise, ground.tokens_left(length, head, *lines))
     where = places(rng, units, len(lines), index, length)
     text = listed(ground, length, index, seed, head, units, dict(zip(where, lines, strict=True)))
     return tuple(
@@ -198,7 +198,7 @@ def niah_samples(name: str, dialect: str, ground: Ground, length: int, index: in
     head = ground.encode(f"\n\n{instruction}" + "\n" * (form.haystack == "prose"))
     lines = [_line(ground, form, *fact) for fact in facts]
     first = length * ground.prose.window(length, index, seed)
-    units = _haystack(ground, form, rng, ground.room(length, head, *lines), first, keys)
+    units = _haystack(ground, form, rng, ground.tokens_left(length, head, *lines), first, keys)
     where = places(rng, units, len(lines), index, length)
     text = listed(ground, length, index, seed, head, units, dict(zip(where, lines, strict=True)))
     stands = dict(zip(facts, text.spans, strict=True))
@@ -241,11 +241,11 @@ def _line(ground: Ground, form: NiahForm, key: str, value: str) -> tuple[int, ..
 
 
 def _haystack(
-    ground: Ground, form: NiahForm, rng: np.random.Generator, room: int, first: int, taken: Sequence[str]
+    ground: Ground, form: NiahForm, rng: np.random.Generator, left: int, first: int, taken: Sequence[str]
 ) -> list[Sequence[int]]:
-    """Return lines of at most `room` tokens. Lines of running text begin at token `first` and use all of `room`."""
+    """Return lines of at most `left` tokens. Lines of running text begin at token `first` and use all of `left`."""
     if form.haystack == "prose":
-        ends = [first, *(stop for stop in ground.prose.stops if first < stop < first + room), first + max(0, room)]
+        ends = [first, *(stop for stop in ground.prose.stops if first < stop < first + left), first + max(0, left)]
         return [ground.prose.tokens[start:stop] for start, stop in pairwise(ends)]
     noise = ground.encode(f"\n{NOISE}")
 
@@ -253,4 +253,4 @@ def _haystack(
         (key,) = different(lambda: _DRAWN[form.key](rng), 1, taken)
         return _line(ground, form, key, _DRAWN[form.value](rng))
 
-    return as_many(needle if form.haystack == "needles" else lambda: noise, room)
+    return as_many(needle if form.haystack == "needles" else lambda: noise, left)

@@ -80,8 +80,8 @@ def cwe_samples(dialect: str, ground: Ground, length: int, index: int, seed: int
             length.
     """
     rng = ground.rng(length, index, seed)
-    (_, _, first), (head, drawn, own) = (_cwe(dialect, ground, length, at, seed) for at in (0, index))
-    listing = _repeated(drawn[: _as_first(first, own, STEP)], *_TIMES[length >= SHORT])
+    (_, _, first), (head, drawn, fits) = (_cwe(dialect, ground, length, at, seed) for at in (0, index))
+    listing = _repeated(drawn[: _as_first(first, fits, STEP)], *_TIMES[length >= SHORT])
     listing = [listing[at] for at in order(rng, dialect, len(listing))]
     pieces = [ground.follow(part) for at, word in enumerate(listing, 1) for part in (f"{at}.", word)]
     text = joined(ground, length, index, seed, [head, *pieces[1:]])
@@ -103,31 +103,31 @@ def _cwe(dialect: str, ground: Ground, length: int, index: int, seed: int) -> tu
     small = [small[at] for at in order(rng, dialect, len(small))]
     shot = f"{_CWE}{_numbered(small)}{_CWE_QUESTION}{_CWE_OPENING} {_numbered(example[:COMMON])}\n"
     head = ground.encode(f"\n\n{shot}{_CWE}1.")
-    room = ground.room(length, head) + len(ground.follow("1."))
-    return head, drawn, _room_for(ground, drawn, *_TIMES[length >= SHORT], room)
+    left = ground.tokens_left(length, head) + len(ground.follow("1."))
+    return head, drawn, _words_that_fit(ground, drawn, *_TIMES[length >= SHORT], left)
 
 
 def _repeated(drawn: list[str], often: int, seldom: int) -> list[str]:
     return [*drawn[:COMMON] * often, *drawn[COMMON:] * seldom]
 
 
-def _as_first(first: int, own: int, step: int) -> int:
+def _as_first(first: int, fits: int, step: int) -> int:
     """Return the number of units as in v1: the number for the first sample, reduced in steps until the sample fits."""
-    return first - step * max(0, ceil((first - own) / step))
+    return first - step * max(0, ceil((first - fits) / step))
 
 
 def _numbered(listing: Sequence[str]) -> str:
     return " ".join(f"{at}. {word}" for at, word in enumerate(listing, 1))
 
 
-def _room_for(ground: Ground, drawn: Sequence[str], often: int, seldom: int, room: int) -> int:
+def _words_that_fit(ground: Ground, drawn: Sequence[str], often: int, seldom: int, left: int) -> int:
     """Return how many different words fit with their numbers, including the common words."""
     number = 0
     for at, word in enumerate(drawn):
         times = often if at < COMMON else seldom
-        room -= times * len(ground.follow(word))
-        room -= sum(len(ground.follow(f"{number + count}.")) for count in range(1, times + 1))
-        if room < 0 and at >= COMMON + STEP:
+        left -= times * len(ground.follow(word))
+        left -= sum(len(ground.follow(f"{number + count}.")) for count in range(1, times + 1))
+        if left < 0 and at >= COMMON + STEP:
             return at
         number += times
     raise SpecError("length", number, f"is too large: the task has only {len(drawn)} words")
@@ -142,8 +142,8 @@ def fwe_samples(dialect: str, ground: Ground, length: int, index: int, seed: int
         SpecError: if index or seed is negative, or if the length is too short for three most frequent words.
     """
     rng = ground.rng(length, index, seed)
-    (_, first), (coded, own) = (_fwe(ground, length, at, seed) for at in (0, index))
-    times = _times(_as_first(first, own, max(1, length // 32)), len(coded))
+    (_, first), (coded, fits) = (_fwe(ground, length, at, seed) for at in (0, index))
+    times = _times(_as_first(first, fits, max(1, length // 32)), len(coded))
     if times[3] <= times[4]:
         bound = "is too short: the third most frequent word must occur more often than the fourth"
         raise SpecError("length", length, bound)
@@ -164,8 +164,8 @@ def _fwe(ground: Ground, length: int, index: int, seed: int) -> tuple[list[str],
     rng = ground.rng(length, index, seed, 1)
     coded = ["...", *different(lambda: letters(rng, 6), max(4, length // 50 - 1))]
     sizes = np.array([len(ground.follow(word)) for word in coded])
-    room = max(0, ground.room(length, ground.encode(f"\n\n{_FWE}")))
-    return coded, bisect_right(range(2 * room), room, key=lambda total: int(sizes @ _times(total, len(coded)))) - 1
+    left = max(0, ground.tokens_left(length, ground.encode(f"\n\n{_FWE}")))
+    return coded, bisect_right(range(2 * left), left, key=lambda total: int(sizes @ _times(total, len(coded)))) - 1
 
 
 def _times(total: int, ranks: int) -> np.ndarray:

@@ -159,14 +159,14 @@ def _shown(
         message = "not run: give --file locomo10.json" if one.name == LOCOMO else "not run"
         console.print(f"{title}: {message}\n", highlight=False, markup=False)
         return section(title, note(message))
-    own = list(filled_lines(one, rows))
+    lines = list(filled_lines(one, rows))
     about = " ".join(filter(None, [interaction(one, rows), one.note]))
-    frame = pd.DataFrame([[subject.label, one.name, str(n), *line] for line in own])
+    frame = pd.DataFrame([[subject.label, one.name, str(n), *line] for line in lines])
     frames.setdefault(one.name, []).append(frame.set_axis(["model", "table", "n", *one.headings], axis=1))
-    for piece in fitting_tables(title, one.headings, own, console.width):
+    for piece in fitting_tables(title, one.headings, lines, console.width):
         console.print(piece)
     console.print(about + "\n", highlight=False, markup=False)
-    return section(title, table(title, one.headings, own), note(about))
+    return section(title, table(title, one.headings, lines), note(about))
 
 
 def _plan(subject: Subject, tables: Sequence[InjectionTable], talks: Sequence[Talk]) -> None:

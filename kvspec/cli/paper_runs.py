@@ -78,7 +78,7 @@ class _Study(NamedTuple):
     part: Part
     rules: Rules
     work: Work | Costs | None
-    said: str
+    note: str
     """Sentence about the lengths that the model does not support. Empty if all lengths are supported."""
 
 

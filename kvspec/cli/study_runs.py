@@ -23,7 +23,7 @@ from experiments.studies.evidence.run import (
     rows_of,
     run_items,
 )
-from experiments.studies.own_texts import answer_table, own_rows, question_results
+from experiments.studies.own_texts import answer_table, question_results, user_question_rows
 from experiments.studies.report import (
     control_table,
     failed_controls,
@@ -272,12 +272,12 @@ def _show(rows: Sequence[Row], rules: Rules, console: Console, running: Running)
     measured, controls = ([row for row in counted if row["control"] is kind] for kind in (False, True))
     for table in [*summary_tables(measured, console.width), *([control_table(controls)] if controls else [])]:
         console.print(table)
-    for result in question_results(own_rows(rows)):
+    for result in question_results(user_question_rows(rows)):
         console.print(result, highlight=False, soft_wrap=isinstance(result, str))
     write_page(running.out, [rules] if running.file else [])
     write_outputs(rows, running.table, running.figure)
     if running.answers is not None:
-        publish_readable(running.answers, answer_table(own_rows(rows)).to_csv(index=False).encode())
+        publish_readable(running.answers, answer_table(user_question_rows(rows)).to_csv(index=False).encode())
         say(str(running.answers))
     failed = failed_controls(controls)
     if failed:
@@ -311,11 +311,11 @@ class Work:
         for warning in self.warnings:
             say(f"warning: {warning}", console)
         try:
-            with leases(results) as own:
+            with leases(results) as held:
                 left = left_of(results, rules, subject, self.items)
-                own.plan(left.keys() | (every.keys() & own.stored()))
+                held.plan(left.keys() | (every.keys() & held.stored()))
                 if self.running.again:
-                    own.again(left)
+                    held.again(left)
                 checks = sum(bool(item.control) for item, _ in every.values())
                 samples = f"{len(every)} samples" + (f" ({checks} samples only for controls)" if checks else "")
                 part = "" if self.running.part == ALL else f" {self.running.part} samples,"
@@ -324,8 +324,8 @@ class Work:
                     f" {samples}, {len(every) - len(left)} of them stored in {results} by earlier runs", console
                 )
                 with progress_bar(console, len(left)) as progress:
-                    run_items(subject, rules, self.policies, left, own, self.running.batch_size, progress)
-                self.failed = bool(own.failed.keys() & left.keys())
+                    run_items(subject, rules, self.policies, left, held, self.running.batch_size, progress)
+                self.failed = bool(held.failed.keys() & left.keys())
         except KeyboardInterrupt:
             return True
         return False

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = [
-    "NO_SPACE", "TEMPORARY", "Late", "NotRegular", "erase", "is_being_written", "publish", "publish_readable", "read_at",
-    "regular_file", "sync",
+    "NO_SPACE", "TEMPORARY", "Late", "NotRegular", "erase", "is_being_written", "publish", "publish_readable",
+    "read_at", "regular_file", "sync",
 ]
 
 TEMPORARY = ".tmp-"

@@ -19,7 +19,7 @@ import pytest
 from hypothesis.errors import UnsatisfiedAssumption
 
 from conformance.calls import TWICE, held_to_rules, in_turns, side_by_side
-from conformance.checks.refusals import SubjectFailure, boundary, guarded, refused, tells
+from conformance.checks.refusals import SubjectFailure, boundary, describes_value, guarded, refused
 from conformance.paths import ROOT
 from conformance.policy_suite import test_promises
 from conformance.verify import outcomes
@@ -192,7 +192,7 @@ def test_another_error_is_no_refusal() -> None:
     ],
 )
 def test_a_value_stands_for_what_came(value: Any, given: Any, right: bool) -> None:
-    assert tells(value, given) is right
+    assert describes_value(value, given) is right
 
 
 Array = np.ndarray[Any, Any]

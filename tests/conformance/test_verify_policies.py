@@ -160,7 +160,7 @@ def test_repeated_query_heads_exchange_tokens_of_one_score_up_to_rounding(
         actual[0, :2] = (largest, largest - apart)[:: 1 if len(view.q) == len(view.k) else -1]
         return actual
 
-    case = test_promises.Own(lambda inputs: policy_from_score(near))
+    case = test_promises.Subject(lambda inputs: policy_from_score(near))
     assert PROPERTIES["GQA"].holds(case, drawn(1, 5, 1, (1, 1)), 1, 0) == holds
 
 

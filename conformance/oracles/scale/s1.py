@@ -74,8 +74,8 @@ def coattention(
         share = max(1, min(p.k_heads, len(q))) if p.heads == "mean" else 1
         unclipped.append(top.sum(axis=0) / share)
         moves.append(np.sort(wide, axis=0)[::-1][: p.k_heads].sum(axis=0) / share)
-        own = mean[:, first:]
-        rows = own / (np.sqrt((own * own).sum(axis=1)) + p.epsilon)[:, None]
+        square = mean[:, first:]
+        rows = square / (np.sqrt((square * square).sum(axis=1)) + p.epsilon)[:, None]
         cosines = rows @ rows.T
         np.fill_diagonal(cosines, -1.0)
         inside.append(_ranked(cosines, cosine_error(error, stop - c), positions[first:last], p.k_intra, behind))
@@ -112,8 +112,8 @@ def _chunk(
             np.exp(x - top, out=x)
             x /= x.sum(axis=1, keepdims=True) + (0.0 if sinks is None else np.exp(float(sinks[h]) - top))
             mean += x
-            own = x[:, first:]
-            sums[h], wide[h] = own.sum(axis=0), error @ own
+            square = x[:, first:]
+            sums[h], wide[h] = square.sum(axis=0), error @ square
     mean /= H
     return mean, sums, wide
 

@@ -49,11 +49,11 @@ def edge_columns(result: Any) -> Columns:
     columns = []
     intra, cross = (result.intra, result.intra_weight, False), (result.cross, result.cross_weight, True)
     for index, weight, turned in (intra, cross):
-        own = np.repeat(np.arange(len(index)) + result.start, index.shape[1])
+        owner = np.repeat(np.arange(len(index)) + result.start, index.shape[1])
         other, w = index.ravel(), weight.ravel()
         there = other >= 0
-        own, other, w = own[there], other[there], w[there]
-        columns.append((other, own, w) if turned else (own, other, w))
+        owner, other, w = owner[there], other[there], w[there]
+        columns.append((other, owner, w) if turned else (owner, other, w))
     return Columns(*(np.concatenate(parts) for parts in zip(*columns, strict=True)))
 
 

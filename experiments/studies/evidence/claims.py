@@ -117,7 +117,7 @@ def _verdict(
     parts = differences(some, above, below)
     result = replace(
         undecided, difference=some.ratio(above, below), power=power, dev_contexts=contexts, opposite=opposite(parts),
-        splits=tuple(split_text(kind, own) for kind, own in parts.items() if len(own) > 1),
+        splits=tuple(split_text(kind, groups) for kind, groups in parts.items() if len(groups) > 1),
     )
     kept = some.prompt_kept(first), other.prompt_kept(second)
     if claim.second != FULL and abs(kept[0] - kept[1]) > SAME_CACHE * min(kept):

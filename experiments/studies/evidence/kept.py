@@ -67,8 +67,8 @@ EVERY_CONTROL = (FULL, BLIND, *RANDOMS, EVIDENCE, *CONTROL_BOUNDS)
 
 def default_controls(policies: Iterable[str]) -> tuple[str, ...]:
     """Return CONTROLS, with random trunks or random heads if a policy keeps such units."""
-    own = dict.fromkeys(control_of(policy, Granularity.HEAD.value) for policy in policies)
-    return *CONTROLS, *(name for name in own if name not in CONTROLS)
+    needed_controls = dict.fromkeys(control_of(policy, Granularity.HEAD.value) for policy in policies)
+    return *CONTROLS, *(name for name in needed_controls if name not in CONTROLS)
 
 
 def control_of(policy: str, granularity: str) -> str:
@@ -241,7 +241,8 @@ class Prompt:
     def followed_by(self, placement: Placement) -> "Prompt":
         """Return the prompt with a different question."""
         steps = {
-            name: [replace(step, placement=placement) for step in own] for name, own in self.steps.items()
+            name: [replace(step, placement=placement) for step in steps_of_policy]
+            for name, steps_of_policy in self.steps.items()
         } if placement.name == "after" else self.steps
         return replace(self, placement=placement, steps=steps)
 
@@ -278,7 +279,7 @@ def read_prompt(
     going_on = {name: method for name, method in methods.items() if steps(method)}
     if placement.dropped_slots and going_on:
         once = replace(placement, prompt_ids=placement.prompt_ids[: -placement.dropped_slots], dropped_slots=0)
-        own = read_prompt(subject, going_on, budgets, once)
+        following_prompt = read_prompt(subject, going_on, budgets, once)
         others = {name: method for name, method in methods.items() if name not in going_on}
         prompt = read_prompt(subject, others, budgets, placement)
         kept, seconds = {**prompt.kept, **own.kept}, {**own.seconds, **prompt.seconds}

@@ -28,11 +28,11 @@ from spec.arrays import BoolVector, Float64, Int64, IntVector, Matrix
 from spec.policy import LayerView, Needs
 from spec.retention import Granularity, Retention
 
-__all__ = ["Said", "answer_attention", "evidence_kept", "kept_rows", "lost_attention", "measure"]
+__all__ = ["Prediction", "answer_attention", "evidence_kept", "kept_rows", "lost_attention", "measure"]
 
 
 @dataclass(frozen=True)
-class Said:
+class Prediction:
     """Predictions of the gold answer's tokens by one row of a forward pass."""
 
     logits: Tensor
@@ -66,7 +66,7 @@ class Said:
         """Probabilities of all tokens, (a, vocabulary)."""
         return (self.logits - self.lse[:, None]).exp()
 
-    def divergence(self, full: "Said") -> float:
+    def divergence(self, full: "Prediction") -> float:
         """Return KL(full cache || this cache) in nats, averaged over the answer's tokens."""
         gaps = (full.probabilities * (full.logits - self.logits)).sum(dim=-1) + self.lse - full.lse
         return float(gaps.double().mean())
@@ -93,7 +93,7 @@ class _Cell(NamedTuple):
 class _Reading(NamedTuple):
     """Results of a cache for a question: predictions of the gold answer (if it has tokens), and generated answer."""
 
-    said: Said | None
+    prediction: Prediction | None
     answer: list[int] | None
     """Generated answer, or None if no answer is scored."""
     stored: Sequence[float]
@@ -165,7 +165,7 @@ class _Reader:
         self._of_gold = bool(self._gold) and sample.metric in RIGHT_OR_WRONG
         self._judged = sample.scored
         self._limit = len(self._gold) if self._of_gold else sample.max_new_tokens
-        self._full: Said | None = None
+        self._full: Prediction | None = None
         self._attention: Matrix | None = None
 
     def rows(self, cells: Sequence[_Cell], batch_size: int) -> list[Row]:
@@ -187,7 +187,7 @@ class _Reader:
                 result.update(zip((cell.content for cell in some), self._side_by_side(some), strict=True))
         if self._full is not None and full.content in result:
             # Rounding in a batch must not make the full cache differ from itself.
-            result[full.content] = result[full.content]._replace(said=self._full)
+            result[full.content] = result[full.content]._replace(prediction=self._full)
         return [
             self._row(cell, elsewhere.get((cell.policy, cell.budget)) or result[cell.content]) for cell in cells
         ]
@@ -200,7 +200,7 @@ class _Reader:
         fed = self._prompt.placement.fed_ids
         rows = len(fed) + len(self._gold) - 1
         needs = Needs("all", min(len(self._gold), rows)) if rows else NOTHING
-        self._full = self._gold_said(self._read(self._compacted([full]), fed, 1, needs)[0])
+        self._full = self._gold_prediction(self._read(self._compacted([full]), fed, 1, needs)[0])
         answers = self._known_answers([self._full])
         if answers is None:
             return None
@@ -209,23 +209,23 @@ class _Reader:
     def _blind(self) -> _Reading:
         """Process the question without the context."""
         cache, fed = RetainedCache(self._prompt.observed.architecture.config), self._sample.question_ids
-        (result,) = self._said(cache, fed, [0.0])
+        (result,) = self._predict(cache, fed, [0.0])
         return result
 
     def _side_by_side(self, cells: Sequence[_Cell]) -> list[_Reading]:
         """Process several cells in one forward pass, each with a compacted cache."""
         lengths = [len(cell.kept.positions) / cell.kept.groups for cell in cells]
-        return self._said(self._compacted(cells), self._prompt.placement.fed_ids, lengths)
+        return self._predict(self._compacted(cells), self._prompt.placement.fed_ids, lengths)
 
     def _compacted(self, cells: Sequence[_Cell]) -> RetainedCache:
         """Return a cache with one row for each cell. All cells must have the same rule of positions."""
         decision = Decision(tuple(cell.kept for cell in cells), numbering=cells[0].numbering)
         return compact(side_by_side(self._cache, len(cells)), decision)
 
-    def _said(self, cache: RetainedCache, fed: Sequence[int], lengths: Sequence[float]) -> list[_Reading]:
+    def _predict(self, cache: RetainedCache, fed: Sequence[int], lengths: Sequence[float]) -> list[_Reading]:
         """Process the fed tokens and the gold answer without its last token, then generate an answer."""
         columns = self._read(cache, fed, len(lengths))
-        each = [self._gold_said(row) for row in columns]
+        each = [self._gold_prediction(row) for row in columns]
         answers = self._known_answers(each) or self._answers(cache, columns[:, 0])
         return [
             _Reading(prediction, answer, self._stored(length, fed, answer))
@@ -251,12 +251,12 @@ class _Reader:
                 self._attention = answer_attention(observed.recorder.views(0).values(), self._seen)
         return torch.cat(shown, dim=1)
 
-    def _gold_said(self, columns: Tensor) -> Said | None:
+    def _gold_prediction(self, columns: Tensor) -> Prediction | None:
         if not self._gold:
             return None
-        return Said(columns.float(), torch.tensor(self._gold, device=columns.device))
+        return Prediction(columns.float(), torch.tensor(self._gold, device=columns.device))
 
-    def _known_answers(self, predictions: Sequence[Said | None]) -> Sequence[list[int] | None] | None:
+    def _known_answers(self, predictions: Sequence[Prediction | None]) -> Sequence[list[int] | None] | None:
         """Return the answers that need no generation, or None if a row needs one."""
         if not self._judged:
             return [None] * len(predictions)
@@ -281,7 +281,7 @@ class _Reader:
         fed, gold_score, stored, answer = step.placement.fed_ids, None, list[float](), None
         if self._gold:
             columns = self._steps(step, [*fed, *self._gold[:-1]], stored)
-            gold_score = self._gold_said(torch.cat(columns[-len(self._gold) :]))
+            gold_score = self._gold_prediction(torch.cat(columns[-len(self._gold) :]))
         if gold_score is not None and self._of_gold and gold_score.exact:
             answer = list(self._gold)
         elif self._judged:
@@ -314,7 +314,7 @@ class _Reader:
         return logits[:, -1]
 
     def _row(self, cell: _Cell, reading: _Reading) -> Row:
-        gold, kept = reading.said, cell.kept
+        gold, kept = reading.prediction, cell.kept
         lengths = np.diff(kept.offsets)
         placement = cell.step.placement if cell.step else self._prompt.placement
         slots, prompt = float(lengths.mean()), 0 if cell.policy == BLIND else len(placement.prompt_ids)
@@ -337,8 +337,8 @@ class _Reader:
     def _right(self, reading: _Reading) -> float | None:
         if reading.answer is None:
             return None
-        if self._of_gold and reading.said is not None:
-            return reading.said.exact
+        if self._of_gold and reading.prediction is not None:
+            return reading.prediction.exact
         return score(self._subject.tokenizer, reading.answer, self._sample)
 
 

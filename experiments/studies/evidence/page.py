@@ -65,11 +65,11 @@ def study_sections(rows: Sequence[Row], rules: Rules | None) -> list[Html]:
     rules have no claims (a sweep), all samples are shown.
     """
     every = merged(rows)
-    own = [row for row in every if not row.get("control")]
-    dev, confirm = (Samples([row for row in own if row["part"] == part]) for part in PARTS)
+    measured = [row for row in every if not row.get("control")]
+    dev, confirm = (Samples([row for row in measured if row["part"] == part]) for part in PARTS)
     shown = confirm if confirm.rows else dev
     if not shown.rows or (rules is not None and not rules.claims):
-        shown = Samples(own)
+        shown = Samples(measured)
     placements = {
         f"Question {name.replace('_', ' ')}": shown.where(placement=(name,))
         for name in dict.fromkeys(row["placement"] for row in shown.rows)
@@ -237,7 +237,7 @@ def _published() -> Iterator[_Published]:
                     f"{paper.title}, {each.title}{f': {title_of(some[0]).lower()}' if by_task else ''}", each.note,
                     [*some, *(f"{task}_in_prose" for task in some if task == "needle")],
                     [(model, each.budgets[0] if by_task else budget) for model, budget in columns],
-                    {name: [own[one] for one in at] for name, own in each.published.items() if name != "columns"},
+                    {name: [values[one] for one in at] for name, values in each.published.items() if name != "columns"},
                 )
 
 
@@ -269,8 +269,8 @@ def _beside_papers(placements: Mapping[str, Samples]) -> Html:
         ]
         lines = []
         for policy, values in each.rows.items():
-            own = [(some, (policy, "1.0" if policy == FULL else budget)) for _, some, budget in here]
-            accuracies = [str(some.accuracy(cell)) if cell in some.cells else "" for some, cell in own]
+            cells = [(some, (policy, "1.0" if policy == FULL else budget)) for _, some, budget in here]
+            accuracies = [str(some.accuracy(cell)) if cell in some.cells else "" for some, cell in cells]
             lines.append([policy, *("" if isnan(value) else f"{value:g}" for value in values), *accuracies])
         headings = [
             "", *(f"{model}, {budget}" for model, budget in each.columns),

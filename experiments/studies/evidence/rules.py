@@ -270,7 +270,7 @@ def rules_of(**study: Any) -> Rules:
         SpecError: as in `load_rules`.
     """
     rules = _read(rules_text(**study), "the options")
-    return replace(rules, digest=hashlib.sha256(b"\0".join([b"options", *_own(rules)])).hexdigest())
+    return replace(rules, digest=hashlib.sha256(b"\0".join([b"options", *_user_digests(rules)])).hexdigest())
 
 
 _SINGULAR = {"model": "models", "seed": "seeds"}
@@ -285,7 +285,8 @@ def _read(text: str, where: str) -> Rules:
     if unknown or "study" not in read:
         raise SpecError("rules", unknown, "must have [study], and may have [[stage]] and [[claim]], but no other table")
     claims, stages = (
-        tuple(_made(kind, entry) for entry in read.get(name, ())) for name, kind in (("claim", Claim), ("stage", Stage))
+        tuple(_checked(kind, entry) for entry in read.get(name, ()))
+        for name, kind in (("claim", Claim), ("stage", Stage))
     )
     study = {_SINGULAR.get(name, name): [one] if name in _SINGULAR else one for name, one in read["study"].items()}
     if len(study) < len(read["study"]):
@@ -293,11 +294,11 @@ def _read(text: str, where: str) -> Rules:
     policies = study.get("policies")
     if "controls" not in study and isinstance(policies, list) and all(isinstance(one, str) for one in policies):
         study["controls"] = list(default_controls(policies))
-    rules = _made(Rules, {**study, "claims": claims, "stages": stages, "digest": "", "commit": ""})
-    return replace(rules, digest=hashlib.sha256(b"\0".join([text.encode(), *_own(rules)])).hexdigest())
+    rules = _checked(Rules, {**study, "claims": claims, "stages": stages, "digest": "", "commit": ""})
+    return replace(rules, digest=hashlib.sha256(b"\0".join([text.encode(), *_user_digests(rules)])).hexdigest())
 
 
-def _own(rules: Rules) -> Iterator[bytes]:
+def _user_digests(rules: Rules) -> Iterator[bytes]:
     """Yield the user's own policies and tasks, with the digests of the modules' files."""
     for policy in rules.policies:
         text = policy.removesuffix(AT_PROMPT)
@@ -322,7 +323,7 @@ def check_fields(argument: str, kind: Any, given: Mapping[str, Any]) -> dict[str
     return types
 
 
-def _made(kind: type[T], given: dict[str, Any]) -> T:
+def _checked(kind: type[T], given: dict[str, Any]) -> T:
     types = check_fields("rules", kind, given)
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     for name, value in values.items():

@@ -36,7 +36,7 @@ from experiments.studies.subject import Subject
 from experiments.tasks import Sample, place
 from experiments.tasks.context import Ground, Prose, read_prose
 from experiments.tasks.in_prose import most_contexts
-from experiments.tasks.questions import OWN
+from experiments.tasks.questions import USER
 from experiments.tasks.registry import FILE, SENTENCES, TEXTS, Task, resolve_task
 from models_integration.model.frame import NO_TEMPLATE, frame_of
 from models_integration.session.method import Method
@@ -83,14 +83,14 @@ class Item:
     @property
     def title(self) -> str:
         """Title for the display of progress."""
-        number = f" {self.question + 1}" if self.sample.dialect == OWN else ""
+        number = f" {self.question + 1}" if self.sample.dialect == USER else ""
         aim = f"control '{self.control}'" if self.control else f"question{number} {self.placement.replace('_', ' ')}"
         return f"{title_of(self.task)}, {self.context_length} tokens, {aim}"
 
     @property
     def context_length(self) -> int:
         """Number of context tokens from which budgets are computed: of an own text its tokens, else the length."""
-        return self.sample.length if self.sample.dialect == OWN else self.length
+        return self.sample.length if self.sample.dialect == USER else self.length
 
     @property
     def digest(self) -> str:
@@ -113,11 +113,11 @@ class Item:
         """Return the cells to measure, in the order of a row."""
         if self.control:
             return ((self.control, rules.budgets[0]),)
-        own = [name for name in rules.controls if name in bounds_of(self.task, self.sample)]
+        controls = [name for name in rules.controls if name in bounds_of(self.task, self.sample)]
         ends = [(name, at) for name, at in ((FULL, "1.0"), (BLIND, "0")) if name in rules.controls]
         drawn = [name for name in (*RANDOMS, EVIDENCE) if name in rules.controls]
         limited = [(name, budget) for budget in rules.budgets for name in (*rules.policies, *drawn)]
-        bounded = [(name, rules.budgets[0] if name.startswith("window") else "1.0") for name in own]
+        bounded = [(name, rules.budgets[0] if name.startswith("window") else "1.0") for name in controls]
         return (*ends, *limited, *bounded)
 
     def unit(self, rules: Rules, subject: Subject, cells: Iterable[Cell] | None = None) -> str:
@@ -339,7 +339,7 @@ class Measuring:
 
 def run_items(
     subject: Subject, rules: Rules, policies: Mapping[str, Method],
-    wanted: Mapping[str, tuple[Item, tuple[Cell, ...]]], own: Leases, batch_size: int,
+    wanted: Mapping[str, tuple[Item, tuple[Cell, ...]]], leases: Leases, batch_size: int,
     progress: Callable[[str], None],
 ) -> None:
     """Measure samples one after the other, together with all other workers. `progress` is called for each sample.
@@ -350,15 +350,15 @@ def run_items(
     measuring = Measuring(subject, rules, policies, batch_size)
 
     def done(unit: str) -> None:
-        progress(f"{wanted[unit][0].title}{f'; {len(own.failed)} FAILED' if own.failed else ''}")
+        progress(f"{wanted[unit][0].title}{f'; {len(leases.failed)} FAILED' if leases.failed else ''}")
 
-    for unit in own.units(wanted, done):
+    for unit in leases.units(wanted, done):
         item, cells = wanted[unit]
-        row = attempted(partial(measuring, item, cells), own)
+        row = attempted(partial(measuring, item, cells), leases)
         if ERROR in row:
             measuring.forget()
             row["cells"] = [{"policy": policy, "budget": budget} for policy, budget in cells]
-        own.add(measuring.row(item, row))
+        leases.add(measuring.row(item, row))
 
 
 def _layers_read(policies: Iterable[Method]) -> int | None:

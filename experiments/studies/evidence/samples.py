@@ -25,7 +25,7 @@ from reference.statistics import ratio_bootstrap, stratified_draws
 from spec.arrays import Float64, Int64, IntMatrix, IntVector, Vector
 from spec.retention import Granularity
 
-__all__ = ["ENDS", "FLOOR", "Samples", "is_own", "template_of"]
+__all__ = ["ENDS", "FLOOR", "Samples", "is_user_question", "template_of"]
 
 FLOOR = 0.7
 """Smallest accuracy of the full cache with which a template of a task is included in accuracies."""
@@ -84,15 +84,16 @@ class Samples:
 
     def having(self, *cells: tuple[str, str]) -> "Samples":
         """Return the samples with all of these cells. An interrupted run, or policies added later, can leave gaps."""
-        if all(cell in own for cell in cells for own in self._cells):
+        if all(cell in row_cells for cell in cells for row_cells in self._cells):
             return self
-        return self.only([row for row, own in zip(self.rows, self._cells, strict=True) if set(cells) <= own.keys()])
+        pairs = zip(self.rows, self._cells, strict=True)
+        return self.only([row for row, row_cells in pairs if set(cells) <= row_cells.keys()])
 
     def able(self) -> "Samples":
         """Return the samples that count in accuracies: templates of a task, at a length and placement, with a high
         accuracy of the full cache. All scored samples count if the full cache was not run, and of your own questions.
         """
-        floor = FLOOR if ENDS[0] in self.cells and not all(map(is_own, self.rows)) else 0.0
+        floor = FLOOR if ENDS[0] in self.cells and not all(map(is_user_question, self.rows)) else 0.0
         groups: dict[tuple[object, ...], list[int]] = {}
         for at, row in enumerate(self.rows):
             key = row["task"], row["length"], row["placement"], row["metadata"].get("template")
@@ -235,7 +236,7 @@ def template_of(row: Row) -> object:
     return row["metadata"].get("template", row["context"])
 
 
-def is_own(row: Row) -> bool:
+def is_user_question(row: Row) -> bool:
     """Return True for one of the user's own questions."""
     return "question" in row["metadata"]
 

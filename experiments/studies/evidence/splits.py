@@ -52,10 +52,10 @@ def differences(
     for kind, value in SPLITS.items():
         names = np.array([value(row) or "" for row in some.rows])
         for name in sorted(set(names) - {""}, key=lambda name: (ORDER.index(name) if name in ORDER else -1, name)):
-            own = np.flatnonzero(names == name)
-            if len(own) >= FEWEST:
-                part = some.only([some.rows[int(at)] for at in own])
-                result.setdefault(kind, {})[name] = part.ratio(above[own], below[own])
+            members = np.flatnonzero(names == name)
+            if len(members) >= FEWEST:
+                part = some.only([some.rows[int(at)] for at in members])
+                result.setdefault(kind, {})[name] = part.ratio(above[members], below[members])
     return result
 
 
@@ -64,9 +64,9 @@ def opposite(parts: Mapping[str, Mapping[str, Estimate]]) -> str:
 
     A split is clear if the 95 % interval of its difference does not contain 0.
     """
-    for kind, own in parts.items():
-        if any(one.low > 0 for one in own.values()) and any(one.high < 0 for one in own.values()):
-            return split_text(kind, own)
+    for kind, groups in parts.items():
+        if any(one.low > 0 for one in groups.values()) and any(one.high < 0 for one in groups.values()):
+            return split_text(kind, groups)
     return ""
 
 

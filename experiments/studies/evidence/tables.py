@@ -80,15 +80,15 @@ def flagged(samples: Samples) -> str:
 def _kept(samples: Samples, cell: tuple[str, str]) -> str:
     """Return the mean of the kept prompt tokens with the smallest and the largest set, and the mean budget."""
     policy, budget = cell
-    own = [(row, one) for row in samples.rows for one in row["cells"] if (one["policy"], one["budget"]) == cell]
-    sizes = [int(size) for _, one in own for size in np.ravel(one["kept"])]
+    pairs = [(row, one) for row in samples.rows for one in row["cells"] if (one["policy"], one["budget"]) == cell]
+    sizes = [int(size) for _, one in pairs for size in np.ravel(one["kept"])]
     if not sizes:
         return ""
     mean, least, most = f"{samples.prompt_kept(cell):.1f}", min(sizes), max(sizes)
     text = mean if least == most else f"{mean} ({least} to {most})"
     if policy in (FULL, BLIND):
         return text
-    return f"{text} of {fmean(budget_tokens(budget, row) for row, _ in own):.1f}"
+    return f"{text} of {fmean(budget_tokens(budget, row) for row, _ in pairs):.1f}"
 
 
 def controls(samples: Samples) -> str:
@@ -101,7 +101,7 @@ def controls(samples: Samples) -> str:
         for length in sorted({row["length"] for row in whole.rows}):
             some = whole.where(length=(length,))
             measured = {cell: some.having(cell) for cell in ENDS}
-            shares = [_figure(own.of(cell, "right").mean()) if own.rows else "" for cell, own in measured.items()]
+            shares = [_figure(one.of(cell, "right").mean()) if one.rows else "" for cell, one in measured.items()]
             recovered = [some.recovery((name, budget)).value for name in drawn for budget in budgets]
             lines.append([title, length, len(some.rows), *shares, some.worth(), *map(_figure, recovered)])
     caption = (
@@ -126,8 +126,8 @@ def seconds(samples: Samples) -> str:
     for name in dict.fromkeys(name for row in samples.rows for name in row["seconds"]):
         line = [name]
         for rows in lengths.values():
-            own = [row["seconds"] for row in rows if name in row["seconds"]] or [{name: np.nan, "prefill": np.nan}]
-            spent, prefill = (fmean(each[what] for each in own) for what in (name, "prefill"))
+            timed = [row["seconds"] for row in rows if name in row["seconds"]] or [{name: np.nan, "prefill": np.nan}]
+            spent, prefill = (fmean(each[what] for each in timed) for what in (name, "prefill"))
             line += [_figure(spent, 3), _figure(spent / prefill, 3)]
         lines.append(line)
     headings = [f"{text}{length}" for length in lengths for text in ("s at ", "share of prefill at ")]
@@ -330,8 +330,8 @@ def depths(samples: Samples) -> str:
     maps = []
     for budget in budgets_of(some):
         kept = {name: some.kept((name, budget)) / tokens for name in policies_of(some) if (name, budget) in some.cells}
-        shares = {name: [own[rows] for rows in places.values()] for name, own in kept.items()}
-        lines = [[name, *(shaded(each[~np.isnan(each)]) for each in own)] for name, own in shares.items()]
+        shares = {name: [values[rows] for rows in places.values()] for name, values in kept.items()}
+        lines = [[name, *(shaded(each[~np.isnan(each)]) for each in values)] for name, values in shares.items()]
         maps.append(table(f"Budget {budget}", ["", *places], lines, kind="heat"))
     counts = ", ".join(f"{len(rows)} at {place}" for place, rows in places.items())
     about = f"Mean share of the evidence that is kept, by prompt length and depth of the evidence. Samples: {counts}."

@@ -38,12 +38,12 @@ def write_figure(rows: Sequence[Row], path: Path) -> None:
     """
     models = list(dict.fromkeys(row["model"] for row in rows))
     panels = {
-        f"{task}, {placement.replace('_', ' ')}" + (f", {model}" if len(models) > 1 else ""): own
+        f"{task}, {placement.replace('_', ' ')}" + (f", {model}" if len(models) > 1 else ""): samples
         for model in models
         for placement in dict.fromkeys(row["placement"] for row in rows)
-        for task, own in by_task(_some(rows, model, placement)).items()
+        for task, samples in by_task(_some(rows, model, placement)).items()
     }
-    names = list(dict.fromkeys(name for own in panels.values() for name in policies_of(own)))
+    names = list(dict.fromkeys(name for samples in panels.values() for name in policies_of(samples)))
     if not names:
         raise SpecError("figure", str(path), "would be empty, because no result has a policy with a budget")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -59,8 +59,8 @@ def _drawn(panels: Mapping[str, Samples], names: Sequence[str]) -> Figure:
     below = 0.16 * -(-len(names) // beside)
     figure = Figure(figsize=(across, lines * _HEIGHT + below), layout="constrained")
     axes = [figure.add_subplot(lines, columns, at + 1) for at in range(len(panels))]
-    for each, (title, own) in zip(axes, panels.items(), strict=True):
-        _panel(each, title, own, names)
+    for each, (title, samples) in zip(axes, panels.items(), strict=True):
+        _panel(each, title, samples, names)
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=beside, frameon=False, fontsize=7)
     return figure

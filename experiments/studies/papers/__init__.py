@@ -184,23 +184,23 @@ def load_paper(name: str) -> Paper:
         read = tomllib.loads(path.read_bytes().decode())
     except (OSError, ValueError) as error:
         raise SpecError("NAME", name, f"must be a TOML file: {error}") from error
-    parts = [_made(Part, _part(entry)) for entry in read.pop("part", ())]
-    tables = [_made(Table, entry) for entry in read.pop("table", ())]
+    parts = [_record(Part, _part(entry)) for entry in read.pop("part", ())]
+    tables = [_record(Table, entry) for entry in read.pop("table", ())]
     for table in tables:
         check_choices(f"table {table.name}: parts", table.parts, [part.name for part in parts])
-    return _made(Paper, {**read, "parts": parts, "tables": tables})
+    return _record(Paper, {**read, "parts": parts, "tables": tables})
 
 
 def _part(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part's own keys, and the keys of its study under `study`."""
-    own = {one.name for one in fields(Part)}
+    names = {one.name for one in fields(Part)}
     return {
-        **{name: value for name, value in entry.items() if name in own},
-        "study": {name: value for name, value in entry.items() if name not in own},
+        **{name: value for name, value in entry.items() if name in names},
+        "study": {name: value for name, value in entry.items() if name not in names},
     }
 
 
-def _made(kind: Callable[..., T], entry: Mapping[str, Any]) -> T:
+def _record(kind: Callable[..., T], entry: Mapping[str, Any]) -> T:
     """Make a record of this kind. Raises SpecError with the name of a missing or unknown key."""
     check_fields("NAME", kind, entry)
     return kind(**entry)

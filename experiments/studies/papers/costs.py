@@ -35,7 +35,7 @@ PASSES, TOKENS = 6, 8
 """Number of prefills per row, and number of tokens decoded after each prefill."""
 STAGES = {"coattention": "S1", "trunks": "S2", "impact": "S3", "graph": "S4", "score": "S5", "dissolve": "S6"}
 T = TypeVar("T")
-Found = tuple[Mapping[str, float], int]
+Measured = tuple[Mapping[str, float], int]
 """Durations in seconds by name, and bytes of the cache after the last token."""
 
 
@@ -102,21 +102,21 @@ def _measured(subject: Subject, length: int, budget: str) -> Row:
     return {"seconds": seconds, "memory": memory}
 
 
-def _full(subject: Subject, ids: Tensor) -> Found:
+def _full(subject: Subject, ids: Tensor) -> Measured:
     cache = DynamicCache(config=subject.model.config.get_text_config(decoder=True))
     seconds, token = _generated(subject.model, ids, cache)
     return {"forward": seconds, "token": token}, storage_bytes(cache.layers)
 
 
-def _crystal(subject: Subject, ids: Tensor, budget: str) -> Found:
+def _crystal(subject: Subject, ids: Tensor, budget: str) -> Measured:
     stages = dict.fromkeys(STAGES, 0.0)
     engine = CrystalCache(budget, subject.sentence_ends, backend=subject.backend).on(subject.model).engine
     backend = _watched(engine, subject.model.device, stages)
     cache = RetainedCache(subject.model.config.get_text_config(decoder=True))
     with CrystalCache(budget, subject.sentence_ends, backend=backend)(subject.model):
         seconds, token = _generated(subject.model, ids, cache)
-    own = {f"{STAGES[name]} {name}": spent for name, spent in stages.items()}
-    return {**own, "forward, crystalcache": seconds, "token, crystalcache": token}, storage_bytes(cache.layers)
+    by_stage = {f"{STAGES[name]} {name}": spent for name, spent in stages.items()}
+    return {**by_stage, "forward, crystalcache": seconds, "token, crystalcache": token}, storage_bytes(cache.layers)
 
 
 def _watched(backend: Backend, device: torch.device, seconds: dict[str, float]) -> Backend:

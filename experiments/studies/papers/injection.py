@@ -181,8 +181,8 @@ class Scene:
         start = perf_counter()
         if session.text:
             ids = [token for one in chosen for token in wrap(self._form(session), one, self._vocabulary).ids] + ids
-        room = self.tokens(session) + NEW_TOKENS
-        splice(cache, chunks, frequencies_at(self.subject.model, self._rotary, room))
+        length = self.tokens(session) + NEW_TOKENS
+        splice(cache, chunks, frequencies_at(self.subject.model, self._rotary, length))
         return cache, ids, start
 
     def _question(self) -> list[int]:
@@ -209,9 +209,9 @@ class Scene:
     def session_ids(self, session: Session) -> list[int]:
         """Return the ids that the session processes before the chunks."""
         encoded = encode(self.subject.tokenizer, self.template.system.format(_PROMPTS[session.prompt]))
-        own = [*opening_ids(self.subject.tokenizer), *encoded]
-        opening = wrap(Form(self.template.full.prefix), own, self._vocabulary)
-        return {"": own, "prefix": [*own, *opening.ids[: opening.start]], "sinks": own[:SINKS]}[session.before]
+        system = [*opening_ids(self.subject.tokenizer), *encoded]
+        opening = wrap(Form(self.template.full.prefix), system, self._vocabulary)
+        return {"": system, "prefix": [*system, *opening.ids[: opening.start]], "sinks": system[:SINKS]}[session.before]
 
     def _form(self, session: Session) -> Form:
         named = {"raw": FORMS["raw"], "full": self.template.full, "short": self.template.short}

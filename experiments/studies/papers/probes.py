@@ -121,9 +121,9 @@ def attention_figures(weights: Sequence[Tensor], layers: Sequence[int], queries:
     """Return entropy (nats) and attention to positions 0 to 3, by layer, averaged over heads and the last queries."""
     figures: dict[str, list[float]] = {"entropy": [], "sinks": []}
     for layer in layers:
-        own = weights[layer][0, :, -queries:].double().cpu().numpy()
-        figures["entropy"].append(float(entropy(own).mean()))
-        figures["sinks"].append(float(sink_mass(own, np.arange(own.shape[-1])).mean()))
+        A = weights[layer][0, :, -queries:].double().cpu().numpy()
+        figures["entropy"].append(float(entropy(A).mean()))
+        figures["sinks"].append(float(sink_mass(A, np.arange(A.shape[-1])).mean()))
     return figures
 
 
@@ -183,9 +183,9 @@ def patched_residuals(
     Raises:
         SpecError: if the decoder of the model has no list of layers.
     """
-    own, at = _decoder_layers(model), list(wrapped.markers)
+    decoder, at = _decoder_layers(model), list(wrapped.markers)
     result = dict[int, Tensor]()
-    with _hooked(own, lambda index, x: result.__setitem__(index, x[:, at].clone())), restored_rotation(model):
+    with _hooked(decoder, lambda index, x: result.__setitem__(index, x[:, at].clone())), restored_rotation(model):
         prefilled(model, wrapped.ids)
     random = torch.Generator().manual_seed(_SEED)
 
@@ -195,7 +195,7 @@ def patched_residuals(
             given = given + noise * given.std() * torch.randn(given.shape, generator=random).to(given)
         x[:, at] = given
 
-    with _hooked(own, write):
+    with _hooked(decoder, write):
         yield
 
 

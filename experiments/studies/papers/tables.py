@@ -150,14 +150,14 @@ def _values(table: Table, measured: Measured, part: int) -> Iterator[_Value]:
             "model": measured.model, "task": _task(row["task"]), "length": str(row["length"]),
             **{name: str(row["metadata"].get(name, "")) for name in ("depth", "density")},
         }
-        for axes, value, exact in _found(table, row, budgets):
+        for axes, value, exact in _numbers_of(table, row, budgets):
             known = {**about, **axes}
-            row_key, column = (tuple(known[axis] for axis in own) for own in (table.rows, table.columns))
+            row_key, column = (tuple(known[axis] for axis in key) for key in (table.rows, table.columns))
             sample = part * 10**9 + at, axes.get("budget", "")
             yield _Value(row_key, column, sample, axes["policy"], value, exact)
 
 
-def _found(table: Table, row: Row, budgets: Sequence[str]) -> Iterator[tuple[dict[str, str], float, float]]:
+def _numbers_of(table: Table, row: Row, budgets: Sequence[str]) -> Iterator[tuple[dict[str, str], float, float]]:
     """Yield the numbers of one row of results, with the axes of each cell, by both metrics."""
     if table.measure in _UNITS:
         for name, figure in row[table.measure].items():
@@ -215,8 +215,8 @@ def _best(
 ) -> str:
     """Return the baseline with the highest mean among the baselines with all of these samples, or ""."""
     means = {
-        name: np.mean([own[sample] for sample in samples]) for name, own in every.items()
-        if _is_baseline(paper, name) and set(samples) <= own.keys()
+        name: np.mean([values[sample] for sample in samples]) for name, values in every.items()
+        if _is_baseline(paper, name) and set(samples) <= values.keys()
     }
     return max(means, key=lambda name: means[name], default="")
 
@@ -259,7 +259,7 @@ def shaped(
     differ = {
         column: [
             versus for versus in filled.table.versus
-            if differences and any(versus in figure.over for (_, own), figure in filled.ours.items() if own == column)
+            if differences and any(versus in one.over for (_, other), one in filled.ours.items() if other == column)
         ] for column in columns
     }
     headings = [", ".join(filled.table.rows)]

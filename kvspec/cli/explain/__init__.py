@@ -152,7 +152,7 @@ def texts_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
     alone = [text([token]) for token in ids]
     pairs = [text(ids[i - 1 : i + 1]) for i in range(1, len(ids))]
     behind = [
-        pair.removeprefix(before) if pair.startswith(before) else own
-        for pair, (before, own) in zip(pairs, pairwise(alone), strict=True)
+        pair.removeprefix(before) if pair.startswith(before) else after
+        for pair, (before, after) in zip(pairs, pairwise(alone), strict=True)
     ]
     return [*alone[:1], *behind]

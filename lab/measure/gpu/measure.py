@@ -100,7 +100,7 @@ class Watch:
         self.seconds: dict[str, float] = defaultdict(float)
         self.given: tuple[Any, ...] = ()
         """Arguments of the last S1."""
-        self.found: CoAttention | None = None
+        self.actual: CoAttention | None = None
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         stage = getattr(self._stages, name)
@@ -112,7 +112,7 @@ class Watch:
             synchronize()
             self.seconds[name] += time.perf_counter() - start
             if name == "coattention":
-                self.given, self.found = arguments, result
+                self.given, self.actual = arguments, result
             return result
 
         return timed

@@ -26,7 +26,7 @@ from experiments.studies.evidence.kept import (
     random_trunks,
     read_prompt,
 )
-from experiments.studies.evidence.measure import Said, measure
+from experiments.studies.evidence.measure import Prediction, measure
 from experiments.studies.results import Row
 from experiments.studies.subject import Loading, Subject
 from experiments.tasks import Placement, Sample, place
@@ -202,16 +202,16 @@ def test_cells_that_keep_the_same_are_read_once(subject: Subject, monkeypatch: p
 def test_what_a_row_says_is_what_double_precision_says() -> None:
     torch.manual_seed(3)
     logits, other, gold = 9 * torch.randn(7, 500), 9 * torch.randn(7, 500), torch.randint(500, (7,))
-    one, full = Said(logits, gold), Said(other, gold)
+    one, full = Prediction(logits, gold), Prediction(other, gold)
     exact, dense = logits.double().log_softmax(dim=-1), other.double().log_softmax(dim=-1)
     assert one.likelihood == pytest.approx(float(exact[range(7), gold].sum()), abs=1e-5)
     assert one.divergence(full) == pytest.approx(float((dense.exp() * (dense - exact)).sum(-1).mean()), abs=1e-5)
     assert one.divergence(one) == 0.0
     assert not one.exact
-    assert Said(logits, logits.argmax(dim=-1)).exact
+    assert Prediction(logits, logits.argmax(dim=-1)).exact
     # Greedy decoding takes one of the tied tokens, and only this token counts as exact.
     tied = torch.tensor([[1.0, 3.0, 3.0]])
-    assert [Said(tied, torch.tensor([at])).exact for at in range(3)] == [at == tied.argmax() for at in range(3)]
+    assert [Prediction(tied, torch.tensor([at])).exact for at in range(3)] == [at == tied.argmax() for at in range(3)]
 
 
 @pytest.mark.law("parts-equal-the-whole")

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from experiments.studies.evidence.samples import Samples
 from experiments.studies.evidence.tables import right_answers
-from experiments.studies.own_texts import own_rows
+from experiments.studies.own_texts import user_question_rows
 from experiments.studies.report import fitting_tables
 
 pytestmark = pytest.mark.law("figures-are-counted-right")
@@ -47,4 +47,4 @@ def test_a_report_states_the_answers_that_it_compares() -> None:
     shown = right_answers(Samples(rows))
     assert "Compared with fullcache 1.0: 0.25 [" in shown
     assert '0.00 <span class="unbroken">[' in shown
-    assert own_rows(rows) == []
+    assert user_question_rows(rows) == []

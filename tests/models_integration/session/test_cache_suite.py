@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from conformance.cache_suite import oracle
-from conformance.cache_suite.conftest import found_model
+from conformance.cache_suite.conftest import loadable_model
 from conformance.cache_suite.judge import (
     ABILITIES,
     BATCH,
@@ -470,5 +470,5 @@ def test_a_certificate_names_the_row_of_the_mistake_and_what_is_not_served(
 def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
     for name in ("absent", str(tmp_path)):
         with pytest.raises(pytest.UsageError, match=f"^model = '{name}': must be a model on this machine: .*$"):
-            found_model(name)
-    assert found_model("pocket") == {"llama": str(ASSETS)}
+            loadable_model(name)
+    assert loadable_model("pocket") == {"llama": str(ASSETS)}
