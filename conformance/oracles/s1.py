@@ -81,15 +81,15 @@ def _softmax(logits: list[float], sink: list[float]) -> list[float]:
     return [power / total * math.prod(left) for power in powers]
 
 
-def salience(A: Block, p: CrystalCacheParameters) -> list[float]:
+def salience(own: Block, p: CrystalCacheParameters) -> list[float]:
     """Return the salience of each token (Eq. 11).
 
     Each head has a column sum over the chunk's queries. The salience is the sum of each token's best heads. In the
     essay it is their mean.
     """
     S = []
-    for i in range(len(A[0])):
-        h = [math.fsum(row[i] for row in head) for head in A]
+    for i in range(len(own[0])):
+        h = [math.fsum(row[i] for row in head) for head in own]
         top = sorted(h, reverse=True)[: p.k_heads]
         share = len(top) if p.heads == "mean" and top else 1
         S.append(min(max(math.fsum(top) / share, p.M_min), p.M_max))

@@ -41,21 +41,21 @@ def attention(
     return A[:, :, : k.shape[1]]
 
 
-def salience(A: Float64[Cube, "H Q Q"], parameters: CrystalCacheParameters) -> Float64[Vector, " Q"]:
+def salience(own: Float64[Cube, "H Q Q"], parameters: CrystalCacheParameters) -> Float64[Vector, " Q"]:
     """Return S_i: the attention to token i, summed over the k_heads heads with the largest attention to token i.
 
     Implements: CC-SALIENCE
 
-    Source: Eq. 11. S_i is clipped to [M_min, M_max]. `A` contains the attention weights from the chunk's queries to
+    Source: Eq. 11. S_i is clipped to [M_min, M_max]. `own` contains the attention weights from the chunk's queries to
     the chunk's keys. The attention to a token is summed over the queries of the chunk.
     """
-    h: Matrix = A.sum(axis=1)
+    h: Matrix = own.sum(axis=1)
     top = np.sort(h, axis=0)[::-1][: parameters.k_heads]
     S: Vector = np.clip(top.sum(axis=0), parameters.M_min, parameters.M_max)
     return S
 
 
-def mean_salience(A: Float64[Cube, "H Q Q"], parameters: CrystalCacheParameters) -> Float64[Vector, " Q"]:
+def mean_salience(own: Float64[Cube, "H Q Q"], parameters: CrystalCacheParameters) -> Float64[Vector, " Q"]:
     """Return S_i of the essay: the attention to token i, averaged over the k_heads heads with the most attention to i.
 
     Implements: CC-MEAN-SALIENCE
@@ -64,7 +64,7 @@ def mean_salience(A: Float64[Cube, "H Q Q"], parameters: CrystalCacheParameters)
     fewer than k_heads heads, the mean is over all heads. If k_heads is 0, the mean is 0. The mean is clipped to [M_min,
     M_max].
     """
-    h: Matrix = A.sum(axis=1)
+    h: Matrix = own.sum(axis=1)
     top = np.sort(h, axis=0)[::-1][: parameters.k_heads]
     S: Vector = np.clip(top.sum(axis=0) / max(1, len(top)), parameters.M_min, parameters.M_max)
     return S
