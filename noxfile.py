@@ -175,8 +175,8 @@ def demo(session: nox.Session) -> None:
 def on_device_or_interpreted(session: nox.Session) -> dict[str, str]:
     """Return the environment variables of a process with Triton kernels: without a GPU, Triton interprets kernels."""
     ask = "import torch; print(torch.cuda.is_available())"
-    found = str(session.run(shared_python(session), "-c", ask, external=True, silent=True))
-    return {} if found.strip() == "True" else {"TRITON_INTERPRET": "1"}
+    output = str(session.run(shared_python(session), "-c", ask, external=True, silent=True))
+    return {} if output.strip() == "True" else {"TRITON_INTERPRET": "1"}
 
 
 @nox.session(venv_backend="none")
@@ -218,28 +218,28 @@ def quick(session: nox.Session) -> None:
 
 def other_pythons() -> dict[str, str]:
     """Return the other supported Python interpreters of pyenv or of the path, the oldest version first."""
-    home, found = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions", {}
+    home, newest = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions", {}
     for name in PYTHONS:
         if name == f"3.{sys.version_info.minor}":
             continue
         candidates = sorted(home.glob(f"{name}.*/bin/python"), key=lambda at: int(at.parts[-3].split(".")[2]))
         if base := str(candidates[-1]) if candidates else shutil.which(f"python{name}"):
-            found[name] = base
-    return found
+            newest[name] = base
+    return newest
 
 
 @rare
 def pythons(session: nox.Session, options: list[str]) -> None:
     """Run tests on all other Python versions: tests without torch, `core` (newest Python), or `whole` (all tests)."""
-    found, kind = list(other_pythons().items()), " ".join(options) or "light"
+    versions, kind = list(other_pythons().items()), " ".join(options) or "light"
     if kind not in (*WITHOUT_TORCH, "whole"):
         session.error(f"pythons {kind}: write `pythons`, `pythons core` or `pythons whole`")
-    if not found:
+    if not versions:
         session.skip("found no other Python version, neither in pyenv nor on the path")
-    for name, base in found[-1:] if kind == "core" else found:
+    for name, base in versions[-1:] if kind == "core" else versions:
         if kind == "whole":
-            own = new_environment(session, ROOT / ".nox" / f"nox-{name}", "nox", base=base)
-            session.run(own, "-m", "nox", "-s", "demo", "conformance", external=True)
+            environment = new_environment(session, ROOT / ".nox" / f"nox-{name}", "nox", base=base)
+            session.run(environment, "-m", "nox", "-s", "demo", "conformance", external=True)
             continue
         (wanted, tests), home = WITHOUT_TORCH[kind], ROOT / ".nox" / f"{kind}-{name}"
         if not (home / stamp()).exists():
@@ -352,9 +352,9 @@ def vllm_python(session: nox.Session) -> str:
         except CommandFailed as error:
             session.skip(f"eviction inside vLLM was not tested, because vLLM could not be installed: {error}")
         # vLLM looks for a distribution of this name, and chooses the library without AVX-512 by `+cpu`.
-        (found,) = home.glob("lib/python*/site-packages")
+        (packages,) = home.glob("lib/python*/site-packages")
         version = f"{VLLM_VERSION}+cpu"
-        record = found / f"vllm-{version}.dist-info"
+        record = packages / f"vllm-{version}.dist-info"
         record.mkdir()
         (record / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n", encoding="ascii")
         mark.touch()
@@ -407,7 +407,7 @@ def package(session: nox.Session, options: list[str]) -> None:
     shutil.rmtree(home, ignore_errors=True)
     build = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(home), "."]
     session.run(sys.executable, *build, external=True)
-    (wheel,) = (found.as_uri() for found in home.glob("*.whl"))
+    (wheel,) = (file.as_uri() for file in home.glob("*.whl"))
     light = new_environment(session, home / "conformance", f"kvspec[conformance] @ {wheel}")
     heavy = new_environment(session, home / "models", f"kvspec[models] @ {wheel}")
     elsewhere = home / "elsewhere"
@@ -432,8 +432,8 @@ def lab(session: nox.Session) -> None:
     elif name in PARTS:
         PARTS[name](session, options)
     else:
-        told = {**{one: says for one, (says, _) in LAB.items()}, **{one: part.__doc__ for one, part in PARTS.items()}}
-        said = "\n".join(f"  {one:16}{told[one]}" for one in sorted(told))
+        about = {**{one: says for one, (says, _) in LAB.items()}, **{one: part.__doc__ for one, part in PARTS.items()}}
+        listing = "\n".join(f"  {one:16}{about[one]}" for one in sorted(about))
         if name != "list":
-            session.error(f"-- {name}: unknown part; choose from\n{said}")
-        session.log(f"lab -- NAME\n{said}")
+            session.error(f"-- {name}: unknown part; choose from\n{listing}")
+        session.log(f"lab -- NAME\n{listing}")

@@ -1,7 +1,7 @@
 """Check the imports between packages and inside packages: `python -m lab.layers`.
 
 The command reads every import and returns 1 if one is forbidden. `ALLOWED` lists the packages that each package may
-import. `ROOMS` orders the parts of a package, and a part may import only parts before it. Circular imports are
+import. `SUBPACKAGES` orders the parts of a package, and a part may import only parts before it. Circular imports are
 forbidden. Imports that only annotations use count too.
 """
 
@@ -43,7 +43,7 @@ SUITE = (
 SUITE_NEEDS = {"spec", "reference", "numpy", "pytest", "hypothesis", "jaxtyping"}
 
 # The parts of a package, bottom to top: a part may import only the parts before it.
-ROOMS: dict[str, tuple[str, ...]] = {
+SUBPACKAGES: dict[str, tuple[str, ...]] = {
     "models_integration": (
         "model", "pocket", "cache", "attention", "session", "policies", "engines", "archive",
     ),
@@ -92,7 +92,7 @@ def read_modules(root: Path) -> dict[str, Module]:
     return result
 
 
-def room_of(name: str) -> str:
+def subpackage_of(name: str) -> str:
     """Return the part of the package that contains a module: a folder, or a file at the top of the package."""
     return name.partition(".")[2].partition(".")[0]
 
@@ -119,22 +119,22 @@ def package_refusal(module: Module, name: str) -> str | None:
     return None
 
 
-def room_refusal(module: Module, name: str, target: str | None) -> str | None:
+def subpackage_refusal(module: Module, name: str, target: str | None) -> str | None:
     """Return the reason why the part of the package that contains `module` must not import `name`, or None if it may.
 
     Args:
         target: module of the tree that contains `name`. None: there is none.
     """
-    package, room, top = module.package, room_of(module.name), name.partition(".")[0]
-    if package == "conformance" and room in SUITE and top != package:
+    package, subpackage, top = module.package, subpackage_of(module.name), name.partition(".")[0]
+    if package == "conformance" and subpackage in SUITE and top != package:
         return None if top in SUITE_NEEDS | sys.stdlib_module_names else f"the suite must not import {top}"
-    if target is None or top != package or package not in ROOMS or module.name in DOORS:
+    if target is None or top != package or package not in SUBPACKAGES or module.name in DOORS:
         return None
     if target in DOORS:
         return f"{package} is the users' door: inside, name the module"
-    order, other = ROOMS[package], room_of(target)
-    if room in order and other in order and order.index(room) < order.index(other):
-        return f"{package}.{room} stands below {other} and must not import it"
+    order, other = SUBPACKAGES[package], subpackage_of(target)
+    if subpackage in order and other in order and order.index(subpackage) < order.index(other):
+        return f"{package}.{subpackage} stands below {other} and must not import it"
     return None
 
 
@@ -155,17 +155,17 @@ def circles(graph: Mapping[str, set[str]]) -> Iterator[str]:
 def circle_problems(modules: Mapping[str, Module]) -> Iterator[str]:
     """Yield the cycles of modules, and the cycles of the parts of packages without an order."""
     graph: dict[str, set[str]] = {}
-    rooms: dict[str, set[str]] = {}
+    used: dict[str, set[str]] = {}
     for module in modules.values():
         targets = {module_of(name, modules) for _, name in module.imports} - {None, module.name}
         graph[module.name] = set() if module.name in DOORS else {target for target in targets if target}
-        here = f"{module.package}.{room_of(module.name)}"
+        here = f"{module.package}.{subpackage_of(module.name)}"
         for target in graph[module.name]:
-            there = f"{modules[target].package}.{room_of(target)}"
-            if module.package == modules[target].package not in LOOSE | ROOMS.keys() and here != there:
-                rooms.setdefault(here, set()).add(there)
+            there = f"{modules[target].package}.{subpackage_of(target)}"
+            if module.package == modules[target].package not in LOOSE | SUBPACKAGES.keys() and here != there:
+                used.setdefault(here, set()).add(there)
     yield from (f"circle of modules: {circle}" for circle in circles(graph))
-    yield from (f"circle of rooms: {circle}" for circle in circles(rooms))
+    yield from (f"circle of rooms: {circle}" for circle in circles(used))
 
 
 def forbidden_imports(root: Path) -> list[str]:
@@ -173,11 +173,11 @@ def forbidden_imports(root: Path) -> list[str]:
     modules = read_modules(root)
     problems = []
     for module in modules.values():
-        room = room_of(module.name)
-        if room and module.package in ROOMS and room not in ROOMS[module.package]:
-            problems.append(f"{module.source}:1: {room} is no room of {module.package}")
+        subpackage = subpackage_of(module.name)
+        if subpackage and module.package in SUBPACKAGES and subpackage not in SUBPACKAGES[module.package]:
+            problems.append(f"{module.source}:1: {subpackage} is no room of {module.package}")
         for line, name in module.imports:
-            reason = package_refusal(module, name) or room_refusal(module, name, module_of(name, modules))
+            reason = package_refusal(module, name) or subpackage_refusal(module, name, module_of(name, modules))
             if reason:
                 problems.append(f"{module.source}:{line}: {reason}")
     return [*dict.fromkeys(problems), *circle_problems(modules)]

@@ -143,15 +143,15 @@ def stored(seed: int, groups: int) -> Live:
 def turned(policy: Policy, inputs: Inputs, live: Live, budget: Budget) -> Retention:
     """Return the decision after a turn. The view of each set has only the keys of the set and of the set's head."""
     G, observations = len(inputs.layers[0].q) // inputs.H_kv, []
-    for g, own in enumerate(live):
+    for g, positions in enumerate(live):
         at, head = divmod(g, inputs.H_kv)
         view = inputs.layers[at]
-        k, v = (x[head : head + 1, own] for x in (view.k, np.asarray(view.v)))
+        k, v = (x[head : head + 1, positions] for x in (view.k, np.asarray(view.v)))
         q = view.q[head * G : (head + 1) * G, N:SEEN]
         rows = policy.scorer.needs.query_rows
         q = q if rows is None else q[:, max(0, TURN - rows) :]
         observations.append(Observation(SEEN, 1, None, {at: LayerView(q, k, v, view.scaling, view.softcap)}))
-    return policies.retain_turn(policy, budget, [np.array(own) for own in live], observations, inputs.H_kv)
+    return policies.retain_turn(policy, budget, [np.array(positions) for positions in live], observations, inputs.H_kv)
 
 
 def sets(result: Retention) -> Live:

@@ -131,7 +131,7 @@ def pyramid(i: Json) -> Result:
 def composed(i: Json) -> Result:
     """Return the shares of a pyramid over layers, then of Ada-KV's rule over the heads of each layer."""
     budgets = join_budgets(Pyramid(i["W"], i["beta"]), Adaptive(Fraction(i["safeguard"])), i["W"])
-    return shared(i, lambda total, own, /: budgets(total, replace(own, heads=i["heads"])))
+    return shared(i, lambda total, scores, /: budgets(total, replace(scores, heads=i["heads"])))
 
 
 def observed(i: Json) -> Result:
@@ -146,7 +146,7 @@ def turned(i: Json) -> Result:
         Observation(i["seen"], 1, None, {0: LayerView(np.zeros((1, 1, 1)), floats([k]), None, 1.0, None)})
         for k in i["k"]
     ]
-    live = [np.array(own, dtype=np.int64) for own in i["positions"]]
+    live = [np.array(positions, dtype=np.int64) for positions in i["positions"]]
     result = policies.retain_turn(policy, Budget(count=i["B"]), live, shown, len(live))
     return {"kept": [result.group(g).tolist() for g in range(result.groups)]}
 

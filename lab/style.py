@@ -293,7 +293,7 @@ GROUPS: dict[str, Callable[[], Iterator[Passage]]] = {
 }
 
 
-def found_in(group: str) -> list[Offence]:
+def offences_in(group: str) -> list[Offence]:
     """Return the offences of a group, without duplicates."""
     package = group.removeprefix("docstrings of ")
     openers = opener_offences(docstrings_in(package)) if package != group else ()
@@ -305,7 +305,7 @@ def main(arguments: list[str] | None = None) -> int:
     argparse.ArgumentParser(prog="lab.style", description=__doc__).parse_args(arguments)
     failed = False
     for group in GROUPS:
-        result = found_in(group)
+        result = offences_in(group)
         failed |= bool(result)
         for one in result:
             print(one)

@@ -204,7 +204,7 @@ def read_tree(root: Path) -> Trace:
         {name: normative_hash(text) for name, text in result},
         read_lock(lock.read_text(encoding="ascii")) if lock.exists() else {},
         _places(root, (path for package in IMPLEMENTING for path in (root / package).rglob("*.py")), implementations),
-        _places(root, (path for room in TESTING for path in (root / room).rglob("*.py")), markers),
+        _places(root, (path for folder in TESTING for path in (root / folder).rglob("*.py")), markers),
         _places(root, (root / "spec" / "vectors").glob("*.json"), vector_items),
         _places(root, (root / "lab" / "mutants").rglob("*.toml"), mutated),
         tuple(backend for backend in BACKENDS if (root / backend).is_dir()),

@@ -84,19 +84,19 @@ def timed_segments() -> Iterator[list[float]]:
 def added(policy: RetentionPolicy, model: LlamaForCausalLM, tokens: int = TOKENS) -> float:
     """Return the processor time of a policy in a prompt, as a share of the rest of the forward pass."""
     ids = prompt(tokens)
-    with timed_segments() as own, policy(model):
+    with timed_segments() as times, policy(model):
         began = time.process_time()
         model(input_ids=ids, logits_to_keep=1)
         whole = time.process_time() - began
-    return sum(own) / (whole - sum(own))
+    return sum(times) / (whole - sum(times))
 
 
 def sides(name: str, model: LlamaForCausalLM, auto: bool) -> dict[str, RetentionPolicy]:
     """Return the policy under each backend whose code computes scores of the policy, and under "auto" if asked."""
-    own = constants(name, model)
-    result = {"auto": policy_from_name(name, BUDGET, **own)} if auto else {}
+    given = constants(name, model)
+    result = {"auto": policy_from_name(name, BUDGET, **given)} if auto else {}
     for backend in BACKENDS if BACKEND in constants_of(name) else ():
-        policy = policy_from_name(name, BUDGET, **own, backend=backend)
+        policy = policy_from_name(name, BUDGET, **given, backend=backend)
         method = policy.on(model)
         if backend in scores_owner(method.policy, method.engine).split(" + "):
             result[backend] = policy

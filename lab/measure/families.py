@@ -270,7 +270,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 def cells(outcomes: Iterable[Outcome]) -> str:
     """Return the table of all families in all columns."""
     rows = by_family(outcomes)
-    body = [[family, *(cell(own[column]) for column in COLUMNS)] for family, own in rows.items()]
+    body = [[family, *(cell(verdicts[column]) for column in COLUMNS)] for family, verdicts in rows.items()]
     return "\n".join(table(["family", *COLUMNS], body))
 
 
@@ -278,9 +278,10 @@ def counts(outcomes: Sequence[Outcome]) -> list[str]:
     """Return the table of sums by column."""
     body = []
     for column in COLUMNS:
-        own = [outcome for outcome in outcomes if outcome.policy == column]
-        each = [sum(one.verdict == verdict for one in own) for verdict in ("holds", "refused", "fails", "not built")]
-        worst = max((one for one in own if one.verdict == "holds"), key=lambda one: one.worst, default=None)
+        of_policy = [outcome for outcome in outcomes if outcome.policy == column]
+        verdicts = ("holds", "refused", "fails", "not built")
+        each = [sum(one.verdict == verdict for one in of_policy) for verdict in verdicts]
+        worst = max((one for one in of_policy if one.verdict == "holds"), key=lambda one: one.worst, default=None)
         shown = "" if worst is None else f"{worst.worst:.1e} ({worst.family})"
         body.append([column, *map(str, each), shown])
     return table(["column", "holds", "refused", "fails", "not built", "worst error"], body)
@@ -300,18 +301,18 @@ def _grouped(refused: Iterable[Outcome]) -> list[str]:
     for outcome in refused:
         families[reason(outcome)].append(outcome.family)
     body = []
-    for why, own in sorted(families.items(), key=lambda item: (-len(item[1]), item[0])):
+    for why, members in sorted(families.items(), key=lambda item: (-len(item[1]), item[0])):
         necessary = next((words for first, words in _NECESSARY.items() if why.startswith(first)), "no")
-        body.append([why, ", ".join(dict.fromkeys(own)), necessary])
+        body.append([why, ", ".join(dict.fromkeys(members)), necessary])
     return table(["reason", "families", "necessary"], body)
 
 
 def page(outcomes: Sequence[Outcome]) -> str:
     """Return the text of docs/results/families.md."""
     rows = by_family(outcomes)
-    refused = {family for family, own in rows.items() if own["model"].verdict == "refused"}
-    unbuilt = [family for family, own in rows.items() if own["model"].verdict == "not built"]
-    every = [family for family, own in rows.items() if {one.verdict for one in own.values()} == {"holds"}]
+    refused = {family for family, verdicts in rows.items() if verdicts["model"].verdict == "refused"}
+    unbuilt = [family for family, verdicts in rows.items() if verdicts["model"].verdict == "not built"]
+    every = [family for family, verdicts in rows.items() if {one.verdict for one in verdicts.values()} == {"holds"}]
     some = [family for family in rows if family not in {*refused, *unbuilt, *every}]
     parts = [one for family in some for one in rows[family].values() if one.verdict == "refused"]
     return "\n".join([

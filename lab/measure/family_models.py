@@ -39,7 +39,7 @@ _HALF: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"],
 _SEEN: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 
 # Additional fields by the name of the family.
-OWN: dict[str, dict[str, Any]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2, "num_key_value_heads": 4},
     "blt": {"encoder_hash_byte_group_vocab": 100},
     "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
@@ -149,7 +149,7 @@ def families() -> list[Family]:
 
 def _config(config_class: Any, name: str) -> Any:
     """Return a config with tiny sizes in the fields of the class. If all layers slide, make every second one full."""
-    given = {**_known(config_class), **OWN.get(name, {})}
+    given = {**_known(config_class), **SIZES.get(name, {})}
     config = config_class(**given)
     kinds = getattr(config, "layer_types", None)
     if kinds is None and getattr(config, "sliding_window", None) is not None:

@@ -86,8 +86,8 @@ def torch_s1(q: Any, k: Any) -> list[Any]:
         S = torch.softmax(S, dim=2)
         salience = S[:, :, c:].sum(dim=1).topk(min(3, H), dim=0).values.sum(dim=0).clamp(0.1, 20)
         A = S.mean(dim=0)
-        own = A[:, c:] / (A[:, c:].norm(dim=1, keepdim=True) + 1e-8)
-        cosine = (own @ own.T).fill_diagonal_(-1)
+        inside = A[:, c:] / (A[:, c:].norm(dim=1, keepdim=True) + 1e-8)
+        cosine = (inside @ inside.T).fill_diagonal_(-1)
         intra = cosine.topk(min(K_INTRA, stop - c), dim=1)
         cross = A[:, :c].topk(min(K_CROSS, c), dim=1) if c else None
         result.append((salience, intra, cross))

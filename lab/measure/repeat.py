@@ -79,13 +79,13 @@ def recorded(model: PreTrainedModel, prompt: Tensor) -> Inputs:
     """Return the inputs of each layer's attention while a plain model reads a prompt (1, n)."""
     AttentionInterface.register("recording", _recording)
     AttentionMaskInterface.register("recording", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    own = model.config._attn_implementation
+    stock = model.config._attn_implementation
     model.set_attn_implementation("recording")
     try:
         model(input_ids=prompt, use_cache=False)
         layers = [_RECORDS[at] for at in sorted(_RECORDS)]
     finally:
-        model.set_attn_implementation(own)
+        model.set_attn_implementation(stock)
         _RECORDS.clear()
     return Inputs(layers, np.empty(0), [], prompt[0].numpy())
 
@@ -123,7 +123,7 @@ def repeated(subject: Subject, item: Item, cell: Mapping[str, Any]) -> Repeated:
     if not blind:
         inputs, seen = recorded(subject.model, prompt), prompt.shape[1] - placement.dropped_slots
         decided = sets(cell["policy"], cell["budget"], inputs, subject.sentence_ends)
-        kept = [[position for position in own if position < seen] for own in decided]
+        kept = [[position for position in positions if position < seen] for positions in decided]
         evidence = {at for start, stop in item.sample.evidence for at in range(start, stop)}
         counts = [len(one) for one in kept], [len(evidence.intersection(one)) for one in kept]
         # A row has one number if all sets have the same number of tokens.

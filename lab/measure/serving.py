@@ -80,7 +80,7 @@ def measure(llm: Any, policy: str | None, prompts: Sequence[list[int]], answer: 
 
 
 def _timed(model: Any, name: str, spent: list[float]) -> None:
-    own = getattr(type(model), name)
+    method = getattr(type(model), name)
 
     def timed(*args: Any) -> None:
         begun = time.process_time()

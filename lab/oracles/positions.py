@@ -11,7 +11,7 @@ def kept_positions(kept: Sequence[Sequence[int]], seen: int) -> tuple[list[list[
 
 def renumbered_positions(kept: Sequence[Sequence[int]], seen: int, base: int) -> tuple[list[list[int]], int]:
     """Return positions that are counted down, from the position before the next query."""
-    following, found = seen, list[list[int]]()
+    following, positions_of_sets = seen, list[list[int]]()
     for _ in range(base):
         following -= 1
     for one in kept:
@@ -19,8 +19,8 @@ def renumbered_positions(kept: Sequence[Sequence[int]], seen: int, base: int) ->
         for _ in one:
             at -= 1
             numbers.insert(0, at)
-        found.append(numbers)
-    return found, following
+        positions_of_sets.append(numbers)
+    return positions_of_sets, following
 
 
 def base_of_stream(seen: int, base: int, longest: int, tokens: int, limit: int) -> int:
@@ -36,12 +36,12 @@ def turn_keys(
     inverse_frequencies: Sequence[float], style: str,
 ) -> list[list[list[float]]]:
     """Return keys whose pairs of channels are multiplied by a number on the unit circle. Others are unchanged."""
-    found = [[list(token) for token in head] for head in keys]
-    for head in found:
+    turned = [[list(token) for token in head] for head in keys]
+    for head in turned:
         for token, before, after in zip(head, computed, assigned, strict=True):
             for i, theta in enumerate(inverse_frequencies):
                 a, b = (2 * i, 2 * i + 1) if style == "interleaved" else (i, len(inverse_frequencies) + i)
                 if before != after:
                     z = complex(token[a], token[b]) * cmath.exp(1j * (after * theta - before * theta))
                     token[a], token[b] = z.real, z.imag
-    return found
+    return turned

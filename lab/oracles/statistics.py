@@ -55,7 +55,7 @@ def cluster_bootstrap(
 ) -> list[float]:
     means = []
     for row in drawn:
-        members = [d for cluster in row for d, own in zip(differences, clusters, strict=True) if own == cluster]
+        members = [d for cluster in row for d, name in zip(differences, clusters, strict=True) if name == cluster]
         means.append(math.fsum(members) / len(members))
     return interval(means, confidence)
 

@@ -208,7 +208,7 @@ def inside_int64(terms: Sequence[Term]) -> Term:
 def closed_forms(code: Code) -> Iterator[Claim]:
     """Yield claims about S6 in int64, for any prompt that fits in memory."""
     size, before, c_0, N_min = Ints("size before c0 N_min")
-    term = code.reading(NUMBA_CLOSED, size=size, before=before, c_0=c_0, N_min=N_min).made
+    term = code.reading(NUMBA_CLOSED, size=size, before=before, c_0=c_0, N_min=N_min).terms
     tokens = And(size >= 1, before >= 0, c_0 >= 0, N_min >= 0, N_min < LONG, c_0 < LONG)
     yield Claim("CC-ALLOCATE", "numba's closed form stays inside int64 for sums below 2^63",
                 Implies(And(tokens, before + size < LONG), inside_int64(term)))
@@ -220,7 +220,7 @@ def splits(code: Code) -> Iterator[Claim]:
     """Yield claims about step 3 in int64."""
     size, T_max = Ints("size T_max")
     term: list[Term] = []
-    code.part(NUMBA_SPLIT, "pieces =", "small, larger =", made=term, size=size, T_max=T_max)
+    code.part(NUMBA_SPLIT, "pieces =", "small, larger =", terms=term, size=size, T_max=T_max)
     words = And(size >= 1, T_max >= 1, size < LONG, T_max < LONG)
     yield Claim("CC-SPLIT", "numba's split stays inside int64 for size + T_max < 2^63",
                 Implies(And(words, size + T_max < LONG), inside_int64(term)))

@@ -82,12 +82,12 @@ class Code:
         return reading
 
     def part(
-        self, place: str, *heads: str, given: Mapping[str, Term] | None = None, made: list[Term] | None = None,
+        self, place: str, *heads: str, given: Mapping[str, Term] | None = None, terms: list[Term] | None = None,
         **names: Term,
     ) -> Term:
         """Return the value of the last of `heads`, each like "c =", "start +=", "for a" or "store X", in this order.
 
-        Each integer that arithmetic produces is appended to `made`.
+        Each integer that arithmetic produces is appended to `terms`.
         """
         node, constants = self.function(place)
         reading = Reading({**constants, **names}, dict(given or {}))
@@ -96,8 +96,8 @@ class Code:
             if head.endswith(" ="):
                 reading.names.update(_bound(head[:-2].split(", "), value))
         reading.finish(place)
-        if made is not None:
-            made += reading.made
+        if terms is not None:
+            terms += reading.terms
         return value
 
 
@@ -149,7 +149,7 @@ class Reading:
         self.names = names
         self.given = {ast.unparse(ast.parse(text, mode="eval").body): term for text, term in given.items()}
         self.used: set[str] = set()
-        self.made: list[Term] = []
+        self.terms: list[Term] = []
         self.result: Term = None
 
     def finish(self, place: str) -> None:
@@ -221,7 +221,7 @@ class Reading:
 
     def _note(self, terms: Term) -> None:
         if z3.is_int(terms) or z3.is_bv(terms):
-            self.made.append(terms)
+            self.terms.append(terms)
 
     def _unary(self, operator: ast.unaryop, operand: Term, text: str) -> Term:
         if isinstance(operator, ast.Not):

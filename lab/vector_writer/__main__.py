@@ -23,7 +23,7 @@ from conformance.vectors.codec import expanded, is_compact
 from conformance.vectors.files import Json, decoded, parameters_of
 from lab.vector_writer.brute_force import encoded
 from lab.vector_writer.expected import OPERATIONS
-from lab.vector_writer.expected_large import LARGE_OPERATIONS, made, shortened
+from lab.vector_writer.expected_large import LARGE_OPERATIONS, generate, shortened
 from spec import SPEC_VERSION
 
 WIDTH = 118
@@ -95,7 +95,7 @@ def completed(group: Json, test: Json) -> Json:
     operation = (LARGE_OPERATIONS if large else OPERATIONS)[group["operation"]]
     items = list(test.get("items") or operation.items or [group["operation"]])
     head = {"tcId": test["tcId"], "comment": test["comment"], "items": items, "flags": test["flags"],
-            "inputs": encoded(inputs), **({"made": digests} if (digests := made(inputs)) else {})}
+            "inputs": encoded(inputs), **({"made": digests} if (digests := generate(inputs)) else {})}
     if refused := test.get("refused") or test.get("expected", {}).get("argument"):
         return {**head, "result": "invalid", "expected": {"argument": refused},
                 "confirmedBy": f"the MUST text of {items[0]}"}
@@ -201,7 +201,7 @@ def repeated(file: Json) -> list[str]:
     return [f"tcId {tcId}: used {count} times" for tcId, count in ids.items() if count > 1]
 
 
-def found() -> Mapping[str, tuple[Json, list[str]]]:
+def computed() -> Mapping[str, tuple[Json, list[str]]]:
     """Return for each stage the file as it should be, and the problems of its published tests."""
     new = {stage: built(stage) for stage in files.stages()}
     return {
@@ -211,7 +211,7 @@ def found() -> Mapping[str, tuple[Json, list[str]]]:
 
 def written() -> list[str]:
     """Complete the drafts, and return the problems. If there is a problem, no file is written."""
-    stages = found()
+    stages = computed()
     problems = [f"{stage}: {problem}" for stage, (_, wrong) in stages.items() for problem in wrong]
     if not problems:
         for stage, (file, _) in stages.items():
@@ -222,7 +222,7 @@ def written() -> list[str]:
 def checked() -> list[str]:
     """Return the differences between the published files and the results of the oracles."""
     problems = []
-    for stage, (new, wrong) in found().items():
+    for stage, (new, wrong) in computed().items():
         old = files.stored(stage)
         published = {tcId for tcId, test in tests_of(old).items() if not is_draft(test)}
         drafts = [f"tcId {tcId}: a draft; --write completes it" for tcId in sorted(tests_of(new).keys() - published)]

@@ -284,9 +284,9 @@ OPERATIONS: dict[str, Operation] = {
     "prefill": Operation(ORACLES + "pipeline.prefill", prefill, ["CC-PREFILL"]),
     **expected_decode.OPERATIONS,
     **{
-        item: Operation(room.__name__, partial(lambda of, i, p: of(i), of), reference=name, gives=gives.split())
-        for room in (expected_policies, expected_diversity, expected_nestedkv) for item, of in room.RESULTS.items()
-        for name, gives in [room.DIRECT.get(item, ("", ""))]
+        item: Operation(module.__name__, partial(lambda of, i, p: of(i), of), reference=name, gives=gives.split())
+        for module in (expected_policies, expected_diversity, expected_nestedkv) for item, of in module.RESULTS.items()
+        for name, gives in [module.DIRECT.get(item, ("", ""))]
     },
     "anomaly_score": Operation(
         ORACLES + "nestedkv.scores", lambda i, p: expected_nestedkv.RESULTS["NK-SCORE"](i), ["NK-SCORE"],

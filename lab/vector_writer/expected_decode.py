@@ -123,16 +123,16 @@ def seen_count(i: Json, p: CrystalCacheParameters) -> Results:
 
 
 ORACLE = "conformance.oracles.decode."
-OWN = "lab.vector_writer.expected_decode."
+HERE = "lab.vector_writer.expected_decode."
 CC = "crystalcache."
 
 OPERATIONS: dict[str, Operation] = {
-    "CC-START": Operation(OWN + "extend", start),
+    "CC-START": Operation(HERE + "extend", start),
     "CC-LIVE": Operation(ORACLE + "keep", changed(
         lambda now, i, p: decode.keep(now, {i["positions"][slot] for slot in i["slots"]}, i["D_after"])
     )),
     "CC-SEEN-COUNT": Operation(
-        OWN + "seen_count", seen_count, reference=CC + "live.count_seen", gives=["ids", "counts", "c"],
+        HERE + "seen_count", seen_count, reference=CC + "live.count_seen", gives=["ids", "counts", "c"],
     ),
     "CC-TAIL": Operation(
         ORACLE + "append", changed(lambda now, i, p: decode.append(now, i["token_id"], i["inverse_norm"])),
@@ -186,5 +186,5 @@ OPERATIONS: dict[str, Operation] = {
             decode.decode_step(model_of(i), i["token_id"], i["inverse_norm"], set(i["sentence_ends"]), p)
         ), ["CC-STEP"],
     ),
-    "extend": Operation(OWN + "extend", segment, ["CC-SEGMENT"]),
+    "extend": Operation(HERE + "extend", segment, ["CC-SEGMENT"]),
 }

@@ -113,7 +113,7 @@ def shortened(value: Any, bits: int | None) -> Json:
     return summary(array, bits)
 
 
-def made(inputs: Mapping[str, Json]) -> dict[str, Json]:
+def generate(inputs: Mapping[str, Json]) -> dict[str, Json]:
     """Return shape and digest of each compact input except text, so that a reader can compare them."""
     arrays = {name: np.array(x) for name, x in expanded(inputs).items() if is_compact(inputs[name])}
     return {

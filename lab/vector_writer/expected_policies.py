@@ -128,7 +128,7 @@ def read(i: Json) -> Json:
         queries = (row for head in rows[g * G : (g + 1) * G] for row in head)
         given = [sum(column) for column in zip(*queries, strict=True)]
         grown.append([old + new for old, new in zip([*sums, *[0.0] * i["tokens"]], given, strict=True)])
-    return {"live": [[*own, *range(i["seen"] - i["tokens"], i["seen"])] for own in i["live"]], "sums": grown}
+    return {"live": [[*live, *range(i["seen"] - i["tokens"], i["seen"])] for live in i["live"]], "sums": grown}
 
 
 def of_policy(brute: Brute, i: Json) -> Json:

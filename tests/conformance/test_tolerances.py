@@ -22,7 +22,7 @@ from spec.records import CrystalRetention
 from tests.conformance.float32 import WRONG, float32_backend
 
 SUITE = ROOT / "conformance"
-ROOMS = ("conformance", "tests", "lab")
+PACKAGES = ("conformance", "tests", "lab")
 # The words are composed here. Otherwise this file would find itself.
 FORBIDDEN = {
     "tolerances.py": re.compile("|".join([r"\brt" + "ol=", r"\bat" + "ol=", "app" + r"rox\(", "all" + r"close\("])),
@@ -33,7 +33,7 @@ OTHER = ("tests/models_integration/session", "tests/experiments")
 
 
 def files() -> list[Path]:
-    every = (path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py")))
+    every = (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py")))
     return [path for path in every if not path.relative_to(ROOT).as_posix().startswith(OTHER)]
 
 

@@ -15,11 +15,11 @@ from conformance.strategies.policy_inputs import drawn
 from lab.mutants.edits import replaced
 from lab.mutants.written import MUTANTS
 from lab.proofs.coq import __main__ as command
-from lab.proofs.coq import build, three_way
+from lab.proofs.coq import build, inputs, three_way
 from lab.proofs.coq import engine as wrapper
 from lab.proofs.coq.build import stated, theorems
 from lab.proofs.coq.engine import modelled
-from lab.proofs.coq.planted import ROWS, found_by, read_rows
+from lab.proofs.coq.planted import ROWS, detection_of, read_rows
 from lab.proofs.coq.vectors import STAGES, written
 
 PROOFS = build.HERE / "proofs"
@@ -49,9 +49,9 @@ def test_each_planted_error_is_one_edit_of_an_item_of_the_specification() -> Non
 
 def test_every_operation_of_the_vectors_and_of_the_engine_is_asked() -> None:
     """A stage with a different name covers some items."""
-    asked = {*three_way.ITEMS, *three_way.STAGES}
+    asked = {*inputs.ITEMS, *three_way.STAGES}
     assert STAGES.keys() <= asked
-    assert three_way.ITEMS.keys() == wrapper.ITEMS
+    assert inputs.ITEMS.keys() == wrapper.ITEMS
     assert len(wrapper.MODELLED) == len(three_way.STAGES)
 
 
@@ -193,7 +193,7 @@ def coq(program: Path) -> Iterator[tuple[Engine, three_way.Side]]:
 
 
 @needs_coq
-@pytest.mark.spec(*{name for name in (*three_way.ITEMS, "CC-TRUNKS", "CC-DISSOLVE") if name in known_items()})
+@pytest.mark.spec(*{name for name in (*inputs.ITEMS, "CC-TRUNKS", "CC-DISSOLVE") if name in known_items()})
 def test_the_engine_agrees_with_the_reference_and_brute_force(coq: tuple[Engine, three_way.Side]) -> None:
     sides = {"coq": coq[1], "brute force": three_way.independent(), "reference": three_way.in_reference()}
     assert list(three_way.differences(sides, three_way.questions(1, 6))) == []
@@ -252,10 +252,10 @@ def test_the_suite_refuses_a_wrong_engine(program: Path, tmp_path: Path) -> None
 
 @needs_coq
 @pytest.mark.spec("CC-BUDGET-FORMS")
-def test_an_error_in_a_twin_is_found_by_comparison(program: Path, tmp_path: Path) -> None:
+def test_an_error_in_a_twin_is_detection_of_comparison(program: Path, tmp_path: Path) -> None:
     """No vector has a budget text of 64 characters."""
     row = next(row for row in read_rows(ROWS) if row.file == "spec/budget.py" and "64" in row.what)
-    actual = found_by(row, program.parent, tmp_path / "twin", 0)
+    actual = detection_of(row, program.parent, tmp_path / "twin", 0)
     assert actual.comparison.endswith("reference stands alone")
     assert actual.proof == ""
 

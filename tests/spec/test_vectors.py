@@ -26,7 +26,7 @@ from conformance.vectors.files import decoded
 from conformance.vectors.subject import STAGES
 from lab.item_vectors import ITEMS
 from lab.vector_writer.expected import OPERATIONS
-from lab.vector_writer.expected_large import made, unsure
+from lab.vector_writer.expected_large import generate, unsure
 from spec.parameters import CrystalCacheParameters
 
 SCHEMA = json.loads((files.HOME / "schema.json").read_text(encoding="utf-8"))
@@ -310,7 +310,7 @@ def test_a_vector_tells_each_published_reading(brute: Brute, reading: dict[str, 
 
 def test_made_is_the_digest_of_what_is_given() -> None:
     inputs = {"x": {"form": "choice", "seed": 7, "shape": [3], "of": [False, True, "18"]}, "B": 5}
-    assert made({**inputs, "x": {**inputs["x"], "of": [4, -1, "18"]}}) == {  # type: ignore[dict-item]
+    assert generate({**inputs, "x": {**inputs["x"], "of": [4, -1, "18"]}}) == {  # type: ignore[dict-item]
         "x": [[3], digest([[4, 2**64 - 1, 18][word(7, t) % 3] for t in (1, 2, 3)])]
     }
 

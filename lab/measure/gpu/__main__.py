@@ -148,11 +148,11 @@ def _header(words: list[str]) -> dict[str, str]:
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "command": " ".join(["python -m lab.measure.gpu", *words]),
         "spec": SPEC_VERSION,
-        "commit": _said("git", "rev-parse", "--short", "HEAD"),
+        "commit": _output_of("git", "rev-parse", "--short", "HEAD"),
         "python": platform.python_version(),
         **versions,
         **({"memory": f"{torch.cuda.get_device_properties(0).total_memory / 1e9:.0f} GB",
-            "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+            "driver": _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
             "cuda": str(torch.version.cuda)} if gpu else {}),
     }
 
@@ -164,7 +164,7 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def _said(*command: str) -> str:
+def _output_of(*command: str) -> str:
     try:
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=20)
     except OSError:

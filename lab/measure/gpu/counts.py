@@ -296,8 +296,8 @@ def peak(name: str, model: LlamaForCausalLM) -> float:
 def method_on(name: str, model: LlamaForCausalLM) -> Method:
     """Return a policy for a model, with the backend torch if it has the stages, else with the reference."""
     has = all(getattr(resolve("torch"), one) is not None for one in families_of(name))
-    own = {"backend": "torch" if has else "numpy"} if BACKEND in constants_of(name) else {}
-    return policy_from_name(name, BUDGET, **constants(name, model), **own).on(model)
+    backend = {"backend": "torch" if has else "numpy"} if BACKEND in constants_of(name) else {}
+    return policy_from_name(name, BUDGET, **constants(name, model), **backend).on(model)
 
 
 @torch.no_grad()

@@ -67,8 +67,8 @@ def padded(heads: Heads) -> Tensor:
     longest = max(heads.lengths)
     k, v = (heads.query.new_zeros(1, H_KV, longest, D) for _ in range(2))
     mask = heads.query.new_zeros(1, H_KV, 1, longest, dtype=torch.bool)
-    for head, ((own, values), n) in enumerate(zip(heads.views, heads.lengths, strict=True)):
-        k[0, head, :n], v[0, head, :n], mask[0, head, 0, :n] = own[0, 0], values[0, 0], True
+    for head, ((keys, values), n) in enumerate(zip(heads.views, heads.lengths, strict=True)):
+        k[0, head, :n], v[0, head, :n], mask[0, head, 0, :n] = keys[0, 0], values[0, 0], True
     query = heads.query.reshape(1, H_KV, G, D)
     return sdpa(query, k, v, attn_mask=mask).reshape(1, -1, 1, D)
 
@@ -188,8 +188,8 @@ def policies(report: Report, scale: Scale, subject: Subject) -> None:
         report.add(f"what {name} adds to it", 100 * (median_ms(partial(under, name), rounds) / bare - 1), "%")
     step = 1 / tokens_a_second(scale, subject, None, scale.slots)
     for name in AT_A_STEP:
-        own = 1 / tokens_a_second(scale, subject, NamedPolicy(name, scale.slots), scale.slots)
-        report.add(f"what {name} adds to a step at {scale.slots} slots", 100 * (own / step - 1), "%")
+        seconds = 1 / tokens_a_second(scale, subject, NamedPolicy(name, scale.slots), scale.slots)
+        report.add(f"what {name} adds to a step at {scale.slots} slots", 100 * (seconds / step - 1), "%")
 
 
 @torch.no_grad()

@@ -48,8 +48,8 @@ def sessions(report: Report, scale: Scale) -> None:
 
 def _beside(method: Method, here: PreTrainedModel, there: PreTrainedModel) -> tuple[str, ...]:
     logits, kept, _ = _read(method, here)
-    result, found_kept, reads = _read(method, there)
-    differ = sum(len(a ^ b) for a, b in zip(kept, found_kept, strict=True)) // 2
+    result, actual_kept, reads = _read(method, there)
+    differ = sum(len(a ^ b) for a, b in zip(kept, actual_kept, strict=True)) // 2
     error = max(float((a - b).abs().max()) for a, b in zip(logits, result, strict=True))
     return f"{differ} of {sum(map(len, kept))}", f"{error:.1e}", str(reads[0]), str(max(reads[1:]))
 
@@ -138,11 +138,11 @@ def _configs(scale: Scale) -> dict[str, PreTrainedConfig]:
         "num_attention_heads": scale.H // 2, "intermediate_size": scale.inner // 2, "num_hidden_layers": 16,
         "max_position_embeddings": 2**17, "bos_token_id": 0, "eos_token_id": None, "pad_token_id": None,
     }
-    own: dict[str, Any] = {"qk_rope_head_dim": scale.d // 2, "qk_nope_head_dim": scale.d, "v_head_dim": scale.d}
+    latent: dict[str, Any] = {"qk_rope_head_dim": scale.d // 2, "qk_nope_head_dim": scale.d, "v_head_dim": scale.d}
     return {
         HYBRID: Lfm2Config(**sizes, num_key_value_heads=scale.H_kv // 2, full_attn_idxs=[2, 5, 8, 10, 12, 14]),
         LATENT: DeepseekV3Config(
-            **sizes, **own, num_key_value_heads=scale.H // 2, q_lora_rank=None, kv_lora_rank=4 * scale.d,
+            **sizes, **latent, num_key_value_heads=scale.H // 2, q_lora_rank=None, kv_lora_rank=4 * scale.d,
             first_k_dense_replace=16,
         ),
     }

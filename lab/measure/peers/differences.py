@@ -186,7 +186,7 @@ def layer_shares(inputs: Inputs, readings: Set[str]) -> list[int] | None:
     return [round(most - layer * (most - least) / (L - 1)) for layer in range(L)] if LINE in readings else None
 
 
-def own_shares(inputs: Inputs, readings: Set[str]) -> list[int]:
+def separate_shares(inputs: Inputs, readings: Set[str]) -> list[int]:
     """Return PyramidKV's shares from kvspec's budgets, which do not depend on the scores."""
     given, B = inputs.constants, max(budget(inputs, readings), inputs.constants.window)
     host = policies.pyramidkv(given.window, given.kernel)
@@ -196,7 +196,7 @@ def own_shares(inputs: Inputs, readings: Set[str]) -> list[int]:
 
 def pyramidkv(inputs: Inputs, readings: Set[str]) -> Kept:
     shares = layer_shares(inputs, readings)
-    B = (shares or own_shares(inputs, readings))[inputs.layer]
+    B = (shares or separate_shares(inputs, readings))[inputs.layer]
     if TIES in readings and shares:
         return topk(raised(snap_scores(inputs, readings)), B)
     return run(snap_policy(policies.snapkv, inputs, readings), inputs, B)

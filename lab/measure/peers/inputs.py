@@ -138,8 +138,8 @@ class Rehearsed:
         rng, L = np.random.default_rng(self.inputs.seed + 2), self.inputs.constants.layers
         H_kv, n, d = self.inputs.k.shape
         shapes = (L, n + 4, len(self.inputs.raw_q) * d), (L, H_kv, n + 4, d), (L, H_kv, n, d), (L, H_kv, n, d)
-        hidden, own, k, v = (rng.standard_normal(shape) for shape in shapes)
-        return 2 * hidden, own, k, v
+        hidden, queries, k, v = (rng.standard_normal(shape) for shape in shapes)
+        return 2 * hidden, queries, k, v
 
     def cached(self, layer: int) -> tuple[Array, Array]:
         """Return the keys and values of the prompt (H_kv, n, d)."""
@@ -151,8 +151,8 @@ class Rehearsed:
 
         The hidden states are the queries of these tokens.
         """
-        hidden, own, _, _ = self._drawn
-        return hidden[layer, ids], own[layer][:, ids]
+        hidden, queries, _, _ = self._drawn
+        return hidden[layer, ids], queries[layer][:, ids]
 
     def views(self, first: int) -> dict[int, LayerView]:
         """Return the layers, after the tokens from `first` on have been repeated."""
@@ -161,9 +161,9 @@ class Rehearsed:
         for layer in range(inputs.constants.layers):
             repeats, (k, v) = list[Repeat](), self.cached(layer)
             for start, stop, ids in rehearsal_chunks(np.arange(inputs.n), plan):
-                hidden, own = self.read(layer, ids)
+                hidden, queries = self.read(layer, ids)
                 raw = hidden.reshape(len(ids), -1, D).transpose(1, 0, 2)
                 q = unrotated(raw, -inputs.n - np.arange(len(ids)), inputs.inv_freq, 1.0)
-                repeats.append(Repeat(start, stop, q, own, np.linalg.norm(hidden, axis=1)))
+                repeats.append(Repeat(start, stop, q, queries, np.linalg.norm(hidden, axis=1)))
             result[layer] = LayerView(inputs.raw_q[:, :0], k, v, D**-0.5, None, repeats=tuple(repeats))
         return result

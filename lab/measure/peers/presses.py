@@ -101,9 +101,9 @@ class Reader(SimpleNamespace):
 
     def __call__(self, input_ids: Any, past_key_values: Any) -> None:
         for at, (layer, stored) in enumerate(zip(self.layers, past_key_values.layers, strict=True)):
-            hidden, own = map(torch.tensor, self.prompt.read(at, input_ids[0].numpy()))
+            hidden, queries = map(torch.tensor, self.prompt.read(at, input_ids[0].numpy()))
             positions = stored.keys.shape[2] + torch.arange(len(hidden))
-            stored.keys, stored.values = (torch.cat([x, own[None]], dim=2) for x in (stored.keys, stored.values))
+            stored.keys, stored.values = (torch.cat([x, queries[None]], dim=2) for x in (stored.keys, stored.values))
             tables = layer.self_attn.rotary_emb(hidden, positions[None])
             layer.self_attn(hidden_states=hidden[None], past_key_values=past_key_values, position_embeddings=tables)
 

@@ -106,7 +106,7 @@ class Planted:
 
 
 @dataclass(frozen=True)
-class Found:
+class Detection:
     """Checks that detect an error, empty if a check does not detect it."""
 
     proof: str = ""
@@ -153,7 +153,7 @@ def _compared(program: Path, number: int) -> str:
         engine.stop()
 
 
-def found_by(error: Planted, compiled: Path, home: Path, number: int = QUESTIONS) -> Found:
+def detection_of(error: Planted, compiled: Path, home: Path, number: int = QUESTIONS) -> Detection:
     """Plant an error in a copy of the compiled model or the packages, and return the checks that detect it.
 
     Raises:
@@ -163,7 +163,7 @@ def found_by(error: Planted, compiled: Path, home: Path, number: int = QUESTIONS
     return (_in_model if error.in_model else _in_twin)(error, compiled, home, number)
 
 
-def _in_model(error: Planted, compiled: Path, home: Path, number: int) -> Found:
+def _in_model(error: Planted, compiled: Path, home: Path, number: int) -> Detection:
     shutil.copytree(compiled, home)
     error.edit(home / error.path.name)
     files = affected(home, error.path.stem, FILES)
@@ -173,11 +173,11 @@ def _in_model(error: Planted, compiled: Path, home: Path, number: int) -> Found:
     try:
         program = compile_engine(home)
     except ProofFailure:  # the error changes a type, so engine.ml cannot call the model
-        return Found(theorem, vector)
-    return Found(theorem, vector, _compared(program, number))
+        return Detection(theorem, vector)
+    return Detection(theorem, vector, _compared(program, number))
 
 
-def _in_twin(error: Planted, compiled: Path, home: Path, number: int) -> Found:
+def _in_twin(error: Planted, compiled: Path, home: Path, number: int) -> Detection:
     """Run the checks in a separate process, which imports the copy. Numba's functions run there as plain Python."""
     for package in PACKAGES:
         shutil.copytree(ROOT / package, home / package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -189,15 +189,15 @@ def _in_twin(error: Planted, compiled: Path, home: Path, number: int) -> Found:
     last = (done.stdout.strip().splitlines() or [""])[-1]
     if done.returncode:
         complaint = (done.stderr.strip().splitlines() or ["no word"])[-1]
-        return Found(comparison=f"the packages do not work: {complaint}")
-    return Found(**json.loads(last))
+        return Detection(comparison=f"the packages do not work: {complaint}")
+    return Detection(**json.loads(last))
 
 
-def _row(error: Planted, compiled: Path, folder: Path) -> tuple[Planted, Found | str]:
+def _row(error: Planted, compiled: Path, folder: Path) -> tuple[Planted, Detection | str]:
     """Return the checks that detect an error, or a text if the error cannot be planted."""
     home = folder / f"planted-{os.getpid()}"
     try:
-        return error, found_by(error, compiled, home)
+        return error, detection_of(error, compiled, home)
     except ProofFailure as failure:
         return error, f"Coq refuses the definition: {failure.statement}"
 
@@ -279,15 +279,15 @@ def failing_vectors(item: str, backend: str = "numpy") -> Iterator[str]:
             yield f"{operation} {test['tcId']}"
 
 
-def _found_here(program: str, item: str, file: str, number: str) -> Found:
+def _detection_here(program: str, item: str, file: str, number: str) -> Detection:
     """Return the checks that detect the error of a twin in these packages."""
     try:
         compared = _compared(Path(program), int(number))
     except Exception as error:
         compared = f"{type(error).__name__}: {error}"
     backend = "numba" if file.startswith("accelerated/numba_cpu") else "numpy"
-    return Found(next(failing_lemmas(), ""), next(failing_vectors(item, backend), ""), compared)
+    return Detection(next(failing_lemmas(), ""), next(failing_vectors(item, backend), ""), compared)
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(_found_here(*sys.argv[1:]))))
+    print(json.dumps(asdict(_detection_here(*sys.argv[1:]))))

@@ -216,7 +216,7 @@ class Page(HTMLParser):
         super().__init__()
         self.text, self.open, self.tables, self.notes = text, list[str](), list[Table](), list[str]()
         self.panels, self.attributes, self.titles = dict[str, Panel](), list[tuple[str, str, str]](), list[str]()
-        self._said, self._place, self._caption, self._panel = "", (0.0, 0.0), "", Panel()
+        self._text, self._place, self._caption, self._panel = "", (0.0, 0.0), "", Panel()
         self.feed(text)
         self.close()
         assert not self.open, self.open
@@ -231,7 +231,7 @@ class Page(HTMLParser):
         elif tag == "tr":
             self.tables[-1].lines.append([])
         elif tag in SAID and not (tag == "p" and {"th", "td"} & set(self.open)):
-            self._said = ""
+            self._text = ""
         if tag == "svg" and given.get("class") == "panel":
             self._panel = self.panels[given["aria-label"].partition(";")[0]] = Panel()
         if tag == "text" and "x" in given:
@@ -246,26 +246,26 @@ class Page(HTMLParser):
             self.open.pop()
 
     def handle_data(self, data: str) -> None:
-        self._said += data
+        self._text += data
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag, (tag, self.getpos())
         if tag in ("th", "td"):
-            self.tables[-1].lines[-1].append(self._said)
+            self.tables[-1].lines[-1].append(self._text)
         elif tag == "caption":
-            self.tables[-1].caption = self._said
+            self.tables[-1].caption = self._text
         elif tag in ("summary", "figcaption"):
-            self._caption = self._said
+            self._caption = self._text
         elif tag == "table" and not self.tables[-1].caption:
             self.tables[-1].caption = self._caption
         elif tag == "p":
-            self.notes.append(self._said)
+            self.notes.append(self._text)
         elif tag in ("h2", "h3"):
-            self.titles.append(self._said)
+            self.titles.append(self._text)
         elif tag == "title" and "svg" in self.open:
-            self._panel.marks.append((self._said, *self._place))
+            self._panel.marks.append((self._text, *self._place))
         elif tag == "text" and self.panels and "figure" in self.open and "table" not in self.open:
-            self._panel.words.append((*self._place, self._said))
+            self._panel.words.append((*self._place, self._text))
 
     def table(self, caption: str) -> Table:
         (actual,) = (table for table in self.tables if table.caption.startswith(caption))
