@@ -1,7 +1,8 @@
 """Check the sentences that users read against rules of plain English: `python -m lab.style`.
 
 The rules are proselint checks for sentences that a reader of technical English must read twice. They apply to pages,
-help texts, docstrings and error messages. The exit code is 1 if a sentence breaks a rule.
+help texts, docstrings and error messages. Names of variables, functions and classes must not contain a private word.
+The exit code is 1 if a sentence or a name breaks a rule.
 """
 
 import argparse
@@ -13,7 +14,7 @@ from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import chain
+from itertools import chain, starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,14 +37,24 @@ LONGEST = 25
 """Maximum number of words in a sentence."""
 WHOLE = ("conformance", "tests", "lab")
 """Packages in which every docstring follows all rules. In the others, the docstrings of exported names do."""
+NAMED = tuple(package for package in PACKAGES if package != "tests")
+"""Packages whose names must not contain a private word."""
 SUBJECTS = tuple(
     f"lab/measure/certificates/{name}.py" for name in ("kvpress_caches", "kvpress_policies", "transformers_caches")
 )
 """Files whose digests are in certificates of docs/results, so that their sentences cannot change."""
+PRIVATE = frozenset(("found", "made", "own", "room", "rooms", "said", "tells", "told"))
+"""Words that do not say what a value is. Use the word of the field, such as `kept`, `expected` or `original`."""
+STORED = frozenset((
+    ("reference/crystalcache/coattention.py", "own"), ("conformance/oracles/s1.py", "own"),
+    ("conformance/verify/outcomes.py", "found"), ("models_integration/archive/library.py", "room"),
+))
+"""Files and names that cannot change: inputs in spec/vectors, a key of certificates, an argument that users pass."""
 MARK = "X"
 """Word that replaces code in a sentence. A sentence may begin with it."""
 
 _ENDS = re.compile(r"(?<!e\.g\.)(?<!i\.e\.)(?<!cf\.)(?<=[.!?])[\"')]*\s+(?=[A-Z0-9\"'(])")
+_PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 _WORD = re.compile(r"[^\s–—]*\w[^\s–—]*")
 _PAUSE = re.compile(r"[:;](?=\s)")
 _HEADLESS = re.compile(r"(What|Who|Whoever|Whatever|Which|That which)\b")
@@ -209,6 +220,25 @@ def opener_offences(docstrings: Iterable[tuple[str, Docstring]]) -> Iterator[Off
             yield Offence(source, docstring.lineno or 1, "opener", message)
 
 
+def name_offences(source: str, code: str) -> Iterator[Offence]:
+    """Yield each name that a file defines with a private word. Names of tests are sentences, and are not checked."""
+    for node in ast.walk(ast.parse(code)):
+        name = _defined(node)
+        words = PRIVATE.intersection(word.lower() for word in _PART.findall(name))
+        if words and (source, name) not in STORED and not name.startswith("test_"):
+            message = f"{name}: {min(words)!r} does not say what the value is"
+            yield Offence(source, getattr(node, "lineno", 1), "name", message)
+
+
+def _defined(node: ast.AST) -> str:
+    """Return the name that a node defines, or ""."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return node.name
+    if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+        return node.id if isinstance(node, ast.Name) else node.attr
+    return str(getattr(node, "arg" if isinstance(node, ast.arg) else "asname", None) or "")
+
+
 def share_with_opener(package: str) -> str:
     """Return the share of a package's docstrings that begin with a verb or a noun phrase, in words."""
     docstrings = list(docstrings_in(package))
@@ -284,11 +314,13 @@ def _docstrings(package: str) -> Iterator[Passage]:
     return chain.from_iterable(_of_docstring(docstring, source) for source, docstring in docstrings_in(package))
 
 
+NAMES = "names"
 GROUPS: dict[str, Callable[[], Iterator[Passage]]] = {
     "pages": lambda: _pages("README.md", "CONTRIBUTING.md", "docs/**/*.md", "lab/*.md"),
     "kvspec --help": lambda: chain(of_help(get_command(app)), of_options(verify(), verify)),
     "SpecError": _errors,
     "exported docstrings": lambda: of_docstrings("kvspec"),
+    NAMES: lambda: iter(()),
     **{f"docstrings of {package}": partial(_docstrings, package) for package in PACKAGES},
 }
 
@@ -297,7 +329,14 @@ def offences_in(group: str) -> list[Offence]:
     """Return the offences of a group, without duplicates."""
     package = group.removeprefix("docstrings of ")
     openers = opener_offences(docstrings_in(package)) if package != group else ()
-    return list(dict.fromkeys(chain(openers, offences(GROUPS[group]()))))
+    names = chain.from_iterable(starmap(name_offences, _sources())) if group == NAMES else ()
+    return list(dict.fromkeys(chain(openers, names, offences(GROUPS[group]()))))
+
+
+def _sources() -> Iterator[tuple[str, str]]:
+    for path in chain.from_iterable(sorted(ROOT.glob(f"{package}/**/*.py")) for package in NAMED):
+        if (source := path.relative_to(ROOT).as_posix()) not in SUBJECTS:
+            yield source, path.read_text(encoding="utf-8")
 
 
 def main(arguments: list[str] | None = None) -> int:

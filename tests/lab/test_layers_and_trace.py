@@ -14,7 +14,7 @@ from griffe import Docstring
 
 from lab import quick
 from lab.layers import forbidden_imports, read_modules
-from lab.style import docstrings_in, of_markdown, of_options, offences, opener_offences
+from lab.style import docstrings_in, name_offences, of_markdown, of_options, offences, opener_offences
 from lab.trace import accept, main, read_tree
 
 
@@ -245,6 +245,21 @@ def test_a_broken_rule_is_named_with_its_line(rule: str) -> None:
 def test_a_docstring_begins_with_a_verb_or_a_noun(text: str, opener: str | None) -> None:
     broken = list(opener_offences([("a.py", Docstring(text, lineno=3))]))
     assert [(one.line, one.message.split(":")[0]) for one in broken] == ([(3, repr(opener))] if opener else [])
+
+
+@pytest.mark.law("as-it-is-described")
+@pytest.mark.parametrize(
+    ("code", "names"),
+    [
+        ("own = 1", ["own"]), ("def found(room): ...", ["found", "room"]), ("class SaidSo: ...", ["SaidSo"]),
+        ("self.told_rows: int = 1", ["told_rows"]), ("import a as _made", ["_made"]), ("NO_ROOM = 1", ["NO_ROOM"]),
+        ("lambda own: own", ["own"]), ("down = known = room_y = given", ["room_y"]), ("f(own=found.made)", []),
+        ("def test_a_key_is_found(): ...", []),
+    ],
+)
+def test_a_private_word_in_a_name_is_refused(code: str, names: list[str]) -> None:
+    assert [one.message.partition(":")[0] for one in name_offences("a.py", code)] == names
+    assert list(name_offences("conformance/oracles/s1.py", "own = 1")) == []
 
 
 @pytest.mark.law("as-it-is-described")
