@@ -113,9 +113,9 @@ def test_a_score_with_a_window_keeps_its_queries_between_decode_steps() -> None:
 
 
 def shares(text: str, values: Any, H: int, B: int) -> list[int]:
-    found = policy_from_text(parse_composition(text)).budgets
+    actual = policy_from_text(parse_composition(text)).budgets
     n = values.shape[1]
-    return found(B * len(values), Scores(values, np.arange(n + 1), heads=H)).tolist()
+    return actual(B * len(values), Scores(values, np.arange(n + 1), heads=H)).tolist()
 
 
 @given(
@@ -203,9 +203,9 @@ def test_a_composition_is_its_text(name: str, scorer_only: bool, constants: Any,
 
 @given(st.one_of(st.fractions(-9, 9, max_denominator=97), st.floats(allow_nan=False), st.integers(), st.booleans()))
 def test_a_value_is_its_text(value: Any) -> None:
-    found = parse_value(format_value(value), value)
-    assert found == value
-    assert type(found) is type(value)
+    actual = parse_value(format_value(value), value)
+    assert actual == value
+    assert type(actual) is type(value)
 
 
 def test_rules_are_joined_once() -> None:

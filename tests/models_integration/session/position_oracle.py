@@ -43,8 +43,8 @@ class Oracle:
         with torch.no_grad():
             logits = self.model(tokens, position_ids=torch.zeros_like(tokens), use_cache=False).logits
         self.seen += len(ids)
-        found: Tensor = logits[0]
-        return found
+        actual: Tensor = logits[0]
+        return actual
 
     def evict(self, kept: dict[int, list[Tensor]]) -> None:
         """Keep these positions of the text, by layer and KV head. One set of a layer is that of all heads."""

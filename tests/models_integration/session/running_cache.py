@@ -357,9 +357,9 @@ class Judge:
             method = POLICIES[policy].on(self.model)
             self.met("more is protected than the budget has" if run.over_budget else "the budget holds")
             over = []
-            for found, sets, row in zip(run.retentions, life.sets, life.rows, strict=True):
-                assert spread(found, *life.heads) == sets, "the reported kept tokens are not the stored tokens"
-                over.append(ceil(len(found.positions) / found.groups) - method.budget.tokens(len(row.tokens)))
+            for actual, sets, row in zip(run.retentions, life.sets, life.rows, strict=True):
+                assert spread(actual, *life.heads) == sets, "the reported kept tokens are not the stored tokens"
+                over.append(ceil(len(actual.positions) / actual.groups) - method.budget.tokens(len(row.tokens)))
             assert run.over_budget == max(0, *over), "over_budget is not the excess over the budget"
         evicted = any(len(own) < len(life.rows[0].tokens) for own in flat(life.sets))
         self.met("a segment that evicts" if evicted else "a segment that evicts nothing")

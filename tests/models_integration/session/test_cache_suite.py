@@ -234,10 +234,10 @@ def at_least_four(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
 
 def eight_at_a_time(prompt: list[int], kept: Kept, following: list[int], folder: str) -> Tensor:
     """Let the ninth next token, and all later ones, attend to the whole prompt."""
-    found = after_eviction(prompt, kept, following, folder)
+    actual = after_eviction(prompt, kept, following, folder)
     if len(following) > 8:
-        found[8:] = after_eviction(prompt, everything(prompt, kept), following, folder)[8:]
-    return found
+        actual[8:] = after_eviction(prompt, everything(prompt, kept), following, folder)[8:]
+    return actual
 
 
 def many_heads_reversed(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:

@@ -52,20 +52,20 @@ BOUND = 2e-6
 
 def hooked(model: Any, ids: Tensor) -> list[Tensor]:
     """Return each layer's queries (H, n, d) before the rotation, after the norm of the queries if there is one."""
-    found: list[Tensor] = []
+    actual: list[Tensor] = []
     handles = []
     for layer in model.model.layers:
         attention: Any = layer.self_attn
 
         def note(module: Any, given: Any, output: Tensor, d: int = attention.head_dim) -> None:
-            found.append(output.view(ids.shape[1], -1, d).transpose(0, 1))
+            actual.append(output.view(ids.shape[1], -1, d).transpose(0, 1))
 
         handles.append(getattr(attention, "q_norm", attention.q_proj).register_forward_hook(note))
     with torch.no_grad():
         model(input_ids=ids)
     for handle in handles:
         handle.remove()
-    return found
+    return actual
 
 
 @pytest.mark.spec("TA-STATISTICS")
@@ -73,11 +73,11 @@ def hooked(model: Any, ids: Tensor) -> list[Tensor]:
 def test_statistics_are_those_of_queries_before_their_rotation(family: str) -> None:
     """Check statistics after the norm of the queries, as the specification requires for models with such a norm."""
     model, ids = build(family), prompt(LEAST)
-    found = calibrate(model, ids)
+    actual = calibrate(model, ids)
     for at, q in enumerate(hooked(model, ids)):
         bands = torch.complex(q[:, :, :6].double(), q[:, :, 6:].double())
-        assert np.abs(found.mean[at] - q.double().mean(dim=1).numpy()).max() < BOUND * float(q.abs().max())
-        assert np.abs(found.magnitude[at] - bands.abs().mean(dim=1).numpy()).max() < BOUND * float(q.abs().max())
+        assert np.abs(actual.mean[at] - q.double().mean(dim=1).numpy()).max() < BOUND * float(q.abs().max())
+        assert np.abs(actual.magnitude[at] - bands.abs().mean(dim=1).numpy()).max() < BOUND * float(q.abs().max())
 
 
 @pytest.mark.spec("TA-CALIBRATION")
@@ -121,8 +121,8 @@ def test_the_command_makes_and_converts_files_that_compare_takes(tmp_path: Path)
     assert "can be used only with a head pattern" in str(wrong.exception)
     policies = "triattention,diverse-triattention-by-head"
     asked = ["--policies", policies, "--budgets", "160", "--tasks", "needle", "--samples", "1", "--length", "400"]
-    found = runner.invoke(app, ["compare", *asked, "--no-controls", "--calibration", str(file), "--out", str(out)])
-    assert found.exit_code == 0, found.output
+    actual = runner.invoke(app, ["compare", *asked, "--no-controls", "--calibration", str(file), "--out", str(out)])
+    assert actual.exit_code == 0, actual.output
     (row,) = load_rows(out / "study.jsonl")
     assert [cell["policy"] for cell in row["cells"]] == policies.split(",")
     assert row["calibration"] == {"digest": taken.digest, "controlled": False}
@@ -143,11 +143,11 @@ def test_ids_that_are_not_one_text_are_refused(shape: tuple[int, ...]) -> None:
 def test_rotations_of_fixed_frequencies_are_served(kind: str) -> None:
     """Check both policies that remove a rotation, including YaRN's factor."""
     model, ids = rotated("Llama", rope_parameters=dict(ROTATIONS[kind])), prompt(LEAST)
-    found = calibrate(model, ids)
-    assert (found.identity.factor != 1) == (kind == "yarn")
+    actual = calibrate(model, ids)
+    assert (actual.identity.factor != 1) == (kind == "yarn")
     for at, q in enumerate(hooked(model, ids)):
-        assert np.abs(found.mean[at] - q.double().mean(dim=1).numpy()).max() < BOUND * float(q.abs().max())
-    served: dict[str, Any] = {"calibration": found}
+        assert np.abs(actual.mean[at] - q.double().mean(dim=1).numpy()).max() < BOUND * float(q.abs().max())
+    served: dict[str, Any] = {"calibration": actual}
     for name, constants in (("triattention", served), ("expected-attention", {})):
         with NamedPolicy(name, 20, **constants, backend="numpy")(model) as run:
             greedy(model, ids[:, :N], 2)
@@ -188,8 +188,8 @@ def test_queries_are_rotated_back_whatever_the_code_of_the_model(name: str, monk
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     inv_freq, factor = 1 / rope["rope_theta"] ** (np.arange(0, 8, 2) / 8), 1.0
     if rope["rope_type"] == "yarn":
-        found, factor = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
-        inv_freq = found.double().numpy()
+        actual, factor = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+        inv_freq = actual.double().numpy()
     inputs = Inputs([*views.values()], inv_freq, [], ids[0].numpy(), factor)
     kept["expected-attention"] = expected_attention.kept(inputs, 20, 4, 5)
     layers = [replace(view, q=q) for view, q in zip(views.values(), bare[-len(views) :], strict=True)]
@@ -240,12 +240,12 @@ def test_head_scores_need_no_one_rotation(make: Callable[[], Any], words: str, t
 def test_head_scores_are_the_largest_of_a_rehearsal(family: str) -> None:
     """Compare the scores of each head with brute force over the attention of the model while it repeats the text."""
     model, ids = build(family), prompt(LEAST, seed=9)
-    found = calibrate(model, ids, template=REHEARSED["template"])
+    actual = calibrate(model, ids, template=REHEARSED["template"])
     needs = kvzip(template=REHEARSED["template"]).scorer.needs
     views = observe(model, ids, needs=needs).prompt(0, Granularity.HEAD).layers
     brute = [kvzip_oracle.scores(rehearsed(view), 4) for view in views.values()]
-    assert found.head_scores is not None
-    assert all(map(scores_agree, found.head_scores, [kvzip_oracle.head_means([rows]) for rows in brute]))
+    assert actual.head_scores is not None
+    assert all(map(scores_agree, actual.head_scores, [kvzip_oracle.head_means([rows]) for rows in brute]))
     assert calibrate(model, ids).head_scores is None
 
 
@@ -293,10 +293,10 @@ def payload() -> dict[str, Any]:
 def test_statistics_decide_as_our_file_does(name: str, payload: dict[str, Any], tmp_path: Path) -> None:
     model = build("llama")
     torch.save(payload, tmp_path / "stats.pt")
-    found = read_statistics(tmp_path / "stats.pt", model)
-    save_calibration(found, tmp_path / "mine.npz")
+    actual = read_statistics(tmp_path / "stats.pt", model)
+    save_calibration(actual, tmp_path / "mine.npz")
     sets = []
-    for calibration in (found, load_calibration(tmp_path / "mine.npz"), calibrate(model, prompt(LEAST))):
+    for calibration in (actual, load_calibration(tmp_path / "mine.npz"), calibrate(model, prompt(LEAST))):
         with NamedPolicy(name, 20, calibration=calibration)(model) as run:
             greedy(model, prompt(60), 4)
         sets.append(run.retentions[0].positions.tolist())
@@ -317,10 +317,10 @@ def test_both_formats_hold_equal_numbers(payload: dict[str, Any], tmp_path: Path
     assert [again["metadata"][name] for name in shown] == [payload["metadata"][name] for name in shown]
     taken = calibrate(model, prompt(LEAST))
     write_statistics(taken, path)
-    found = read_statistics(path, model)
-    assert found.identity.rope == taken.identity.rope
+    actual = read_statistics(path, model)
+    assert actual.identity.rope == taken.identity.rope
     for name in ("mean", "magnitude"):
-        assert np.array_equal(getattr(found, name), getattr(taken, name).astype(np.float32))
+        assert np.array_equal(getattr(actual, name), getattr(taken, name).astype(np.float32))
 
 
 class Code:
@@ -386,14 +386,14 @@ SHARES = np.array([[-5.7e-5, 0.98], [0.25, 1.0], [0.75, 0.5]])
 def test_a_head_pattern_names_the_full_heads(threshold: float | None, full: list[int], tmp_path: Path) -> None:
     """Check full heads by value, or the first heads at or above a threshold."""
     model = build("llama")
-    found = read_head_pattern(pattern(tmp_path / "heads.tsv", SHARES), model, threshold)
+    actual = read_head_pattern(pattern(tmp_path / "heads.tsv", SHARES), model, threshold)
     expected = np.clip(SHARES, 0, 1) if threshold is None else (np.clip(SHARES, 0, 1) >= threshold)
-    assert found.head_scores is not None
-    assert np.array_equal(found.head_scores, expected)
-    save_calibration(found, tmp_path / "mine.npz")
+    assert actual.head_scores is not None
+    assert np.array_equal(actual.head_scores, expected)
+    save_calibration(actual, tmp_path / "mine.npz")
     check_full_heads(model, tmp_path / "mine.npz", full)
     with pytest.raises(SpecError, match="has head scores alone"):
-        NamedPolicy("triattention", 20, calibration=found)(model)
+        NamedPolicy("triattention", 20, calibration=actual)(model)
 
 
 @pytest.mark.spec("PO-KVZIP-HEADS")

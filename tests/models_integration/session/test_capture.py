@@ -102,8 +102,8 @@ def log_sum_exp(seen: LayerView) -> np.ndarray[Any, Any]:
     logits = np.matmul(q, np.repeat(k, len(q) // len(k), axis=0).transpose(0, 2, 1)) * seen.scaling
     logits = np.where(np.tri(q.shape[1], dtype=np.bool_), logits, -np.inf)
     peak = logits.max(axis=2)
-    found: np.ndarray[Any, Any] = peak + np.log(np.exp(logits - peak[:, :, None]).sum(axis=2))
-    return found
+    actual: np.ndarray[Any, Any] = peak + np.log(np.exp(logits - peak[:, :, None]).sum(axis=2))
+    return actual
 
 
 @pytest.mark.parametrize(

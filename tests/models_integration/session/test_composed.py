@@ -45,7 +45,7 @@ def test_a_conversation_under_a_composed_policy_equals_the_masked_model(
 ])
 @pytest.mark.parametrize("backend", ["numpy", "torch"])
 def test_a_text_keeps_the_tokens_of_the_name_over_steps_and_turns(name: str, text: str, backend: str) -> None:
-    model, found = build("llama"), []
+    model, actual = build("llama"), []
     for row in (name, text):
         bare, constants = parse_policy(row)
         with policy_from_name(bare, 12, backend=backend, **constants)(model) as run, torch.no_grad():
@@ -57,8 +57,8 @@ def test_a_text_keeps_the_tokens_of_the_name_over_steps_and_turns(name: str, tex
             if "critical" not in name and "diverse" not in name:  # these evict from the first prompt only
                 at_once(model, prompt(12, seed=6), run.cache)
             kept.append(live_sets(run.cache))
-        found.append(kept)
-    assert found[0] == found[1]
+        actual.append(kept)
+    assert actual[0] == actual[1]
 
 
 @pytest.mark.spec("PO-COMPOSE")

@@ -79,11 +79,11 @@ def test_a_session_on_a_device_is_the_session_on_the_host(name: str) -> None:
     """
     host, device = models()
     method = method_on(name, host)
-    found, reads, session = host_reads(method, device, N)
+    actual, reads, session = host_reads(method, device, N)
     on_host = method if isinstance(method, CrystalMethod) else replace(method, engine=REFERENCE)
     with Session(on_host, host) as run, torch.no_grad():
         given: dict[str, Any] = {"input_ids": text(N), "logits_to_keep": 1}
-        for logits in found:
+        for logits in actual:
             torch.testing.assert_close(logits, host(**given, past_key_values=run.cache).logits, atol=1e-5, rtol=1e-5)
             given["input_ids"] = text(N)[:, -1:]
     assert same(session, run)
@@ -113,9 +113,9 @@ def test_padded_rows_that_are_chosen_on_the_device_are_those_of_the_host(name: s
             logits = host(input_ids=ids, attention_mask=mask).logits[:, -1]
             step = host(input_ids=ids[:, -1:], past_key_values=run.cache).logits
         runs.append((run, logits, step))
-    (own, *found), (other, *expected) = runs
+    (own, *actual), (other, *expected) = runs
     assert same(own, other)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
 @cache

@@ -84,15 +84,15 @@ def test_every_name_of_generate_refuses(name: Callable[..., Any], options: dict[
 ])
 def test_every_name_of_generate_is_served_as_the_first(name: Callable[..., Any], options: dict[str, Any]) -> None:
     """Chunks are one prompt. Rows that repeat a prompt are also one prompt."""
-    found = []
+    actual = []
     for way in (lambda model: (model, None), name):
         model: Any = build("llama")
         given, generate = way(model)
         with METHODS["crystalcache"]()(given) as run:
             output = (generate or model.generate)(prompt(N), max_new_tokens=NEW, do_sample=False, **options)
         assert run.kept is not None
-        found.append((output.tolist(), run.kept.tolist()))
-    assert found[0] == found[1]
+        actual.append((output.tolist(), run.kept.tolist()))
+    assert actual[0] == actual[1]
 
 
 @names
@@ -218,19 +218,19 @@ class Gate:
 
 
 def in_a_thread(generate: Callable[..., Any], gate: Gate | None, start: bool = True) -> tuple[Thread, list[Any]]:
-    found: list[Any] = []
+    actual: list[Any] = []
     processors = LogitsProcessorList([] if gate is None else [gate])
 
     def run() -> None:
         try:
-            found.append(generate(prompt(N), max_new_tokens=12, do_sample=False, logits_processor=processors))
+            actual.append(generate(prompt(N), max_new_tokens=12, do_sample=False, logits_processor=processors))
         except SpecError as error:
-            found.append(error)
+            actual.append(error)
 
     thread = Thread(target=run, daemon=True)
     if start:
         thread.start()
-    return thread, found
+    return thread, actual
 
 
 THREADED: dict[str, Callable[[], RetentionPolicy]] = {
@@ -249,7 +249,7 @@ def test_a_thread_that_outlives_the_block_generates_under_the_policy(name: str, 
         tokens = model.generate(prompt(N), max_new_tokens=12, do_sample=False)
     gate = Gate()
     with THREADED[name]()(model) as run:
-        thread, found = in_a_thread(model.generate, gate, start=when == "running")
+        thread, actual = in_a_thread(model.generate, gate, start=when == "running")
         if when == "running":
             assert gate.reached.wait(60)
     if when == "not yet begun":
@@ -263,7 +263,7 @@ def test_a_thread_that_outlives_the_block_generates_under_the_policy(name: str, 
         raise AssertionError
     gate.go.set()
     thread.join(60)
-    assert torch.equal(found[0], tokens)
+    assert torch.equal(actual[0], tokens)
     assert run.cache is not None
     assert expected.cache is not None
     assert live_sets(run.cache) == live_sets(expected.cache)
@@ -290,13 +290,13 @@ def test_threads_take_turns() -> None:
     model, gate = cast(Any, build("llama")), Gate()
     with METHODS["crystalcache"]()(model):
         expected = model.generate(prompt(N), max_new_tokens=12, do_sample=False)
-        first, found = in_a_thread(model.generate, gate)
+        first, actual = in_a_thread(model.generate, gate)
         assert gate.reached.wait(60)
         second, others = in_a_thread(model.generate, None)
         gate.go.set()
         first.join(60)
         second.join(60)
-    assert torch.equal(found[0], expected)
+    assert torch.equal(actual[0], expected)
     assert torch.equal(others[0], expected)
 
 

@@ -67,12 +67,12 @@ def test_a_second_task_is_told_of_a_lock() -> None:
 @pytest.mark.law("refused-before-anything-changes")
 def test_a_second_thread_in_a_forward_pass_is_told_of_the_first() -> None:
     """Check the error during a forward pass, when the model's attention name is one of kvspec."""
-    model, found = build("llama"), list[str]()
+    model, actual = build("llama"), list[str]()
 
     def other() -> None:
         with pytest.raises(SpecError) as caught:
             StreamingLLM(0.5)(model)
-        found.append(str(caught.value))
+        actual.append(str(caught.value))
 
     def during(*_: Any) -> None:
         thread = threading.Thread(target=other)
@@ -83,7 +83,7 @@ def test_a_second_thread_in_a_forward_pass_is_told_of_the_first() -> None:
     with method("snapkv")(model), torch.no_grad():
         model(input_ids=prompt(40))
     hook.remove()
-    (text,) = found
+    (text,) = actual
     assert "is in a forward pass of a different thread: join the thread" in text
     assert "kvspec_" not in text
 

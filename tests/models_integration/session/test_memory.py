@@ -59,12 +59,12 @@ L, H_KV, D = 3, 2, 12
 
 def blocks(layers: list[RetainedLayer]) -> int:
     """Return the bytes of all memory blocks of these layers. Each block is counted once."""
-    found: dict[int, int] = {}
+    actual: dict[int, int] = {}
     for layer in layers:
         for tensor in (layer.keys, layer.values):
             assert isinstance(tensor, Tensor)
-            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    return sum(found.values())
+            actual[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(actual.values())
 
 
 @pytest.mark.spec("CC-COMPACT")
@@ -329,14 +329,14 @@ def check_cascade(
         held_slots = min(slots, (index + 1) * columns)
         assert storage_bytes(cache.full_layers) == 2 * rows * H * held_slots * 3 * 4
     padding = torch.tensor([columns - n for n in sizes]).repeat_interleave(copies)
-    found = join_layers(method, cascade.read(padding if padding.any() else None)).retentions
+    actual = join_layers(method, cascade.read(padding if padding.any() else None)).retentions
     freed = 2 * rows * H * L * columns * 3 * 4 - storage_bytes(cache.full_layers)
     assert cache.bytes_freed == freed
     for row, n in enumerate(sizes):
         whole = Observation(n, L * H, None, {index: layer[row] for index, layer in enumerate(views)})
         expected = retain(policy, budget, whole)
-        assert np.array_equal(found[row].offsets, expected.offsets)
-        assert np.array_equal(found[row].positions, expected.positions)
+        assert np.array_equal(actual[row].offsets, expected.offsets)
+        assert np.array_equal(actual[row].positions, expected.positions)
         for group in range(L * H):
             (index, head), kept = divmod(group, H), torch.tensor(expected.group(group))
             for at in range(row * copies, (row + 1) * copies):
@@ -374,7 +374,7 @@ def test_other_selectors_and_several_devices_do_not_cascade() -> None:
 @pytest.mark.law("a-cache-like-any-other")
 def test_gradients_are_those_of_a_whole_prompt() -> None:
     """Compare gradients through the keys and values of the pool, down to the weights of the first layer."""
-    model, policy, found = build("llama", dtype=torch.float64), CustomPolicy(cake(W=4), 0.3), []
+    model, policy, actual = build("llama", dtype=torch.float64), CustomPolicy(cake(W=4), 0.3), []
     for block in (Session.prompt, streamed):
         model.zero_grad()
         with policy(model) as session:
@@ -382,9 +382,9 @@ def test_gradients_are_those_of_a_whole_prompt() -> None:
                 model(input_ids=prompt(64))
             model(input_ids=prompt(1), past_key_values=session.cache).logits.square().mean().backward()
         weights = model.base_model.get_submodule("layers.0.self_attn").parameters()
-        found.append([own.grad.clone() for own in weights if own.grad is not None])
-    assert len(found[0]) >= 4
-    for own, other in zip(*found, strict=True):
+        actual.append([own.grad.clone() for own in weights if own.grad is not None])
+    assert len(actual[0]) >= 4
+    for own, other in zip(*actual, strict=True):
         assert other.abs().max() > 0
         torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-12)
 

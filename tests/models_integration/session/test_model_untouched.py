@@ -255,10 +255,10 @@ def check_shown(model: PreTrainedModel) -> None:
     places = np.arange(N)
     q, k = view.q.astype(np.float64), view.k.astype(np.float64)
     sinks = None if view.sinks is None else view.sinks.astype(np.float64)
-    found = attention(q, k, places, places, view.scaling, view.softcap, sinks)
+    actual = attention(q, k, places, places, view.scaling, view.softcap, sinks)
     with torch.no_grad():
         weights = model(input_ids=prompt(N), output_attentions=True).attentions[layer][0]
-    assert relative(torch.from_numpy(found).float(), weights) < TOLERANCE
+    assert relative(torch.from_numpy(actual).float(), weights) < TOLERANCE
 
 
 def check_decided(model: PreTrainedModel) -> None:

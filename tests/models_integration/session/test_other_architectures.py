@@ -197,8 +197,8 @@ def check_image(name: str, policy: RetentionPolicy) -> Any:
     model, given = build(name), dict[str, Any](with_an_image(name))
     masked, cache = Masked(model), RetainedCache(model.config)
     with policy(model) as run:
-        found = at_once(model, given["input_ids"], cache, **{key: given[key] for key in given if key != "input_ids"})
-        assert relative(found, masked.read(given.pop("input_ids"), **given)) < BOUND
+        actual = at_once(model, given["input_ids"], cache, **{key: given[key] for key in given if key != "input_ids"})
+        assert relative(actual, masked.read(given.pop("input_ids"), **given)) < BOUND
         masked.keep(list(live_sets(cache).values()))
         for ids in (prompt(1, seed=1), prompt(9, seed=2)):
             ids[ids == IMAGE] = IMAGE + 1
@@ -233,8 +233,8 @@ def test_layers_that_share_a_cache_read_the_last_queries_alone(policy: str) -> N
     with method(policy)(model):
         for number, tokens in enumerate((N, 9, 1)):
             ids = prompt(tokens, seed=number)
-            found = at_once(model, ids, cache, logits_to_keep=kept)
-            assert relative(found, masked.read(ids)[:, -kept:]) < BOUND
+            actual = at_once(model, ids, cache, logits_to_keep=kept)
+            assert relative(actual, masked.read(ids)[:, -kept:]) < BOUND
             masked.keep(list(live_sets(cache).values()))
 
 
@@ -300,13 +300,13 @@ def test_padded_rows_equal_their_single_runs(name: str, policy: str) -> None:
     cache = RetainedCache(model.config)
     with method(policy)(model):
         at_once(model, ids, cache, attention_mask=mask)
-        found = torch.cat([at_once(model, part, cache) for part in later], dim=1)
+        actual = torch.cat([at_once(model, part, cache) for part in later], dim=1)
     for text in texts:
         single = RetainedCache(model.config)
         with method(policy)(model):
             at_once(model, text, single)
             rows.append(torch.cat([at_once(model, part[:1], single) for part in later], dim=1))
-    assert relative(found, torch.cat(rows)) < BOUND
+    assert relative(actual, torch.cat(rows)) < BOUND
 
 
 @pytest.mark.parametrize(("name", "policy"), [
@@ -341,10 +341,10 @@ def test_the_caches_of_two_decisions_do_not_share_states() -> None:
     observed = observe(model, prompt(N))
     decision = decide(METHODS["streamingllm"]().on(model), observed)
     first, second = compact(observed.cache, decision), compact(observed.cache, decision)
-    expected, found = (read(model, cache, prompt(3)).logits for cache in (first, second))
+    expected, actual = (read(model, cache, prompt(3)).logits for cache in (first, second))
     assert expected is not None
-    assert found is not None
-    assert torch.equal(found, expected)
+    assert actual is not None
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("name", [*MODELS, *INDEXED])

@@ -62,9 +62,9 @@ def test_a_batch_of_questions_equals_single_questions(policy: str, family: str) 
         assert run.cache is not None
         run.cache.batch_repeat_interleave(len(LENGTHS))
         with run.reading():
-            found, ours = answered(model, ids, run.cache, attention_mask=mask)
+            actual, ours = answered(model, ids, run.cache, attention_mask=mask)
     assert relative(ours, torch.cat(logits)) < 1e-5
-    assert torch.equal(found, torch.cat(tokens))
+    assert torch.equal(actual, torch.cat(tokens))
 
 
 @pytest.mark.law("parts-equal-the-whole")
@@ -79,14 +79,14 @@ def test_a_second_batch_of_questions_follows_the_first(policy: str) -> None:
         run.cache.batch_repeat_interleave(3)
         with run.reading():
             for text, shown in ((ids[:, N:], mask), (later, torch.cat([mask, hidden], dim=1))):
-                found = model(input_ids=text, attention_mask=shown, past_key_values=run.cache).logits
+                actual = model(input_ids=text, attention_mask=shown, past_key_values=run.cache).logits
     for row in range(3):
         with method(policy)(model) as run, torch.no_grad():
             model(input_ids=document())
             with run.reading():
                 for text in (prompt(LENGTHS[row], seed=row), later[:1, hidden[row] == 1]):
                     single = model(input_ids=text, past_key_values=run.cache).logits
-        assert relative(found[row : row + 1, -1], single[:, -1]) < 1e-5
+        assert relative(actual[row : row + 1, -1], single[:, -1]) < 1e-5
 
 
 @pytest.mark.law("refused-before-anything-changes")

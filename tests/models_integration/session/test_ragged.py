@@ -133,8 +133,8 @@ def test_inference_mode_can_end_between_prompt_and_steps() -> None:
             model(input_ids=prompt(PROMPT))
         assert run.cache is not None
         kept = live_sets(run.cache)
-        found = step_by_step(model, following, run.cache)
-    assert relative(found, Masked(model, prompt(PROMPT), kept).read(following)) < TOLERANCE
+        actual = step_by_step(model, following, run.cache)
+    assert relative(actual, Masked(model, prompt(PROMPT), kept).read(following)) < TOLERANCE
 
 
 @pytest.mark.law("as-it-is-described")
@@ -283,14 +283,14 @@ def test_runs_are_merged_to_the_attention_of_the_whole_head(
     slots = sum(layout.lengths) + spare * len(kept)
     keys, values = (10 * torch.randn(slots, D, generator=generator, dtype=torch.float64) for _ in range(2))
     query = torch.randn(rows, G * len(lengths), 1, D, generator=generator, dtype=torch.float64)
-    found = attended_in_runs(sequences, query, keys, values, layout, scale)
-    assert found.shape == (rows, 1, G * len(lengths), D)
+    actual = attended_in_runs(sequences, query, keys, values, layout, scale)
+    assert actual.shape == (rows, 1, G * len(lengths), D)
     for head, (start, length) in enumerate(zip(layout.starts, layout.lengths, strict=True)):
         own = slice(start, start + length)
         row, first = divmod(head, len(lengths))
         for each in range(first * G, first * G + G):
             logits = keys[own] @ query[row, each, 0] * (D**-0.5 if scale is None else scale)
-            assert torch.allclose(found[row, 0, each], logits.softmax(dim=0) @ values[own], rtol=1e-5, atol=1e-5)
+            assert torch.allclose(actual[row, 0, each], logits.softmax(dim=0) @ values[own], rtol=1e-5, atol=1e-5)
 
 
 def test_a_session_s_steps_are_those_of_one_call_for_each_head(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -364,7 +364,7 @@ def test_heads_that_differ_are_served_under_autocast(family: str) -> None:
         _, cache = read_prompt(model, method("adakv"))
         kept = live_sets(cache)
         with observing(describe(model), cache):
-            found = at_once(model, token, cache)
+            actual = at_once(model, token, cache)
         expected = Masked(model, prompt(PROMPT), kept).read(token)
-    assert relative(found.float(), expected.float()) < 5e-2
+    assert relative(actual.float(), expected.float()) < 5e-2
     check_continuation(model, method("adakv"))

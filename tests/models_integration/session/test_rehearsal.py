@@ -69,11 +69,11 @@ def test_a_repeat_asks_and_is_asked_as_in_the_whole_text(family: str) -> None:
             keys = model(input_ids=text, use_cache=True).past_key_values.layers
         for layer, view in views.items():
             assert view.repeats is not None
-            found = view.repeats[part]
-            assert (found.start, found.stop) == (start, stop)
+            actual = view.repeats[part]
+            assert (actual.start, actual.stop) == (start, stop)
             own = keys[layer].keys[0, :, PROMPT:]
-            assert relative(torch.as_tensor(found.k), own) < 1e-5
-            assert relative(torch.as_tensor(found.q), torch.as_tensor(whole[layer].q)[:, PROMPT:]) < 1e-5
+            assert relative(torch.as_tensor(actual.k), own) < 1e-5
+            assert relative(torch.as_tensor(actual.q), torch.as_tensor(whole[layer].q)[:, PROMPT:]) < 1e-5
 
 
 @pytest.mark.spec("PO-KVZIP-PLUS")
@@ -156,13 +156,13 @@ def test_what_is_found_out_with_forwards_leaves_the_frequencies(kind: str) -> No
     model = growing(kind, PROMPT)
     with torch.no_grad():
         model(input_ids=prompt(PROMPT + 9))
-    found = {key: torch.as_tensor(value).clone() for key, value in rotation(model).items()}
+    actual = {key: torch.as_tensor(value).clone() for key, value in rotation(model).items()}
     CustomPolicy(POLICY, 0.3)(model)
-    assert same_rotation(model, found)
+    assert same_rotation(model, actual)
     rotary = recognise(model)
-    assert same_rotation(model, found)
+    assert same_rotation(model, actual)
     computed(model, prompt(9)[0].tolist(), rotary)
-    assert same_rotation(model, found)
+    assert same_rotation(model, actual)
 
 
 @pytest.mark.law("freed-memory")
@@ -186,9 +186,9 @@ def test_rows_of_a_batch_are_rehearsed_each() -> None:
     with CustomPolicy(POLICY, 0.3)(model) as run, torch.no_grad():
         model(input_ids=rows)
     assert "rehearsal" in run.timings
-    for row, found in enumerate(run.retentions):
+    for row, actual in enumerate(run.retentions):
         (alone,) = decide(CustomPolicy(POLICY, 0.3).on(model), rehearsed(model, rows[row : row + 1])).retentions
-        assert np.array_equal(found.positions, alone.positions)
+        assert np.array_equal(actual.positions, alone.positions)
 
 
 @pytest.mark.law("refused-before-anything-changes")

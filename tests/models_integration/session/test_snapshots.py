@@ -279,15 +279,15 @@ def test_what_could_not_be_loaded_is_not_saved(
 def test_killed_while_saving_it_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
     """Kill the process at each system call. The next save removes the remaining temporary files."""
     (model, first), (_, second) = lived("llama", steps=1), lived("llama", steps=T + 3)
-    path, known, found, calls = tmp_path / "cache", identify(model), list[int](), 0
-    while len(found) <= calls:
+    path, known, actual, calls = tmp_path / "cache", identify(model), list[int](), 0
+    while len(actual) <= calls:
         save_cache(first, model, path, known)
-        with faults(len(found) + 1, LAST) as made, suppress(Killed):
+        with faults(len(actual) + 1, LAST) as made, suppress(Killed):
             save_cache(second, model, path, known)
         calls, cache = len(made.calls), load_cache(path, model, known)
-        found.append(cache.get_seq_length())
-        same(cache, {N + 1: first, N + T + 3: second}[found[-1]])
-    assert set(found) == {N + 1, N + T + 3}
+        actual.append(cache.get_seq_length())
+        same(cache, {N + 1: first, N + T + 3: second}[actual[-1]])
+    assert set(actual) == {N + 1, N + T + 3}
     for left in tmp_path.glob(".tmp-*"):
         os.utime(left, (1, 1))
     save_cache(first, model, path)

@@ -228,8 +228,8 @@ class Wrapper(torch.nn.Module):
 
 @pytest.mark.law("as-it-is-described")
 def test_a_model_is_given_its_cache_by_the_name_that_its_forward_has() -> None:
-    found = [cache_name(model) for model in (Older(), Wrapper(), build("llama"))]
-    assert found == ["past_key_values", CACHE, CACHE]
+    actual = [cache_name(model) for model in (Older(), Wrapper(), build("llama"))]
+    assert actual == ["past_key_values", CACHE, CACHE]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -258,13 +258,13 @@ def test_all_outputs_are_of_all_pieces(rows: int, asked: str) -> None:
         with CrystalCache(N, ENDS, PARAMETERS, "numpy", stream=True)(model):
             if asked == "tuple":
                 given = options | {"return_dict": False}
-                found = dict(zip(plain, model(**given), strict=True))
+                actual = dict(zip(plain, model(**given), strict=True))
             else:
-                found = model(**options)
+                actual = model(**options)
     for name in ("loss", "aux_loss", "logits"):
-        assert relative(found[name], plain[name]) < 1e-5
+        assert relative(actual[name], plain[name]) < 1e-5
     for name in ("hidden_states", "router_logits"):
-        for layer, expected in zip(found[name], plain[name], strict=True):
+        for layer, expected in zip(actual[name], plain[name], strict=True):
             assert layer.shape == expected.shape
             assert relative(layer, expected) < 1e-5
 

@@ -114,9 +114,9 @@ def test_a_compiled_model_is_the_model(name: str) -> None:
     del model.get_submodule("model.layers")[1:]  # type: ignore[operator]
     model.config.num_hidden_layers = 1
     expected, kept = read_compiled(model, policy)
-    found, own = read_compiled(torch.compile(model, backend="eager"), policy)
+    actual, own = read_compiled(torch.compile(model, backend="eager"), policy)
     assert own == kept
-    assert relative(found, expected) < 1e-6
+    assert relative(actual, expected) < 1e-6
 
 
 CPU = torch.device("cpu")
@@ -228,15 +228,15 @@ class Adapted(nn.Module):
 def test_what_wraps_a_model_is_served_as_the_model(wrap: Callable[[Any], Any], name: str) -> None:
     """Check that a wrapper has the hooks, the `generate` and the constants of the model inside."""
     model = build("llama")
-    wrapped, found = wrap(model), []
+    wrapped, actual = wrap(model), []
     for given in (wrapped, model):
         with method(name)(given) as run, torch.no_grad():
             model(input_ids=prompt(40))
             with pytest.raises(SpecError, match="assisted decoding"):
                 greedy(model, prompt(40), 2, prompt_lookup_num_tokens=3)
         assert run.cache is not None
-        found.append(live_sets(run.cache))
-    assert found[0] == found[1]
+        actual.append(live_sets(run.cache))
+    assert actual[0] == actual[1]
 
 
 @pytest.mark.law("refused-before-anything-changes")

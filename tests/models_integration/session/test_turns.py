@@ -73,12 +73,12 @@ def test_beams_of_a_batch_stay_with_their_prompt() -> None:
     options = {"num_beams": 3, "num_return_sequences": 3}
     with METHODS["crystalcache"]()(model) as run:
         together = greedy(model, ids, NEW, attention_mask=mask, **options)
-    found = sets(run)
+    actual = sets(run)
     for row, own in enumerate(rows):
         with METHODS["crystalcache"]()(model) as single:
             expected = greedy(model, own, NEW, **options)
         assert single.kept is not None
-        assert found[row] == single.kept.tolist()
+        assert actual[row] == single.kept.tolist()
         assert together[3 * row : 3 * row + 3].tolist() == expected.tolist()
 
 
@@ -343,7 +343,7 @@ def test_read_tokens_are_no_steps() -> None:
 @pytest.mark.parametrize("policy", [h2o, tova, lambda: rkv(W=4, every=3)], ids=["h2o", "tova", "rkv"])
 def test_sums_take_up_what_was_read(policy: Callable[[], Any]) -> None:
     """Check that a turn after a read text keeps what a turn over both keeps. No token was evicted between the two."""
-    model, found = build("llama"), []
+    model, actual = build("llama"), []
     for reads in (True, False):
         with CustomPolicy(policy(), 0.3)(model) as run:
             cache = RetainedCache(model.config)
@@ -355,8 +355,8 @@ def test_sums_take_up_what_was_read(policy: Callable[[], Any]) -> None:
                     at_once(model, prompt(8, seed=8), cache)
             if reads:
                 at_once(model, prompt(8, seed=8), cache)
-            found.append(live_sets(cache))
-    assert found[0] == found[1]
+            actual.append(live_sets(cache))
+    assert actual[0] == actual[1]
 
 
 # Blocks, action inside them, words of the error.

@@ -136,10 +136,10 @@ def stated(output: Any) -> dict[str, Any]:
 def parsed(prompt: Sequence[int], answer: Sequence[int], body: Mapping[str, Any]) -> Statement:
     """Return the statement, checked as `kvspec verify --server` checks it."""
     own = {"prompt_ids": [*prompt], "answer_ids": [*answer], "logprobs": [0.0] * len(answer)}
-    found = parse_statement(body, own)
-    for one in found.evictions:
+    actual = parse_statement(body, own)
+    for one in actual.evictions:
         assert one.digest == digest_of(one.seen, one.sets, one.layers)
-    return found
+    return actual
 
 
 @cache
@@ -164,9 +164,9 @@ def check_masked(prompt: Sequence[int], output: Any) -> float:
     """Check that an answer is the greedy answer of the masked model, and return the largest difference."""
     answer, worst = list(output.outputs[0].token_ids), 0.0
     rows = expected(prompt, answer, stated(output))[len(prompt) - 1 :]
-    for token, row, found in zip(answer, rows, output.outputs[0].logprobs, strict=False):
+    for token, row, actual in zip(answer, rows, output.outputs[0].logprobs, strict=False):
         assert row[token] >= row.max() - TOLERANCE
-        worst = max(worst, *(abs(float(row[one]) - own.logprob) for one, own in found.items()))
+        worst = max(worst, *(abs(float(row[one]) - own.logprob) for one, own in actual.items()))
     assert worst < TOLERANCE, worst
     return worst
 
@@ -179,9 +179,9 @@ def witness() -> Witness:
 
 def reading(prompt: Sequence[int], output: Any) -> Reading:
     """Return what `kvspec verify --server` judges of an answer."""
-    found = output.outputs[0]
-    logprobs = [own[token].logprob for token, own in zip(found.token_ids, found.logprobs, strict=True)]
-    return Reading(witness(), Answer([*prompt], [*found.token_ids], logprobs, stated(output)))
+    actual = output.outputs[0]
+    logprobs = [own[token].logprob for token, own in zip(actual.token_ids, actual.logprobs, strict=True)]
+    return Reading(witness(), Answer([*prompt], [*actual.token_ids], logprobs, stated(output)))
 
 
 def check_sets(prompt: Sequence[int], output: Any) -> None:

@@ -50,10 +50,10 @@ def test_a_batch_of_policies(engine: Engine) -> None:
         asking(None), asking("streamingllm", budget=0.5), asking("snapkv", budget=0.6, W=16),
         asking("tova", 24, budget=16), asking("knorm", budget=0.5),
     ]
-    found = run(engine, [cut(*one) for one in PROMPTS], asked)
-    assert [bool(one["evictions"]) for one in found] == [True, True, True, False, True, True, True, True]
-    assert found[1]["policy"] == "snapkv(W=16)"
-    assert found[3] == {
+    actual = run(engine, [cut(*one) for one in PROMPTS], asked)
+    assert [bool(one["evictions"]) for one in actual] == [True, True, True, False, True, True, True, True]
+    assert actual[1]["policy"] == "snapkv(W=16)"
+    assert actual[3] == {
         "witness": 1, "policy": "fullcache", "budget": "1.0", "positions": "kept", "evictions": [],
         "reason": "no policy was asked for",
     }
@@ -75,8 +75,8 @@ def test_tokens_are_evicted_while_the_answer_is_generated(
     engine: Engine, name: str, constants: dict[str, Any],
 ) -> None:
     prompts = [cut(200), cut(97, 13), cut(40, 3)]
-    found = run(engine, prompts, [asking(name, 100, budget=64, **constants)] * 3)
-    for prompt, one in zip(prompts, found, strict=True):
+    actual = run(engine, prompts, [asking(name, 100, budget=64, **constants)] * 3)
+    for prompt, one in zip(prompts, actual, strict=True):
         assert all(sum(b - a for a, b in own) <= 64 for step in one["evictions"] for own in step["sets"])
         assert len(one["evictions"]) >= (100 - max(0, 64 - len(prompt))) // constants.get("every", 1) - 2
 
@@ -86,9 +86,9 @@ def test_a_shared_prefix_is_used_before_and_after_evictions(engine: Engine) -> N
     own = engine.scheduler._get_local_prefix_cache_hit
 
     def hit(request: Any) -> Any:
-        found = own(request)
-        hits.append(found[1])
-        return found
+        actual = own(request)
+        hits.append(actual[1])
+        return actual
 
     engine.scheduler._get_local_prefix_cache_hit = hit
     try:
@@ -119,9 +119,9 @@ def test_preempted_requests_keep_the_same_sets(small: Engine) -> None:
         asking("keydiff", 100, budget=0.5), asking("tova", 100, budget=100), asking("rkv", 100, budget=80, every=16),
         asking(None, 100),
     ]
-    found = run(small, [cut(200 + 31 * at, 17 * (at // 2)) for at in range(12)], policies * 2)
+    actual = run(small, [cut(200 + 31 * at, 17 * (at // 2)) for at in range(12)], policies * 2)
     assert small.preempted > 0
-    assert sum(bool(one["evictions"]) for one in found) == 10
+    assert sum(bool(one["evictions"]) for one in actual) == 10
 
 
 def test_the_witness_names_what_is_not_served(engine: Engine) -> None:
@@ -131,11 +131,11 @@ def test_the_witness_names_what_is_not_served(engine: Engine) -> None:
 
 
 def test_what_is_not_served_is_stated(engine: Engine) -> None:
-    found = run(engine, [cut(97), cut(1), cut(40), cut(97, 5)], [
+    actual = run(engine, [cut(97), cut(1), cut(40), cut(97, 5)], [
         asking("nestedkv", budget=0.3), asking("snapkv", budget=0.3), asking("knorm", budget=1.0),
         asking("knorm", 1, budget=0.3),
     ])
-    assert [one["reason"] for one in found] == [
+    assert [one["reason"] for one in actual] == [
         "nestedkv keeps more tokens in some heads than in others, and a block of vLLM has equally many",
         "the prompt has one token", "the budget keeps all tokens", "no token was processed after the decision",
     ]
@@ -149,8 +149,8 @@ def test_a_policy_that_fails_costs_only_its_eviction(engine: Engine, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(selection, "retain", fail)
-        found = run(engine, [cut(97), cut(80, 3)], [asking("snapkv", budget=0.3, W=16), asking("tova", budget=32)])
-    assert [one.get("reason") for one in found] == ["ArithmeticError: no scores", None]
+        actual = run(engine, [cut(97), cut(80, 3)], [asking("snapkv", budget=0.3, W=16), asking("tova", budget=32)])
+    assert [one.get("reason") for one in actual] == ["ArithmeticError: no scores", None]
 
 
 @pytest.mark.law("promised-is-there-forgotten-is-not")

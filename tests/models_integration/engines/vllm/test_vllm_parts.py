@@ -32,9 +32,9 @@ DEFAULT = Settings({"policy": "snapkv", "budget": 0.3, "W": 16}, ("0.2", "1"), (
 
 
 def plan(n: int = 100, **asked: Any) -> Plan:
-    found = parse_request({"policy": "snapkv", "budget": 0.3, "W": 16, **asked}, OPEN)
-    assert found is not None
-    return Plan(found, n)
+    actual = parse_request({"policy": "snapkv", "budget": 0.3, "W": 16, **asked}, OPEN)
+    assert actual is not None
+    return Plan(actual, n)
 
 
 @pytest.mark.law("refused-before-anything-changes")
@@ -75,9 +75,9 @@ def test_a_request_inherits_from_the_default() -> None:
 def test_unequal_counts_are_refused_or_served_in_full(name: str, reason: str) -> None:
     with pytest.raises(SpecError, match=reason):
         parse_request({"policy": name, "budget": 0.3}, Settings())
-    found = parse_request({"policy": name, "budget": 0.3}, OPEN)
-    assert found is not None
-    assert reason in str(found.unserved)
+    actual = parse_request({"policy": name, "budget": 0.3}, OPEN)
+    assert actual is not None
+    assert reason in str(actual.unserved)
 
 
 def test_settings_accept_names_as_people_write_them() -> None:
@@ -107,14 +107,14 @@ def test_replayed_decisions_are_those_of_the_first_pass(n: int, budget: int, eve
     one = plan(n, policy="rkv", W=8, budget=budget, every=every)
 
     def read(step: int) -> list[tuple[int, int]]:
-        done, found = 0, []
+        done, actual = 0, []
         while done < n + new:
             done += one.limit(done, min(step, n + new - done))
             one.observed = max(one.observed, done)
             if one.is_event(done):
                 one.carry_out(done, one.budget(done))
-                found.append((done, one.shift))
-        return found
+                actual.append((done, one.shift))
+        return actual
 
     first = read(1)
     assert all(done in (n, *range(every, n + new + 1, every)) for done, _ in first)
@@ -131,8 +131,8 @@ def test_every_layout_reads_what_it_writes(blocks: int, heads: int, size: int, s
         keys, values = (torch.randn(heads, blocks * size, d, generator=random) for _ in range(2))
         pages.write(table, torch.arange(blocks * size), keys, values)
         slots = torch.stack([torch.randperm(blocks * size, generator=random)[:7] for _ in range(heads)])
-        found = pages.read(table, slots)
-        for own, whole in zip(found, (keys, values), strict=True):
+        actual = pages.read(table, slots)
+        for own, whole in zip(actual, (keys, values), strict=True):
             assert torch.equal(own, torch.stack([row[at] for row, at in zip(whole, slots, strict=True)]))
     with pytest.raises(SpecError, match="attention_backend"):
         Pages(torch.zeros(blocks, heads, size, 2 * d), "FLEX_ATTENTION")

@@ -98,9 +98,9 @@ def test_an_answer_has_a_statement_for_each_choice(snapkv: str) -> None:
     with ask(snapkv, prompt=cut(200)) as reply:
         check_snapkv(json.load(reply)["kv_transfer_params"]["kvspec"], 200)
     with ask(snapkv, prompt=[cut(200), cut(150, 9)], n=2, temperature=1.0) as reply:
-        found = json.load(reply)
-    stated = found["kv_transfer_params"]["kvspec"]
-    assert [one["index"] for one in stated] == [one["index"] for one in found["choices"]] == [0, 1, 2, 3]
+        actual = json.load(reply)
+    stated = actual["kv_transfer_params"]["kvspec"]
+    assert [one["index"] for one in stated] == [one["index"] for one in actual["choices"]] == [0, 1, 2, 3]
     for one, n in zip(stated, (200, 200, 150, 150), strict=True):
         check_snapkv(one, n)
 
@@ -109,9 +109,9 @@ def test_an_answer_has_a_statement_for_each_choice(snapkv: str) -> None:
 def test_a_stream_has_digests_and_statements(snapkv: str, several: bool) -> None:
     asked: dict[str, Any] = {"prompt": [cut(200), cut(150, 9)]} if several else {"prompt": cut(200)}
     with ask(snapkv, stream=True, **asked) as reply:
-        found = events(reply)
-    assert all(one["choices"] for one in found)  # Clients read choices[0].
-    stated = [one for each in found if "kvspec" in each for one in (each["kvspec"] if several else [each["kvspec"]])]
+        actual = events(reply)
+    assert all(one["choices"] for one in actual)  # Clients read choices[0].
+    stated = [one for each in actual if "kvspec" in each for one in (each["kvspec"] if several else [each["kvspec"]])]
     digests = {one.get("index"): one["digests"] for one in stated if "digests" in one}
     whole = [one for one in stated if "evictions" in one]
     assert len(whole) == 1 + several
