@@ -21,7 +21,7 @@ VOCABULARY = 151_936  # Vocabulary of Qwen2.5: more than 2^16 ids
 ENDS = frozenset({13, 30, 65_536 + 13, 131_072 + 30})  # Modulo 2^16, two ids equal the other two.
 SOURCES = 6  # more than PAPER's k_cross
 # `laddered` has RANKS keys in a group, GROUPS groups in a block, and MEMBERS tokens that point at a group. A token can
-# point at FAR groups of earlier chunks. OWN is the share of queries that point at their own chunk.
+# point at FAR groups of earlier chunks. INSIDE is the share of queries that point at their own chunk.
 RANKS, GROUPS, MEMBERS, FAR, INSIDE = 6, 4, 14, 3, 0.4
 STEEP = 3.0  # a step between two keys of a group is at most e^STEEP
 # Shares of a token's heads that point at the first, second, ... source of the token.
