@@ -61,8 +61,8 @@ def load(target: str) -> Plugin:
     """
     name, _, attribute = target.partition(":")
     if name.endswith(".py") or "/" in name:
-        module = PurePath(name).name.removesuffix(".py")
-        raise ImportError(f"{name} is a file: write the name of the module, {module}:{attribute}, in the file's folder")
+        stem = PurePath(name).name.removesuffix(".py")
+        raise ImportError(f"{name} is a file: write the name of the module, {stem}:{attribute}, in the file's folder")
     try:
         module = import_module(name)
         return Plugin(getattr(module, attribute), _digest(module))

@@ -138,8 +138,8 @@ def _repeats_as_arguments(views: Sequence[LayerView]) -> dict[str, Any]:
 def answered(op: str, given: Mapping[str, Any], backend: Backend) -> KeptSets:
     """Return the kept sets of the reference, with the scores of a backend, as an engine would answer."""
     name = op.partition(".")[2]
-    scores = {BACKEND: backend} if name != "streamingllm" else {}
-    policy = make_policy(name, {**_constants_from(name, given), **scores})
+    engine = {BACKEND: backend} if name != "streamingllm" else {}
+    policy = make_policy(name, {**_constants_from(name, given), **engine})
     if given.get("steps"):
         layers = list(_observation(policy, given).layers.values())
         kept = decoded(policy, layers, given["g"], given["B"], given["n"])[-1]

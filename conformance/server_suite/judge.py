@@ -317,8 +317,8 @@ def check_commitment(reading: Reading) -> None:
     one, n = reading.statement, len(reading.statement.prompt_ids)
     for eviction in one.evictions:
         expected = digest_of(eviction.seen, eviction.sets, eviction.layers)
-        stated = eviction.digest
-        assert expected == stated, f"{reading}: the digest of the set is {expected}, the server states {stated}"
+        digest = eviction.digest
+        assert expected == digest, f"{reading}: the digest of the set is {expected}, the server states {digest}"
     if not reading.answer.digests:
         pytest.skip(f"{reading}: the server sends no digest before its answer")
     sent = [digest for _, digest in reading.answer.digests]
