@@ -298,7 +298,7 @@ def _compared_events(reading: Reading) -> list[Event]:
     end, seen = len(one.ids) - 2, events[-1].seen if events else 0  # No token is read after a later eviction.
     if method.policy.cadence.every is not None and end >= len(one.prompt_ids) and end > seen:
         sets = events[-1].sets if events else [[[]] * reader.heads] * reader.layers
-        events.append(Event(end, [[[*own, *range(seen, end)] for own in layer] for layer in sets]))
+        events.append(Event(end, [[[*head, *range(seen, end)] for head in layer] for layer in sets]))
     return events
 
 
