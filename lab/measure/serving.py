@@ -84,7 +84,7 @@ def _timed(model: Any, name: str, spent: list[float]) -> None:
 
     def timed(*args: Any) -> None:
         begun = time.process_time()
-        own(model, *args)
+        method(model, *args)
         spent[0] += time.process_time() - begun
 
     setattr(model, name, timed)
@@ -116,15 +116,15 @@ def single_requests() -> list[str]:
     ids, llm = text("smollm2"), engine("smollm2", 2 * LONG // BLOCK, False)
     for _, policy in ROWS:
         measure(llm, policy, [ids[:64]], 3)
-    found = {
+    measured = {
         name: [measure(llm, policy, [ids[11 * at : 11 * at + LONG]], 3) for at in range(REPEATS)]
         for name, policy in ROWS
     }
-    prefill = sum(one.first for one in found["full cache"]) / REPEATS
+    prefill = sum(one.first for one in measured["full cache"]) / REPEATS
     return [
         f"| {name} | {sum(one.first for one in loads) / REPEATS:.2f} s | {1000 * decision:.0f} ms |"
         f" {100 * decision / prefill:.1f} % |"
-        for name, loads in found.items() for decision in [sum(one.decision for one in loads) / REPEATS]
+        for name, loads in measured.items() for decision in [sum(one.decision for one in loads) / REPEATS]
     ]
 
 

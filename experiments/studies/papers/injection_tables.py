@@ -68,7 +68,7 @@ def tables_of(template: Template) -> Sequence[InjectionTable]:
     return [
         InjectionTable(**{
             "published": {}, **row,
-            "arms": {name: Session(**own) for name, own in row.get("arms", wrappers).items()},
+            "arms": {name: Session(**fields) for name, fields in row.get("arms", wrappers).items()},
         })
         for row in tomllib.loads(_FILE.read_text(encoding="utf-8"))["table"]
     ]
