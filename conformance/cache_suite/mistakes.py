@@ -39,11 +39,11 @@ def mistakes_of_positions(
         n: number of tokens of the prompt.
     """
     declared = "renumbered positions" if renumbered else "positions of the text"
-    found = "positions of the text" if renumbered else "renumbered positions"
+    actual = "positions of the text" if renumbered else "renumbered positions"
     zero = "keys that were not rotated" if renumbered else "the positions 0, 1, ..."
     right = dict.fromkeys(kept, PositionRule(renumbered))
     for where, layers, part in _places(kept, n):
-        for words, from_zero in ((found, False), (zero, True)):
+        for words, from_zero in ((actual, False), (zero, True)):
             if not from_zero or part == range(n):
                 wrong = dict.fromkeys(layers, PositionRule(renumbered, part, from_zero))
                 yield f"{where} had {words}, and the rest {declared}", {**right, **wrong}
@@ -59,6 +59,6 @@ def _places(kept: Kept, n: int) -> Iterator[tuple[str, Sequence[int], range]]:
             yield f"layers {layer} and later", layers[at:], whole
     for some in (layers, *([layer] for layer in layers)):
         where = "" if some is layers else f"of layer {some[0]} "
-        for position in sorted({position for layer in some for own in kept[layer] for position in own})[1:]:
+        for position in sorted({position for layer in some for tokens in kept[layer] for position in tokens})[1:]:
             yield f"kept tokens {where}before position {position}", some, range(position)
             yield f"kept tokens {where}from position {position} on", some, range(position, n)

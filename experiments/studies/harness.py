@@ -87,9 +87,9 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
         text = policy.removesuffix(AT_PROMPT)
         self._method = subject.policy(text, str(budget)).on(self.model)
         if text != policy:
-            own = self._method
-            once = replace(own.policy, cadence=SEGMENT_END)
-            self._method = method_of(once, own.budget, own.engine, own.positions)
+            method = self._method
+            once = replace(method.policy, cadence=SEGMENT_END)
+            self._method = method_of(once, method.budget, method.engine, method.positions)
         self._question_from, self._architecture = question_from, describe(self.model)
         self._about = {
             "policy": policy_in_rows(text, statistics) + policy[len(text) :], "budget": str(budget),

@@ -242,8 +242,8 @@ def turned(x: Tensor, angles: Tensor, style: str) -> Tensor:
         part = slice(start, start + step)
         by, a, b = angles[..., part, :], *(x[..., part, half].double() for half in halves)
         cos, sin, moves = by.cos(), by.sin(), by != 0
-        for half, own, rotated in ((halves[0], a, (a * cos).sub_(b * sin)), (halves[1], b, (a * sin).add_(b * cos))):
-            result[..., part, half] = torch.where(moves, rotated, own).to(x.dtype)
+        for half, given, rotated in ((halves[0], a, (a * cos).sub_(b * sin)), (halves[1], b, (a * sin).add_(b * cos))):
+            result[..., part, half] = torch.where(moves, rotated, given).to(x.dtype)
     return result
 
 

@@ -34,7 +34,7 @@ from spec.validate import check_penalty, check_sentence_ends
 
 __all__ = [
     "CrystalCache", "CustomPolicy", "FullCache", "NamedPolicy", "RetentionPolicy", "StreamingLLM", "check_constants",
-    "constants_of", "policy_from_name", "spelled",
+    "constants_of", "parse_policy", "policy_from_name",
 ]
 
 
@@ -272,8 +272,8 @@ class NamedPolicy(RetentionPolicy):
         if not later:
             warn_small_budget(budget, names.make_policy(name, constants))
         stored = {"name": name, "budget": share, "constants": constants, "positions": positions}
-        for own, given in (stored | {"unwarned": budget if later else share}).items():
-            object.__setattr__(self, own, given)
+        for attribute, given in (stored | {"unwarned": budget if later else share}).items():
+            object.__setattr__(self, attribute, given)
 
     def knowing(self, identity: ModelIdentity) -> "NamedPolicy":
         """Return a copy of the policy. The copy compares the calibration with `identity` instead of the model."""
@@ -341,8 +341,8 @@ def constants_of(name: str) -> frozenset[str]:
         SpecError: if the name is unknown.
     """
     if (name := check_name(name)) in _CLASSES:
-        own = frozenset(signature(_CLASSES[name]).parameters) - {"budget"}
-        return own | _PARAMETERS if name == "crystalcache" else own
+        parameters = frozenset(signature(_CLASSES[name]).parameters) - {"budget"}
+        return parameters | _PARAMETERS if name == "crystalcache" else parameters
     return names.constants_of(name) | {POSITIONS}
 
 

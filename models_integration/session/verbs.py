@@ -102,7 +102,7 @@ def _forward(
         names |= inputs
     arguments: dict[str, Any] = {
         "input_ids": input_ids, "attention_mask": attention_mask,
-        **rebased(accepted(span.defaults, own & names), base),
+        **rebased(accepted(span.defaults, inputs & names), base),
         cache_name(model): observed.cache,
     }
     if "logits_to_keep" in names:

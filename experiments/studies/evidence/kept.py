@@ -18,7 +18,7 @@ from experiments.tasks.metrics import RIGHT_OR_WRONG
 from experiments.tasks.needle import DELAYED_ASSOCIATION, NEEDLE
 from models_integration.cache.continuation import Decision
 from models_integration.cache.renumbering import RENUMBERED, Numbering, numbering_of
-from models_integration.policies.methods import spelled
+from models_integration.policies.methods import parse_policy
 from models_integration.session.method import Method, decide
 from models_integration.session.observed import ObservedSegment
 from models_integration.session.verbs import observe
@@ -282,9 +282,9 @@ def read_prompt(
         following_prompt = read_prompt(subject, going_on, budgets, once)
         others = {name: method for name, method in methods.items() if name not in going_on}
         prompt = read_prompt(subject, others, budgets, placement)
-        kept, seconds = {**prompt.kept, **own.kept}, {**own.seconds, **prompt.seconds}
-        renumbered = {**prompt.renumbered, **own.renumbered}
-        return replace(prompt, kept=kept, steps=own.steps, seconds=seconds, renumbered=renumbered)
+        kept, seconds = {**prompt.kept, **following_prompt.kept}, {**following_prompt.seconds, **prompt.seconds}
+        renumbered = {**prompt.renumbered, **following_prompt.renumbered}
+        return replace(prompt, kept=kept, steps=following_prompt.steps, seconds=seconds, renumbered=renumbered)
     start = time.perf_counter()
     ids = torch.tensor([placement.prompt_ids], device=subject.model.device)
     needs = needed(method.policy.scorer.needs for method in methods.values())

@@ -123,10 +123,10 @@ def check_session(model: PreTrainedModel, policy: str, interleaved: bool = False
     errors, differences, cache = [], [], None
     with torch.no_grad(), POLICIES[policy]()(model) as run:
         for ids in pieces():
-            actual = model(ids, past_key_values=cache, use_cache=True)
-            cache = actual.past_key_values
+            found = model(ids, past_key_values=cache, use_cache=True)
+            cache = found.past_key_values
             wanted = renumbered.read(ids[0].tolist())
-            errors.append(relative(actual.logits[0], wanted))
+            errors.append(relative(found.logits[0], wanted))
             differences.append(relative(kept.read(ids[0].tolist()), wanted))
             for oracle in (renumbered, kept):
                 oracle.evict(kept_sets(cache))
@@ -154,10 +154,10 @@ def test_padded_rows_have_numbers_of_their_own(policy: str) -> None:
                 oracles.reverse()
                 mask = mask.flip(0)
             mask = torch.nn.functional.pad(mask, (0, 1), value=1)
-            actual = model(torch.tensor([[7 + step], [90 - step]]), past_key_values=cache, attention_mask=mask)
+            found = model(torch.tensor([[7 + step], [90 - step]]), past_key_values=cache, attention_mask=mask)
             for row, oracle in enumerate(oracles):
                 wanted = oracle.read([[7 + step], [90 - step]][row])
-                assert relative(actual.logits[row], wanted) <= 1e-5
+                assert relative(found.logits[row], wanted) <= 1e-5
 
 
 def stream_of(
@@ -171,9 +171,9 @@ def stream_of(
             lambda _, __, given: largest.append(int(given["position_ids"].max())), with_kwargs=True
         )
         for ids in torch.split(prompt(tokens), chunk, dim=1):
-            actual = model(ids, past_key_values=cache, use_cache=True)
-            cache = actual.past_key_values
-            errors.append(relative(actual.logits[0], oracle.read(ids[0].tolist())))
+            found = model(ids, past_key_values=cache, use_cache=True)
+            cache = found.past_key_values
+            errors.append(relative(found.logits[0], oracle.read(ids[0].tolist())))
             oracle.evict(kept_sets(cache))
     hook.remove()
     assert run.cache is not None
