@@ -231,7 +231,7 @@ def _by_stages(engine: Engine, method: Method, inputs: Inputs, B: int) -> Kept:
 
 
 @cache
-def has_separate_code(backend: str, method: str) -> bool:
+def has_own_code(backend: str, method: str) -> bool:
     """Return True if a backend has a separate stage or score for a method.
 
     Otherwise the reference would be tested again.
@@ -243,14 +243,14 @@ def has_separate_code(backend: str, method: str) -> bool:
     return with_twins(policy, result) is not policy
 
 
-def check_separate_code(backend: str, method: str) -> None:
+def check_own_code(backend: str, method: str) -> None:
     """Check that a backend has separate code for a method.
 
     Raises:
         SpecError: with the methods that the backend offers, if the backend has none.
     """
-    if not has_separate_code(backend, method):
-        offered = ", ".join(name for name in METHODS if has_separate_code(backend, name)) or "none"
+    if not has_own_code(backend, method):
+        offered = ", ".join(name for name in METHODS if has_own_code(backend, name)) or "none"
         raise SpecError("as", method, f"is not offered by backend {backend}; the backend offers {offered}")
 
 
@@ -258,7 +258,7 @@ def on_backend(backend: str, method: Method, inputs: Inputs, B: int) -> Kept:
     """Return the kept sets of the reference's policy with the scores of a backend.
 
     Raises:
-        SpecError: as `check_separate_code`.
+        SpecError: as `check_own_code`.
     """
     check_own_code(backend, method.home)
     if is_composition(method.name):

@@ -17,7 +17,7 @@ import pytest
 
 from conformance import exceptions
 from conformance.items import known_items
-from conformance.methods.method import check_separate_code, method_of
+from conformance.methods.method import check_own_code, method_of
 from conformance.paths import ROOT
 from conformance.plugin import known_vectors
 from conformance.suite.conftest import INTERPRETERS

@@ -183,8 +183,8 @@ def describe_policy(name: str) -> PolicyDescription:
 def _meaning(row: NamedPolicy, constant: str) -> str:
     """Return the meaning of a policy's constant, or "" if the constant is not documented."""
     parameters = signature(row.make).parameters.get("parameters")
-    meanings = {} if parameters is None else field_meanings(type(parameters.default))
-    return meanings.get(constant) or MEANINGS.get(f"{row.make.__name__}.{constant}") or MEANINGS.get(constant, "")
+    own = {} if parameters is None else field_meanings(type(parameters.default))
+    return own.get(constant) or MEANINGS.get(f"{row.make.__name__}.{constant}") or MEANINGS.get(constant, "")
 
 
 def _goes_on(policy: Policy) -> bool:

@@ -91,11 +91,11 @@ def find_name(policy: Policy, data: Constants = NO_DATA) -> tuple[str, dict[str,
                 made = _blocked(prefix + name, own, data)
             except (SpecError, TypeError):  # the policy lacks a constant of this name
                 continue
-            if equal_parts(replace(candidate, name="", promises=NOTHING_PROMISED), bare):
-                if candidate.name == policy.name:
-                    return prefix + name, constants
-                shortest = shortest or (prefix + name, constants)
-    return shortest
+            if equal_parts(replace(made, name="", promises=NOTHING_PROMISED), bare):
+                if made.name == policy.name:
+                    return prefix + name, own
+                found = found or (prefix + name, own)
+    return found
 
 
 def _rows() -> list[tuple[str, NamedPolicy]]:
@@ -132,11 +132,11 @@ def _candidates(
         found = own
 
 
-def _blocked(name: str, constants: Constants, data: Constants) -> Policy:
+def _blocked(name: str, own: Constants, data: Constants) -> Policy:
     """Return the named policy with constants. The constant `block` makes the policy keep whole blocks."""
-    policy = named_policy(name, {**constants, **data})
-    blocks = "block" in constants and "block" not in REGISTERED[name.removeprefix(DIVERSE)].constants
-    return apply_transforms(policy, [("block", constants)]) if blocks else policy
+    policy = named_policy(name, {**own, **data})
+    blocks = "block" in own and "block" not in REGISTERED[name.removeprefix(DIVERSE)].constants
+    return apply_transforms(policy, [("block", own)]) if blocks else policy
 
 
 def _data(given: Constants) -> dict[str, Any]:
@@ -148,14 +148,14 @@ def _data(given: Constants) -> dict[str, Any]:
 def _gathered(policy: Policy, aliases: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
     """Return constants of all parts by the names that makers use. Constants of the scorer come first."""
     base, transforms = split_transforms(policy)
-    constants = dict[str, Any]()
+    found = dict[str, Any]()
     for part in (base.scorer, base.budgets, base.selector, base.protection, base.cadence):
         for name, value in _leaves(part):
             for key in (name, *aliases.get(name, ())):
-                constants.setdefault(key, value)
-    for _, more in transforms:
-        constants |= more
-    return constants
+                found.setdefault(key, value)
+    for _, own in transforms:
+        found |= own
+    return found
 
 
 def _leaves(part: Any) -> Iterator[tuple[str, Any]]:
@@ -163,7 +163,7 @@ def _leaves(part: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(part, partial):
         items = list(part.keywords.items())
     elif is_dataclass(part) and not isinstance(part, type):
-        items = [(field.name, getattr(part, field.name)) for field in fields(part)]
+        items = [(own.name, getattr(part, own.name)) for own in fields(part)]
     else:
         return
     for name, value in items:
@@ -180,38 +180,38 @@ def text_of(policy: Policy, data: Constants = NO_DATA) -> str:
     Raises:
         SpecError: if the policy has a part that no text describes, such as a scorer of your own.
     """
-    named = find_name(policy, data)
-    if named is not None and (named[0] in WHOLE or named != find_name(replace(policy, name=""), data)):
-        return _named_text(*named)
+    found = find_name(policy, data)
+    if found is not None and (found[0] in WHOLE or found != find_name(replace(policy, name=""), data)):
+        return _named_text(*found)
     try:
         return str(_split(policy, {**_data(_gathered(policy, {})), **data}))
     except SpecError:
-        if named is None:
+        if found is None:
             raise
-        return _named_text(*named)
+        return _named_text(*found)
 
 
-def _named_text(name: str, constants: Constants) -> str:
+def _named_text(name: str, own: Constants) -> str:
     row, block = REGISTERED[name.removeprefix(DIVERSE)], dict[str, tuple[str, Words]]()
-    if "block" in constants and "block" not in row.constants:
-        block["block"] = (format_value(constants["block"]), {})
-    rest = {key: value for key, value in constants.items() if key not in block}
+    if "block" in own and "block" not in row.constants:
+        block["block"] = (format_value(own["block"]), {})
+    rest = {key: value for key, value in own.items() if key not in block}
     return str(Composition(name, False, _words(row, rest), block))
 
 
-def _words(row: NamedPolicy, constants: Constants) -> Words:
+def _words(row: NamedPolicy, own: Constants) -> Words:
     """Return constants as text. Fields of `parameters` are left out if they have the default."""
     defaults = row.parameters
     return {
-        key: format_value(value) for key, value in sorted(constants.items())
+        key: format_value(value) for key, value in sorted(own.items())
         if key not in defaults or defaults[key] != value
     }
 
 
 def _split(policy: Policy, data: Constants) -> Composition:
     base, transforms = split_transforms(policy)
-    name, constants = _home(base, data)
-    plain = plain_policy(named_policy(name, {**constants, **data}))
+    name, own = _home(base, data)
+    plain = plain_policy(named_policy(name, {**own, **data}))
     parts: dict[str, tuple[str, Words]] = {}
     for part, value in _protection(base, plain):
         parts[part] = (str(value), {})
@@ -229,7 +229,7 @@ def _split(policy: Policy, data: Constants) -> Composition:
         first, defaults = TRANSFORMS[kind]
         rest = {key: format_value(given[key]) for key in defaults if key != first}
         parts[kind] = (format_value(given[first]), rest)
-    return Composition(name, True, _words(REGISTERED[name], constants), parts)
+    return Composition(name, True, _words(REGISTERED[name], own), parts)
 
 
 def _home(base: Policy, data: Constants) -> tuple[str, dict[str, Any]]:
@@ -242,9 +242,9 @@ def _home(base: Policy, data: Constants) -> tuple[str, dict[str, Any]]:
                 continue
             own = {key: given[key] for key in row.constants & given.keys() - DATA - {"parameters"}}
             try:
-                host, _ = split_transforms(named_policy(name, {**constants, **data}))
+                host, _ = split_transforms(named_policy(name, {**own, **data}))
                 if name != "fullcache" and equal_parts(change(host.scorer), base.scorer):
-                    return name, constants
+                    return name, own
             except (SpecError, TypeError):  # the scorer lacks a constant of this name
                 continue
     raise SpecError("policy", base.name, "has a scorer without a name: only scorers of named policies have a text")
@@ -278,10 +278,10 @@ def _budgets(base: Policy) -> Iterator[tuple[str, tuple[str, Words]]]:
     if isinstance(base.budgets, Above):
         yield "threshold", (format_value(base.budgets.tau), {})
         return
-    for part, rules, budgets in zip(("layers", "heads"), (LAYERS, HEADS), split_budgets(base.budgets), strict=True):
-        matches = [(word, rule) for word, rule in rules.items() if budgets is rule.kind or type(budgets) is rule.kind]
-        if not matches or (isinstance(budgets, Pyramid | Preferred) and base.protection.size != budgets.W):
+    for part, rules, own in zip(("layers", "heads"), (LAYERS, HEADS), split_budgets(base.budgets), strict=True):
+        found = [(word, rule) for word, rule in rules.items() if own is rule.kind or type(own) is rule.kind]
+        if not found or (isinstance(own, Pyramid | Preferred) and base.protection.size != own.W):
             raise SpecError("policy", base.name, "has budgets that no text describes")
-        ((word, rule),) = matches
+        ((word, rule),) = found
         if word != "even":
-            yield part, (word, {key: format_value(getattr(budgets, key)) for key in rule.constants})
+            yield part, (word, {key: format_value(getattr(own, key)) for key in rule.constants})
