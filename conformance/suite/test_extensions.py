@@ -255,7 +255,7 @@ def of_sizes(sizes: list[int], budget: int, share: float) -> EvictionProblem:
 
 
 @pytest.mark.spec("CC-COVERAGE")
-@pytest.mark.parametrize(("share", "room", "k"), [
+@pytest.mark.parametrize(("share", "budget", "k"), [
     (0.29, 100, 29), (0.57, 100, 57), (0.58, 100, 58), (0.07, 300, 21),
     *[(1 - 10.0**-digits, 100, 99) for digits in (3, 5, 7, 10, 15)], (float(np.nextafter(1, 0)), 100, 99),
     *[(0.29 - 10.0**-digits, 100, 28) for digits in (3, 5, 7, 10, 15)], (float(np.nextafter(0.29, 0)), 100, 28),

@@ -250,7 +250,7 @@ def test_attention_of_every_type_and_size(policy_stages: PolicyStages, precision
 
 @pytest.mark.spec("PO-OBSERVED-ATTENTION", "PO-KVZIP", "PO-KVZIP-PLUS", "PO-EXPECTED-ATTENTION")
 @pytest.mark.parametrize("other", ["float16", "float32", "float64"])
-@pytest.mark.parametrize("own", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("of", ["keys", "queries"])
 def test_a_longer_type_is_not_rounded_to_float16(
     policy_stages: PolicyStages, precision: str, of: str, dtype: str, other: str,
