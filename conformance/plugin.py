@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from conformance.engine.process import Engine
     from spec.backend import Backend, BreathStages, CrystalStages, DiversityStages, NestedKVStages, PolicyStages
 
-POSITIONS = ("absolute", "renumbered")
+POSITIONS = ("kept", "renumbered")
 PROFILES = ("few", "dev", "ci", "nightly")
 FEW_EXAMPLES, CI_EXAMPLES = 12, 150
 FEW_OF_A_LOOP = 20
@@ -69,7 +69,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
            help="folder of the transformers model for --kvspec-cache and --kvspec-server. Default for --kvspec-cache:"
                 " tiny random models of five families")
     option("--kvspec-positions", choices=POSITIONS,
-           help="positions of the tokens that the cache keeps: absolute (default), or renumbered from 0 in each head")
+           help="positions of the tokens that the cache keeps: kept (positions of the text, default), or renumbered"
+                " from 0 in each head")
     option("--kvspec-exceptions", metavar="FILE.toml",
            help="TOML file of known failures, each with a reason, an issue and an expiry date")
 

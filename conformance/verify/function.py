@@ -70,7 +70,7 @@ def verify(
         server: address of a running server that evicts. Needs `model`.
         model: for `cache`: folder of the transformers model. Default: tiny random models. For `server`: folder or name
             of the weights that the server runs.
-        positions: for `cache`: positions of the kept tokens, "absolute" or "renumbered". Default: "absolute".
+        positions: for `cache`: positions of the kept tokens, "kept" or "renumbered". Default: "kept".
         timeout: for `command`: maximum number of seconds that the engine may take to answer. Default: 60.
         precision: precision of stage S1 (co-attention). Default: "float64" for the numpy backend, otherwise "float32".
         profile: profile that sets the number of examples of each test: "few", "dev", "ci" or "nightly". Default: "ci".

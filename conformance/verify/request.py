@@ -135,9 +135,9 @@ def parser() -> argparse.ArgumentParser:
                       help="for --cache: folder of the transformers model. Default: tiny random models.\n"
                            "For --server: folder or name of the weights that the server runs")
     created.add_argument("--positions", choices=POSITIONS,
-                      help="for --cache: positions of the kept tokens, either absolute (default) or\n"
-                           "renumbered from 0 in each KV head. A cache with renumbered positions must also\n"
-                           "rotate the keys to the new positions")
+                      help="for --cache: rule of the positions of the kept tokens, either kept (positions\n"
+                           "of the text, default) or renumbered (from 0 in each KV head). A cache with\n"
+                           "renumbered positions must also rotate the keys to the new positions")
     created.add_argument("--timeout", type=float, metavar="S",
                       help="for --command: maximum number of seconds that the engine may take to answer.\n"
                            "Default: 60")

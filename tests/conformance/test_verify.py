@@ -366,6 +366,7 @@ NUMBER = 1
     ("--backend numpy --seed -1", "must be 0 or more"), ("--backend numpy --timeout 1", "only with --command"),
     ("", "one of the arguments --backend --command --policy --cache --server --check is required"),
     ("--backend numpy -k x", "after --"),
+    ("--cache a:B --positions absolute", "invalid choice: 'absolute'"),
     ("--backend numpy --profile weekly", "invalid choice: 'weekly'"), ("--backend numpy --seed x", "invalid int value"),
     ("--backend numpy", "TRITON_INTERPRET = '1'"), ("--policy absent:MINE", "No module named 'absent'"),
     ("--policy engines:NONE", "has no attribute 'NONE'"), ("--policy engines:NUMBER", "not a int"),

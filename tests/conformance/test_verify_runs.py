@@ -389,6 +389,7 @@ def test_an_unknown_profile_and_missing_torch_are_refused(
         ({"policy": "snapkv", "backend": "numpy"}, "give exactly one of"),
         ({"backend": "numpy", "precision": "float16"}, "precision = 'float16': must be one of float64, float32"),
         ({"policy": "snapkv", "profile": "fast"}, "profile = 'fast': must be one of few"),
+        ({"cache": "a:B", "positions": "absolute"}, "positions = 'absolute': must be one of kept, renumbered"),
         ({"policy": "snapkv", "seed": "7"}, "seed = '7': must be a number"),
         ({"policy": "snapkv", "timeout": 3.0}, "timeout = 3.0: can be given only with --command"),
         ({"policy": "nothing:HERE"}, "nothing:HERE"),
