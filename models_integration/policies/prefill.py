@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from models_integration.cache.retained_cache import RetainedCache
+from models_integration.model.cache_argument import cache_name
 from models_integration.policies.methods import RetentionPolicy
 from models_integration.session.session import Session
 from spec.errors import SpecError
@@ -23,7 +24,9 @@ class Prefilled(NamedTuple):
     run: Session
 
 
-def prefill(model: PreTrainedModel, policy: RetentionPolicy, input_ids: Tensor) -> Prefilled:
+def prefill(
+    model: PreTrainedModel, policy: RetentionPolicy, input_ids: Tensor, block: int | None = None,
+) -> Prefilled:
     """Process a prompt, evict tokens, and return the logits and the cache for your own generation loop.
 
         logits, cache, run = kvspec.prefill(model, kvspec.StreamingLLM(512), input_ids)
@@ -32,22 +35,43 @@ def prefill(model: PreTrainedModel, policy: RetentionPolicy, input_ids: Tensor) 
     Your own generation loop does not need to pass position ids or masks. To continue with `generate` instead, pass the
     prompt again, followed by the new tokens.
 
+    With `block`, the model reads a long prompt in blocks, and the policy evicts after each block. With a budget in
+    tokens, the cache never stores more than the budget and one block. Later blocks cannot attend to evicted tokens, so
+    the answers can differ from eviction after the whole prompt.
+
     Args:
         model: a causal language model.
         policy: a policy that keeps the same tokens in all layers and heads. If the policy keeps different tokens in
-            different layers or heads, use `with policy(model)` instead of `prefill`.
+            different layers or heads, pass the cache to the model inside a new `with policy(model)` block.
         input_ids: one prompt, (1, n).
+        block: number of tokens in a block, at least 2. A last block of one token belongs to the block before. None
+            (the default) reads the whole prompt at once.
 
     Returns:
-        The logits of the next token (computed with the full cache), the compacted cache, and the session.
+        The logits of the next token (computed before the last eviction), the compacted cache, and the session.
 
     Raises:
-        SpecError: if kvspec does not support the model or the prompt.
+        SpecError: if kvspec does not support the model or the prompt, or if the policy cannot evict after each block.
     """
     if not isinstance(policy, RetentionPolicy):
         reason = "must be a policy with a budget: type kvspec.prefill(model, kvspec.StreamingLLM(512), input_ids)"
         raise SpecError("policy", type(policy).__name__, reason)
+    if block is not None:
+        policy.on(model).check_blocks()
     with torch.no_grad(), policy(model) as run:
-        output = model(input_ids=input_ids, use_cache=True)
+        for part in _parts(input_ids, block):
+            output = model(input_ids=part, use_cache=True, **{cache_name(model): run.cache})
     assert run.cache is not None
     return Prefilled(output.logits[:, -1:], run.cache, run)
+
+
+def _parts(input_ids: Tensor, block: int | None) -> list[Tensor]:
+    """Return the blocks of a prompt. No block has one token, because one token is a decode step."""
+    if block is None:
+        return [input_ids]
+    if not isinstance(block, int) or block < 2:
+        raise SpecError("block", block, "must be a number of tokens, at least 2, or None")
+    parts = list(input_ids.split(block, dim=-1))
+    if len(parts) > 1 and parts[-1].shape[-1] == 1:
+        parts[-2:] = [torch.cat(parts[-2:], dim=-1)]
+    return parts

@@ -70,6 +70,15 @@ class CrystalMethod(Method):
         norms = self.engine.breath.inverse_key_norms(view.k)
         return start_state(retention, observation.token_ids, norms, self.budget, self.parameters)
 
+    def check_blocks(self) -> None:
+        """Accept blocks, except of a stream.
+
+        Raises:
+            SpecError: if the policy is a stream, which evicts after every C tokens.
+        """
+        if self.stream:
+            raise SpecError("block", "stream=True", f"a stream has blocks of {self.segment_tokens} tokens: leave out one")
+
     def check_turn(self, cache: RetainedCache) -> None:
         """Check that a later segment can follow.
 

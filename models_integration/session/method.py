@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -19,6 +19,7 @@ from reference.backend import BACKEND as REFERENCE
 from reference.policies import advance, advance_turn, retain, retain_turn, start
 from reference.policies.cadences import join, take_up
 from reference.policies.kept import excess_tokens
+from reference.policies.layers import decides_again
 from spec.backend import Backend
 from spec.budget import Budget
 from spec.errors import SpecError
@@ -86,6 +87,15 @@ class Method:
             raise SpecError("policy", self.policy.name, reason)
         if cache.layers_differ:
             _check_separate_sets(self.policy, cache)
+
+    def check_blocks(self) -> None:
+        """Check that the policy can evict after each block of a prompt.
+
+        Raises:
+            SpecError: if the policy evicts from the first block only, or after different numbers of tokens.
+        """
+        if self.policy.scorer.needs.token_ids or not decides_again(self.policy):
+            _refuse_blocks(self.policy, "evicts from one whole prompt only")
 
     def check_padded(self, cache: RetainedCache) -> None:
         """Check that the policy accepts a padded turn: the whole model must have one set of kept tokens.
@@ -318,6 +328,10 @@ def _check_separate_sets(policy: Policy, cache: RetainedCache) -> None:
             " read later text inside `with run.reading():`"
         )
         raise SpecError("policy", policy.name, reason)
+
+
+def _refuse_blocks(policy: Policy, reason: str) -> NoReturn:
+    raise SpecError("policy", policy.name, f"{reason}: leave out block, or use snapkv, keydiff or streamingllm")
 
 
 def _heads_differ(layer: RetainedLayer) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 from reference.calibration import Calibration, Identity
 from reference.policies.composition import constants_from_text
 from reference.policies.grammar import parse_composition
-from reference.policies.layers import is_cascading, is_layerwise
+from reference.policies.layers import decides_again, is_cascading, is_layerwise
 from reference.policies.names import (
     DIVERSE,
     NAMES,
@@ -26,8 +26,7 @@ from reference.policies.names import (
 )
 from reference.policies.texts import text_of
 from spec.errors import SpecError
-from spec.policy import Policy, SeparableScorer
-from spec.retention import Granularity
+from spec.policy import Policy
 
 __all__ = ["MEANINGS", "PolicyDescription", "describe_parts", "describe_policy", "field_meanings", "list_policies"]
 
@@ -170,7 +169,7 @@ def describe_policy(name: str) -> PolicyDescription:
         whole, row.paper, keeps, 1 + (needs.rehearsal is not None), needs.layers, policy.granularity.value,
         layer_by_layer=name != "fullcache" and (needs.layers != "all" or is_layerwise(policy) or is_cascading(policy)),
         decode_time=stepping,
-        later_turns=needs.rehearsal is None and (stepping or _goes_on(policy)),
+        later_turns=decides_again(policy),
         padded_batches=needs.rehearsal is None and not stepping,
         positions=row.positions,
         constants={key: value for key, value in given.items() if key not in required},
@@ -185,12 +184,6 @@ def _meaning(row: NamedPolicy, constant: str) -> str:
     parameters = signature(row.make).parameters.get("parameters")
     own = {} if parameters is None else field_meanings(type(parameters.default))
     return own.get(constant) or MEANINGS.get(f"{row.make.__name__}.{constant}") or MEANINGS.get(constant, "")
-
-
-def _goes_on(policy: Policy) -> bool:
-    """Return True if the policy can evict again after its sets of kept tokens have become different."""
-    scorer = policy.scorer
-    return policy.granularity is Granularity.MODEL or (isinstance(scorer, SeparableScorer) and scorer.separable)
 
 
 def describe_parts(name: str) -> str:

@@ -8,10 +8,10 @@ from reference.policies.budgets import LayersThenHeads
 from reference.policies.selectors import top_units
 from spec.arrays import Int64, IntVector
 from spec.composition import Required, Shares, provided_by, required_by
-from spec.policy import Budgets, JoiningScorer, LayerwiseScorer, Policy, Scores
+from spec.policy import Budgets, JoiningScorer, LayerwiseScorer, Policy, Scores, SeparableScorer
 from spec.retention import Granularity
 
-__all__ = ["is_cascading", "is_layerwise", "policy_of_layer"]
+__all__ = ["decides_again", "is_cascading", "is_layerwise", "policy_of_layer"]
 
 
 def is_layerwise(policy: Policy) -> bool:
@@ -38,6 +38,14 @@ def is_cascading(policy: Policy) -> bool:
     parts = scorer is not None and scorer.preferences and _shares(policy) == "preferences"
     parts = parts and policy.selector is top_units and policy.cadence.every is None
     return parts and policy.granularity is Granularity.HEAD
+
+
+def decides_again(policy: Policy) -> bool:
+    """Return True if the policy can evict again after its sets of kept tokens have become different."""
+    scorer = policy.scorer
+    if scorer.needs.rehearsal is not None or policy.cadence.every is not None:
+        return scorer.needs.rehearsal is None
+    return policy.granularity is Granularity.MODEL or (isinstance(scorer, SeparableScorer) and scorer.separable)
 
 
 def _shares(policy: Policy) -> Shares:
