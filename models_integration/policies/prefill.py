@@ -71,7 +71,7 @@ def _parts(input_ids: Tensor, block: int | None) -> list[Tensor]:
         return [input_ids]
     if not isinstance(block, int) or block < 2:
         raise SpecError("block", block, "must be a number of tokens, at least 2, or None")
-    parts = list(input_ids.split(block, dim=-1))
+    parts = [input_ids[..., at : at + block] for at in range(0, input_ids.shape[-1], block)]
     if len(parts) > 1 and parts[-1].shape[-1] == 1:
         parts[-2:] = [torch.cat(parts[-2:], dim=-1)]
     return parts

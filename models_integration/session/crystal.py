@@ -77,7 +77,8 @@ class CrystalMethod(Method):
             SpecError: if the policy is a stream, which evicts after every C tokens.
         """
         if self.stream:
-            raise SpecError("block", "stream=True", f"a stream has blocks of {self.segment_tokens} tokens: leave out one")
+            reason = f"a stream has blocks of {self.segment_tokens} tokens: leave block out"
+            raise SpecError("policy", self.policy.name, reason)
 
     def check_turn(self, cache: RetainedCache) -> None:
         """Check that a later segment can follow.
