@@ -42,6 +42,9 @@ EXTRAS = {
     "lm-eval": ((), "tests/experiments/studies/test_harness.py"),
     "llamacpp": (("weights",), "tests/models_integration/engines/test_llama_cpp.py"),
 }
+# What a request of LMCache imports. The whole installation of LMCache downloads the libraries of CUDA.
+LMCACHE = ("aiohttp", "cachetools", "httpx", "msgspec", "prometheus_client", "py-cpuinfo", "pyzmq", "requests")
+LMCACHE_VERSION, LMCACHE_TESTS = "0.5.6", "tests/models_integration/engines/test_lmcache.py"
 # What is installed for the tests inside vLLM, and how many seconds an installation and the tests may take in CI. The
 # tests need two minutes of processor time, and took six minutes next to six busy processes on two cores.
 VLLM_PINS = ROOT / "tests" / "models_integration" / "engines" / "vllm" / "requirements.txt"
@@ -310,6 +313,14 @@ def mutants(session: nox.Session) -> None:
 def peers(session: nox.Session, options: list[str]) -> None:
     """Compare the policies of kvspec with kvpress, in an environment with an older transformers. Takes some minutes."""
     session.run(python_of(session, *PEERS), "-m", "lab.measure.peers", *options, external=True)
+
+
+@rare
+def lmcache(session: nox.Session, options: list[str]) -> None:
+    """Run the tests of eviction from a request of LMCache, with the package of LMCache but without CUDA."""
+    python = python_of(session, "lmcache", "-e", ".[models,conformance]", *LMCACHE)
+    session.run(python, "-m", "pip", "install", "--quiet", "--no-deps", f"lmcache=={LMCACHE_VERSION}", external=True)
+    session.run(python, "-m", "pytest", LMCACHE_TESTS, *options, external=True, env=ONE_THREAD)
 
 
 @rare
