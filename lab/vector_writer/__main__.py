@@ -24,6 +24,7 @@ from conformance.vectors.files import Json, decoded, parameters_of
 from lab.vector_writer.brute_force import encoded
 from lab.vector_writer.expected import OPERATIONS
 from lab.vector_writer.expected_large import LARGE_OPERATIONS, generate, shortened
+from reference.policies.names import POLICIES
 from spec import SPEC_VERSION
 
 WIDTH = 118
@@ -143,9 +144,11 @@ def new_methods() -> list[Json]:
 
 
 def first_tests(brute: Brute, first: int) -> list[Json]:
-    constants = {
+    constants: dict[str, Json] = {
         {"block": "b"}.get(name, name): str(x) if isinstance(x, Fraction) else x for name, x in brute.small.items()
     }
+    if "inv_freq" in POLICIES[brute.name].of_model:
+        constants["inv_freq"] = [0.5]  # one pair of channels
     return [
         {"tcId": first + at, "comment": comment, "flags": [flag],
          "inputs": {**inputs, "B": max(B, brute.floor), **constants}}

@@ -186,7 +186,7 @@ class ObservedSegment(Watcher):
                     queries, heads = slice(first * G, (first + size) * G), slice(first, first + size)
                     view = self.recorder.view(index, row, queries, layer, heads)
                     live.append(layer.head_positions(row, first).numpy())
-                    shown.append(Observation(self._seen(row), 1, None, {index: view}))
+                    shown.append(Observation(self._seen(row), 1, None, {index: view}, first=len(shown)))
         return live, shown
 
     def _retained(self, layers: Sequence[int]) -> Iterator[tuple[int, RetainedLayer]]:

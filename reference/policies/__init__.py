@@ -5,7 +5,9 @@ from reference.policies.blocks import in_blocks
 from reference.policies.cadences import advance, advance_turn, start
 from reference.policies.cake import cake
 from reference.policies.caote import caote
+from reference.policies.capkv import capkv
 from reference.policies.chunkkv import chunkkv, chunkkv_described
+from reference.policies.compactor import compactor, leverage, noncausal
 from reference.policies.composition import compose, named_policy, plain_policy
 from reference.policies.criticalkv import critical_adakv, criticalkv, with_critical_selection
 from reference.policies.crystalcache import crystalcache
@@ -14,6 +16,7 @@ from reference.policies.defensivekv import defensivekv
 from reference.policies.diversity import diverse, scheduled, toward_mean_values
 from reference.policies.epicache import epicache
 from reference.policies.expected_attention import expected_attention
+from reference.policies.finch import finch
 from reference.policies.full_cache import full_cache
 from reference.policies.h2o import h2o, h2o_described
 from reference.policies.keydiff import keydiff
@@ -32,6 +35,7 @@ from reference.policies.nestedkv import (
 )
 from reference.policies.parts import apply_transforms
 from reference.policies.pyramidkv import pyramidkv, pyramidkv_described
+from reference.policies.random_tokens import random_tokens
 from reference.policies.retain import retain, retain_turn
 from reference.policies.rkv import rkv
 from reference.policies.scored import policy_from_score
@@ -44,12 +48,13 @@ from reference.policies.vase import vase
 from reference.policies.vatp import vatp, with_value_norms
 
 __all__ = [
-    "adakv", "advance", "advance_turn", "apply_transforms", "cake", "caote", "chunkkv", "chunkkv_described", "compose",
-    "critical_adakv", "criticalkv", "crystalcache", "curdkv", "defensivekv", "diverse", "epicache", "eviction_budget",
-    "expected_attention", "full_cache", "h2o", "h2o_described", "in_blocks", "keydiff", "knorm", "kvcrush", "kvzip",
-    "kvzip_heads", "kvzip_plus", "kvzip_uniform", "lagkv", "morphkv", "named_policy", "nestedkv",
-    "nestedkv_without_adaptive", "nestedkv_without_both", "nestedkv_without_continuum", "plain_policy",
-    "policy_from_score", "policy_from_text", "pyramidkv", "pyramidkv_described", "retain", "retain_turn", "rkv",
-    "scheduled", "snapkv", "start", "streaming_llm", "tova", "toward_mean_values", "triattention", "vase", "vatp",
-    "with_adaptive_budgets", "with_critical_selection", "with_representatives", "with_value_norms",
+    "adakv", "advance", "advance_turn", "apply_transforms", "cake", "caote", "capkv", "chunkkv", "chunkkv_described",
+    "compactor", "compose", "critical_adakv", "criticalkv", "crystalcache", "curdkv", "defensivekv", "diverse",
+    "epicache", "eviction_budget", "expected_attention", "finch", "full_cache", "h2o", "h2o_described", "in_blocks",
+    "keydiff", "knorm", "kvcrush", "kvzip", "kvzip_heads", "kvzip_plus", "kvzip_uniform", "lagkv", "leverage",
+    "morphkv", "named_policy", "nestedkv", "nestedkv_without_adaptive", "nestedkv_without_both",
+    "nestedkv_without_continuum", "noncausal", "plain_policy", "policy_from_score", "policy_from_text", "pyramidkv",
+    "pyramidkv_described", "random_tokens", "retain", "retain_turn", "rkv", "scheduled", "snapkv", "start",
+    "streaming_llm", "tova", "toward_mean_values", "triattention", "vase", "vatp", "with_adaptive_budgets",
+    "with_critical_selection", "with_representatives", "with_value_norms",
 ]

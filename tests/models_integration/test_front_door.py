@@ -106,7 +106,9 @@ def test_constants_are_given_by_name_and_the_defaults_are_the_makers() -> None:
     assert describe_policy("nestedkv").constants["beta"] == 3.0
     assert describe_policy("snapkv").constants == {"W": 32, "kernel": 7}
     assert describe_policy("kvzip").required == ("template",)
-    assert [one.name for one in list_policies() if one.positions == "renumbered"] == ["streamingllm"]
+    assert [one.name for one in list_policies() if one.positions == "renumbered"] == [
+        "streamingllm", "finch",
+    ]
     assert describe_policy("diverse-snapkv").constants["diversity"] == 0.5
     with pytest.raises(SpecError, match=r"gamma = 1: nestedkv has the constants .*beta"):
         kvspec.policy_from_name("nestedkv", 0.3, gamma=1)

@@ -1,0 +1,126 @@
+"""Compactor and its two scores by brute force: lists, and elimination for the leverage."""
+
+import cmath
+import math
+from collections.abc import Sequence
+from operator import mul
+
+from conformance.methods.brute import C_CHUNK, SINK, Brute, Parts, W, both_ends, by_layer
+from conformance.methods.policies import Layer, Score, groups, over_group, pool, rows_on, top
+from conformance.oracles.box import State
+from conformance.oracles.boxes import around, column_sums, dot, sqrt
+from conformance.strategies.policy_inputs import Inputs, Kept
+
+Vectors = Sequence[Sequence[float]]
+RIDGE = 0.01
+BOUND = 2.0**18
+"""Bound of PO-LEVERAGE, PO-COMPACTOR and PO-CAPKV: 2^20 units roundoff of the largest score, in units of `boxes`."""
+
+
+def attention(layer: Layer, c: int) -> list[list[float]]:
+    """Return the attention that each key receives inside its chunk, for each query head."""
+    result = []
+    for heads, keys in zip(groups(layer), layer["k"], strict=True):
+        for h in heads:
+            total: list[float] = []
+            for a in range(0, len(keys), c):
+                queries, near = layer["q"][h][a : a + c], keys[a : a + c]
+                total += list(column_sums(rows_on({**layer, "q": [queries] * (h + 1)}, h, queries, near,
+                                                  [len(near)] * len(near))))
+            result.append(total)
+    return result
+
+
+def noncausal(layer: Layer, c: int) -> list[Score]:
+    rows, result = attention(layer, c), list[Score]()
+    for heads, values in zip(groups(layer), layer["v"], strict=True):
+        mean = list(over_group([rows[h] for h in heads]))
+        result.append(pool([x * sqrt(dot(v, v)) for x, v in zip(mean, values, strict=True)], 3, "average"))
+    return result
+
+
+def inverse(A: Vectors) -> list[list[float]]:
+    """Return the inverse of a matrix, by elimination with the largest pivot."""
+    d = len(A)
+    rows = [[*row, *(float(i == at) for i in range(d))] for at, row in enumerate(A)]
+    for at in range(d):
+        best = max(range(at, d), key=lambda i: abs(rows[i][at]))
+        rows[at], rows[best] = rows[best], rows[at]
+        pivot = [x / rows[at][at] for x in rows[at]]
+        rows = [pivot if i == at else [x - row[at] * y for x, y in zip(row, pivot, strict=True)]
+                for i, row in enumerate(rows)]
+    return [row[d:] for row in rows]
+
+
+def quadratic(v: Sequence[float], A: Vectors) -> float:
+    """Return v A v."""
+    return math.fsum(x * math.fsum(map(mul, row, v)) for x, row in zip(v, A, strict=True))
+
+
+def before_rope(keys: Vectors, first: int, inv_freq: Sequence[float], factor: float) -> list[list[float]]:
+    """Return vectors without rotation, as complex bands. The first vector has the position `first`."""
+    half, result = len(keys[0]) // 2, []
+    for at, k in enumerate(keys, first):
+        z = [complex(k[f], k[f + half]) * cmath.exp(-1j * omega * at) / factor for f, omega in enumerate(inv_freq)]
+        result.append([x.real for x in z] + [x.imag for x in z])
+    return result
+
+
+def leverages(x: Vectors) -> list[float]:
+    n, d = len(x), len(x[0])
+    mean = [math.fsum(v[c] for v in x) / n for c in range(d)]
+    X = [[a - b for a, b in zip(v, mean, strict=True)] for v in x]
+    gram = [[math.fsum(v[a] * v[b] for v in X) + RIDGE * (a == b) for a in range(d)] for b in range(d)]
+    inverted = inverse(gram)
+    return [quadratic(v, inverted) for v in X]
+
+
+def leverage_rows(inputs: Inputs, B: int) -> list[Score]:
+    rows = [leverages(before_rope(head, 0, inputs.inv_freq.tolist(), inputs.factor))
+            for view in inputs.layers for head in view.k.tolist()]
+    return [around(row, BOUND) if State.unit else list(row) for row in rows]
+
+
+def leverage(inputs: Inputs, B: int) -> Kept:
+    return [top(row, B) for row in leverage_rows(inputs, B)]
+
+
+def z_scores(rows: Vectors) -> list[list[float]]:
+    flat = [x for row in rows for x in row]
+    mean = math.fsum(flat) / len(flat)
+    spread = max(math.sqrt(math.fsum((x - mean) ** 2 for x in flat) / len(flat)), 1e-6)
+    return [[(x - mean) / spread for x in row] for row in rows]
+
+
+def compactor_rows(inputs: Inputs, B: int, c: int, N_sink: int, N_recent: int) -> list[Score]:
+    n, result = inputs.n, list[Score]()
+    end = max(N_sink, n - N_recent)
+    weight = max(0.0, 1 - B / n)
+    for view in inputs.layers:
+        parts = {name: [head[N_sink:end] for head in getattr(view, name).tolist()] for name in ("q", "k", "v")}
+        if not parts["k"][0]:
+            result += [[None] * n for _ in parts["k"]]
+            continue
+        sinks = None if view.sinks is None else view.sinks.tolist()
+        layer: Layer = {**parts, "scaling": view.scaling, "softcap": view.softcap, "sinks": sinks}
+        far = z_scores([leverages(before_rope(k, N_sink, inputs.inv_freq.tolist(), inputs.factor)) for k in layer["k"]])
+        near = z_scores(noncausal(layer, c))  # type: ignore[arg-type]
+        for a, b in zip(far, near, strict=True):
+            row = [weight * x + y for x, y in zip(a, b, strict=True)]
+            inner = around(row, BOUND) if State.unit else row
+            result.append([*[None] * min(N_sink, n), *inner, *[None] * (n - end)])
+    return result
+
+
+def compactor(inputs: Inputs, B: int, c: int, N_sink: int, N_recent: int) -> Kept:
+    return [top(row, B) for row in compactor_rows(inputs, B, c, N_sink, N_recent)]
+
+
+BRUTES = [
+    Brute("PO-LEVERAGE", "leverage", leverage, published={"factor": 1.0}, parts=Parts("", rows=leverage_rows)),
+    Brute("PO-NONCAUSAL", "noncausal", by_layer(noncausal), {"c": C_CHUNK}, published={"c": 256},
+          parts=Parts("", noncausal)),
+    Brute("PO-COMPACTOR", "compactor", compactor, {"c": C_CHUNK, "N_sink": SINK, "N_recent": W}, SINK + W, both_ends,
+          published={"factor": 1.0, "c": 256, "N_sink": 8, "N_recent": 4},
+          parts=Parts("sink=N_sink/recent=N_recent", rows=compactor_rows)),
+]
