@@ -35,8 +35,9 @@ def lagkv(layer: Layer, N_sink: int, lag: int) -> list[Score]:
     """
     n, result = len(layer["k"][0]), []
     starts = list(range(N_sink, n - 2 * lag + 1, lag))
+    unranked = starts[-1] + lag if starts else N_sink
     for keys, values in zip(layer["k"], layer["v"], strict=True):
-        score: list[Any] = [None if at < N_sink else 1.0 + at for at in range(n)]
+        score: list[Any] = [None if at < N_sink else 1.0 + at - unranked for at in range(n)]
         for start in starts:
             here, after = slice(start, start + lag), slice(start + lag, start + 2 * lag)
             by_key, by_value = (lagkv_information(x[here], x[after]) for x in (keys, values))
