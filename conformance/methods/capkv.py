@@ -1,11 +1,13 @@
-"""CapKV by brute force: lists, and elimination for the leverage of values."""
+"""CapKV by brute force: lists, and an orthogonal factor for the leverage of values."""
 
 import cmath
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from conformance.methods.brute import FUTURE, SINK, Brute, Parts, sinks
-from conformance.methods.compactor import BOUND, Vectors, before_rope, inverse, quadratic
+from conformance.methods.compactor import BOUND, Vectors, before_rope, leverage_of
 from conformance.methods.policies import Score, top
 from conformance.oracles.box import State
 from conformance.oracles.boxes import around
@@ -30,12 +32,10 @@ def ahead(mean: Sequence[float], n: int, N_future: int, inv_freq: Sequence[float
 
 def of_head(query: Sequence[float], keys: Vectors, values: Vectors, tau: float) -> list[float]:
     """Return the weighted leverage of the values, for one query head."""
-    near, d = [cosine(query, k) for k in keys], len(values[0])
+    near = [cosine(query, k) for k in keys]
     w = [math.exp(tau * (x - max(near))) for x in near]
-    A = [[(a == b) + math.fsum((x + EPSILON) * v[a] * v[b] for x, v in zip(w, values, strict=True)) for a in range(d)]
-         for b in range(d)]
-    inverted = inverse(A)
-    return [x * quadratic(v, inverted) for x, v in zip(w, values, strict=True)]
+    rows = np.array(values) * np.sqrt([[x + EPSILON] for x in w])
+    return [x / (x + EPSILON) * size for x, size in zip(w, leverage_of(rows, 1.0), strict=True)]
 
 
 def rows(inputs: Inputs, B: int, tau: float, N_sink: int, N_future: int) -> list[Score]:

@@ -1,13 +1,15 @@
-"""Compactor and its two scores by brute force: lists, and elimination for the leverage."""
+"""Compactor and its two scores by brute force: lists, and an orthogonal factor for the leverage."""
 
 import cmath
 import math
 from collections.abc import Sequence
-from operator import mul
+from typing import Any
 
-from conformance.methods.brute import C_CHUNK, SINK, Brute, Parts, W, both_ends, by_layer
+import numpy as np
+
+from conformance.methods.brute import C_CHUNK, SINK, Brute, Parts, W, both_ends, by_layer, plain
 from conformance.methods.policies import Layer, Score, groups, over_group, pool, rows_on, top
-from conformance.oracles.box import State
+from conformance.oracles.box import Box, State
 from conformance.oracles.boxes import around, column_sums, dot, sqrt
 from conformance.strategies.policy_inputs import Inputs, Kept
 
@@ -39,22 +41,11 @@ def noncausal(layer: Layer, c: int) -> list[Score]:
     return result
 
 
-def inverse(A: Vectors) -> list[list[float]]:
-    """Return the inverse of a matrix, by elimination with the largest pivot."""
-    d = len(A)
-    rows = [[*row, *(float(i == at) for i in range(d))] for at, row in enumerate(A)]
-    for at in range(d):
-        best = max(range(at, d), key=lambda i: abs(rows[i][at]))
-        rows[at], rows[best] = rows[best], rows[at]
-        pivot = [x / rows[at][at] for x in rows[at]]
-        rows = [pivot if i == at else [x - row[at] * y for x, y in zip(row, pivot, strict=True)]
-                for i, row in enumerate(rows)]
-    return [row[d:] for row in rows]
-
-
-def quadratic(v: Sequence[float], A: Vectors) -> float:
-    """Return v A v."""
-    return math.fsum(x * math.fsum(map(mul, row, v)) for x, row in zip(v, A, strict=True))
+def leverage_of(rows: Any, ridge: float) -> list[float]:
+    """Return x (X^T X + ridge I)^-1 x for each row x of X: the squared lengths of the rows of an orthogonal factor."""
+    below = np.sqrt(ridge) * np.eye(rows.shape[1])
+    Q = np.linalg.qr(np.concatenate([rows, below]))[0][: len(rows)]
+    return [math.fsum(x * x for x in row) for row in Q.tolist()]
 
 
 def before_rope(keys: Vectors, first: int, inv_freq: Sequence[float], factor: float) -> list[list[float]]:
@@ -67,12 +58,8 @@ def before_rope(keys: Vectors, first: int, inv_freq: Sequence[float], factor: fl
 
 
 def leverages(x: Vectors) -> list[float]:
-    n, d = len(x), len(x[0])
-    mean = [math.fsum(v[c] for v in x) / n for c in range(d)]
-    X = [[a - b for a, b in zip(v, mean, strict=True)] for v in x]
-    gram = [[math.fsum(v[a] * v[b] for v in X) + RIDGE * (a == b) for a in range(d)] for b in range(d)]
-    inverted = inverse(gram)
-    return [quadratic(v, inverted) for v in X]
+    mean = [math.fsum(column) / len(x) for column in zip(*x, strict=True)]
+    return leverage_of(np.array([[a - b for a, b in zip(v, mean, strict=True)] for v in x]), RIDGE)
 
 
 def leverage_rows(inputs: Inputs, B: int) -> list[Score]:
@@ -83,6 +70,10 @@ def leverage_rows(inputs: Inputs, B: int) -> list[Score]:
 
 def leverage(inputs: Inputs, B: int) -> Kept:
     return [top(row, B) for row in leverage_rows(inputs, B)]
+
+
+def middle(x: Any) -> float:
+    return (x.lo + x.hi) / 2 if isinstance(x, Box) else float(x)
 
 
 def z_scores(rows: Vectors) -> list[list[float]]:
@@ -97,14 +88,14 @@ def compactor_rows(inputs: Inputs, B: int, c: int, N_sink: int, N_recent: int) -
     end = max(N_sink, n - N_recent)
     weight = max(0.0, 1 - B / n)
     for view in inputs.layers:
-        parts = {name: [head[N_sink:end] for head in getattr(view, name).tolist()] for name in ("q", "k", "v")}
-        if not parts["k"][0]:
-            result += [[None] * n for _ in parts["k"]]
+        layer = plain(view)
+        layer |= {name: [head[N_sink:end] for head in layer[name]] for name in ("q", "k", "v")}
+        keys = [head[N_sink:end] for head in view.k.tolist()]
+        if not keys[0]:
+            result += [[None] * n for _ in keys]
             continue
-        sinks = None if view.sinks is None else view.sinks.tolist()
-        layer: Layer = {**parts, "scaling": view.scaling, "softcap": view.softcap, "sinks": sinks}
-        far = z_scores([leverages(before_rope(k, N_sink, inputs.inv_freq.tolist(), inputs.factor)) for k in layer["k"]])
-        near = z_scores(noncausal(layer, c))  # type: ignore[arg-type]
+        far = z_scores([leverages(before_rope(k, N_sink, inputs.inv_freq.tolist(), inputs.factor)) for k in keys])
+        near = z_scores([[middle(x) for x in row] for row in noncausal(layer, c)])
         for a, b in zip(far, near, strict=True):
             row = [weight * x + y for x, y in zip(a, b, strict=True)]
             inner = around(row, BOUND) if State.unit else row
@@ -117,7 +108,8 @@ def compactor(inputs: Inputs, B: int, c: int, N_sink: int, N_recent: int) -> Kep
 
 
 BRUTES = [
-    Brute("PO-LEVERAGE", "leverage", leverage, published={"factor": 1.0}, parts=Parts("", rows=leverage_rows)),
+    Brute("PO-LEVERAGE", "leverage", leverage, published={"factor": 1.0}, placed=True,
+          parts=Parts("", rows=leverage_rows)),
     Brute("PO-NONCAUSAL", "noncausal", by_layer(noncausal), {"c": C_CHUNK}, published={"c": 256},
           parts=Parts("", noncausal)),
     Brute("PO-COMPACTOR", "compactor", compactor, {"c": C_CHUNK, "N_sink": SINK, "N_recent": W}, SINK + W, both_ends,

@@ -138,10 +138,11 @@ class Method:
 
     @property
     def decides_in_turns(self) -> bool:
-        """Return True if a later turn contains all inputs of the method: the last queries, and no separate records."""
+        """Return True if a later turn has all inputs of the method: last queries, and no records or positions."""
         policy = self.reference(drawn(0))
         needs = policy.scorer.needs
-        return needs.query_rows is not None and needs.rehearsal is None and policy.cadence.every is None
+        whole = needs.query_rows is not None and needs.rehearsal is None and policy.cadence.every is None
+        return whole and not self.brute.placed
 
     def adapted(self, inputs: Inputs) -> Inputs:
         """Return the inputs of a model, reduced or extended to the inputs that this method reads.

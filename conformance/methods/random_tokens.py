@@ -15,5 +15,6 @@ def kept(inputs: Inputs, B: int, seed: int) -> Kept:
 
 
 BRUTES = [
-    Brute("PO-RANDOM", "random", kept, {"seed": SEED}, published={"seed": 0}, parts=Parts("", rows=rows)),
+    Brute("PO-RANDOM", "random", kept, {"seed": SEED}, published={"seed": 0}, placed=True,
+          parts=Parts("", rows=rows)),
 ]

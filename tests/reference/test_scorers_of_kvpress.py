@@ -9,8 +9,9 @@ from conformance.methods import brutes
 from conformance.methods.brute import Brute
 from conformance.methods.vase import uniforms
 from conformance.oracles.choices import fits
-from conformance.strategies.policy_inputs import altered, decided, drawn
+from conformance.strategies.policy_inputs import altered, decided, drawn, of_model
 from reference.policies import capkv, finch, random_tokens, retain_turn
+from reference.policies.attention import unrotated
 from reference.policies.compactor import chunk_attention, leverage_scores
 from reference.policies.finch import finch_score
 from reference.policies.names import make_policy
@@ -70,6 +71,16 @@ def test_an_outlier_has_the_leverage() -> None:
     scores = leverage_scores(x)[0]
     assert scores.argmax() == 4
     assert 0.99 * 8 / 9 < scores[4] < 8 / 9
+
+
+@pytest.mark.spec("PO-LEVERAGE")
+def test_a_turn_removes_the_rotation_of_the_positions_in_the_text() -> None:
+    inputs = drawn(7, 20, 1, (1, 1))
+    policy, (view,), live = make_policy("leverage", of_model("leverage", inputs)), inputs.layers, np.arange(3, 20, 2)
+    shown = Observation(20, 1, None, {0: replace(view, k=view.k[:, live])})
+    kept = retain_turn(policy, Budget(count=4), [live], [shown]).kept
+    scores = leverage_scores(unrotated(view.k, np.arange(20), inputs.inv_freq, inputs.factor)[:, live])[0]
+    assert kept.tolist() == sorted(live[np.argsort(-scores)[:4]].tolist())
 
 
 @pytest.mark.spec("PO-FINCH")
