@@ -1,4 +1,4 @@
-"""FINCH by brute force: the attention of the question, times the number of keys that each query sees."""
+"""FINCH by brute force: the attention of the question, times the number of visible keys."""
 
 from conformance.methods.brute import Brute, Parts, W, by_layer, newest
 from conformance.methods.policies import Layer, Score, groups, last_rows, over_group, padded, window
