@@ -73,6 +73,14 @@ SUBJECTS: dict[str, Subject] = {
     "kvpress-masked": Subject(
         "cache", "kvpress_caches:masked", "nothing is freed; all failures are of 70 tokens read at once",
     ),
+    "kvpress-rerotation": Subject(
+        "cache", "kvpress_rotations:rerotated", "KeyRerotationPress: positions 0, 1, ..., one set size for all heads",
+        ("--positions", "renumbered"),
+    ),
+    "kvpress-finch": Subject(
+        "cache", "kvpress_rotations:finch", "FinchPress with its default `rerotate_keys=True`",
+        ("--positions", "renumbered"),
+    ),
     **{
         f"kvpress-{name.replace('_', '-')}": Subject("policy", f"kvpress_policies:{name}", "", ("--profile", "dev"))
         for name in PRESSES
