@@ -76,6 +76,7 @@ POLICIES: dict[str, Callable[[], RetentionPolicy]] = {
     "snapkv": lambda: policy_from_name("snapkv", 0.4, W=4, positions=RENUMBERED),
     "adakv": lambda: policy_from_name("adakv", 0.4, W=4, positions=RENUMBERED),
     "pyramidkv": lambda: policy_from_name("pyramidkv", 0.4, W=4, positions=RENUMBERED),
+    "finch": lambda: policy_from_name("finch", 0.4, W=4, positions=RENUMBERED),
     "h2o": lambda: policy_from_name("h2o", 19, positions=RENUMBERED),
     "crystalcache": lambda: CrystalCache(0.5, ENDS, TINY, backend="numpy", positions=RENUMBERED),
 }
