@@ -35,6 +35,7 @@ from reference.policies.kvzip_heads import FullHeads, head_scores
 from reference.policies.parts import join_budgets
 from reference.policies.protections import SinkAndRecent
 from reference.policies.selectors import best_blocks, fill_units, top_units
+from reference.policies.tables import Table
 from spec.budget import Budget
 from spec.policy import Budgets, Cadence, LayerView, Observation, Policy, Rehearsal, Running, Scores, Selection
 
@@ -122,6 +123,12 @@ def preferred(i: Json) -> Result:
     return {"shares": Preferred(i["W"])(i["B"] * L, given)}
 
 
+def table(i: Json) -> Result:
+    """Return the shares of a table of weights, with all tokens as one unit."""
+    given = Scores(np.zeros((i["L"] * i["heads"], 1)), np.array([0, i["n"]]), heads=i["heads"])
+    return {"shares": Table(i["W"], i["shares"])(i["B"] * i["L"] * i["heads"], given)}
+
+
 def pyramid(i: Json) -> Result:
     """Return the shares with all tokens as one unit, because the budgets read only the number of tokens."""
     given = Scores(np.zeros((i["L"], 1)), np.array([0, i["n"]]))
@@ -181,6 +188,7 @@ POLICY_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     "PO-REPRESENTATIVES": crushed,
     "PO-WHOLE-SHARES": lambda i: {"shares": largest_remainder([Fraction(target) for target in i["targets"]])},
     "PO-PYRAMID-BUDGET": pyramid,
+    "PO-TABLE-BUDGET": table,
     "PO-COMPOSE": composed,
     "PO-ADAPTIVE-BUDGET": lambda i: shared(i, Adaptive(Fraction(i["safeguard"]))),
     "PO-COMPETITION-BUDGET": lambda i: shared(i, Competition(Fraction(i["safeguard"]))),

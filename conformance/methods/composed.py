@@ -4,7 +4,6 @@ The syntax of texts, the order of the parts, and the rules for layers, heads and
 shared with the reference.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -16,87 +15,23 @@ from conformance.methods import brutes
 from conformance.methods import policies as oracle
 from conformance.methods.brute import Brute, Parts, plain
 from conformance.methods.cake import preferred_shares
+from conformance.methods.composed_text import (
+    CONSTANT,
+    LENGTHS,
+    Text,
+    Values,
+    fields_of_parameters,
+    number,
+    own_parts,
+    parsed,
+)
 from conformance.methods.kvzip import global_shares
 from conformance.methods.policies import Score
+from conformance.methods.tables import table_shares
 from conformance.methods.weighed import output_sizes, two_stages
 from conformance.oracles.boxes import dot, fsum, largest, leaves, sqrt
 from conformance.oracles.choices import Answer, surely
 from conformance.strategies.policy_inputs import Inputs, Kept
-
-Words = Mapping[str, str]
-Values = Mapping[str, Words]
-"""Value and constants of each part. The value has the key ""."""
-DEFAULTS: Mapping[str, Words] = {
-    "every": {"excess": "1"}, "crush": {"block": "16", "anchor": "alternating"},
-    "diverse": {"signature": "flat", "rule": "alpha"},
-}
-RULES: Mapping[str, Words] = {
-    "pyramid": {"beta": "20"}, "adaptive": {"safeguard": "0.2"}, "quota": {"safeguard": "0.2"},
-}
-"""Defaults of the constants of parts and of rules, from the table in spec/composition.md."""
-LENGTHS = {"sink": "N_sink", "recent": "N_recent", "block": "block"}
-"""Constants that are numbers of tokens, by the part of a text that has the same meaning."""
-_CONSTANT = re.compile(r"(\d*)([A-Za-z_]\w*)")
-
-
-@dataclass(frozen=True)
-class Text:
-    """The text of a policy without constants of the scorer: value and constants of each part, as in the text."""
-
-    name: str
-    scorer_only: bool
-    parts: Mapping[str, tuple[str, Words]]
-
-
-def parsed(text: str) -> Text:
-    """Return the parts of a valid text, by the syntax in spec/composition.md."""
-    head, *rest = text.split("/")
-    parts = dict[str, tuple[str, Words]]()
-    for one in rest:
-        part, _, value = one.partition("=")
-        first, *constants = value.split(":")
-        parts[part] = first, {key: own for key, _, own in (constant.partition("=") for constant in constants)}
-    return Text(head.removeprefix("score="), head.startswith("score="), parts)
-
-
-def number(text: str) -> Fraction:
-    """Return the number of a text, such as 0.2 or 1of3."""
-    above, _, below = text.partition("of")
-    return Fraction(above) / Fraction(below or 1)
-
-
-def own_parts(composition: Text, parts: Parts, constants: Mapping[str, Any]) -> Values:
-    """Return the parts of a text: those of the named policy, and the parts that the text changes."""
-    host = parsed(f"host/{parts.text}" if parts.text else "host").parts
-    if composition.scorer_only:
-        bare = parts.unscored
-        host = parsed(f"host/{bare}").parts if bare else {
-            part: value for part, value in host.items() if part in ("sink", "recent") and bare is None
-        }
-    result = {part: _with_constants({"": value, **own}, constants) for part, (value, own) in host.items()}
-    if {"layers", "heads"} & composition.parts.keys():
-        result.pop("threshold", None)
-    for part, (value, own) in composition.parts.items():
-        kept = {} if part in ("layers", "heads", "every") else result.get(part, {})
-        result[part] = {**kept, **own, "": value}
-    return {part: {**DEFAULTS.get(part, {}), **RULES.get(own[""], {}), **own} for part, own in result.items()}
-
-
-def _with_constants(words: Words, constants: Mapping[str, Any]) -> Words:
-    """Return the words of a part. A word such as W or 2N_sink is a multiple of a constant."""
-    def of_constant(word: str) -> str:
-        match = _CONSTANT.fullmatch(word)
-        if match is None or match[2] not in constants:
-            return word
-        value = constants[match[2]]
-        return str(value if isinstance(value, str) else int(match[1] or 1) * Fraction(value)).replace("/", "of")
-
-    return {name: of_constant(word) for name, word in words.items()}
-
-
-def fields_of_parameters(constants: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields of `parameters` among the constants, by name."""
-    return vars(constants["parameters"]) if "parameters" in constants else {}
 
 
 @dataclass(frozen=True)
@@ -191,7 +126,7 @@ def composed_brute(name: str) -> Brute:
     readings = {key: own for key, own in host.readings.items() if key in score}
     slips = {key: own for key, own in host.slips.items() if key in score}
     own = {part: words[""] for part, words in own_parts(found, host.parts, {}).items()}
-    words = set(_CONSTANT.findall(host.parts.text))
+    words = set(CONSTANT.findall(host.parts.text))
     added = {key: value for key, value in host.published.items() if ("", key) in words and value is not None}
     return replace(
         host, item="PO-COMPOSE", name=name, small={**host.small, **added}, kept=partial(composed, found, host),
@@ -258,6 +193,7 @@ def shares_of(given: Composed, rows: Sequence[Score], heads: int) -> list[int]:
         "even": lambda: [B] * len(rows), "full": lambda: [n] * len(rows), "global": lambda: global_shares(rows, B),
         "pyramid": lambda: [share for share in oracle.pyramid_shares(
             Fraction(B), min(given.size, n), L, n, int(own["layers"]["beta"])) for _ in range(heads)],
+        "table": lambda: table_shares(own["layers"]["shares"], B * len(rows), min(given.size, n), L, heads, n),
         "preference": lambda: [share for share in preferred_shares([
             given.call(given.parts.preference, plain(view)) for view in given.inputs.layers  # type: ignore[arg-type]
         ], B, given.size, n) for _ in range(heads)],

@@ -22,7 +22,8 @@ from conformance.engine.methods import DECODED, FAMILY, arguments_of, method_ops
 from conformance.engine.process import Engine, ask_method, backend_of
 from conformance.methods import brutes
 from conformance.methods.brute import Brute
-from conformance.methods.composed import composed_brute, fields_of_parameters
+from conformance.methods.composed import composed_brute
+from conformance.methods.composed_text import fields_of_parameters
 from conformance.methods.crystalcache import BRUTE as CRYSTALCACHE
 from conformance.oracles.box import DOUBLE, Undecided, rounding
 from conformance.oracles.choices import Answer, fits

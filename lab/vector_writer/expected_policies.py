@@ -12,6 +12,7 @@ from conformance.methods.brute import Brute, from_vector
 from conformance.methods.knorm import knorm
 from conformance.methods.policies import best_blocks, crushed
 from conformance.methods.snapkv import snapkv
+from conformance.methods.tables import table_shares
 from conformance.methods.vase import uniforms
 from conformance.vectors.files import Json
 
@@ -161,6 +162,9 @@ RESULTS: Mapping[str, Callable[[Any], Json]] = {
         "kept": crushed(blanked(i), i["b"], i["B"], Fraction(i["share"]), i["anchor"])
     },
     "PO-WHOLE-SHARES": lambda i: {"shares": oracle.whole([Fraction(target) for target in i["targets"]])},
+    "PO-TABLE-BUDGET": lambda i: {
+        "shares": table_shares(i["shares"], i["B"] * i["L"] * i["heads"], i["W"], i["L"], i["heads"], i["n"]),
+    },
     "PO-PYRAMID-BUDGET": lambda i: {
         "shares": oracle.pyramid_shares(Fraction(i["B"]), i["W"], i["L"], i["n"], i["beta"])
     },

@@ -39,6 +39,7 @@ from reference.policies.random_tokens import random_tokens
 from reference.policies.retain import retain, retain_turn
 from reference.policies.rkv import rkv
 from reference.policies.scored import policy_from_score
+from reference.policies.simlayerkv import simlayerkv
 from reference.policies.snapkv import snapkv
 from reference.policies.streaming_llm import streaming_llm
 from reference.policies.texts import policy_from_text
@@ -54,7 +55,7 @@ __all__ = [
     "keydiff", "knorm", "kvcrush", "kvzip", "kvzip_heads", "kvzip_plus", "kvzip_uniform", "lagkv", "leverage",
     "morphkv", "named_policy", "nestedkv", "nestedkv_without_adaptive", "nestedkv_without_both",
     "nestedkv_without_continuum", "noncausal", "plain_policy", "policy_from_score", "policy_from_text", "pyramidkv",
-    "pyramidkv_described", "random_tokens", "retain", "retain_turn", "rkv", "scheduled", "snapkv", "start",
-    "streaming_llm", "tova", "toward_mean_values", "triattention", "vase", "vatp", "with_adaptive_budgets",
+    "pyramidkv_described", "random_tokens", "retain", "retain_turn", "rkv", "scheduled", "simlayerkv", "snapkv",
+    "start", "streaming_llm", "tova", "toward_mean_values", "triattention", "vase", "vatp", "with_adaptive_budgets",
     "with_critical_selection", "with_representatives", "with_value_norms",
 ]

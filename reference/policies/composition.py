@@ -23,6 +23,7 @@ from reference.policies.parts import (
 from reference.policies.protections import SinkAndRecent
 from reference.policies.scorers import check_positive
 from reference.policies.selectors import top_units
+from reference.policies.tables import Table
 from spec.composition import provided_by, required_by
 from spec.errors import SpecError
 from spec.policy import NOTHING_PROMISED, SEGMENT_END, Budgets, Cadence, Policy, Promises
@@ -65,6 +66,7 @@ LAYERS: Mapping[str, _Rule] = {
     "global": _Rule(across_layers, {}, lambda given, window: across_layers),
     "pyramid": _Rule(Pyramid, {"beta": 20}, _pyramid),
     "preference": _Rule(Preferred, {}, lambda given, window: Preferred(window)),
+    "table": _Rule(Table, {"shares": "1"}, lambda given, window: Table(window, given["shares"])),
 }
 HEADS: Mapping[str, _Rule] = {
     "even": _Rule(even, {}, lambda given, window: even),

@@ -63,6 +63,7 @@ MEANINGS: Mapping[str, str] = {
     "tau": "weight of the cosine between a key and the mean future query",
     "tau1": "temperature of the attention entropy in the formula for the budget of a layer",
     "tau2": "temperature of the attention variance in the formula for the budget of a layer",
+    "threshold": "attention of the last query on first and recent tokens, above which a layer keeps only these tokens",
     "template": "token ids that ask the model to repeat the prompt: kvspec.repeat_template(tokenizer)",
     "vase.share": "fraction of the budget for sinks and tokens with the widest value ranges, from 0 to 1",
 }

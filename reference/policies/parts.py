@@ -16,6 +16,7 @@ from reference.policies.protections import Places
 from reference.policies.rkv import QueryCache
 from reference.policies.scorers import LayerScorer
 from reference.policies.selectors import best_tokens, recent_half, top_tokens, top_units
+from reference.policies.tables import Table
 from reference.policies.vatp import ValueWeighted, with_value_norms
 from spec.composition import required_by
 from spec.errors import SpecError
@@ -120,8 +121,8 @@ def join_budgets(layers: Budgets, heads: Budgets, window: int) -> Budgets:
     Raises:
         SpecError: if the rule for layers already divides the total among heads.
     """
-    if isinstance(layers, Pyramid):
-        layers = Pyramid(window, layers.beta)
+    if isinstance(layers, Pyramid | Table):
+        layers = replace(layers, W=window)
     if layers is even or heads is even:
         return heads if layers is even else layers
     if layers is everything:

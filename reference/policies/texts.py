@@ -38,6 +38,7 @@ from reference.policies.parts import (
 from reference.policies.protections import SinkAndRecent
 from reference.policies.scorers import LayerScorer
 from reference.policies.selectors import top_tokens, top_units
+from reference.policies.tables import Table
 from spec.errors import SpecError
 from spec.policy import NOTHING_PROMISED, SEGMENT_END, Policy
 
@@ -280,7 +281,7 @@ def _budgets(base: Policy) -> Iterator[tuple[str, tuple[str, Words]]]:
         return
     for part, rules, own in zip(("layers", "heads"), (LAYERS, HEADS), split_budgets(base.budgets), strict=True):
         found = [(word, rule) for word, rule in rules.items() if own is rule.kind or type(own) is rule.kind]
-        if not found or (isinstance(own, Pyramid | Preferred) and base.protection.size != own.W):
+        if not found or (isinstance(own, Pyramid | Preferred | Table) and base.protection.size != own.W):
             raise SpecError("policy", base.name, "has budgets that no text describes")
         ((word, rule),) = found
         if word != "even":

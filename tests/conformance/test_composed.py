@@ -146,7 +146,7 @@ def test_one_block_is_the_whole_prompt(text: str) -> None:
 def test_each_scorer_of_a_text_has_an_oracle() -> None:
     """List the named policies without an oracle of parts: they have no parts, or score and select together."""
     without = {name for name in METHODS if name not in HOSTS}
-    assert without == {"crystalcache", "kvzip-heads", "vase"}
+    assert without == {"crystalcache", "kvzip-heads", "simlayerkv", "vase"}
     for name in without:
         with pytest.raises(SpecError, match="changes parts of"):
             method_of(f"{name}/sink=3")

@@ -35,8 +35,8 @@ pytestmark = pytest.mark.spec("PO-COMPOSE")
 
 INPUTS = drawn(4, 40, 2, (2, 2))
 SMALL: Mapping[str, Any] = {"W": 5, "kernel": 3, "c": 3, "lag": 4, "chunk": 9, "safeguard": Fraction(1, 3), "beta": 4}
-BY_NAME = {"crystalcache", "kvzip-heads", "nestedkv-without-both", "diverse-nestedkv-without-both"}
-"""Policies whose text is the name. Parts of the first two have no text. The others equal a different policy."""
+BY_NAME = {"crystalcache", "kvzip-heads", "simlayerkv", "nestedkv-without-both", "diverse-nestedkv-without-both"}
+"""Policies whose text is the name. Parts of the first three have no text. The others equal a different policy."""
 
 
 @cache

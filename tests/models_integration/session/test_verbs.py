@@ -132,7 +132,7 @@ def test_one_observation_serves_every_policy_at_every_budget(
         turn = name.removeprefix(DIVERSE) not in ONE_SEGMENT
         decision = check(model, policy, observed, steps=budget == BUDGETS[-1], turn=turn)
         sets = [own for heads in live_sets(compact(observed.cache, decision)).values() for own in heads]
-        if budget == BUDGETS[0]:
+        if budget == BUDGETS[0] and name != "simlayerkv":  # no layer of this model is lazy
             assert (sets.count(sets[0]) < 6) == (policy.on(model).policy.granularity is not Granularity.MODEL)
         if name not in OWN:
             assert decision.over_budget == 0
