@@ -15,6 +15,6 @@ def kept(inputs: Inputs, B: int, seed: int) -> Kept:
 
 
 BRUTES = [
-    Brute("PO-RANDOM", "random", kept, {"seed": SEED}, published={"seed": 0}, placed=True,
+    Brute("PO-RANDOM", "random-tokens", kept, {"seed": SEED}, published={"seed": 0}, placed=True,
           parts=Parts("", rows=rows)),
 ]

@@ -46,7 +46,7 @@ class RandomScores:
         return Scores(values, np.arange(values.shape[1] + 1), heads=heads)
 
 
-@named("random", "", "random tokens, which are different in each layer and KV head")
+@named("random-tokens", "", "random tokens, which are different in each layer and KV head")
 def random_tokens(seed: int = 0) -> Policy:
     """Return random eviction: each KV head keeps B random tokens. The seed and the position decide about a token.
 
@@ -60,5 +60,5 @@ def random_tokens(seed: int = 0) -> Policy:
     if seed < 0:
         raise SpecError("seed", seed, "must be at least 0")
     return Policy(
-        "random", RandomScores(seed), even, top_units, SinkAndRecent(0, 0), granularity=Granularity.HEAD,
+        "random-tokens", RandomScores(seed), even, top_units, SinkAndRecent(0, 0), granularity=Granularity.HEAD,
     )
