@@ -189,15 +189,11 @@ def _case(folder: str, kind: str, new: int, seed: int, renumbered: bool, length:
     length = min(length, config.max_position_embeddings - new)
     prompt, following = (rng.integers(3, config.vocab_size, n).tolist() for n in (length, new))
     rng = np.random.default_rng([seed, new, length, list(KINDS).index(kind), again])
-    full = Masked(model)
-    full.read(torch.tensor([prompt]), last=1)
-    unmasked = _log(full.read(torch.tensor([following]))[0])
+    heads, masked = _masked(model, prompt, following, renumbered)
+    unmasked = masked(_nothing(rng, heads, length))
     for _ in range(1 if kind == WHOLE else TRIALS):
-        masked = Masked(model, renumbered)
-        masked.read(torch.tensor([prompt]), last=1)
-        kept = KINDS[kind](rng, masked.heads, length)
-        masked.keep(list(kept.values()))
-        expected = _log(masked.read(torch.tensor([following]))[0])
+        kept = KINDS[kind](rng, heads, length)
+        expected = masked(kept)
         if _apart(unmasked, expected) > MASKED_VISIBLE:
             break
     return Case(prompt, kept, following, expected, unmasked)
@@ -278,31 +274,40 @@ def compare(case: Case, actual: Tensor, kind: str, folder: str, renumbered: bool
 def site(case: Case, result: Tensor, folder: str, renumbered: bool) -> str:
     """Return a description of the first mistake that explains the log-probabilities, or an empty string.
 
-    Mistakes of kept sets come first, then mistakes of positions. Mistakes are tried only for short prompts, because
-    each try reads the prompt again.
+    Mistakes of kept sets come first, then mistakes of positions.
     """
     n = len(case.prompt)
     right: Mapping[int, PositionRule] = dict.fromkeys(case.kept, PositionRule(renumbered))
-    if n > PROMPT:
-        return ""
     tries = [(words, kept, right) for words, kept in mistakes_of_sets(case.kept, n) if kept != case.kept]
     if not _unknown_rotation(folder):
         mixed = islice(mistakes_of_positions(case.kept, renumbered, n), POSITION_TRIES)
         tries += [(words, case.kept, rules) for words, rules in mixed]
-    masked = Masked(_loaded(folder))
+    _, masked = _masked(_loaded(folder), case.prompt, case.following, renumbered)
     for words, kept, rules in tries:
-        if _apart(_masked(masked, case, kept, rules), result) <= MASKED_LOGITS:
+        if _apart(masked(kept, rules), result) <= MASKED_LOGITS:
             return f"it is as if {words}"
     return ""
 
 
-def _masked(masked: Masked, case: Case, kept: Kept, rules: Mapping[int, PositionRule]) -> Tensor:
-    """Return the log-probabilities of the following tokens of a case with these kept sets and position rules."""
-    masked.reset()
-    masked.rules = {layer: rules[stored] for layer, stored in masked.stores.items()}
-    masked.read(torch.tensor([case.prompt]), last=1)
-    masked.keep(list(kept.values()))
-    return _log(masked.read(torch.tensor([case.following]))[0])
+def _masked(
+    model: PreTrainedModel, prompt: Sequence[int], following: Sequence[int], renumbered: bool,
+) -> tuple[dict[int, int], Callable[..., Tensor]]:
+    """Return the KV heads by layer, and a function of kept sets and position rules.
+
+    The function returns the log-probabilities of the following tokens. The prompt is read once: no token is evicted
+    while it is read, so its keys depend neither on the kept sets nor on the rules.
+    """
+    masked = Masked(model, renumbered)
+    masked.read(torch.tensor([prompt]), last=1)
+    cache, declared = masked.cache, masked.rules
+
+    def read(kept: Kept, rules: Mapping[int, PositionRule] | None = None) -> Tensor:
+        masked.cache, masked.seen = copy.deepcopy(cache), len(prompt)
+        masked.rules = {layer: rules[stored] for layer, stored in masked.stores.items()} if rules else declared
+        masked.keep(list(kept.values()))
+        return _log(masked.read(torch.tensor([following]))[0])
+
+    return masked.heads, read
 
 
 def _example(case: Case, result: Tensor) -> str:
@@ -366,8 +371,8 @@ def _check_saved(run: Run, folder: str, case: Case, path: Path, renumbered: bool
     assert path.exists(), f"there is no file {path.name} after save_to"
     other = replace(case, following=case.following[::-1])
     full = {layer: [list(range(len(case.prompt)))] * len(sets) for layer, sets in case.kept.items()}
-    rules = dict.fromkeys(case.kept, PositionRule(renumbered))
-    expected, unmasked = (_masked(Masked(_loaded(folder)), other, kept, rules) for kept in (case.kept, full))
+    _, masked = _masked(_loaded(folder), other.prompt, other.following, renumbered)
+    expected, unmasked = masked(case.kept), masked(full)
     answer = _call(run, [], {}, other.following, folder, load_from=str(path))
     compare(replace(other, expected=expected, unmasked=unmasked), answer, "a cache that was loaded", folder, renumbered)
 

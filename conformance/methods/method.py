@@ -362,10 +362,11 @@ def explanations(
     there = {**method.constants, **{name: choices[0] for name, choices in method.choices.items()}, **method.given}
     single = [(name, value) for name, choices in values.items() for value in choices if value != there[name]]
     inputs = [*telling(method), *([failing] if failing else [])]
+    decided_once = cache(lambda index, B: decide(inputs[index][0], B))
     for number in (1, 2):
         result = [
             str(method.changed(**dict(change))) for change in combinations(single, number)
-            if len(dict(change)) == number and _explains(decide, method.changed(**dict(change)), inputs, unit)
+            if len(dict(change)) == number and _explains(decided_once, method.changed(**dict(change)), inputs, unit)
         ]
         if result:
             return result
@@ -383,11 +384,14 @@ def telling(method: Method) -> Iterator[tuple[Inputs, int]]:
         yield replace(inputs, steps=seed if method.decodes else 0), (n + span) // 2
 
 
-def _explains(decide: Decide, method: Method, inputs: Sequence[tuple[Inputs, int]], unit: float) -> bool:
+def _explains(
+    decide: Callable[[int, int], Kept], method: Method, inputs: Sequence[tuple[Inputs, int]], unit: float,
+) -> bool:
+    """Return True if the method agrees with the decisions, which are of the input with an index."""
     try:
-        for each, B in inputs:
+        for index, (each, B) in enumerate(inputs):
+            kept = decide(index, B)
             wanted = method.wanted(each, max(B, method.floor(each)), unit)
-            kept = decide(each, B)
             if len(kept) != len(wanted) or not all(map(fits, kept, wanted)):
                 return False
     except (SpecError, Undecided, ValueError):
