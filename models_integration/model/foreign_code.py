@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator
 from functools import partial
-from types import BuiltinMethodType, FunctionType, MethodType
+from types import BuiltinFunctionType, BuiltinMethodType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -12,12 +12,14 @@ from torch.nn.modules import module as torch_module
 from spec.errors import SpecError
 
 __all__ = [
-    "KEPT_AS", "check_hooks", "computing_hooks", "is_foreign", "is_known", "is_method_of_class", "name_of",
-    "refuse_code",
+    "KEPT_AS", "check_hooks", "computing_hooks", "is_foreign", "is_known", "is_method_of_class", "is_named",
+    "name_of", "patched_method", "refuse_code",
 ]
 
 # Packages whose code is identified by name. The release of these packages is not part of a model's identity.
-TRUSTED = sys.stdlib_module_names | {"accelerate", "models_integration", "numpy", "peft", "torch", "transformers"}
+TRUSTED = sys.stdlib_module_names | {
+    "accelerate", "huggingface_hub", "models_integration", "numpy", "peft", "torch", "transformers",
+}
 # Modules whose hooks only observe or move values.
 WATCHING = ("accelerate.", "models_integration.", "torch._dynamo.", "torch.distributed.", "transformers.")
 # Hooks of accelerate that only move values. (LayerwiseCastingHook computes in a different dtype.)
@@ -34,14 +36,33 @@ def name_of(value: object) -> str:
     return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
-def is_known(value: Any) -> bool:
-    """Return True if a trusted package contains this class or function under its stated name."""
+def is_named(value: Any) -> bool:
+    """Return True if a module of Python contains this class or function under its stated name."""
     if isinstance(value, type) and not value.__flags__ & HEAP:
         return True
+    if isinstance(value, BuiltinFunctionType):  # Functions of torch state no module (2.13).
+        return value is getattr(sys.modules.get(value.__module__ or "torch"), value.__name__, None)
     named: Any = sys.modules.get(str(value.__module__))
     for part in name_of(value).split("."):
         named = getattr(named, part, None)
-    return named is value and not is_foreign(value)
+    return named is value
+
+
+def is_known(value: Any) -> bool:
+    """Return True if a trusted package contains this class or function under its stated name."""
+    return is_named(value) and not is_foreign(value)
+
+
+def patched_method(kind: type) -> str | None:
+    """Return the name of a method of a class that is neither from the package of the class nor trusted, or None."""
+    trusted = TRUSTED | {kind.__module__.partition(".")[0]}
+    for name, attribute in vars(kind).items():
+        held = (attribute, *(getattr(attribute, wrapped, None) for wrapped in ("fget", "fset", "func", "__func__")))
+        functions = [one for one in held if isinstance(one, FunctionType)]
+        homes = {home.partition(".")[0] for one in functions for homes in _homes(one) for home in homes}
+        if not homes <= trusted:
+            return name
+    return None
 
 
 def is_foreign(value: object) -> bool:

@@ -35,12 +35,12 @@ class ModelIdentity:
 
     The identity does not depend on the device, the folder, the attention implementation, the way of loading or the
     generation config. The release of torch or transformers changes the identity only if the release renames an
-    activation. The identity includes activations, replaced modules and replaced functions, also if a table (ACT2FN,
-    attention, experts) has them under a name.
+    activation. The identity includes activations and replaced modules, also if a table (ACT2FN, attention, experts) has
+    them under a name.
 
-    Code of torch, transformers, accelerate, peft, numpy and Python is identified by name, and all other code by
-    bytecode. The bytecode depends on the Python version. Not covered are global variables that functions read, the
-    contents of Python modules, and patched functions of these packages.
+    Classes and functions are identified by the name under which a module of Python has them, together with the
+    attributes of objects. Code without such a name is refused: closures, lambdas, bound methods and replaced methods.
+    Not covered is what the code of a name does: changed source code of a class leaves the identity unchanged.
 
     The identity is not computed from answers to fixed tokens. Such answers depend on device, threads and attention
     implementation, rounding could change a hash of the answers, and some experts would not be used.
@@ -56,7 +56,7 @@ class ModelIdentity:
     """SHA-256 of the initial rotary frequencies and of their factors."""
     config: str
     """SHA-256 of the model's class, the config, and all differences between the modules and the config: adapters
-    (with scaling and switches), and replaced modules, constants and functions."""
+    (with scaling and switches), and replaced modules and constants."""
     dtype: str
     """Dtype of the keys and values that the model computes."""
 
@@ -80,7 +80,7 @@ def identify(model: PreTrainedModel) -> ModelIdentity:
 
     Raises:
         SpecError: if a parameter or buffer has no values (device "meta"), if a module has a forward hook or a replaced
-            `forward` of unknown effect, or if an attribute cannot be read.
+            `forward` of unknown effect, or if an attribute or its class cannot be read.
     """
     check_hooks(model)
     frequencies = list(starting_frequencies(model))

@@ -4,21 +4,12 @@ import enum
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from fractions import Fraction
-from functools import _lru_cache_wrapper, cached_property
-from types import (
-    BuiltinMethodType,
-    CodeType,
-    FunctionType,
-    MappingProxyType,
-    MemberDescriptorType,
-    MethodType,
-    MethodWrapperType,
-    ModuleType,
-)
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,12 +19,13 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from models_integration.model.foreign_code import (
     KEPT_AS,
-    check_hooks,
     computing_hooks,
     is_foreign,
     is_known,
     is_method_of_class,
+    is_named,
     name_of,
+    patched_method,
     refuse_code,
 )
 from models_integration.model.rotation import keeps_frequencies
@@ -73,12 +65,6 @@ OF_WHOLE = frozenset({
     "_use_kernels", "_weight_conversions", "generate", "generation_config", "hf_device_map", "hf_quantizer",
     "is_parallelizable", "model_parallel", "model_tags", "name_or_path", "padding_idx", "vocab_size", "warnings_issued",
 })
-# Types that wrap functions, with the attributes that contain the functions.
-WRAPPERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (property, ("fget", "fset", "fdel")), (classmethod | staticmethod, ("__func__",)), (cached_property, ("func",)),
-    (_lru_cache_wrapper, ("__wrapped__",)), (MethodType, ("__func__", "__self__")),
-    (BuiltinMethodType | MethodWrapperType, ("__qualname__", "__self__")),
-)
 
 
 class UnreadableError(Exception):
@@ -96,15 +82,13 @@ class Unreadable:
 class Reader:
     """Reader of modules and of the values of modules' attributes.
 
-    Descriptions include types and order. Code of trusted packages is described by name. All other functions are
-    described by bytecode and captured values, and all other classes by functions and by the attributes of objects.
+    Descriptions include types and order. Classes and functions are described by the name under which a module of Python
+    has them. Other code, such as a closure, cannot be described.
     """
 
     names: Mapping[int, str]
     """Paths of the model's modules, by id."""
     configs: dict[int, object] = field(default_factory=dict)
-    classes: dict[int, str] = field(default_factory=dict)
-    opened: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, modules: Mapping[str, nn.Module]) -> "Reader":
@@ -164,7 +148,7 @@ class Reader:
         if isinstance(value, ModuleType):
             return ["module", value.__name__]
         if isinstance(value, type):
-            return self.class_of(value)
+            return class_of(value)
         if isinstance(value, PretrainedConfig):
             if id(value) not in self.configs:  # most modules refer to the same config
                 self.configs[id(value)] = self.config(value)
@@ -175,24 +159,14 @@ class Reader:
             return ["part", self.names[id(value)]]
         if levels == 0:
             raise UnreadableError(f"holds a {name_of(value)} more than {DEEPEST} levels deep")
-        if id(value) in self.opened:
-            return ["again", len(self.opened) - self.opened.index(id(value))]
-        self.opened.append(id(value))
-        try:
-            return self._composed(value, levels - 1)
-        finally:
-            self.opened.pop()
+        return self._composed(value, levels - 1)
 
     def _read_all(self, values: Any, levels: int) -> list[object]:
         return [self.read(one, levels) for one in values]
 
-    def _fields(self, values: Mapping[str, object], levels: int) -> dict[str, object]:
-        """Return the descriptions of named values, independent of the order."""
-        return {str(name): self.read(one, levels) for name, one in values.items()}
-
     def _composed(self, value: Any, levels: int) -> object:
         kind = type(value)
-        if kind in (list, tuple):
+        if kind in (list, tuple, torch.Size):
             return [kind.__name__, *self._read_all(value, levels)]
         if kind in (dict, OrderedDict, MappingProxyType):
             return [kind.__name__, *(self._read_all(pair, levels) for pair in value.items())]
@@ -201,84 +175,18 @@ class Reader:
         if isinstance(value, np.generic | np.ndarray):
             return self._array(np.asarray(value), levels)
         if isinstance(value, enum.Enum):
-            return ["enum", self.class_of(kind), self.read(value.value, levels)]
-        if isinstance(value, nn.Module):
-            return self._unregistered(value)
-        if isinstance(value, FunctionType):
-            return [value.__module__, name_of(value)] if is_known(value) else self._function(value, levels)
-        if isinstance(value, CodeType):
-            # A nested function does not count as a level.
-            parts = (value.co_code, value.co_argcount, value.co_names, value.co_varnames, *value.co_consts)
-            return ["code", *self._read_all(parts, levels + 1)]
-        for wrapper, names in WRAPPERS:
-            if isinstance(value, wrapper):
-                return [kind.__name__, *self._read_all((getattr(value, name, None) for name in names), levels)]
-        return self._object(value, levels)
+            return ["enum", class_of(kind), self.read(value.value, levels)]
+        if isinstance(value, FunctionType | BuiltinFunctionType) and is_named(value):
+            return [value.__module__, name_of(value)]
+        if kind is partial:
+            return ["partial", *self._read_all((value.func, value.args, value.keywords), levels)]
+        if _has_only_attributes(value):
+            return [class_of(kind), {name: self.read(one, levels) for name, one in vars(value).items()}]
+        raise UnreadableError(f"holds a {name_of(value)}, which does not say what is in it")
 
     def _array(self, array: Any, levels: int) -> object:
         held = self.read(array.tolist(), levels) if array.dtype.hasobject else hashlib.sha256(array.tobytes())
         return ["array", array.dtype.str, list(array.shape), getattr(held, "hexdigest", lambda: held)()]
-
-    def _function(self, function: FunctionType, levels: int) -> object:
-        """Return the description of a function: bytecode, and values that the function uses."""
-        try:
-            cells = [cell.cell_contents for cell in function.__closure__ or ()]
-        except ValueError as error:
-            raise UnreadableError(f"holds {name_of(function)}, which reads a variable without a value") from error
-        values = (function.__code__, function.__defaults__, function.__kwdefaults__, cells, vars(function))
-        # A wrapped function does not count as a level.
-        return [name_of(function), *self._read_all(values, levels + 1)]
-
-    def class_of(self, kind: type) -> object:
-        """Return the description of a class: the name and, for an untrusted class, its functions."""
-        if id(kind) in self.opened:
-            return ["again", len(self.opened) - self.opened.index(id(kind))]
-        if id(kind) not in self.classes:
-            self.opened.append(id(kind))
-            try:
-                self.classes[id(kind)] = sha(self._class(kind))
-            finally:
-                self.opened.pop()
-        return [name_of(kind), self.classes[id(kind)]]
-
-    def _class(self, kind: type) -> object:
-        """Return the description of a class. For a trusted class: the name, and untrusted code added to the class.
-
-        Torch makes some classes at run time, such as classes of parametrized layers. No module has a name for such a
-        class, so the description includes attributes and bases.
-        """
-        known, foreign = is_known(kind), is_foreign(kind)
-        attributes = {name: one for name, one in vars(kind).items() if _is_described(name, one, known, foreign)}
-        names = [] if known else sorted(name for name in vars(kind) if name[:2] != "__")
-        # An untrusted metaclass can define the behaviour and the attributes of a class.
-        bases = () if known else (*kind.__bases__, *filter(is_foreign, [type(kind)]))
-        home = "" if foreign else kind.__module__
-        return [home, name_of(kind), names, self._fields(attributes, DEEPEST), self._read_all(bases, DEEPEST)]
-
-    def _object(self, value: object, levels: int) -> object:
-        """Return the description of an object: its pickle form, and for an untrusted class the attributes."""
-        try:
-            reduced: Any = value.__reduce_ex__(2)
-        except Exception as error:
-            raise UnreadableError(f"holds a {name_of(value)}, which does not say what is in it") from error
-        parts = [reduced] if isinstance(reduced, str) else reduced
-        reduced = [list(one) if isinstance(one, Iterator) else one for one in parts]
-        fields = {} if is_known(type(value)) else _state(value)
-        if len(reduced) > 2 and type(reduced[2]) is dict:
-            reduced[2], fields = None, {**reduced[2], **fields}
-        return [self.class_of(type(value)), self._fields(fields, levels), *self._read_all(reduced, levels)]
-
-    def _unregistered(self, module: nn.Module) -> object:
-        """Return the description of a module that is the value of an attribute and not a submodule of the model."""
-        check_hooks(module)
-        inner = dict(module.named_modules(remove_duplicate=False))
-        reader = Reader({**Reader.of(inner).names, **self.names}, self.configs, self.classes)
-        parts = {name: reader.module(one) for name, one in inner.items()}
-        for value in (value for description in parts.values() for value in description.values()):
-            if isinstance(value, Unreadable):
-                raise UnreadableError(value.reason)
-        tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-        return ["own module", parts, [[name, digest_of_tensor(tensor, None)] for name, tensor in tensors]]
 
     def config(self, config: PretrainedConfig) -> object:
         """Return the values of a config that differ from the defaults, because a later release may add default fields.
@@ -293,7 +201,7 @@ class Reader:
         stated = config.to_dict()
         changed = {key: value for key, value in stated.items() if key not in defaults or defaults[key] != value}
         try:
-            return [self.class_of(type(config)), self._audible(changed)]
+            return [class_of(type(config)), self._audible(changed)]
         except UnreadableError as error:
             raise SpecError("model", "config", f"{error}: use only numbers, strings and lists in the config") from error
 
@@ -303,6 +211,29 @@ class Reader:
             named = {str(key): one for key, one in value.items()}
             return {key: self._audible(one) for key, one in named.items() if not _is_silent(key)}
         return [self._audible(one) for one in value] if isinstance(value, list | tuple) else self.read(value)
+
+
+def class_of(kind: type) -> object:
+    """Return the description of a class, which is its name.
+
+    Raises:
+        UnreadableError: if no module of Python has the class under its name, or if a method was replaced.
+    """
+    if not is_named(kind) and is_foreign(kind):
+        raise UnreadableError(f"has the class {name_of(kind)}, which is not in a module under this name")
+    if (name := patched_method(kind)) is not None:
+        raise UnreadableError(f"has the class {name_of(kind)}, whose method {name} was replaced")
+    # Torch makes classes at run time, such as those of parametrized layers, which differ in the bases.
+    bases = [] if is_named(kind) else [class_of(base) for base in kind.__bases__]
+    return [name_of(kind), sha([kind.__module__, name_of(kind), [], {}, bases])]
+
+
+def _has_only_attributes(value: object) -> bool:
+    """Return True if attributes are all that an object has: it extends no type of C, and has no slots."""
+    bases = [vars(base) for base in type(value).__mro__ if base is not object]
+    in_python = all(isinstance(base.get("__new__", staticmethod(id)), staticmethod) for base in bases)
+    plain = in_python and hasattr(value, "__dict__") and not any(base.get("__slots__") for base in bases)
+    return plain or type(value) is SimpleNamespace
 
 
 def _is_silent(field: str) -> bool:
@@ -329,24 +260,6 @@ def _beside_values(tensor: Tensor) -> list[object]:
     }
     plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
     return [] if plain and not attributes else [type(tensor), attributes]
-
-
-def _state(value: object) -> dict[str, object]:
-    """Return the attributes of an object, from its dictionary and from slots."""
-    slots = {
-        name: slot.__get__(value) for base in type(value).__mro__ for name, slot in vars(base).items()
-        if isinstance(slot, MemberDescriptorType) and hasattr(value, slot.__name__)
-    }
-    return {**slots, **getattr(value, "__dict__", {})}
-
-
-def _is_described(name: str, attribute: Any, known: bool, foreign: bool) -> bool:
-    """Return True if the description of a class must include this attribute."""
-    held = (attribute, *(getattr(attribute, wrapped, None) for wrapped in ("fget", "fset", "func", "__func__")))
-    functions = [one for one in held if isinstance(one, FunctionType)]
-    if functions:
-        return foreign or any(map(is_foreign, functions))
-    return not known and name != "_abc_impl" and (name[:2] != "__" or callable(attribute))
 
 
 def sha(parts: object) -> str:

@@ -237,15 +237,16 @@ READINGS: dict[str, list[tuple[str, ...]]] = {
 SENT = READINGS["sent"]
 
 
-def first_by_day(rows: Sequence[tuple[str, ...]]) -> list[Any]:
-    """Return one row for each published policy.
+def first_by_day(rows: Sequence[tuple[str, ...]], slow: Sequence[str] = ()) -> list[Any]:
+    """Return one row for each published policy that is not slow.
 
     The remaining rows run in the nightly profile, because they test only the suite.
     """
     first: dict[str, tuple[str, ...]] = {}
     for row in rows:
         first.setdefault(row[0], row)
-    return [pytest.param(*row, marks=() if row is first[row[0]] else pytest.mark.nightly) for row in rows]
+    by_day = [row for name, row in first.items() if name not in slow]
+    return [pytest.param(*row, marks=() if row in by_day else pytest.mark.nightly) for row in rows]
 
 
 def edited(name: str, old: str, new: str) -> Any:
@@ -260,10 +261,9 @@ def edited(name: str, old: str, new: str) -> Any:
 
 
 @pytest.mark.usefixtures("sparing")
-@pytest.mark.parametrize(("name", "old", "new", "said"), [  # Three methods have many readings, which take seconds.
-    pytest.param(*row, marks=pytest.mark.nightly if row[0] in ("adakv", "chunkkv") else ())
-    for row in READINGS["explained"]
-])
+@pytest.mark.parametrize(  # These two have many readings, which take seconds each.
+    ("name", "old", "new", "said"), first_by_day(READINGS["explained"], slow=("adakv", "chunkkv")),
+)
 def test_another_reading_is_named(name: str, old: str, new: str, said: str) -> None:
     policy = edited(name, old, new)()
     policy = replace(policy, cadence=Cadence() if "never" in said else policy.cadence)

@@ -252,7 +252,7 @@ def test_the_suite_refuses_a_wrong_engine(program: Path, tmp_path: Path) -> None
 
 @needs_coq
 @pytest.mark.spec("CC-BUDGET-FORMS")
-def test_an_error_in_a_twin_is_detection_of_comparison(program: Path, tmp_path: Path) -> None:
+def test_an_error_in_a_twin_is_found_by_comparison(program: Path, tmp_path: Path) -> None:
     """No vector has a budget text of 64 characters."""
     row = next(row for row in read_rows(ROWS) if row.file == "spec/budget.py" and "64" in row.what)
     actual = detection_of(row, program.parent, tmp_path / "twin", 0)

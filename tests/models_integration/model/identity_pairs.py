@@ -151,17 +151,6 @@ def _closing_over(by: float) -> Callable[[Tensor], Tensor]:
     return scaled
 
 
-def _defaulting_to(by: float) -> Callable[[Tensor], Tensor]:
-    def scaled(x: Tensor, by: float = by) -> Tensor:
-        return x * by
-
-    return scaled
-
-
-def _posing_as_another(by: float) -> Callable[[Tensor], Tensor]:
-    return wraps(nn.functional.silu)(_closing_over(by))
-
-
 def _holding(use: Callable[[Any, Any], Any], one: Any, other: Any) -> tuple[str, Change, Change]:
     """Return a pair of models that hold different values."""
     return "Llama", _exchanged(_UP, lambda base: Holding(base, one, use)), _set(f"{_UP}.value", other)
@@ -170,17 +159,6 @@ def _holding(use: Callable[[Any, Any], Any], one: Any, other: Any) -> tuple[str,
 def _linear(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Linear(48, 48)
-
-
-# Callables that no module registers, with two different factors.
-_CALLABLES: dict[str, tuple[Any, Any]] = {
-    "closure": (_closing_over(0.5), _closing_over(2.0)), "default": (_defaulting_to(0.5), _defaulting_to(2.0)),
-    "wrapped closure": (_posing_as_another(0.5), _posing_as_another(2.0)),
-    "lambda": (lambda x: x * 1.0, lambda x: x * -1.0), "method": (Times(0.5).of, Times(2.0).of),
-    "method of a tensor": (torch.tensor(0.5).mul, torch.tensor(2.0).mul), "slots": (Slotted(0.5), Slotted(2.0)),
-    "partial": (partial(torch.mul, torch.tensor(0.5)), partial(torch.mul, torch.tensor(2.0))),
-    "module in a list": (_linear(1), _linear(2)),
-}
 
 
 def _tied(path: str, layer: int) -> Change:
@@ -272,9 +250,10 @@ CHANGES: dict[str, tuple[str, Change, Change]] = {
         f"of which layer is {path}": ("Llama", _both(_four_layers, _tied(path, 0)), _tied(path, 1))
         for path in ("mlp", "self_attn.q_proj", "mlp.up_proj.weight")
     },
-    **{
-        f"a callable's {name}": _holding(_through, [one], [other]) for name, (one, other) in _CALLABLES.items()
-    },
+    "arguments of a partial function": _holding(
+        _through, *([partial(torch.mul, torch.tensor(by))] for by in (0.5, 2.0))
+    ),
+    "a module in a list": _holding(_through, [_linear(1)], [_linear(2)]),
     "frequencies that are no buffer": (
         "Llama", _plain_frequencies, lambda model: model.model.rotary_emb.inv_freq.mul_(0.3),
     ),
@@ -312,6 +291,18 @@ UNREADABLE: dict[str, tuple[Change, str]] = {
         _exchanged(_UP, partial(Holding, value=[(at for at in [0])], use=_through)),
         f"up_proj.value': holds a <genexpr>{_KEEP}",
     ),
+    **{
+        f"a {name}": (_exchanged(_UP, partial(Holding, value=[value], use=_through)), f"{reason}{_KEEP}")
+        for name, value, reason in (
+            ("closure", _closing_over(0.5), "holds a _closing_over.<locals>.scaled, which"),
+            ("wrapped closure", wraps(nn.functional.silu)(_closing_over(0.5)), "holds a silu, which"),
+            ("lambda", lambda x: x, "holds a <lambda>, which"),
+            ("method", Times(0.5).of, "holds a Times.of, which"),
+            ("method of a tensor", torch.tensor(0.5).mul, "holds a Tensor.mul, which"),
+            ("slotted object", Slotted(0.5), "holds a Slotted, which"),
+            ("class without a name", type("Kind", (), {"by": 0.5}), "has the class Kind, which is not in a module"),
+        )
+    },
     "a tensor of tensors": (
         lambda model: model.model.norm.register_buffer("ragged", torch.nested.nested_tensor([torch.ones(2)])),
         "'model.norm.ragged': the layout .* is not supported: convert the tensor",

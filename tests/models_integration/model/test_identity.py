@@ -25,6 +25,7 @@ from models_integration.archive.store import Archive
 from models_integration.model import identity as home
 from models_integration.model import tensor_digest
 from models_integration.model.identity import identify
+from models_integration.model.values import class_of, sha
 from models_integration.pocket import load_pocket
 from models_integration.policies.calibration import calibrate
 from reference.calibration import save_calibration
@@ -202,13 +203,20 @@ def test_an_activation_that_was_exchanged_before_the_model_was_made_is_told(
             check_apart(one, other)
 
 
-def test_a_method_that_was_exchanged_in_a_class_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.law("refused-before-anything-changes")
+def test_a_method_that_was_exchanged_in_a_class_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = made("Llama")
-    before = identify(model)
     kind = type(model.get_submodule("model.layers.0.mlp"))
     forward = kind.forward
     monkeypatch.setattr(kind, "forward", wraps(forward)(lambda module, x: forward(module, x) * 2))
-    assert identify(model) != before
+    with pytest.raises(SpecError, match="has the class LlamaMLP, whose method forward was replaced"):
+        identify(model)
+
+
+def test_the_class_of_a_config_is_described_by_its_name() -> None:
+    """Check that bytecode, which differs by the version of Python, is not part of an identity."""
+    kind = type(made("Llama").config)
+    assert class_of(kind) == ["LlamaConfig", sha([kind.__module__, "LlamaConfig", [], {}, []])]
 
 
 def test_positions_that_are_counted_from_the_padding_are_told() -> None:
