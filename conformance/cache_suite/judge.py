@@ -294,8 +294,8 @@ def _masked(
 ) -> tuple[dict[int, int], Callable[..., Tensor]]:
     """Return the KV heads by layer, and a function of kept sets and position rules.
 
-    The function returns the log-probabilities of the following tokens. The prompt is read once: no token is evicted
-    while it is read, so its keys depend neither on the kept sets nor on the rules.
+    The function returns the log-probabilities of the following tokens. The prompt is read once. No token is evicted
+    before it is read, so its keys depend neither on the kept sets nor on the rules.
     """
     masked = Masked(model, renumbered)
     masked.read(torch.tensor([prompt]), last=1)
