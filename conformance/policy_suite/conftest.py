@@ -21,6 +21,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if any(config.getoption(option) is None for option in options) else None
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the test of a later turn for methods that need more than the stored tokens and the queries of a turn."""
+    own = [item for item in items if isinstance(item, pytest.Function) and item.path.name == "test_turn.py"]
+    others = {item for item in own if not item.callspec.params["method"].decides_in_turns}
+    if others:
+        config.hook.pytest_deselected(items=list(others))
+        items[:] = [item for item in items if item not in others]
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrize tests by method. Each case has a mark with the spec item of the method."""
     if "method" in metafunc.fixturenames:

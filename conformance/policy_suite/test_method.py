@@ -15,7 +15,8 @@ from conformance.plugin import with_rejections
 from conformance.policy_suite.slips import reasons
 from conformance.policy_suite.test_promises import LONG, SHORT, TYING, Draw, with_examples
 from conformance.strategies.model_shapes import SHAPES, Shape
-from conformance.strategies.policy_inputs import Inputs, Kept, in_chunks
+from conformance.strategies.policy_inputs import Inputs, Kept, in_chunks, until_step
+from spec.errors import SpecError
 from spec.policy import Rehearsal
 
 MOST_LISTED = 8
@@ -110,12 +111,27 @@ def compared(
         return False
     message, advised = difference(kept, wanted, len(given[0].layers)), ""
     if message:
+        message = first_step(method, keeps, given, unit) or message
         if str(method) not in explained:
             explained[str(method)] = reasons(partial(keeps, method), method, unit, given)
         advised = "".join(f"\n{reason}" for reason in explained[str(method)])
     elif not (message := other_score(method, kept, wanted, scored)):
         return True
     raise AssertionError(f"not {method} with {described}: {message}{advised}")
+
+
+def first_step(method: Method, keeps: Subject, given: tuple[Inputs, int], unit: float) -> str:
+    """Return a description of the first difference, with the decode step, or an empty string without decode steps."""
+    inputs, B = given
+    for step in range(inputs.steps + 1 if inputs.steps else 0):
+        shorter = until_step(inputs, step)
+        try:
+            message = difference(keeps(method, shorter, B), method.wanted(shorter, B, unit), len(inputs.layers))
+        except (Undecided, SpecError):
+            continue
+        if message:
+            return f"{f'after decode step {step} of {inputs.steps}' if step else 'after the prompt'}, {message}"
+    return ""
 
 
 def difference(kept: Kept, wanted: Kept, layers: int = 1) -> str:

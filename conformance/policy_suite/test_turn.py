@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import numpy as np
-import pytest
 
 from conformance.checks.refusals import boundary
 from conformance.methods.method import Method, rounded, span_of
@@ -24,8 +23,6 @@ def test_the_kept_sets_after_a_later_turn_are_those_of_the_method(
 
     Protection depends on the positions of the tokens in the text.
     """
-    if not method.decides_in_turns:
-        pytest.skip(f"{method.name} needs the whole prompt or its own records in a later turn")
     span = span_of(method)
     for seed, heads in enumerate([(2, 2), (1, 4)]):
         inputs = rounded(drawn(seed, PROMPT + TURN + 2 * span, 2, heads))

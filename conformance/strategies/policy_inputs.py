@@ -196,6 +196,13 @@ def groups_of(policy: Policy, inputs: Inputs) -> int:
     return {Granularity.MODEL: 1, Granularity.LAYER: L, Granularity.HEAD: L * inputs.H_kv}[policy.granularity]
 
 
+def until_step(inputs: Inputs, step: int) -> Inputs:
+    """Return the inputs at the end of decode step `step`, or at the end of the prompt if `step` is 0."""
+    n = inputs.n - inputs.steps + step
+    layers = [replace(x, q=x.q[:, :n], k=x.k[:, :n], v=None if x.v is None else x.v[:, :n]) for x in inputs.layers]
+    return replace(inputs, layers=layers, token_ids=inputs.token_ids[:n], steps=step)
+
+
 def repeats(inputs: Inputs, view: LayerView, rehearsal: Rehearsal) -> tuple[Repeat, ...]:
     """Return the repetitions of the prompt, chunk by chunk, for a layer without any.
 

@@ -116,6 +116,22 @@ def test_a_right_score_passes_and_a_snapkv_of_key_norms_does_not() -> None:
     )
 
 
+@pytest.mark.spec("PO-H2O", "PO-STEP")
+@pytest.mark.parametrize(("first", "words"), [
+    (0, "after the prompt, kept set 0 of 2"), (2, "after decode step 2 of 3, kept set 0 of 2"),
+])
+def test_a_difference_names_the_first_decode_step(first: int, words: str) -> None:
+    """Check a policy that keeps the newest tokens from decode step `first` on."""
+    method, inputs = Method("h2o"), replace(rounded(drawn(1, 12, 1, (2, 1))), steps=3)
+
+    def late(_: Method, seen: Inputs, B: int) -> Kept:
+        right = decided(method.reference(seen), seen, B)
+        return right if seen.steps < first else [list(range(seen.n - B, seen.n)) for _ in right]
+
+    with pytest.raises(AssertionError, match=re.escape(f"not h2o with 12 tokens: {words} (layer 0, KV head 0) holds")):
+        test_method.compared(method, late, (inputs, 5), DOUBLE, {"h2o": []}, set(), "12 tokens")
+
+
 def test_the_first_inputs_tell_a_policy_without_sinks() -> None:
     """Check a policy without sinks. A quick run has few inputs besides the first ones."""
     test = test_method.test_the_kept_sets_are_those_of_the_method

@@ -331,3 +331,13 @@ def test_what_stands_elsewhere_needs_neither(tmp_path: Path) -> None:
 def test_every_law_of_the_table_is_judged_by_some_test() -> None:
     tests = "".join(path.read_text(encoding="utf-8") for path in CONFTEST.parent.rglob("test_*.py"))
     assert [name for name in LAWS if f'pytest.mark.law("{name}")' not in tests] == []
+
+
+def test_a_later_turn_is_tested_only_for_methods_that_decide_in_turns(tmp_path: Path) -> None:
+    """Check that a skipped test does not leave the verdict of such a method open."""
+    methods = "--kvspec-as=tova", "--kvspec-as=keydiff"
+    result = run(tmp_path, "--kvspec-policy=tova", *methods, "--collect-only", str(ROOT / "conformance/policy_suite"))
+    assert result.returncode == 0, result.stdout
+    assert "later_turn_are_those_of_the_method[keydiff]" in result.stdout
+    assert "later_turn_are_those_of_the_method[tova]" not in result.stdout
+    assert "sizes_of_models[tova]" in result.stdout
