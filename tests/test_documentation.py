@@ -120,6 +120,8 @@ GUIDE = {
     for page in PAGES if page.startswith("docs/guide/")
 }
 SHELL = {"git", "cd", ".", "echo"}
+VLLM_OPTIONS = {"--dtype", "--enforce-eager", "--kv-cache-memory-bytes"}
+"""Options of `vllm serve` that pages pass to `kvspec serve`, which accepts all of them."""
 
 
 FIRST = ["README.md", *GUIDE]
@@ -293,9 +295,8 @@ def options(words: Sequence[str]) -> set[str]:
     if words[0] == "lm-eval":  # This is a separate command line: nox -s lab -- extra lm-eval runs one.
         return set(words)
     command, _ = found_command(words)
-    if command.context_settings.get("ignore_unknown_options"):  # kvspec serve accepts all options of vllm serve.
-        return set(words)
-    return {option for parameter in command.params for option in parameter.opts}
+    own = {option for parameter in command.params for option in parameter.opts}
+    return own | VLLM_OPTIONS if words[0] == "serve" else own
 
 
 def found_command(words: Sequence[str]) -> tuple[Any, list[str]]:
@@ -345,6 +346,7 @@ def test_the_links_of_a_page_lead_somewhere(page: str) -> None:
 def test_what_is_not_there_is_noticed() -> None:
     for missing in (
         "kvspec compare --polices x", "kvspec verify --bakend x", "kvspec nothing --out x", "nox -s nothing",
+        "kvspec serve pocket --polcy snapkv",
         "nox -s lab -- nothing", "python -m conformance.no", "pip install kvspec[no]", "make all",
     ):
         assert not exists(missing.split()), missing

@@ -118,7 +118,8 @@ class Brute:
 
 
 GIVEN = (
-    "q", "k", "v", "n", "scaling", "sinks", "W_o", "inv_freq", "B", "chunks", "repeat_q", "repeat_k", "norms", "steps",
+    "q", "k", "v", "n", "scaling", "softcap", "sinks", "W_o", "inv_freq", "B", "chunks", "repeat_q", "repeat_k",
+    "norms", "steps",
 )
 """Inputs of a vector that are not constants of its policy."""
 
@@ -140,7 +141,7 @@ def layers_of(i: Json) -> Inputs:
     views = [
         LayerView(
             floats(i["q"][at]) if "q" in i else k, k, floats(i["v"][at]) if "v" in i else None, i.get("scaling", 1.0),
-            None, None, repeats_of(i, at), floats(i["sinks"][at]) if "sinks" in i else None,
+            i.get("softcap"), None, repeats_of(i, at), floats(i["sinks"][at]) if "sinks" in i else None,
         ) for at, k in enumerate(keys)
     ]
     W_o = [floats(i["W_o"])] if "W_o" in i else []

@@ -49,7 +49,7 @@ def csr_of(W: Mapping[Pair, float], names: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def budget_of(budget: Json, most: int) -> Fraction | int:
+def budget_of(budget: Json) -> Fraction | int:
     """Return a written budget as the oracles use it. A share is rounded up to a multiple of 10^-6."""
     whole = tokens(budget, 10**6) if isinstance(budget, float) or not str(budget).isdecimal() else None
     return int(budget) if whole is None else Fraction(whole, 10**6)
@@ -60,7 +60,7 @@ def model_of(i: Json) -> Model:
     members = [i["positions"][start:stop] for start, stop in pairwise(i["offsets"])]
     trunks = [Trunk(g[0], g, i["trunk_impact"][at], i["D"][at]) for at, g in enumerate(members)]
     return Model(
-        budget_of(i["budget"], i["seen"]), i["seen"], i["step"], trunks,
+        budget_of(i["budget"]), i["seen"], i["step"], trunks,
         dict(zip(i["positions"], i["impact"], strict=True)),
         dict(zip(i["positions"], i["inverse_norms"], strict=True)),
         pairs_of(i, [g.name for g in trunks]), Counter(dict(zip(i["ids"], i["counts"], strict=True))), i["mu"],

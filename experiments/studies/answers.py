@@ -118,19 +118,37 @@ def onward(model: PreTrainedModel, cache: RetainedCache) -> Onward:
 
 
 @torch.no_grad()
-def generated(forward: Onward, logits: Tensor, stop_ids: frozenset[int], max_new_tokens: int) -> list[list[int]]:
+def generated(
+    forward: Onward, logits: Tensor, stop_ids: frozenset[int], max_new_tokens: int,
+    select: Callable[[Tensor], None] | None = None,
+) -> list[list[int]]:
     """Return the greedy answer of each row, including the stop id, from the next token's logits (rows, vocabulary).
 
-    Rows that have stopped are still processed together with the running rows.
+    Args:
+        forward: function that processes the next tokens.
+        logits: logits of the first token of each answer.
+        stop_ids: token ids that end an answer.
+        max_new_tokens: maximum number of tokens of an answer.
+        select: function that leaves only the given rows in the cache of `forward`. It is called when half of the rows
+            have stopped. None: rows that have stopped are processed together with the running rows.
     """
     answers: list[list[int]] = [[] for _ in logits]
+    rows = list(range(len(logits)))
     while True:
         tokens = logits.argmax(dim=-1)
-        for answer, token in zip(answers, tokens.tolist(), strict=True):
-            if not answer or answer[-1] not in stop_ids:
-                answer.append(token)
-        if all(answer[-1] in stop_ids or len(answer) == max_new_tokens for answer in answers):
+        for row, token in zip(rows, tokens.tolist(), strict=True):
+            if not answers[row] or answers[row][-1] not in stop_ids:
+                answers[row].append(token)
+        running = [
+            place for place, row in enumerate(rows)
+            if answers[row][-1] not in stop_ids and len(answers[row]) < max_new_tokens
+        ]
+        if not running:
             return answers
+        if select is not None and 2 * len(running) <= len(rows):
+            chosen = torch.tensor(running, device="cpu")
+            select(chosen)
+            rows, tokens = [rows[place] for place in running], tokens[chosen.to(tokens.device)]
         logits = forward(tokens[:, None])
 
 

@@ -93,7 +93,7 @@ def start(i: Json, p: CrystalCacheParameters) -> Results:
     result = pipeline.prefill(
         i["q"], i["k"], i["token_ids"], set(i["sentence_ends"]), s6.tokens(i["budget"], n), p, i["scaling"], None
     )
-    now = Model(budget_of(i["budget"], n))
+    now = Model(budget_of(i["budget"]))
     extend(
         now, s1.edges(result.segment), result.segment.salience, i["token_ids"],
         [decode.inverse_norm(list(keys)) for keys in zip(*i["k"], strict=True)], set(i["sentence_ends"]), p,

@@ -22,7 +22,7 @@ HALF = Fraction(1, 2)
 
 def layers(i: Json) -> list[oracle.Layer]:
     return [
-        {"q": q, "k": k, "v": v, "scaling": i["scaling"], "sinks": sinks}
+        {"q": q, "k": k, "v": v, "scaling": i["scaling"], "softcap": i.get("softcap"), "sinks": sinks}
         for q, k, v, sinks in zip(i["q"], i["k"], i["v"], i.get("sinks", [None] * len(i["q"])), strict=True)
     ]
 
@@ -67,11 +67,13 @@ def rehearsed(i: Json) -> Json:
     rows = []
     for at, k in enumerate(i["k"]):
         sinks, v = i["sinks"][at] if "sinks" in i else None, i["v"][at] if "v" in i else None
-        layer: oracle.Layer = {"k": k, "scaling": i["scaling"], "v": v, "sinks": sinks, "repeats": [
+        repeats = [
             {"start": start, "stop": stop, "q": i["repeat_q"][part][at], "k": i["repeat_k"][part][at],
              "norms": i["norms"][part][at] if "norms" in i else None}
             for part, (start, stop) in enumerate(i["chunks"])
-        ]}
+        ]
+        caps = {"scaling": i["scaling"], "softcap": i.get("softcap")}
+        layer: oracle.Layer = {"k": k, **caps, "v": v, "sinks": sinks, "repeats": repeats}
         rows += kvzip.scores(layer, i["N_sink"], i["W_o"][at] if "W_o" in i else None)
     shares = kvzip.global_shares(rows, i["B"])
     return {"kept": [oracle.top(row, share) for row, share in zip(rows, shares, strict=True)]}

@@ -1,14 +1,15 @@
 """Attention over a compacted cache: masks by position, and attention over heads that store different tokens.
 
-Visibility depends on the positions of stored tokens, not on slots. If all heads of the batch store equally many tokens,
-attention runs once for all heads. A decode step on CUDA is one call for all heads too, of variable-length attention.
-Otherwise attention runs once for each head, over views of the storage.
+Visibility depends on the positions of stored tokens, not on slots. Attention runs once for consecutive rows whose heads
+all store equally many tokens. A decode step on CUDA is one call for all heads, of variable-length attention. Otherwise
+attention runs once for each head, over views of the storage.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -197,8 +198,8 @@ def ragged_attention(
     if not isinstance(masks, LayerMasks):
         raise SpecError("attention_mask", type(masks).__name__, "must be 2D, or left out: heads store different tokens")
     layer = layer.attended()
-    as_one = rectangle(layer) if masks.plain and len(set(layer.rows.seen_at_compaction.tolist())) == 1 else None
-    if as_one is not None:
+    aligned = masks.plain and len(set(layer.rows.seen_at_compaction.tolist())) == 1
+    if (as_one := rectangle(layer) if aligned else None) is not None:
         mask = masks.of(layer.head_rows(0), layer.layout.lengths[0], layer.padded_seen)
         return _attended(stock, module, query, *as_one, mask, options)
     if _by_variable_length(stock, query, layer, masks, options):
@@ -206,15 +207,42 @@ def ragged_attention(
         assert layer.values is not None
         scale = options.get("scaling")
         return attended_in_runs(variable_length(), query, layer.keys, layer.values, layer.layout, scale)
+    each = [(row, row + 1) for row in range(layer.batch)] if not aligned else _alike(layer)
+    parts = [rectangle(layer, *rows) if aligned else None for rows in each]
+    segments, outputs = layer.segments() if any(part is None for part in parts) else [], []
+    for (first, stop), part in zip(each, parts, strict=True):
+        if part is None:
+            heads = segments[first * layer.heads : stop * layer.heads]
+            outputs.append(_by_head(stock, module, query, layer, first, heads, masks, options))
+        else:
+            mask = masks.of(layer.head_rows(first * layer.heads), part[0].shape[2], layer.padded_seen, first)
+            outputs.append(_attended(stock, module, query[first:stop], *part, mask, options))
+    return torch.cat(outputs)
+
+
+def _alike(layer: RaggedLayer) -> list[tuple[int, int]]:
+    """Return first row and end of consecutive rows whose heads all store equally many tokens.
+
+    A row whose heads store different numbers of tokens is alone.
+    """
+    lengths = np.array(layer.layout.lengths).reshape(layer.batch, -1)
+    differs = (lengths != lengths[:, :1]).any(axis=1)
+    borders = np.flatnonzero((np.diff(lengths[:, 0]) != 0) | differs[1:] | differs[:-1]) + 1
+    return list(pairwise([0, *borders.tolist(), layer.batch]))
+
+
+def _by_head(
+    stock: AttentionFunction, module: nn.Module, query: Tensor, layer: RaggedLayer, row: int,
+    segments: Sequence[tuple[Tensor, Tensor]], masks: LayerMasks, options: Mapping[str, Any],
+) -> Tensor:
+    """Return the attention output (1, q, H, d) of one row, computed for each KV head (its segment) separately."""
     G, outputs = query.shape[1] // layer.heads, []
-    for segment, (keys, values) in enumerate(layer.segments()):
-        row, head = divmod(segment, layer.heads)
-        asked = query[row : row + 1, head * G : (head + 1) * G]
-        mask = masks.of(layer.head_rows(segment), keys.shape[2], layer.padded_seen, row)
+    for head, (keys, values) in enumerate(segments):
+        mask = masks.of(layer.head_rows(row * layer.heads + head), keys.shape[2], layer.padded_seen, row)
         module_of_heads, given = _of_heads(module, head * G, (head + 1) * G, options)
+        asked = query[row : row + 1, head * G : (head + 1) * G]
         outputs.append(_attended(stock, module_of_heads, asked, keys, values, mask, given))
-    rows = [torch.cat(outputs[first : first + layer.heads], dim=2) for first in range(0, len(outputs), layer.heads)]
-    return torch.cat(rows)
+    return torch.cat(outputs, dim=2)
 
 
 class _SinksOfHeads:

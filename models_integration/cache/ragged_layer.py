@@ -1,14 +1,15 @@
 """Cache layer in which each KV head stores a separate set of tokens.
 
 The layer stores the tokens of all heads one after the other, without padding, so eviction frees memory head by head.
-Attention runs once for each head, over views of the storage. If all heads of the batch store equally many tokens,
-attention runs once for all heads.
+Attention runs once for consecutive rows whose heads store equally many tokens, over views of the storage. Otherwise
+attention runs once for each head.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 import torch
@@ -105,7 +106,7 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
             assert layer.keys is not None
             assert layer.values is not None
             keys, values = _flattened(layer.keys, slots), _flattened(layer.values, slots)
-            ragged = cls(keys, values, shared, _in_a_row(kept), layer.get_seq_length())
+            ragged = cls(keys, values, shared, tuple(chain.from_iterable(kept)), layer.get_seq_length())
             # The tensors are freed even if a caller still has a reference to the old layer.
             layer.reset()
             return ragged
@@ -262,7 +263,7 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
         Raises:
             SpecError: if a position is not stored. The error is raised immediately, not by the returned function.
         """
-        chosen, layout, heads = _in_a_row(kept), self.layout, self.heads
+        chosen, layout, heads = tuple(chain.from_iterable(kept)), self.layout, self.heads
         later = self.rows.seen_at_compaction[:, None] + torch.arange(layout.grown, device="cpu")
         slots_of_heads = [
             start + slots_of(torch.cat([before, later[segment // heads]]), positions)
@@ -349,10 +350,6 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
         self.layout = HeadLayout(tuple(self.layout.kept[segment] for segment in chosen), self.layout.grown)
 
 
-def _in_a_row(kept: Iterable[Iterable[Tensor]]) -> tuple[Tensor, ...]:
-    return tuple(positions for heads in kept for positions in heads)
-
-
 def _shared_by_heads(seen: Tensor, holes: Tensor | None = None) -> StoredRows:
     """Return stored rows after a compaction at `seen` (rows,) tokens. Each head has a separate vector of positions."""
     empty = torch.empty(len(seen), 0, dtype=torch.int64, device="cpu")
@@ -389,12 +386,15 @@ def _put(storage: Tensor, slots: Tensor, new: Tensor) -> Tensor:
     return storage.index_copy_(0, slots, tokens.detach())
 
 
-def rectangle(layer: RaggedLayer) -> tuple[Tensor, Tensor] | None:
-    """Return keys and values (rows, H_kv, stored, d) as views if all heads store equally many tokens, else None."""
+def rectangle(layer: RaggedLayer, first: int = 0, stop: int | None = None) -> tuple[Tensor, Tensor] | None:
+    """Return keys and values (rows, H_kv, stored, d) of these rows as views, if all heads store equally many tokens."""
     assert layer.keys is not None
     assert layer.values is not None
-    lengths = layer.layout.lengths
+    heads, layout = slice(first * layer.heads, (layer.batch if stop is None else stop) * layer.heads), layer.layout
+    lengths = layout.lengths[heads]
     if len(set(lengths)) > 1:
         return None
-    shape = (layer.batch, layer.heads, lengths[0] + layer.layout.spare, -1)
-    return layer.keys.view(shape)[:, :, : lengths[0]], layer.values.view(shape)[:, :, : lengths[0]]
+    start, room = layout.starts[heads.start], lengths[0] + layout.spare
+    slots = slice(start, start + len(lengths) * room)
+    keys, values = (tensor[slots].unflatten(0, (-1, layer.heads, room)) for tensor in (layer.keys, layer.values))
+    return keys[:, :, : lengths[0]], values[:, :, : lengths[0]]

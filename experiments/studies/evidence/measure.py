@@ -268,7 +268,8 @@ class _Reader:
         """Return greedy answers with a cache that has processed the gold answer, from the logits of the first token."""
         if len(self._gold) > 1:
             cache.crop(1 - len(self._gold))
-        return generated(onward(self._subject.model, cache), first, self._subject.stop_ids, self._limit)
+        forward = onward(self._subject.model, cache)
+        return generated(forward, first, self._subject.stop_ids, self._limit, cache.batch_select_indices)
 
     def _stored(self, length: float, fed: Sequence[int], answer: list[int] | None) -> list[float]:
         """Return the cache size at each forward pass: one for the fed tokens, one for each answer token except the

@@ -251,6 +251,30 @@ def test_other_metrics_are_judged_by_what_is_generated(
     assert len({tuple(ids) for ids in judged}) > 3
 
 
+def test_answers_that_have_ended_leave_the_batch() -> None:
+    """Check four answers that end after 1, 2, 2 and 6 tokens. Token 0 ends an answer."""
+    scripts = [[0], [4, 0], [5, 0], [6, 6, 6, 6, 6, 0]]
+    for select in (False, True):
+        rows, sizes = [0, 1, 2, 3], list[int]()
+
+        def logits(step: int, rows: list[int] = rows) -> torch.Tensor:
+            tokens = [[*scripts[row], *[7] * 9][step] for row in rows]
+            return torch.nn.functional.one_hot(torch.tensor(tokens), 9).float()
+
+        def forward(
+            tokens: torch.Tensor, sizes: list[int] = sizes, logits: Any = logits, rows: list[int] = rows,
+        ) -> torch.Tensor:
+            assert len(tokens) == len(rows)
+            sizes.append(len(tokens))
+            return logits(len(sizes))
+
+        def leave(indices: torch.Tensor, rows: list[int] = rows) -> None:
+            rows[:] = [rows[at] for at in indices.tolist()]
+
+        assert generated(forward, logits(0), frozenset({0}), 9, leave if select else None) == scripts
+        assert sizes == ([4, 1, 1, 1, 1] if select else [4] * 5)
+
+
 @pytest.mark.law("the-model-stays-as-it-was")
 def test_the_prompt_serves_again_as_it_was(subject: Subject, samples: list[Sample]) -> None:
     prompt = on_prompt(subject, place(samples[0], "in_prompt"))

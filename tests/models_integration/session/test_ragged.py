@@ -7,6 +7,7 @@ contract in the kernel's documentation. The runs of a head are merged into the r
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,15 +17,18 @@ from models_integration import CustomPolicy, NamedPolicy, RetentionPolicy, Strea
 from models_integration.attention import cached_attention
 from models_integration.attention.cached_attention import RUN, attended_in_runs
 from models_integration.attention.capture import observing
+from models_integration.cache.continuation import Decision
 from models_integration.cache.ragged_layer import HeadLayout, RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache, storage_bytes
 from models_integration.model.architecture import describe
 from models_integration.policies.methods import policy_from_name
+from models_integration.session.verbs import compact, observe, read, side_by_side
 from reference.policies import chunkkv, diverse, snapkv
 from reference.policies.describe import describe_policy
 from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.policy import Needs
+from spec.retention import Granularity, Retention
 from tests.models_integration.session.families import METHODS, at_once, build, prompt, relative, step_by_step
 from tests.models_integration.session.masked import HeadSets, Masked
 from tests.models_integration.session.sessions import (
@@ -312,3 +316,28 @@ def test_a_session_s_steps_are_those_of_one_call_for_each_head(monkeypatch: pyte
             logits.append(step_by_step(model, prompt(NEW), run.cache))
         assert (len(calls) > NEW) == served
     assert relative(logits[1], logits[0]) < TOLERANCE
+
+
+@pytest.mark.parametrize("counts", [[[9, 9], [9, 9], [14, 14]], [[9, 9], [9, 7], [14, 14], [14, 14]]])
+def test_rows_of_equal_length_are_one_call_of_attention(
+    counts: list[list[int]], monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Check rows in which each head keeps different tokens. Only a row whose heads differ in number is read by head."""
+    model, calls, attend = build("llama"), list[int](), cached_attention._attended
+    monkeypatch.setattr(cached_attention, "_attended", lambda *given: calls.append(len(given[2])) or attend(*given))
+    full, generator = observe(model, prompt(PROMPT)).cache, torch.Generator().manual_seed(3)
+    kept = []
+    for row in counts:
+        own = [torch.randperm(PROMPT, generator=generator)[:count].sort().values.numpy() for count in row * 3]
+        kept.append(Retention(np.concatenate(own), np.cumsum([0, *map(len, own)]), PROMPT, Granularity.HEAD))
+    for following in (prompt(NEW, seed=9), prompt(1, seed=9)):
+        calls.clear()
+        wide = compact(side_by_side(full, len(kept)), Decision(tuple(kept)))
+        together = read(model, wide, following.repeat(len(kept), 1), last=1).logits
+        assert together is not None
+        expected = ([2, 1] if len(kept) == 3 else [1, 1, 1, 2]) * 3
+        assert calls[-len(expected) :] == expected  # The first forward pass also checks the model.
+        for one, logits in zip(kept, together, strict=True):
+            alone = read(model, compact(full, Decision((one,))), following, last=1).logits
+            assert alone is not None
+            assert relative(logits, alone[0]) < TOLERANCE
