@@ -396,5 +396,5 @@ def rectangle(layer: RaggedLayer, first: int = 0, stop: int | None = None) -> tu
         return None
     start, room = layout.starts[heads.start], lengths[0] + layout.spare
     slots = slice(start, start + len(lengths) * room)
-    keys, values = (tensor[slots].unflatten(0, (-1, layer.heads, room)) for tensor in (layer.keys, layer.values))
+    keys, values = (x[slots].view(-1, layer.heads, room, x.shape[1]) for x in (layer.keys, layer.values))
     return keys[:, :, : lengths[0]], values[:, :, : lengths[0]]

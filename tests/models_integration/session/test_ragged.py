@@ -324,7 +324,12 @@ def test_rows_of_equal_length_are_one_call_of_attention(
 ) -> None:
     """Check rows in which each head keeps different tokens. Only a row whose heads differ in number is read by head."""
     model, calls, attend = build("llama"), list[int](), cached_attention._attended
-    monkeypatch.setattr(cached_attention, "_attended", lambda *given: calls.append(len(given[2])) or attend(*given))
+
+    def counted(*given: Any) -> Tensor:
+        calls.append(len(given[2]))
+        return attend(*given)
+
+    monkeypatch.setattr(cached_attention, "_attended", counted)
     full, generator = observe(model, prompt(PROMPT)).cache, torch.Generator().manual_seed(3)
     kept = []
     for row in counts:
