@@ -394,7 +394,7 @@ def rectangle(layer: RaggedLayer, first: int = 0, stop: int | None = None) -> tu
     lengths = layout.lengths[heads]
     if len(set(lengths)) > 1:
         return None
-    start, room = layout.starts[heads.start], lengths[0] + layout.spare
-    slots = slice(start, start + len(lengths) * room)
-    keys, values = (x[slots].view(-1, layer.heads, room, x.shape[1]) for x in (layer.keys, layer.values))
+    start, size = layout.starts[heads.start], lengths[0] + layout.spare
+    slots = slice(start, start + len(lengths) * size)
+    keys, values = (x[slots].view(-1, layer.heads, size, x.shape[1]) for x in (layer.keys, layer.values))
     return keys[:, :, : lengths[0]], values[:, :, : lengths[0]]
