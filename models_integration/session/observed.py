@@ -177,7 +177,7 @@ class ObservedSegment(Watcher):
         if not self.cache.layers_differ:
             observation = self.stored(row, granularity)
             return [self.cache.stored_positions(row).numpy()] * observation.groups, [observation]
-        live, shown = list[IntVector](), []
+        live, shown = list[IntVector](), list[Observation]()
         with self.watch.stage("capture"):
             for index, layer in self._retained(self.architecture.full_layers):
                 G = of_layer(self.architecture.config, "num_attention_heads", index) // layer.heads
