@@ -276,5 +276,5 @@ def promises_of_parts(policy: Policy) -> Promises:
     exact = budgets.exact and selector.exact and not whole
     return Promises(
         "yes" if exact else "no", "yes" if policy.protection.size else "N/A",
-        "no" if isinstance(policy.budgets, Above) else "yes", row_independence="yes",
+        "yes" if budgets.exact or budgets.shares == "everything" else "no", row_independence="yes",
     )
