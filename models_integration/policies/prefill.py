@@ -1,5 +1,6 @@
 """Process a prompt under a policy, for a generation loop of the caller."""
 
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -35,8 +36,8 @@ def prefill(
     Your own generation loop does not need to pass position ids or masks. To continue with `generate` instead, pass the
     prompt again, followed by the new tokens.
 
-    With `block`, the model reads a long prompt in blocks, and the policy evicts after each block. With a budget in
-    tokens, the cache never stores more than the budget and one block. Later blocks cannot attend to evicted tokens, so
+    With `block`, the model reads a long prompt in blocks, and the policy evicts after each block. The cache never
+    stores more than the tokens that the policy keeps and one block. Later blocks cannot attend to evicted tokens, so
     the answers can differ from eviction after the whole prompt.
 
     Args:
@@ -56,9 +57,10 @@ def prefill(
     if not isinstance(policy, RetentionPolicy):
         reason = "must be a policy with a budget: type kvspec.prefill(model, kvspec.StreamingLLM(512), input_ids)"
         raise SpecError("policy", type(policy).__name__, reason)
+    run = policy(model)
     if block is not None:
-        policy.on(model).check_blocks()
-    with torch.no_grad(), policy(model) as run:
+        run.check_blocks()
+    with torch.no_grad(), run:
         for part in _parts(input_ids, block):
             output = model(input_ids=part, use_cache=True, **{cache_name(model): run.cache})
     assert run.cache is not None
@@ -69,9 +71,10 @@ def _parts(input_ids: Tensor, block: int | None) -> list[Tensor]:
     """Return the blocks of a prompt. No block has one token, because one token is a decode step."""
     if block is None:
         return [input_ids]
-    if not isinstance(block, int) or block < 2:
+    if not isinstance(block, Integral) or int(block) < 2:
         raise SpecError("block", block, "must be a number of tokens, at least 2, or None")
-    parts = [input_ids[..., at : at + block] for at in range(0, input_ids.shape[-1], block)]
+    size = int(block)
+    parts = [input_ids[..., at : at + size] for at in range(0, max(1, input_ids.shape[-1]), size)]
     if len(parts) > 1 and parts[-1].shape[-1] == 1:
         parts[-2:] = [torch.cat(parts[-2:], dim=-1)]
     return parts

@@ -170,6 +170,14 @@ class Session:
         if error is None:
             self._check_steps()
 
+    def check_blocks(self) -> None:
+        """Check that the policy can evict after each block of a prompt.
+
+        Raises:
+            SpecError: if the policy cannot.
+        """
+        self._method.check_blocks()
+
     def _check_steps(self) -> None:
         """Check the inputs of the decode steps since the last segment.
 

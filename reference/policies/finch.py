@@ -42,8 +42,9 @@ def finch(W: int = 32) -> Policy:
     """Return FINCH: each KV head keeps the last W tokens and the earlier tokens with the most normalised attention.
 
     Set W to the number of tokens of the question at the end of the prompt. The paper renumbers the kept tokens, and
-    reads a long prompt in chunks with the question after each chunk. In kvspec the prompt is scored once. FinchPress in
-    kvpress finds the question by a special token, and multiplies by the number of keys before the query.
+    reads a long prompt in chunks with the question after each chunk. In kvspec the prompt is scored once. A set for
+    each KV head is the reading of kvpress. FinchPress in kvpress finds the question by a special token, and multiplies
+    by the number of keys before the query.
 
     Raises:
         SpecError: if the window is not positive.

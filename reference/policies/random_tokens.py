@@ -51,14 +51,14 @@ def random_tokens(seed: int = 0) -> Policy:
     """Return random eviction: each KV head keeps B random tokens. The seed and the position decide about a token.
 
     The random numbers are those of VaSE in kvspec (PO-UNIFORM), so the kept tokens do not depend on the library or on
-    the device. RandomPress in kvpress uses the generator of torch, and draws new numbers for each prompt if the seed
-    is None.
+    the device. RandomPress in kvpress uses the generator of torch. With a seed it keeps the same tokens in every layer,
+    and without a seed it draws new numbers for each prompt.
 
     Raises:
-        SpecError: if the seed is negative.
+        SpecError: if the seed does not lie in [0, 2^64).
     """
-    if seed < 0:
-        raise SpecError("seed", seed, "must be at least 0")
+    if not 0 <= seed < 2**64:
+        raise SpecError("seed", seed, "must lie in [0, 2^64)")
     return Policy(
         "random-tokens", RandomScores(seed), even, top_units, SinkAndRecent(0, 0), granularity=Granularity.HEAD,
     )

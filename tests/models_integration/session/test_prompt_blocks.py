@@ -87,10 +87,16 @@ REFUSED: list[tuple[Callable[[], RetentionPolicy], Any, str]] = [
     (lambda: policy_from_name("chunkkv", B, N_reuse=2, W=4), BLOCK, "policy = 'chunkkv': evicts from one whole prompt"),
     (lambda: CustomPolicy(policy_from_score(lambda _: np.zeros((4, N))), B), BLOCK, "evicts from one whole prompt"),
     (lambda: policy_from_name("kvzip", B, template=((5,), (8,), (10,))), BLOCK, "evicts from one whole prompt only"),
-    (lambda: CrystalCache(B, ENDS, stream=True), BLOCK, "a stream has blocks of 1024 tokens"),
+    (lambda: CrystalCache(200, ENDS, stream=True), BLOCK, "a stream has blocks of 1024 tokens"),
     (lambda: policy_from_name("keydiff", B), 1, "block = 1: must be a number of tokens, at least 2"),
     (lambda: policy_from_name("keydiff", B), 0.5, "block = 0.5: must be a number of tokens"),
 ]
+
+
+def test_a_prompt_without_tokens_is_refused_as_without_blocks() -> None:
+    for block in (None, BLOCK):
+        with pytest.raises(SpecError, match="must not be empty"):
+            prefill(build("llama"), policy_from_name("keydiff", B), prompt(0), block)
 
 
 @pytest.mark.parametrize(("make", "block", "shown"), REFUSED)
