@@ -1,8 +1,9 @@
 """Attention over a compacted cache: masks by position, and attention over heads that store different tokens.
 
 Visibility depends on the positions of stored tokens, not on slots. Attention runs once for consecutive rows whose heads
-all store equally many tokens. A decode step on CUDA is one call for all heads, of variable-length attention. Otherwise
-attention runs once for each head, over views of the storage.
+all store equally many tokens, without padding and if all rows were compacted after equally many tokens. A decode step
+on CUDA is one call for all heads, of variable-length attention. Otherwise attention runs once for each head, over views
+of the storage.
 """
 
 from collections.abc import Callable, Mapping, Sequence

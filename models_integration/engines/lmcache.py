@@ -105,10 +105,10 @@ def _kept(
         raise SpecError("stream", f"stored keys of shape {list(stored.shape)}", f"must have the shape {wanted}")
     result = []
     for index, sets in kept_by_layer(retention, layers, layers, heads).items():
-        at = torch.stack(sets)
+        at = torch.stack(sets).to(stored.device)
         by_head = stored[:, index].reshape(2, retention.seen, heads, -1).transpose(1, 2)
         keys, values = by_head.take_along_dim(at[None, :, :, None], dim=2)
         if index in turns:
-            keys = turns[index].turned(keys, at, torch.arange(at.shape[1]).expand_as(at))
+            keys = turns[index].turned(keys, at, torch.arange(at.shape[1], device=at.device).expand_as(at))
         result.append(torch.stack([keys, values]).transpose(1, 2).flatten(2))
     return torch.stack(result, dim=1)

@@ -12,13 +12,14 @@ from torch.nn.modules import module as torch_module
 from spec.errors import SpecError
 
 __all__ = [
-    "KEPT_AS", "check_hooks", "computing_hooks", "is_foreign", "is_known", "is_method_of_class", "is_named",
+    "KEPT_AS", "check_hooks", "computing_hooks", "home_of", "is_foreign", "is_known", "is_method_of_class", "is_named",
     "name_of", "patched_method", "refuse_code",
 ]
 
 # Packages whose code is identified by name. The release of these packages is not part of a model's identity.
 TRUSTED = sys.stdlib_module_names | {
     "accelerate", "huggingface_hub", "models_integration", "numpy", "peft", "torch", "transformers",
+    "typing_extensions",
 }
 # Modules whose hooks only observe or move values.
 WATCHING = ("accelerate.", "models_integration.", "torch._dynamo.", "torch.distributed.", "transformers.")
@@ -34,6 +35,15 @@ HEAP = 1 << 9
 def name_of(value: object) -> str:
     """Return the name of a class or function, or for any other value the name of its class."""
     return str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
+def home_of(value: Any) -> str:
+    """Return the name of the module of a class or function, without the folder of a model's own code.
+
+    transformers 5 imports the code of a model as `transformers_modules.<folder>.<revision>.<file>`.
+    """
+    parts = str(value.__module__).split(".")
+    return ".".join(parts[:1] + parts[2:] if parts[0] == "transformers_modules" else parts)
 
 
 def is_named(value: Any) -> bool:
@@ -54,14 +64,19 @@ def is_known(value: Any) -> bool:
 
 
 def patched_method(kind: type) -> str | None:
-    """Return the name of a method of a class that is neither from the package of the class nor trusted, or None."""
-    trusted = TRUSTED | {kind.__module__.partition(".")[0]}
-    for name, attribute in vars(kind).items():
-        held = (attribute, *(getattr(attribute, wrapped, None) for wrapped in ("fget", "fset", "func", "__func__")))
-        functions = [one for one in held if isinstance(one, FunctionType)]
-        homes = {home.partition(".")[0] for one in functions for homes in _homes(one) for home in homes}
-        if not homes <= trusted:
-            return name
+    """Return the name of a method of a class or its bases that is neither from the package of the class nor trusted.
+
+    Return None if there is no such method.
+    """
+    for base in kind.__mro__:
+        # Functions that attrs makes have no module ("None").
+        trusted = TRUSTED | {base.__module__.partition(".")[0], "None"}
+        for name, attribute in vars(base).items():
+            held = (attribute, *(getattr(attribute, wrapped, None) for wrapped in ("fget", "fset", "func", "__func__")))
+            functions = [one for one in held if isinstance(one, FunctionType)]
+            homes = {home.partition(".")[0] for one in functions for homes in _homes(one) for home in homes}
+            if not homes <= trusted:
+                return name
     return None
 
 

@@ -39,8 +39,10 @@ class ModelIdentity:
     them under a name.
 
     Classes and functions are identified by the name under which a module of Python has them, together with the
-    attributes of objects. Code without such a name is refused: closures, lambdas, bound methods and replaced methods.
-    Not covered is what the code of a name does: changed source code of a class leaves the identity unchanged.
+    attributes of objects and the defaults of functions. Code without such a name is refused: closures, lambdas, methods
+    of objects that are not part of the model, and methods of a class that come from a different package. Not covered is
+    what the code of a name does: changed source code, attributes of classes, global variables, and replaced functions
+    of Python modules leave the identity unchanged.
 
     The identity is not computed from answers to fixed tokens. Such answers depend on device, threads and attention
     implementation, rounding could change a hash of the answers, and some experts would not be used.
@@ -119,13 +121,15 @@ def _unconfigured(model: PreTrainedModel, modules: dict[str, nn.Module], reader:
     differences: list[object] = [f"no {name}" for name in sorted(expected.keys() - modules.keys())]
     for name, module in modules.items():
         configured, description = expected.get(name), reader.module(module)
+        if isinstance(kind := description["class"], Unreadable):
+            _refuse_value(name or type(model).__name__, kind.reason)
         if configured is not None and _is_of_its_class(module, configured):
             theirs = theirs_reader.module(configured)
             keys = {key for key in description.keys() | theirs.keys() if description.get(key) != theirs.get(key)}
             description = {key: description.get(key) for key in keys}
         for key, value in description.items():
             if isinstance(value, Unreadable):
-                _refuse_value(f"{name}{key}".strip("."), value.reason)
+                _refuse_value(f"{name}.{key.removeprefix('.')}".strip("."), value.reason)
         if description:
             differences.append([name, description])
     return differences

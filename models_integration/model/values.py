@@ -3,13 +3,14 @@
 import enum
 import hashlib
 import json
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MappingProxyType, ModuleType, SimpleNamespace
+from pathlib import PurePath
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,9 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from models_integration.model.foreign_code import (
     KEPT_AS,
+    check_hooks,
     computing_hooks,
+    home_of,
     is_foreign,
     is_known,
     is_method_of_class,
@@ -89,6 +92,7 @@ class Reader:
     names: Mapping[int, str]
     """Paths of the model's modules, by id."""
     configs: dict[int, object] = field(default_factory=dict)
+    classes: dict[type, object] = field(default_factory=dict)
 
     @classmethod
     def of(cls, modules: Mapping[str, nn.Module]) -> "Reader":
@@ -148,7 +152,7 @@ class Reader:
         if isinstance(value, ModuleType):
             return ["module", value.__name__]
         if isinstance(value, type):
-            return class_of(value)
+            return self.class_of(value)
         if isinstance(value, PretrainedConfig):
             if id(value) not in self.configs:  # most modules refer to the same config
                 self.configs[id(value)] = self.config(value)
@@ -157,6 +161,8 @@ class Reader:
             return ["tensor", digest_of_tensor(value, None), *self._read_all(_beside_values(value), levels)]
         if isinstance(value, nn.Module) and id(value) in self.names:
             return ["part", self.names[id(value)]]
+        if isinstance(value, MethodType) and _is_of_class(value) and id(value.__self__) in self.names:
+            return ["method", self.names[id(value.__self__)], value.__name__]
         if levels == 0:
             raise UnreadableError(f"holds a {name_of(value)} more than {DEEPEST} levels deep")
         return self._composed(value, levels - 1)
@@ -165,28 +171,68 @@ class Reader:
         return [self.read(one, levels) for one in values]
 
     def _composed(self, value: Any, levels: int) -> object:
-        kind = type(value)
-        if kind in (list, tuple, torch.Size):
-            return [kind.__name__, *self._read_all(value, levels)]
-        if kind in (dict, OrderedDict, MappingProxyType):
-            return [kind.__name__, *(self._read_all(pair, levels) for pair in value.items())]
-        if kind in (set, frozenset):
-            return [kind.__name__, *sorted(json.dumps(one, sort_keys=True) for one in self._read_all(value, levels))]
+        kind, beside = type(value), self._read_all([vars(value)] if getattr(value, "__dict__", None) else [], levels)
+        if isinstance(value, list | tuple | deque | range):
+            return [self._label(kind), *self._read_all(value, levels), *beside]
+        if isinstance(value, dict | MappingProxyType):
+            return [self._label(kind), *(self._read_all(pair, levels) for pair in value.items()), *beside]
+        if isinstance(value, set | frozenset):
+            items = sorted(json.dumps(one, sort_keys=True) for one in self._read_all(value, levels))
+            return [self._label(kind), *items, *beside]
+        if kind is slice:
+            return ["slice", *self._read_all((value.start, value.stop, value.step), levels)]
+        if isinstance(value, PurePath):
+            return [kind.__name__, str(value)]
         if isinstance(value, np.generic | np.ndarray):
             return self._array(np.asarray(value), levels)
         if isinstance(value, enum.Enum):
-            return ["enum", class_of(kind), self.read(value.value, levels)]
+            return ["enum", self.class_of(kind), self.read(value.value, levels)]
+        if isinstance(value, nn.Module):
+            return self._unregistered(value)
         if isinstance(value, FunctionType | BuiltinFunctionType) and is_named(value):
-            return [value.__module__, name_of(value)]
+            has_defaults = isinstance(value, FunctionType) and not is_known(value)
+            stated = [getattr(value, name) for name in ("__defaults__", "__kwdefaults__") if has_defaults]
+            return [home_of(value), name_of(value), *self._read_all(stated, levels)]
         if kind is partial:
             return ["partial", *self._read_all((value.func, value.args, value.keywords), levels)]
         if _has_only_attributes(value):
-            return [class_of(kind), {name: self.read(one, levels) for name, one in vars(value).items()}]
+            return [self.class_of(kind), *beside]
         raise UnreadableError(f"holds a {name_of(value)}, which does not say what is in it")
 
     def _array(self, array: Any, levels: int) -> object:
         held = self.read(array.tolist(), levels) if array.dtype.hasobject else hashlib.sha256(array.tobytes())
         return ["array", array.dtype.str, list(array.shape), getattr(held, "hexdigest", lambda: held)()]
+
+    def _label(self, kind: type) -> object:
+        return kind.__name__ if kind in (list, tuple, dict, set, frozenset, OrderedDict) else self.class_of(kind)
+
+    def _unregistered(self, module: nn.Module) -> object:
+        """Return the description of a module that is the value of an attribute and not a submodule of the model."""
+        check_hooks(module)
+        inner = dict(module.named_modules(remove_duplicate=False))
+        reader = replace(self, names={**Reader.of(inner).names, **self.names})
+        parts = {name: reader.module(one) for name, one in inner.items()}
+        for value in (value for description in parts.values() for value in description.values()):
+            if isinstance(value, Unreadable):
+                raise UnreadableError(value.reason)
+        tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        return ["own module", parts, [[name, digest_of_tensor(tensor, None)] for name, tensor in tensors]]
+
+    def class_of(self, kind: type) -> object:
+        """Return the description of a class, which is its name.
+
+        Raises:
+            UnreadableError: if no module of Python has the class under its name, or if a method was replaced.
+        """
+        if kind not in self.classes:
+            if not is_named(kind) and is_foreign(kind):
+                raise UnreadableError(f"has the class {name_of(kind)}, which is not in a module under this name")
+            if (name := patched_method(kind)) is not None:
+                raise UnreadableError(f"has the class {name_of(kind)}, whose method {name} is not from its package")
+            # Torch makes classes at run time, such as those of parametrized layers, which differ in the bases.
+            bases = [] if is_named(kind) else [self.class_of(base) for base in kind.__bases__]
+            self.classes[kind] = [home_of(kind), name_of(kind), *bases]
+        return self.classes[kind]
 
     def config(self, config: PretrainedConfig) -> object:
         """Return the values of a config that differ from the defaults, because a later release may add default fields.
@@ -201,7 +247,7 @@ class Reader:
         stated = config.to_dict()
         changed = {key: value for key, value in stated.items() if key not in defaults or defaults[key] != value}
         try:
-            return [class_of(type(config)), self._audible(changed)]
+            return [self.class_of(type(config)), self._audible(changed)]
         except UnreadableError as error:
             raise SpecError("model", "config", f"{error}: use only numbers, strings and lists in the config") from error
 
@@ -213,19 +259,9 @@ class Reader:
         return [self._audible(one) for one in value] if isinstance(value, list | tuple) else self.read(value)
 
 
-def class_of(kind: type) -> object:
-    """Return the description of a class, which is its name.
-
-    Raises:
-        UnreadableError: if no module of Python has the class under its name, or if a method was replaced.
-    """
-    if not is_named(kind) and is_foreign(kind):
-        raise UnreadableError(f"has the class {name_of(kind)}, which is not in a module under this name")
-    if (name := patched_method(kind)) is not None:
-        raise UnreadableError(f"has the class {name_of(kind)}, whose method {name} was replaced")
-    # Torch makes classes at run time, such as those of parametrized layers, which differ in the bases.
-    bases = [] if is_named(kind) else [class_of(base) for base in kind.__bases__]
-    return [name_of(kind), sha([kind.__module__, name_of(kind), [], {}, bases])]
+def _is_of_class(method: MethodType) -> bool:
+    """Return True if a bound method is the method of its object's class under its name."""
+    return getattr(type(method.__self__), method.__name__, None) is method.__func__
 
 
 def _has_only_attributes(value: object) -> bool:

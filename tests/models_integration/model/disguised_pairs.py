@@ -3,6 +3,7 @@
 import copy
 import types
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -61,6 +62,14 @@ class Packed(nn.Module):
         weight: Any = self.weight
         actual: Tensor = x @ (weight * weight.scale["by"]).T
         return actual
+
+
+class Settings(list[int]):
+    """List with an attribute."""
+
+    def __init__(self, by: float) -> None:
+        super().__init__([1])
+        self.by = by
 
 
 class Forgetful:
@@ -158,6 +167,11 @@ def _by_key(x: Tensor, table: Any) -> Tensor:
     return actual
 
 
+def _first_of(x: Tensor, values: Any) -> Tensor:
+    actual: Tensor = x * values[0]
+    return actual
+
+
 def _by_kind(x: Tensor, kind: object) -> Tensor:
     return x * (1 + isinstance(kind, str))
 
@@ -181,6 +195,9 @@ DISGUISED: dict[str, tuple[str, Change, Change]] = {
     ),
     "the type of a key": _holding(_by_key, {1: 3.0}, {"1": 3.0}),
     "a dtype and its name": _holding(_by_kind, torch.half, "torch.float16"),
+    "an attribute of a list": _holding(_times, Settings(0.5), Settings(2.0)),
+    "a range": _holding(_first_of, range(1, 5), range(2, 5)),
+    "a default dictionary": _holding(_by_key, defaultdict(float, {1: 0.5}), defaultdict(float, {1: 2.0})),
     "a module of Python": _holding(_times, _module(0.5), _module(2.0)),
     **{
         f"an object pickled {kind.__name__}": _holding(_times, kind(0.5), kind(2.0))
@@ -279,6 +296,12 @@ def _normed(model: Any) -> None:
     model.eval()
 
 
+def _weighed_before(model: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nn.utils.weight_norm(model.get_submodule(_UP))
+
+
 def _weighed(model: Any) -> None:
     nn.utils.parametrizations.weight_norm(model.get_submodule(_UP))
 
@@ -291,7 +314,8 @@ def _pruned_and_back(model: Any) -> None:
 # Changes of a model that change no answer.
 EQUAL: dict[str, tuple[Change, Change]] = {
     "dispatched": (_nothing, _dispatched),
-    "legacy spectral norm": (_normed, _answered), "parametrized, copied": (_weighed, copy.deepcopy),
+    "legacy spectral norm": (_normed, _answered), "legacy weight norm": (_weighed_before, _answered),
+    "parametrized, copied": (_weighed, copy.deepcopy),
     "noted by a compiler": (
         _nothing, lambda model: setattr(model.get_submodule(_UP).weight, "_dynamo_static_input_type", "unguarded"),
     ),

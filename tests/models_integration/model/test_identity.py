@@ -1,10 +1,12 @@
 """The identity of a model: equal for equal models, different for different models, and computed once."""
 
 import copy
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import wraps
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,7 +27,6 @@ from models_integration.archive.store import Archive
 from models_integration.model import identity as home
 from models_integration.model import tensor_digest
 from models_integration.model.identity import identify
-from models_integration.model.values import class_of, sha
 from models_integration.pocket import load_pocket
 from models_integration.policies.calibration import calibrate
 from reference.calibration import save_calibration
@@ -209,14 +210,48 @@ def test_a_method_that_was_exchanged_in_a_class_is_refused(monkeypatch: pytest.M
     kind = type(model.get_submodule("model.layers.0.mlp"))
     forward = kind.forward
     monkeypatch.setattr(kind, "forward", wraps(forward)(lambda module, x: forward(module, x) * 2))
-    with pytest.raises(SpecError, match="has the class LlamaMLP, whose method forward was replaced"):
+    with pytest.raises(SpecError, match="has the class LlamaMLP, whose method forward is not from its package"):
         identify(model)
 
 
-def test_the_class_of_a_config_is_described_by_its_name() -> None:
-    """Check that bytecode, which differs by the version of Python, is not part of an identity."""
-    kind = type(made("Llama").config)
-    assert class_of(kind) == ["LlamaConfig", sha([kind.__module__, "LlamaConfig", [], {}, []])]
+class Steeper(Leaking):
+    """Activation function whose base has the method."""
+
+
+def code_of(module: str, source: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a new module of Python with this source."""
+    actual = ModuleType(module)
+    exec(source, vars(actual))
+    monkeypatch.setitem(sys.modules, module, actual)
+    return actual
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_a_method_that_was_exchanged_in_a_base_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made("Llama")
+    model.get_submodule("model.layers.0.mlp").act_fn = Steeper(0.1)
+    identify(model)
+    other = code_of("elsewhere", "def forward(self, x): return x * 3", monkeypatch)
+    monkeypatch.setattr(Leaking, "forward", other.forward)
+    with pytest.raises(SpecError, match=r"layers.0.mlp.act_fn': has the class Steeper, whose method forward is not"):
+        identify(model)
+
+
+def test_the_code_of_a_model_has_one_identity_in_each_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the names of modules that transformers gives to the code of a model."""
+    source = "from tests.models_integration.model.test_identity import Leaking\nclass Act(Leaking): pass"
+    actual = []
+    for folder, slope in (("one", 0.1), ("other", 0.1), ("other", 0.7)):
+        model = made("Llama")
+        home = code_of(f"transformers_modules.{folder}.0123abc.modeling_mine", source, monkeypatch)
+        model.get_submodule("model.layers.0.mlp").act_fn = home.Act(slope)
+        actual.append(identify(model))
+    assert actual[0] == actual[1] != actual[2]
+
+
+@pytest.mark.parametrize("name", sorted(ACT2FN))
+def test_each_activation_of_transformers_is_described(name: str) -> None:
+    assert identify(made("Llama", hidden_act=name)) == identify(made("Llama", hidden_act=name))
 
 
 def test_positions_that_are_counted_from_the_padding_are_told() -> None:
