@@ -77,7 +77,6 @@ def test_every_item_has_two_and_each_says_what_it_gets_wrong() -> None:
 
 UNTOLD = {
     "PO_KVCRUSH_THE_HOST_S_FLOOR_ALONE": "shows with a host that protects nothing",
-    "PO_KVZIP_LOGITS_OF_A_REPEAT_WITHOUT_A_CAP": "a vector has no soft cap",
 }
 """Readings that no vector of a method can reveal. Tests of decoding reveal errors in steps."""
 
