@@ -55,10 +55,8 @@ def evict(stream: RequestStream, retention: Retention, model: PreTrainedModel, t
     architecture = describe(model)
     if architecture.latent or len(architecture.full_layers) != architecture.config.num_hidden_layers:
         raise SpecError("model", architecture.name, "must store keys of all tokens in each layer")
-    turns = {
-        index: LayerNumbering(numbering, turn) for numbering in [numbering_of(model, architecture)]
-        for index, turn in numbering.layers.items()
-    }
+    numbering = numbering_of(model, architecture)
+    turns = {index: LayerNumbering(numbering, turn) for index, turn in numbering.layers.items()}
     salt, suffix = stream.cache_salt, stream._suffix_tokens
 
     def edit(tensors: Mapping[Any, Tensor], tokens: list[int]) -> tuple[Tensor, list[int]]:

@@ -171,14 +171,15 @@ class Reader:
         return [self.read(one, levels) for one in values]
 
     def _composed(self, value: Any, levels: int) -> object:
-        kind, beside = type(value), self._read_all([vars(value)] if getattr(value, "__dict__", None) else [], levels)
+        kind = type(value)
         if isinstance(value, list | tuple | deque | range):
-            return [self._label(kind), *self._read_all(value, levels), *beside]
+            return [self._label(kind), *self._read_all(value, levels), *self._attributes(value, levels)]
         if isinstance(value, dict | MappingProxyType):
-            return [self._label(kind), *(self._read_all(pair, levels) for pair in value.items()), *beside]
+            pairs = [self._read_all(pair, levels) for pair in value.items()]
+            return [self._label(kind), *pairs, *self._attributes(value, levels)]
         if isinstance(value, set | frozenset):
             items = sorted(json.dumps(one, sort_keys=True) for one in self._read_all(value, levels))
-            return [self._label(kind), *items, *beside]
+            return [self._label(kind), *items, *self._attributes(value, levels)]
         if kind is slice:
             return ["slice", *self._read_all((value.start, value.stop, value.step), levels)]
         if isinstance(value, PurePath):
@@ -196,12 +197,15 @@ class Reader:
         if kind is partial:
             return ["partial", *self._read_all((value.func, value.args, value.keywords), levels)]
         if _has_only_attributes(value):
-            return [self.class_of(kind), *beside]
+            return [self.class_of(kind), *self._attributes(value, levels)]
         raise UnreadableError(f"holds a {name_of(value)}, which does not say what is in it")
 
     def _array(self, array: Any, levels: int) -> object:
         held = self.read(array.tolist(), levels) if array.dtype.hasobject else hashlib.sha256(array.tobytes())
         return ["array", array.dtype.str, list(array.shape), getattr(held, "hexdigest", lambda: held)()]
+
+    def _attributes(self, value: object, levels: int) -> list[object]:
+        return self._read_all([vars(value)] if getattr(value, "__dict__", None) else [], levels)
 
     def _label(self, kind: type) -> object:
         return kind.__name__ if kind in (list, tuple, dict, set, frozenset, OrderedDict) else self.class_of(kind)

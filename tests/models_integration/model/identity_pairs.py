@@ -75,6 +75,15 @@ def _through(x: Tensor, functions: list[Callable[[Tensor], Tensor]]) -> Tensor:
     return functions[0](x)
 
 
+@wraps(nn.functional.relu)
+def _decorated(x: Tensor) -> Tensor:
+    return x * 3
+
+
+# The decorator copies the name of `relu`, so the function gets back the name under which this module has it.
+_decorated.__module__, _decorated.__qualname__ = __name__, "_decorated"
+
+
 def _by_the_innermost(x: Tensor, settings: Any) -> Tensor:
     while isinstance(settings, list):
         settings = settings[0]
@@ -254,6 +263,10 @@ CHANGES: dict[str, tuple[str, Change, Change]] = {
         _through, *([partial(torch.mul, torch.tensor(by))] for by in (0.5, 2.0))
     ),
     "a module in a list": _holding(_through, [_linear(1)], [_linear(2)]),
+    "a nested module in a list": _holding(
+        _through, *([nn.Sequential(nn.Sequential(nn.Sequential(_linear(seed))))] for seed in (1, 2))
+    ),
+    "a decorated function": _holding(_through, [_decorated], [nn.functional.silu]),
     "frequencies that are no buffer": (
         "Llama", _plain_frequencies, lambda model: model.model.rotary_emb.inv_freq.mul_(0.3),
     ),

@@ -51,7 +51,7 @@ def test_the_help_names_the_list_of_policies() -> None:
 def test_every_name_but_chunks_and_h2o_takes_a_diverse_form() -> None:
     """Check that a policy without a diverse form raises an error: it does not keep the best single tokens.
 
-    SimLayerKV keeps single tokens, but a lazy layer with other tokens would not be one.
+    SimLayerKV keeps single tokens too, but it has no diverse form: its lazy layers keep fixed positions.
     """
     for name in ("streamingllm", *PUBLISHED):
         if POLICIES[name].of_model == frozenset() and name != "simlayerkv":
