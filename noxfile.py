@@ -97,6 +97,7 @@ NIGHTLY = {
     "families": ["lab.measure.families"],
     "coq-engine": ["lab.proofs.coq", "judge"],
     "vllm": [*MARKED, str(VLLM_PINS.parent)],
+    "ray": [],  # in an environment of its own
 }
 
 # Of `lab`, what one command is, with its options behind it.
@@ -261,6 +262,9 @@ def nightly(session: nox.Session) -> None:
         session.error(f"unknown case {', '.join(unknown)}: choose from {', '.join(NIGHTLY)}")
     for name in chosen:
         session.log(f"{name}: {' '.join(NIGHTLY[name])}")
+        if name in EXTRAS:
+            extra(session, [name])
+            continue
         python = vllm_python(session) if name == "vllm" else shared_python(session)
         session.run(python, "-m", *NIGHTLY[name], external=True)
 

@@ -1,51 +1,44 @@
-"""Leases, with which many processes (also on several machines) make each row of a results file exactly once.
+"""Leases, with which several processes make each row of a results file exactly once.
 
-A unit of work is leased to one worker at a time. A lease is a file in the folder of the results, and the running worker
-touches it regularly. A different worker takes the unit over if the lease is not touched for a minute of the worker's
-own clock. Clocks of machines are never compared. A unit that fails has a row with the error, and is repeated only on
-request.
+A unit of work is leased to one worker at a time. A lease is a file in the folder of the results, which the worker
+locks. If the worker dies, the operating system releases the lock, and a different worker takes the unit over. Actors of
+Ray on several machines need a shared folder with locks, such as a folder of NFS. A unit that fails has a row with the
+error, and is repeated only on request.
 """
 
 import json
 import os
 import socket
-import threading
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import Self
-from uuid import uuid4
+from typing import BinaryIO, Self
 
-from experiments.studies.results import AGAIN, ERROR, START, Row, append_row, rows_behind, unit_named
+from experiments.studies.results import AGAIN, ERROR, START, Row, append_row, lock_at_once, rows_behind, unit_named
 from models_integration.cache.atomic_file import publish_readable
 
 __all__ = ["Leases", "holder_of"]
 
-_BEAT = 5.0
-"""Number of seconds between two touches of a lease."""
 _PAUSE = 1.0
 """Number of seconds until a worker without a unit looks for a unit again."""
-_PATIENCE = 60.0
-"""Number of seconds without a touch after which a different worker may take a lease."""
 
 
 def holder_of(lease: Path) -> Row:
     """Return the data about the holder in a lease, or {} if the lease is incomplete or missing."""
     try:
-        result: Row = json.loads(lease.read_text(encoding="ascii"))
+        holder: Row = json.loads(lease.read_bytes())
     except (FileNotFoundError, ValueError):
         return {}
-    return result
+    return holder
 
 
-def _mark(lease: Path) -> tuple[int, int] | None:
-    """Return values that change if a lease is touched or replaced, or None if there is no lease."""
+def _is_at(lease: Path, file: BinaryIO) -> bool:
+    """Return True if an open file is still at its path. A lock of a file that a holder has removed protects nothing."""
     try:
-        result = lease.stat()
+        return os.path.samestat(lease.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:
-        return None
-    return result.st_ino, result.st_mtime_ns
+        return False
 
 
 class Leases:
@@ -58,25 +51,23 @@ class Leases:
 
     def __init__(self, results: Path, unit_of: Callable[[Row], str | None]) -> None:
         self._results, self._unit_of = results, unit_of
-        self._text = ""
-        self._held: Path | None = None
+        self._held: tuple[Path, BinaryIO] | None = None
         self._stored: set[str] = set()
         self.failed: dict[str, Row] = {}
         """Error rows by unit, at the last call of `stored`."""
         self._place = START
         self.deaths = 0
         """Number of earlier holders of the held unit that died. A unit that kills one worker would kill all."""
-        self._untouched: dict[str, tuple[tuple[int, int], float]] = {}
-        self._closed = threading.Event()
 
     def __enter__(self) -> Self:
         self._results.parent.mkdir(parents=True, exist_ok=True)
-        threading.Thread(target=self._beat, daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._closed.set()
         self._release()
+        for unit in self.stored():  # a holder can die after it stored the row and before it released the unit
+            if self._lease(unit).exists() and self._locked(unit):
+                self._release()
 
     def stored(self) -> set[str]:
         """Return the units that have a row and are not to be repeated."""
@@ -96,12 +87,11 @@ class Leases:
         """Mark the failed units among `wanted` for repetition by any worker, except units that a worker holds."""
         self.stored()
         for unit in self.failed.keys() & wanted:
-            if self._create(self._lease(unit), 0):
-                self._held = self._lease(unit)
+            if self._locked(unit):
                 self.stored()
                 if unit in self.failed:
                     row = {name: value for name, value in self.failed[unit].items() if name not in (ERROR, "traceback")}
-                    append_row(self._results, {**row, AGAIN: True}, self._holds)
+                    append_row(self._results, {**row, AGAIN: True})
                 self._release()
 
     def units(self, wanted: Iterable[str], done: Callable[[str], None]) -> Iterator[str]:
@@ -109,7 +99,7 @@ class Leases:
 
         The worker holds a yielded unit until its row is added.
         """
-        every = left = list(wanted)
+        left = list(wanted)
         while left:
             taken = next((unit for unit in left if self.take(unit)), None)
             if taken is not None:
@@ -121,32 +111,19 @@ class Leases:
             left = [unit for unit in left if unit not in stored]
             if taken is None and left:
                 time.sleep(_PAUSE)
-        for unit in every:  # left by a worker that died after storing a row
-            self._lease(unit).unlink(missing_ok=True)
 
     def take(self, unit: str) -> bool:
         """Try to take a unit. Return False if the unit has a row, or if a living worker holds the unit."""
-        if unit in self.stored():
+        if unit in self.stored() or not self._locked(unit):
             return False
-        lease, deaths = self._lease(unit), 0
-        if not self._create(lease, deaths):
-            if not self._abandoned(lease):
-                return False
-            deaths = holder_of(lease).get("deaths", 0) + 1
-            lease.unlink(missing_ok=True)
-            if not self._create(lease, deaths):
-                return False
-        self._held, self.deaths = lease, deaths
-        # The last holder may have died after storing the row and before the release.
-        if unit in self.stored():
+        if unit in self.stored():  # the last holder stored the row before the lock was free
             self._release()
         return self._held is not None
 
-    def add(self, row: Row) -> bool:
-        """Store the row of the held unit and release the unit. Return False, without storing, if it was taken over."""
-        added = append_row(self._results, row, self._holds)
+    def add(self, row: Row) -> None:
+        """Store the row of the held unit and release the unit."""
+        append_row(self._results, row)
         self._release()
-        return added
 
     def _lease(self, unit: str) -> Path:
         return self._results.with_name(f".{self._results.name}-{unit}.lease")
@@ -163,53 +140,38 @@ class Leases:
         return {unit for plan in plans for unit in plan.read_text(encoding="ascii").split()}
 
     def holders(self) -> list[tuple[Row, bool]]:
-        """Return the data of each lease, and whether it is touched during a wait slightly longer than one interval."""
-        leases = list(self._results.parent.glob(f".{self._results.name}-*.lease"))
-        before = {lease: _mark(lease) for lease in leases}
-        if before:
-            time.sleep(1.5 * _BEAT)
-        return [(holder_of(lease), _mark(lease) != mark) for lease, mark in before.items() if lease.exists()]
+        """Return the data of each lease, and whether a living worker holds the lease."""
+        leases = []
+        for lease in self._results.parent.glob(f".{self._results.name}-*.lease"):
+            try:
+                with lease.open("rb") as file:
+                    leases.append((holder_of(lease), not lock_at_once(file)))
+            except FileNotFoundError:
+                continue  # the holder has released the lease
+        return leases
 
-    def _create(self, lease: Path, deaths: int) -> bool:
-        """Try to create a lease with the holder and the holder's clock time. Return False if the lease exists."""
-        since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
-        who = {"host": socket.gethostname(), "pid": os.getpid(), "since": since, "deaths": deaths}
-        text = json.dumps({**who, "token": uuid4().hex})
-        try:
-            with lease.open("x", encoding="ascii") as file:
-                file.write(text)
-        except FileExistsError:
+    def _locked(self, unit: str) -> bool:
+        """Try to lock the lease of a unit, and write the holder. Return False if a living worker holds the lease."""
+        lease = self._lease(unit)
+        file = lease.open("a+b")
+        if not lock_at_once(file) or not _is_at(lease, file):
+            file.close()
             return False
-        self._text = text
+        before = holder_of(lease)
+        self.deaths = before.get("deaths", 0) + 1 if before else 0
+        since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+        who = {"host": socket.gethostname(), "pid": os.getpid(), "since": since, "deaths": self.deaths}
+        file.truncate(0)
+        file.write(json.dumps(who).encode())
+        file.flush()
+        self._held = lease, file
         return True
 
-    def _holds(self) -> bool:
-        held = self._held  # the second thread may change it meanwhile
-        try:
-            return held is not None and held.read_text(encoding="ascii") == self._text
-        except FileNotFoundError:
-            return False
-
     def _release(self) -> None:
-        if self._held is not None and self._holds():
-            self._held.unlink(missing_ok=True)  # a different worker removes all leases when every unit has a row
+        if self._held is not None:
+            lease, file = self._held
+            if sys.platform == "win32":
+                file.close()  # Windows removes no open file
+            lease.unlink(missing_ok=True)  # before the lock is released, so that nobody locks a removed file for long
+            file.close()
         self._held = None
-
-    def _abandoned(self, lease: Path) -> bool:
-        """Return True if this worker has watched the lease for long enough without a touch."""
-        now, mark = time.monotonic(), _mark(lease)
-        if mark is None:
-            return False
-        seen, since = self._untouched.get(lease.name, (None, now))
-        if seen != mark:
-            self._untouched[lease.name] = mark, now
-            return False
-        return now - since > _PATIENCE
-
-    def _beat(self) -> None:
-        """Touch the held lease, but never create it, because the second thread may release the lease meanwhile."""
-        while not self._closed.wait(_BEAT):
-            held = self._held
-            with suppress(OSError):  # the lease was removed, or the shared folder is temporarily unavailable
-                if held is not None and self._holds():
-                    os.utime(held)

@@ -5,14 +5,13 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from spec.errors import SpecError
 
 __all__ = [
-    "AGAIN", "ERROR", "START", "STUDY", "Place", "Row", "append_row", "load_rows", "rows_behind",
+    "AGAIN", "ERROR", "START", "STUDY", "Place", "Row", "append_row", "load_rows", "lock_at_once", "rows_behind",
     "unit_named",
 ]
 
@@ -58,10 +57,8 @@ def rows_behind(path: Path, place: Place) -> tuple[list[Row], Place]:
     return rows + ([json.loads(last)] if _is_row(last) else []), place
 
 
-def append_row(path: Path, row: Row, allowed: Callable[[], bool] = lambda: True) -> bool:
+def append_row(path: Path, row: Row) -> None:
     """Append one row durably. Several processes can share the file, because each process waits for a lock.
-
-    After the lock is taken, `allowed` is called. If it returns False, nothing is written and the result is False.
 
     An incomplete last line is first moved to a second file with the ending `.cut`, with a warning. Without POSIX locks
     (Windows), only one process at a time may write.
@@ -72,12 +69,21 @@ def append_row(path: Path, row: Row, allowed: Callable[[], bool] = lambda: True)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
         _lock(file, alone=True)
-        if not allowed():
-            return False
         _end_last_line(file, path)
         file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
+
+
+def lock_at_once(file: BinaryIO) -> bool:
+    """Lock the file until it is closed. Return False, without waiting, if a different open file has the lock."""
+    if sys.platform != "win32":
+        import fcntl
+
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
     return True
 
 

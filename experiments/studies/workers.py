@@ -47,8 +47,7 @@ def begun(folder: Path) -> bool:
 def status(folder: Path, watch: bool = True) -> Iterator[str]:
     """Yield lines about each run: numbers of finished, planned and failed samples.
 
-    With `watch`, the function waits some seconds and also yields each error, the running workers, and an estimate of
-    the remaining time. A worker whose lease is not touched during the wait counts as dead.
+    With `watch`, the function also yields each error, the running workers, and an estimate of the remaining time.
 
     Raises:
         SpecError: if no run has a file in the folder.
@@ -70,8 +69,8 @@ def _watched(path: Path, leases: Leases, left: int) -> Iterator[str]:
     holders = leases.holders()
     for holder, alive in holders:
         who = f"process {holder.get('pid', '?')} of {holder.get('host', '?')}"
-        silent = "" if alive else "; SILENT: killed, or on its way out"
-        yield f"  under way: {who}, since {holder.get('since', '?')} by its clock{silent}"
+        dead = "" if alive else "; DEAD: its sample is taken over"
+        yield f"  under way: {who}, since {holder.get('since', '?')}{dead}"
     at_work, took = sum(alive for _, alive in holders), [_seconds(row) for row in load_rows(path)]
     if left and at_work and took:
         about = timedelta(seconds=round(left * sum(took) / len(took) / at_work))

@@ -145,6 +145,12 @@ def read(
     return observed
 
 
+def _rows(cache: RetainedCache) -> int:
+    if not cache.get_seq_length():
+        raise SpecError("cache", "an empty cache", "has no rows: type kvspec.observe(model, input_ids).cache")
+    return cache.full_layers[0].batch
+
+
 def compact(cache: RetainedCache, decision: Decision) -> RetainedCache:
     """Make a new cache that has only the kept tokens. The full cache is not changed.
 
@@ -157,13 +163,13 @@ def compact(cache: RetainedCache, decision: Decision) -> RetainedCache:
         decision: result of `decide` for this cache.
 
     Raises:
-        SpecError: if the decision does not match the tokens, rows, layers or heads of the cache.
+        SpecError: if the cache is empty, or if the decision does not match its tokens, rows, layers or heads.
     """
     if not isinstance(cache, RetainedCache) or not isinstance(decision, Decision):
         kinds = f"{type(cache).__name__}, {type(decision).__name__}"
         raise SpecError("compact", kinds, "needs different arguments: type kvspec.compact(observed.cache, decision)")
     cache.check_usable()
-    rows = cache.full_layers[0].batch
+    rows = _rows(cache)
     if len(decision.retentions) != rows:
         raise SpecError("decision", f"{len(decision.retentions)} prompts", f"must be for the {rows} rows of the cache")
     compacted = cache.branch()
@@ -183,7 +189,7 @@ def side_by_side(cache: RetainedCache, rows: int) -> RetainedCache:
     Raises:
         SpecError: if the cache does not satisfy these conditions, or if `rows` is below 1.
     """
-    batch = cache.full_layers[0].batch
+    batch = _rows(cache)
     if not cache.uniform or batch != 1:
         raise SpecError("cache", f"{batch} rows", "must have one, which stores the same in all layers and heads")
     if rows < 1:

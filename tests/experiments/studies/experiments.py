@@ -98,7 +98,6 @@ policies = ["snapkv", "streamingllm"]
 budgets = ["0.5", "0.8"]
 """
 ROWS = 8
-PATIENCE = 1.5
 SLOW = """
 import time
 from pathlib import Path
@@ -109,7 +108,7 @@ from experiments.studies import leases
 from reference.policies import policy_from_score
 from spec.policy import Needs
 
-leases._BEAT, leases._PATIENCE, leases._PAUSE = 0.1, 1.5, 0.05
+leases._PAUSE = 0.05
 
 def newest(observation):
     while Path("wait").exists():
@@ -122,25 +121,13 @@ POLICY = policy_from_score(newest, needs=Needs())
 """Source of a module with a slow policy, for commands. Their workers use short waiting times too."""
 
 
-def patient(hours: int) -> None:
-    """Put the clock of this process forward by `hours`, and shorten its waiting times."""
-    here, touch = time.time, os.utime
-
-    def touched(lease: Path) -> None:
-        touch(lease, (time.time(),) * 2)
-
-    leases._BEAT, leases._PATIENCE, leases._PAUSE = PATIENCE / 15, PATIENCE, PATIENCE / 30
-    time.time = lambda: here() + 3600 * hours
-    os.utime = touched  # type: ignore[assignment]
-
-
-def sweep(rules: Path, out: Path, hours: int) -> None:
-    """Run `kvspec sweep RULES` with a clock that is `hours` ahead.
+def sweep(rules: Path, out: Path) -> None:
+    """Run the study of a rules file.
 
     The file `most` contains the number of samples that all processes together begin.
     """
     torch.set_num_threads(1)
-    patient(hours)
+    leases._PAUSE = 0.05
 
     def begun() -> bool:
         """Return whether this process created one of the allowed folders `begun-N`."""

@@ -11,21 +11,19 @@ import lzma
 import re
 import resource
 import signal
-import time
 from collections import Counter
 from functools import cache
-from itertools import count
 from multiprocessing import get_context
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from types import SimpleNamespace
+from typing import BinaryIO
 
 from experiments.studies import leases
 from experiments.studies.evidence.rules import load_rules
 from experiments.studies.evidence.run import merged, study_unit
 from experiments.studies.leases import Leases
 from experiments.studies.report import summary
-from experiments.studies.results import Row, append_row, load_rows
+from experiments.studies.results import Row, append_row, load_rows, lock_at_once
 from lab.measure import evidence_pages, evidence_place, evidence_rows
 from spec.errors import SpecError
 from spec.tables import result_table
@@ -136,76 +134,47 @@ def units_stored(path: Path) -> Counter[str]:
     return Counter(row["unit"] for row in load_rows(path))
 
 
-def test_who_lost_a_unit_stores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check a worker that slept too long: a different worker has its unit."""
-    monkeypatch.setattr(leases, "_PATIENCE", 0.1)
+def test_unit_has_one_holder(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    with Leases(path, unit_of) as slow, Leases(path, unit_of) as other:
-        assert slow.take("a")
+    with Leases(path, unit_of) as one, Leases(path, unit_of) as other:
+        assert one.take("a")
         assert not other.take("a")
-        time.sleep(0.15)
+        assert [alive for _, alive in one.holders()] == [True]
+        one.add({"unit": "a", "who": "one"})
+        assert not other.take("a")
+    assert load_rows(path) == [{"unit": "a", "who": "one"}]
+    assert not list(tmp_path.glob(".*.lease"))
+
+
+def test_lock_of_removed_lease_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check a worker that opens a lease just before the holder removes the lease, and locks it just after."""
+    path, lock = tmp_path / "rows.jsonl", lock_at_once
+    with Leases(path, unit_of) as one, Leases(path, unit_of) as other:
+        assert one.take("a")
+
+        def late(file: BinaryIO) -> bool:
+            one._release()
+            return lock(file)
+
+        monkeypatch.setattr(leases, "lock_at_once", late)
+        assert not other.take("a")
+        monkeypatch.undo()
         assert other.take("a")
-        assert not slow.add({"unit": "a", "who": "slow"})
-        assert other.add({"unit": "a", "who": "other"})
-        assert not slow.take("a")
-    assert load_rows(path) == [{"unit": "a", "who": "other"}]
+        assert other.deaths == 0
 
 
-def test_a_lease_that_is_touched_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check a lease that is touched every 40 seconds of the second worker's clock, which the test sets."""
-    monkeypatch.setattr(leases, "_BEAT", 0.01)
+def test_row_of_holder_that_died_is_not_made_again(tmp_path: Path) -> None:
+    """Check a lease whose worker was killed after it had stored the row and before the release."""
     path = tmp_path / "rows.jsonl"
-    with Leases(path, unit_of) as alive, Leases(path, unit_of) as other:
-        assert alive.take("a")
-        (lease,) = tmp_path.glob(".*.lease")
-        clock = count(step=40)
-        monkeypatch.setattr(leases, "time", SimpleNamespace(monotonic=lambda: next(clock), strftime=time.strftime))
-        for _ in range(10):
-            assert not other.take("a")
-            touched = lease.stat().st_mtime_ns
-            while lease.stat().st_mtime_ns == touched:
-                time.sleep(0.01)
-
-
-def test_a_lease_that_another_worker_removes_stays_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check a worker that removes all leases between two steps of the holder, because all units are stored."""
-    monkeypatch.setattr(leases, "_BEAT", 0.01)
-    path, holds, removals = tmp_path / "rows.jsonl", Leases._holds, [True, False]
-    lease = tmp_path / ".rows.jsonl-a.lease"
-
-    def removed(worker: Leases) -> bool:
-        actual = holds(worker)
-        if removals and removals.pop(0):
-            lease.unlink()
-        return actual
-
-    with Leases(path, unit_of) as touching:
-        assert touching.take("a")
-        monkeypatch.setattr(Leases, "_holds", removed)
-        while removals:  # In the second check, the touch after the first check is over.
-            time.sleep(0.01)
-        assert not lease.exists()
-    storing = Leases(path, unit_of)
-    assert storing.take("a")
-    removals += [False, True]
-    assert storing.add({"unit": "a"})
-    assert removals == []
-
-
-def test_a_row_of_a_holder_that_died_before_it_let_go_is_not_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(leases, "_PATIENCE", 0.05)
-    path = tmp_path / "rows.jsonl"
-    died, other = Leases(path, unit_of), Leases(path, unit_of)
-    assert died.take("a")
-    with other:
+    (tmp_path / ".rows.jsonl-a.lease").write_text('{"pid": 1, "deaths": 0}', encoding="ascii")
+    append_row(path, {"unit": "a"})
+    with Leases(path, unit_of) as other:
+        assert [alive for _, alive in other.holders()] == [False]
         assert not other.take("a")
-        time.sleep(0.1)
-        append_row(path, {"unit": "a"})
-        assert not other.take("a")
-        assert list(other.units(["a"], lambda unit: None)) == []
-    assert units_stored(path) == Counter(["a"])
+        assert next(other.units(["b"], lambda unit: None)) == "b"
+        other.add({"unit": "b"})
+    assert units_stored(path) == Counter(["a", "b"])
+    assert not list(tmp_path.glob(".*.lease"))
 
 
 @cache

@@ -11,7 +11,6 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +22,7 @@ pytest.importorskip("transformers", reason="the study drives transformers models
 from typer.testing import CliRunner
 
 from conformance.paths import ROOT
-from experiments.studies import answers, leases
+from experiments.studies import answers
 from experiments.studies.evidence import run as of_study
 from experiments.studies.evidence.measure import measure
 from experiments.studies.evidence.rules import load_rules
@@ -66,22 +65,22 @@ def swept(rules: Path, out: Path, *options: str) -> Any:
 
 
 def test_killed_workers_make_the_rows_of_one_that_is_alone(rules: Path, tmp_path: Path) -> None:
-    """Run four workers on two machines whose clocks differ by an hour. Twice, kill a busy worker of each machine."""
+    """Run four workers. Twice, kill two busy workers."""
     alone, together = tmp_path / "alone", tmp_path / "together"
     assert swept(rules, alone).exit_code == 0
     most = tmp_path / "most"
     publish_readable(most, b"0")
-    living = {hours: [started(sweep, rules, together, hours) for _ in range(2)] for hours in (0, 1)}
+    workers = [started(sweep, rules, together) for _ in range(4)]
     for begun in (3, 10 * ROWS):
-        for hours, machine in living.items():
-            while not (at_work := [process for process in machine if process.pid in holders(together)]):
-                assert all(process.is_alive() for process in machine)
-                time.sleep(0.02)
-            at_work[0].kill()
-            at_work[0].join()
-            machine[machine.index(at_work[0])] = started(sweep, rules, together, hours)
+        while len(at_work := [process for process in workers if process.pid in holders(together)]) < 2:
+            assert all(process.is_alive() for process in workers)
+            time.sleep(0.02)
+        for process in at_work[:2]:
+            process.kill()
+            process.join()
+            workers[workers.index(process)] = started(sweep, rules, together)
         publish_readable(most, str(begun).encode())
-    for process in [*living[0], *living[1]]:
+    for process in workers:
         process.join()
         assert process.exitcode == 0
     assert measured(together) == measured(alone)
@@ -211,9 +210,8 @@ def test_a_policy_that_keeps_more_than_it_promises_is_caught(
         assert row.get(ERROR, "").count("must not be exceeded, but newest keeps 517") == errors
 
 
-def test_a_unit_that_kills_its_workers_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_unit_that_kills_its_workers_is_left_alone(tmp_path: Path) -> None:
     """The kernel kills processes that use too much memory. The fourth worker does not try the unit."""
-    monkeypatch.setattr(leases, "_PATIENCE", 0.05)
     path, tried = tmp_path / "rows.jsonl", list[int]()
 
     def made() -> Row:
@@ -222,10 +220,10 @@ def test_a_unit_that_kills_its_workers_is_left_alone(tmp_path: Path, monkeypatch
 
     for deaths in range(4):
         worker = Leases(path, lambda row: str(row["unit"]))
-        while not worker.take("a"):
-            time.sleep(0.06)
+        assert worker.take("a")
         assert worker.deaths == deaths
         row = answers.attempted(made, worker)
+        worker._held[1].close()  # type: ignore[index]  # the end of a process closes its files
     assert len(tried) == 3
     assert row == {ERROR: "3 workers died while they made it: out of memory, or killed"}
 
@@ -241,40 +239,29 @@ def test_only_what_failed_and_nobody_holds_is_made_again(tmp_path: Path) -> None
         assert other.take("a")
         one.again("ac")
         assert one.stored() == {"b"}
-        assert other.add({"unit": "a"})
+        other.add({"unit": "a"})
         one.again("ab")
         assert one.stored() == {"a", "b"}
     assert [row["unit"] for row in load_rows(path)] == ["b", "a"]
 
 
-def test_the_status_names_who_is_at_work_and_who_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lease that is not touched during `status` is silent, for any clocks."""
-    monkeypatch.setattr(leases, "_BEAT", 0.01)
+def test_the_status_names_who_is_at_work_and_who_is_dead(tmp_path: Path) -> None:
     path = tmp_path / "study.jsonl"
     names = ("rules", "model", "sample", "placement")
     rows = [{**dict.fromkeys(names, "x"), "sample": at, "seconds": {"prefill": 60, "reading": 40}} for at in range(4)]
     units = [str(of_study.study_unit(row)) for row in rows]
     with of_study.leases(path) as alive:
-        dead = of_study.leases(path)
         assert alive.take(units[0])
-        assert alive.add(rows[0])
+        alive.add(rows[0])
         assert alive.take(units[1])
-        assert dead.take(units[2])
+        dead = tmp_path / f".study.jsonl-{units[2]}.lease"
+        dead.write_text('{"pid": 0, "host": "here", "since": "noon"}', encoding="ascii")
         alive.plan(units)
-        os.utime(next(tmp_path.glob(f"*{units[2]}.lease")), (time.time() + 3600,) * 2)
-        (touched,) = tmp_path.glob(f"*{units[1]}.lease")
-
-        def look(seconds: float) -> None:
-            """Wait for the next touch, however busy the machine is."""
-            before = touched.stat().st_mtime_ns
-            while touched.stat().st_mtime_ns == before:
-                Event().wait(seconds)
-
-        monkeypatch.setattr(leases, "time", SimpleNamespace(sleep=look))
         lines = list(status(tmp_path))
     assert lines[0] == f"{path}: 1 of 4 samples done, 0 failed"
-    assert sorted("SILENT" in line for line in lines[1:3]) == [False, True]
-    assert all(f"under way: process {os.getpid()} of " in line for line in lines[1:3])
+    assert sorted("DEAD" in line for line in lines[1:3]) == [False, True]
+    assert sum(f"under way: process {os.getpid()} of " in line for line in lines[1:3]) == 1
+    assert "  under way: process 0 of here, since noon; DEAD: its sample is taken over" in lines[1:3]
     assert lines[3:] == ["  0:05:00 to go with 1 at work"]
 
 

@@ -22,7 +22,7 @@ from models_integration import (
     decide,
     observe,
 )
-from models_integration.session.verbs import EVERYTHING
+from models_integration.session.verbs import EVERYTHING, side_by_side
 from reference.policies import kvzip, snapkv
 from reference.policies.names import DIVERSE, NAMES
 from spec.budget import parse_budget
@@ -195,7 +195,11 @@ def test_what_cannot_be_observed_or_compacted_is_named() -> None:
         observe(model, ids + VOCABULARY)
     with FullCache()(model), pytest.raises(SpecError, match="is already inside `with policy"):
         observe(model, ids)
-    kept = Retention.shared(np.arange(9), N)
+    kept, empty = Retention.shared(np.arange(9), N), RetainedCache(model.config)
+    with pytest.raises(SpecError, match="an empty cache': has no rows"):
+        compact(empty, Decision((kept,)))
+    with pytest.raises(SpecError, match="an empty cache': has no rows"):
+        side_by_side(empty, 2)
     with pytest.raises(SpecError, match="must be for the 1 rows of the cache"):
         compact(observed.cache, Decision((kept, kept)))
     with pytest.raises(SpecError, match="must cover all 160 tokens"):
