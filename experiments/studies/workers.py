@@ -1,7 +1,7 @@
 """Workers of a command, and the status of their runs.
 
-Workers are more processes of the same command, or actors of Ray. The engine places the workers, and leases in the
-shared folder distribute the units.
+Workers are more processes of the same command, or actors of Ray on several machines. Leases in the folder of the
+results distribute the units.
 """
 
 import os

@@ -81,8 +81,7 @@ BatchSize = Annotated[
 
 Workers = Annotated[
     int,
-    typer.Option(help="Number of worker processes. To use more machines, run the same command on each machine, with a"
-                 " shared folder as --out.")
+    typer.Option(help="Number of worker processes on this machine. To use several machines, add --engine ray.")
 ]
 Engine = Annotated[
     str, typer.Option(help="Kind of workers: 'processes', or 'ray' for Ray actors. With --device cuda each Ray actor"
