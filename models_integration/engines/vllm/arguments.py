@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from functools import lru_cache
@@ -26,9 +27,9 @@ _SERVER_ONLY = {"backend": "is chosen by the server", "calibration": "is a file 
 _LONGEST = 65536  # characters of a request's arguments
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RequestPolicy:
-    """Policy, budget and options of one request.
+    """Policy, budget and options of one request. Objects are compared by identity.
 
     Attributes:
         name: name of the policy.
@@ -70,9 +71,23 @@ class RequestPolicy:
             return f"{self.name} reads each prompt twice, and vLLM reads a prompt once"
         if policy.granularity is not Granularity.MODEL and policy.budgets not in (even, everything):
             part = "layers" if policy.granularity is Granularity.LAYER else "heads"
-            return f"{self.name} keeps more tokens in some {part} than in others, and a block of vLLM has equally many"
+            equal = self._with_equal_counts()
+            return (
+                f"{self.name} keeps more tokens in some {part} than in others, and a block of vLLM has equally many"
+                f"{'' if equal is None else f'; type {equal}'}"
+            )
         if self.decodes and not isinstance(policy.scorer, RunningScorer):
             return f"{self.name} has no decode step: {start.__name__} needs a scorer with `step`"
+        return None
+
+
+    def _with_equal_counts(self) -> str | None:
+        """Return the shortest text of the policy with equal shares. None if the name is a text with other shares."""
+        for parts in ("heads=even", "layers=even", "layers=even/heads=even"):
+            text = f"{self.name}/{parts}"
+            with suppress(SpecError):
+                if make(text, self.constants, _placeholders(text, self.constants)).budgets is even:
+                    return text
         return None
 
 

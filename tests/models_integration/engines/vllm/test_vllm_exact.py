@@ -124,6 +124,15 @@ def test_preempted_requests_keep_the_same_sets(small: Engine) -> None:
     assert sum(bool(one["evictions"]) for one in actual) == 10
 
 
+@pytest.mark.law("decided-as-the-reference")
+@pytest.mark.parametrize("policy", [
+    "adakv/heads=even", "nestedkv/heads=even", "cake/layers=even", "pyramidkv/layers=even",
+])
+def test_forms_with_equal_counts_say_so_in_their_name(engine: Engine, policy: str) -> None:
+    actual = run(engine, [cut(150, 7)], [asking(policy, budget=0.3)])
+    assert (actual[0]["policy"], len(actual[0]["evictions"])) == (policy, 1)
+
+
 def test_the_witness_names_what_is_not_served(engine: Engine) -> None:
     (output,) = engine.answer([cut(97)], [asking("adakv", budget=0.3)])
     with pytest.raises(AssertionError, match="kept all 97 tokens of a budget of 32: adakv keeps more tokens in some"):
@@ -136,7 +145,8 @@ def test_what_is_not_served_is_stated(engine: Engine) -> None:
         asking("knorm", 1, budget=0.3),
     ])
     assert [one["reason"] for one in actual] == [
-        "nestedkv keeps more tokens in some heads than in others, and a block of vLLM has equally many",
+        "nestedkv keeps more tokens in some heads than in others, and a block of vLLM has equally many; type"
+        " nestedkv/heads=even",
         "the prompt has one token", "the budget keeps all tokens", "no token was processed after the decision",
     ]
 
