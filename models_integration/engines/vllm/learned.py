@@ -1,46 +1,62 @@
-"""Constants that policies read from vLLM's model: output projections, rotary frequencies, and what was calibrated."""
+"""Policies with constants of vLLM's model: output projections, rotary frequencies, and what was calibrated."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, lru_cache
 from typing import Any
 
-from models_integration.engines.vllm.arguments import RequestPolicy
+from models_integration.engines.vllm.arguments import RequestPolicy, make
 from models_integration.engines.vllm.seams import output_projection, rotary_frequencies
 from reference.calibration import Identity
 from reference.policies import names
+from spec.backend import resolve
 from spec.errors import SpecError
+from spec.policy import Policy
 
-__all__ = ["learned"]
+__all__ = ["ModelPolicies"]
 
 _FACTOR = 1.0
 """Attention factor of rotary frequencies that are not scaled. `rotary_frequencies` refuses all others."""
 
 
-def learned(model: Any, layers: Sequence[Any], asked: RequestPolicy) -> Mapping[str, Any]:
-    """Return the constants of the model that the policy of a request needs.
-
-    A calibration is compared with the rotary frequencies of the model alone, because vLLM stores the weights in an
-    order of its own. So vLLM cannot tell a calibration of other weights with the same frequencies.
+class ModelPolicies:
+    """Policies with the constants of a model, and with scores on the device of the pages.
 
     Args:
         model: vLLM's model.
         layers: attention modules of the model, in the order of the layers.
-        asked: policy of the request.
 
-    Raises:
-        SpecError: if the model does not have a constant in a known form.
+    Attributes:
+        policy: function that returns the policy of a request, and raises `SpecError` if the model does not have a
+            constant in a known form. Requests often repeat their arguments, so the last policies are stored.
     """
-    make: Mapping[str, Callable[[], Any]] = {
-        "W_o": lambda: {index: output_projection(model, layer) for index, layer in enumerate(layers)},
-        "inv_freq": lambda: rotary_frequencies(model, layers[0]),
-        "factor": lambda: _FACTOR,
-        "served": lambda: _served(model, layers, asked),
-    }
-    return {name: make[name]() for name in names.constants_of_model(asked.name)}
 
+    def __init__(self, model: Any, layers: Sequence[Any]) -> None:
+        self._model, self._layers, self._backend = model, layers, resolve("torch").name
+        self.policy = lru_cache(maxsize=64)(self._make)
 
-def _served(model: Any, layers: Sequence[Any], asked: RequestPolicy) -> Identity:
-    calibration = asked.constants["calibration"]
-    if tuple(calibration.layers) != tuple(range(len(layers))):
-        reason = f"has statistics of the layers {calibration.layers}, and the model has {len(layers)} layers"
-        raise SpecError("calibration", calibration.identity.model, reason)
-    return Identity(calibration.identity.model, rotary_frequencies(model, layers[0]), _FACTOR)
+    def _make(self, asked: RequestPolicy) -> Policy:
+        read: Mapping[str, Callable[[], Any]] = {
+            "W_o": lambda: self._projections,
+            "inv_freq": lambda: rotary_frequencies(self._model, self._layers[0]),
+            "factor": lambda: _FACTOR,
+            "served": lambda: self._served(asked),
+        }
+        constants = {**asked.constants, **({"backend": self._backend} if asked.name != "streamingllm" else {})}
+        return make(asked.name, constants, {name: read[name]() for name in names.constants_of_model(asked.name)})
+
+    @cached_property
+    def _projections(self) -> Mapping[int, Any]:
+        """Output projection of each layer. All policies share the projections, which are large."""
+        return {index: output_projection(self._model, layer) for index, layer in enumerate(self._layers)}
+
+    def _served(self, asked: RequestPolicy) -> Identity:
+        """Return the identity of the model, for the comparison with a calibration.
+
+        Only rotary frequencies are compared, because vLLM stores the weights in an order of its own. So vLLM cannot
+        tell a calibration of other weights with the same frequencies.
+        """
+        calibration, layers = asked.constants["calibration"], self._layers
+        if tuple(calibration.layers) != tuple(range(len(layers))):
+            reason = f"has statistics of the layers {calibration.layers}, and the model has {len(layers)} layers"
+            raise SpecError("calibration", calibration.identity.model, reason)
+        return Identity(calibration.identity.model, rotary_frequencies(self._model, layers[0]), _FACTOR)

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models_integration.engines.vllm.arguments import KEY, RequestPolicy, Settings, make, parse_request
-from models_integration.engines.vllm.learned import learned
+from models_integration.engines.vllm.arguments import KEY, Settings, parse_request
+from models_integration.engines.vllm.learned import ModelPolicies
 from models_integration.engines.vllm.manager import evicting_spec
 from models_integration.engines.vllm.pages import Pages
 from models_integration.engines.vllm.plan import Compaction, Report, Step
@@ -25,8 +25,6 @@ from models_integration.engines.vllm.seams import (
     watch_queries,
 )
 from models_integration.engines.vllm.selection import Decider
-from spec.backend import resolve
-from spec.policy import Policy
 from spec.retention import Granularity
 
 __all__ = ["EvictingWorker"]
@@ -53,8 +51,7 @@ class _Model:
         self.reports: dict[str, Report] = {}
         self._ends: list[tuple[str, int]] = []
         self._pieces: list[tuple[Decider, int, int]] = []
-        self._backend = resolve("torch")
-        self._policies: dict[int, tuple[RequestPolicy, Policy]] = {}
+        self._policies = ModelPolicies(runner.get_model(), self.layers)
         for index, layer in enumerate(self.layers):
             watch_queries(layer, partial(self._see, index))
 
@@ -157,21 +154,14 @@ class _Model:
 
     def _add(self, new: Any) -> None:
         """Make the decider of a new request. If this fails, the request keeps its full cache."""
-        given = (new.sampling_params.extra_args or {}).get(KEY)
+        given, n = (new.sampling_params.extra_args or {}).get(KEY), len(new.prompt_token_ids)
         try:
             asked = parse_request(given, self.settings)
             assert asked is not None
-            policy = self._policies.setdefault(id(asked), (asked, self._policy(asked)))[1]
+            policy = self._policies.policy(asked)
+            self.deciders[new.req_id] = Decider(asked, policy, n, self.facts, self.pages[0].heads)
         except Exception as error:  # the request goes on, and its statement names the error
             self.reports[new.req_id] = Report(0, -1, error=f"{type(error).__name__}: {error}")
-            return
-        n, heads = len(new.prompt_token_ids), self.pages[0].heads
-        self.deciders[new.req_id] = Decider(asked, policy, n, self.facts, heads)
-
-    def _policy(self, asked: RequestPolicy) -> Policy:
-        """Return the policy with the constants of the model, and with scores on the device of the pages."""
-        constants = {**asked.constants, **({"backend": self._backend.name} if asked.name != "streamingllm" else {})}
-        return make(asked.name, constants, learned(self.runner.get_model(), self.layers, asked))
 
 
 class _Evicting:

@@ -7,6 +7,7 @@ from models_integration.engines.vllm.arguments import KEY, Settings, parse_reque
 from models_integration.engines.vllm.manager import EvictingManager
 from models_integration.engines.vllm.plan import Compaction, Plan, Report, Step
 from models_integration.engines.vllm.seams import AsyncScheduler, Scheduler, check_configuration, only_manager, preempt
+from reference.policies import names
 from spec.errors import BackendUnavailable, SpecError
 
 __all__ = ["EvictingAsyncScheduler", "EvictingScheduler"]
@@ -37,6 +38,8 @@ class _News:
             reason = "the prompt has embeddings or images, and policies read token ids"
         elif getattr(request, "resumable", False):
             reason = "a session with streamed input has no end of the prompt"
+        elif getattr(request, "lora_request", None) is not None and "W_o" in names.constants_of_model(asked.name):
+            reason = f"{asked.name} reads weights of the model, and the request has an adapter"
         elif request.num_prompt_tokens < 2 and not asked.decodes:
             reason = "the prompt has one token"
         if reason is None:
@@ -66,11 +69,7 @@ class _News:
 
 
 class _Evicting:
-    """Methods that override those of vLLM's schedulers.
-
-    Attributes:
-        evicted: number of compactions so far.
-    """
+    """Methods that override those of vLLM's schedulers."""
 
     # Attributes of vLLM's scheduler.
     requests: dict[str, Any]
@@ -87,7 +86,6 @@ class _Evicting:
         self._news = _News(Settings.read((self.vllm_config.additional_config or {}).get(KEY, {})))
         self._held: set[str] = set()
         self._updating = False
-        self.evicted = 0
 
     @property
     def _vllm(self) -> Any:
@@ -159,7 +157,6 @@ class _Evicting:
             return None
         job: Compaction | None = self._manager.compact(request.request_id, report.event, report.kept)
         if job is not None:
-            self.evicted += 1
             self._news.freed(request.request_id, len(job.source) - len(job.target))
         return job
 

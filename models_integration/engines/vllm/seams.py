@@ -243,6 +243,8 @@ def output_projection(model: Any, layer: Any) -> Tensor:
     project, heads, d = getattr(block, "o_proj", None), layer.impl.num_heads, layer.impl.head_size
     if project is None:
         raise SpecError("model", layer.layer_name, "has no output projection o_proj")
+    # If vLLM 0.32 serves adapters, it wraps the projection. The wrapper adds the adapters of the last batch.
+    project = getattr(project, "base_layer", project)
     units = torch.eye(heads * d, dtype=layer.kv_cache.dtype, device=layer.kv_cache.device)
     rows, zero = (project(given)[0] for given in (units, torch.zeros_like(units[:1])))
     projection: Tensor = (rows - zero).view(heads, d, -1)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from models_integration.engines.vllm.arguments import RequestPolicy
 from models_integration.engines.vllm.statement import eviction
+from reference.crystalcache.observed_layer import observed_layer
 from reference.policies import advance, retain, start
 from spec.arrays import Int64, IntMatrix, IntVector
 from spec.errors import SpecError
@@ -41,6 +42,10 @@ class Decider:
         live: positions of the tokens that the cache stores, (g, live). Set by decisions that were made, also if a
             preempted request has not yet carried them out again.
         queries: queries since the last decision, by layer.
+        watched: layers whose tensors the policy reads.
+
+    Raises:
+        SpecError: if the policy reads a layer that the model does not have.
     """
 
     asked: RequestPolicy
@@ -54,17 +59,17 @@ class Decider:
     _running: Running | None = None
     _kept: dict[int, Int64[IntMatrix, "g kept"]] = field(default_factory=dict)
     """Slots that each decision keeps, by the number of tokens processed."""
+    watched: Sequence[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        every, needs = range(len(self.layers)), self.needs
+        one = [observed_layer(every, needs.observed)] if needs.layers == "observed" else []
+        self.watched = every if needs.layers == "all" else one
 
     @property
     def needs(self) -> Needs:
         """Return the tensors that the policy reads."""
         return self.policy.scorer.needs
-
-    @property
-    def watched(self) -> Sequence[int]:
-        """Return the layers whose tensors the policy reads."""
-        every = range(len(self.layers))
-        return {"none": [], "all": every, "observed": [every[self.needs.observed]]}[self.needs.layers]
 
     def kept(self, event: int) -> IntMatrix | None:
         """Return the kept slots of a decision, or None if the decision has not been made or keeps all tokens."""

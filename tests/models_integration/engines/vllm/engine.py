@@ -57,7 +57,7 @@ class Engine:
         options: options of vLLM.
 
     Attributes:
-        preempted: number of preemptions so far.
+        counts: number of calls of two methods of the scheduler.
     """
 
     def __init__(self, settings: Mapping[str, Any] | None = None, blocks: int = 400, **options: Any) -> None:
@@ -79,19 +79,37 @@ class Engine:
         core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler, self.runner = core.scheduler, core.model_executor.driver_worker.worker.model_runner
         self.pool = self.scheduler.kv_cache_manager.block_pool
-        self.preempted, self._preempt = 0, self.scheduler._preempt_request
-        self.scheduler._preempt_request = self._count
+        self.counts = dict.fromkeys(("compact", "_preempt_request"), 0)
+        for owner, name in ((self.scheduler._manager, "compact"), (self.scheduler, "_preempt_request")):
+            setattr(owner, name, self._counted(name, getattr(owner, name)))
         ALIVE.append(self)
 
-    def _count(self, *args: Any, **kwargs: Any) -> None:
-        self.preempted += 1
-        self._preempt(*args, **kwargs)
+    @property
+    def preempted(self) -> int:
+        """Return the number of preemptions so far."""
+        return self.counts["_preempt_request"]
 
-    def answer(self, prompts: Sequence[list[int]], parameters: Sequence[Any]) -> list[Any]:
+    @property
+    def compacted(self) -> int:
+        """Return the number of compactions so far, including those that lacked blocks."""
+        return self.counts["compact"]
+
+    def _counted(self, name: str, own: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.counts[name] += 1
+            return own(*args, **kwargs)
+
+        return call
+
+    def answer(
+        self, prompts: Sequence[list[int]], parameters: Sequence[Any], adapters: Sequence[Any] | None = None,
+    ) -> list[Any]:
         """Return the outputs of all requests, and check that no block is lost."""
         free = self.pool.get_num_free_blocks()
         given = [{"prompt_token_ids": one} for one in prompts]
-        outputs: list[Any] = self.llm.generate(given, list(parameters), use_tqdm=False)
+        outputs: list[Any] = self.llm.generate(
+            given, list(parameters), use_tqdm=False, lora_request=adapters and list(adapters)
+        )
         self.check_nothing_left()
         assert self.pool.get_num_free_blocks() == free
         return outputs
@@ -149,9 +167,18 @@ def masked_model() -> MaskedModel:
     return MaskedModel(copy.deepcopy(model).double())
 
 
-def expected(prompt: Sequence[int], answer: Sequence[int], body: Mapping[str, Any]) -> torch.Tensor:
-    """Return the log-probabilities (n, vocabulary) of the masked model, with the stated sets of kept tokens."""
-    ids, model, evictions = [*prompt, *answer], masked_model(), parsed(prompt, answer, body).evictions
+def expected(
+    prompt: Sequence[int], answer: Sequence[int], body: Mapping[str, Any], model: MaskedModel | None = None,
+) -> torch.Tensor:
+    """Return the log-probabilities (n, vocabulary) of the masked model, with the stated sets of kept tokens.
+
+    Args:
+        prompt: ids of the prompt.
+        answer: ids of the answer.
+        body: statement of the answer.
+        model: masked model. None is that of the pocket model.
+    """
+    ids, model, evictions = [*prompt, *answer], model or masked_model(), parsed(prompt, answer, body).evictions
     assert "until" not in body
     ends = [*(one.seen for one in evictions), len(ids)]
     row: Row = model.nothing.read(ids[: ends[0]])
@@ -160,13 +187,23 @@ def expected(prompt: Sequence[int], answer: Sequence[int], body: Mapping[str, An
     return torch.log_softmax(model.expect(row).logits, dim=-1)
 
 
-def check_masked(prompt: Sequence[int], output: Any) -> float:
-    """Check that an answer is the greedy answer of the masked model, and return the largest difference."""
-    answer, worst = list(output.outputs[0].token_ids), 0.0
-    rows = expected(prompt, answer, stated(output))[len(prompt) - 1 :]
-    for token, row, actual in zip(answer, rows, output.outputs[0].logprobs, strict=False):
-        assert row[token] >= row.max() - TOLERANCE
-        worst = max(worst, *(abs(float(row[one]) - own.logprob) for one, own in actual.items()))
+def check_masked(
+    prompt: Sequence[int], output: Any, greedy: bool = True, model: MaskedModel | None = None,
+) -> float:
+    """Check that each answer of a request is an answer of the masked model, and return the largest difference.
+
+    Args:
+        prompt: ids of the prompt.
+        output: output of the request, with one or several answers.
+        greedy: False if the tokens of the answers were drawn.
+        model: masked model. None is that of the pocket model.
+    """
+    bodies, worst = output.kv_transfer_params["kvspec"], 0.0
+    for one, body in zip(output.outputs, bodies if isinstance(bodies, list) else [bodies], strict=True):
+        rows = expected(prompt, list(one.token_ids), body, model)[len(prompt) - 1 :]
+        for token, row, actual in zip(one.token_ids, rows, one.logprobs, strict=False):
+            assert not greedy or row[token] >= row.max() - TOLERANCE
+            worst = max(worst, *(abs(float(row[own]) - given.logprob) for own, given in actual.items()))
     assert worst < TOLERANCE, worst
     return worst
 

@@ -78,6 +78,14 @@ def test_unequal_counts_are_refused_or_served_in_full(name: str, reason: str) ->
     actual = parse_request({"policy": name, "budget": 0.3}, OPEN)
     assert actual is not None
     assert reason in str(actual.unserved)
+    equal = parse_request({"policy": str(actual.unserved).rpartition("; type ")[2], "budget": 0.3}, Settings())
+    assert equal is not None
+    assert equal.name.startswith(f"{name}/")
+
+
+def test_a_text_with_shares_is_refused_without_a_form() -> None:
+    with pytest.raises(SpecError, match=r"has equally many$"):
+        parse_request({"policy": "snapkv/layers=pyramid/heads=adaptive", "budget": 0.3}, Settings())
 
 
 def test_settings_accept_names_as_people_write_them() -> None:
@@ -204,6 +212,17 @@ def test_a_decision_is_made_once() -> None:
     assert sum(b - a for a, b in decide(21, 17)["sets"][0]) == 16
     with pytest.raises(AssertionError):
         decide(23, 17)
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize("observed", [3, 7, -4])
+def test_a_layer_that_the_model_lacks_is_refused_before_the_prompt(observed: int) -> None:
+    """A worker once noticed the layer in the middle of a step, and the engine stopped."""
+    given = {"policy": "crystalcache", "budget": 0.3, "sentence_ends": [5], "observed_layer": observed}
+    asked = parse_request(given, OPEN)
+    assert asked is not None
+    with pytest.raises(SpecError, match=f"observed_layer = {observed}: must be from -3 to 2: the model has 3"):
+        Decider(asked, asked.policy, 20, [LayerFacts(0.5, None, None)] * 3, 2)
 
 
 @pytest.mark.law("one-line-with-the-way-out")

@@ -35,7 +35,8 @@ def serving(tmp_path: Path, *command: str) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])  # a different version of vLLM can be there
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
@@ -64,8 +65,8 @@ def _wait(url: str, process: Any, log: Path) -> None:
     raise AssertionError(f"no server after {START} s: {log.read_text()[-3000:]}")
 
 
-def kvspec_serve(policy: str, budget: str) -> list[str]:
-    return ["kvspec", "serve", "pocket", "--policy", policy, "--budget", budget]
+def kvspec_serve(policy: str, budget: str, model: str = "pocket") -> list[str]:
+    return ["kvspec", "serve", model, "--policy", policy, "--budget", budget]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,80 @@
+"""Asynchronous scheduling: vLLM schedules a step before the results of the step before are known."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models_integration.engines.vllm.engine import (
+    NEEDS_VLLM,
+    TOLERANCE,
+    Engine,
+    asking,
+    check_masked,
+    check_sets,
+    cut,
+    stated,
+)
+from tests.models_integration.engines.vllm.test_vllm_random import new_engine, serve
+
+pytestmark = [pytest.mark.law("eviction-equals-masking"), *NEEDS_VLLM]
+
+
+class Nothing:
+    """Stream or event of a device whose operations are finished at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.device = torch.device("cpu")
+
+    def record(self, *_: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def wait_stream(self, *_: Any) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    """Yield an engine with asynchronous scheduling, which vLLM 0.32 switches off on a CPU.
+
+    Scheduler, model runner and queue of batches are those of vLLM. Only streams and events of CUDA are replaced.
+    """
+    from vllm.platforms import current_platform
+
+    kind = type(current_platform)
+    own = kind.check_and_update_config
+
+    def check(config: Any) -> None:
+        own(config)
+        config.scheduler_config.async_scheduling = True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "check_and_update_config", staticmethod(check))
+        patch.setattr(torch.cuda, "Event", Nothing)
+        patch.setattr(torch.cuda, "Stream", Nothing)
+        patch.setattr(torch.cuda, "current_stream", Nothing)
+        patch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+        engine = new_engine()
+        assert type(engine.scheduler).__name__ == "EvictingAsyncScheduler"
+        assert engine.llm.llm_engine.engine_core.engine_core.batch_queue is not None
+        yield engine
+
+
+def test_decisions_come_one_step_late(engine: Engine) -> None:
+    """Policies of a prompt, of each token and of every sixteen tokens run in one batch."""
+    asked = [
+        asking("snapkv", 40, budget=0.3, W=16), asking("tova", 40, budget=64), asking("rkv", 40, budget=60, every=16),
+        asking("h2o-described", 40, budget=0.5), asking(None, 40),
+    ]
+    prompts = [cut(60 + 7 * at, 31 * at) for at in range(5)]
+    for prompt, output in zip(prompts, engine.answer(prompts, asked), strict=True):
+        check_masked(prompt, output)
+        check_sets(prompt, output)
+        assert "Error" not in stated(output).get("reason", "")
+
+
+def test_random_requests_with_asynchronous_scheduling(engine: Engine) -> None:
+    assert serve(engine, Random(2), 24) < TOLERANCE
+    assert engine.compacted > 0
+    assert engine.preempted > 0

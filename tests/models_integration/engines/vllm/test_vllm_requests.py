@@ -1,0 +1,185 @@
+"""Kinds of requests: long answers, prompts near the size of a block or chunk, samples, stop strings and adapters."""
+
+import copy
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from models_integration.pocket import load_pocket
+from tests.models_integration.engines.vllm.engine import (
+    BLOCK,
+    NEEDS_VLLM,
+    TOLERANCE,
+    Engine,
+    asking,
+    check_masked,
+    check_sets,
+    cut,
+    masked_model,
+    stated,
+)
+from tests.models_integration.session.masked import MaskedModel
+
+pytestmark = [pytest.mark.law("eviction-equals-masking"), *NEEDS_VLLM]
+
+CHUNK, ANSWER, BUDGET = 64, 600, 128
+LENGTHS = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1)
+AT_NIGHT: Sequence[tuple[str, dict[str, Any]]] = (("rkv", {"every": 16}), ("h2o", {}), ("morphkv", {}))
+RANK, ALPHA = 4, 8
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    """Return an engine whose steps process one chunk of CHUNK tokens."""
+    return Engine({"on_unserved": "full"}, max_num_batched_tokens=CHUNK)
+
+
+@pytest.mark.parametrize(("name", "constants"), [
+    ("tova", {}), *(pytest.param(name, constants, marks=pytest.mark.nightly) for name, constants in AT_NIGHT),
+])
+def test_a_long_answer_equals_masking_at_every_step(engine: Engine, name: str, constants: dict[str, Any]) -> None:
+    prompt, most = cut(100), 0
+    engine.llm.llm_engine.add_request(
+        name, {"prompt_token_ids": prompt}, asking(name, ANSWER, budget=BUDGET, **constants)
+    )
+    (manager,) = engine.scheduler.kv_cache_manager.coordinator.single_type_managers
+    while engine.llm.llm_engine.has_unfinished_requests():
+        outputs = engine.llm.llm_engine.step()
+        most = max(most, *map(len, manager.req_to_blocks.values()), 0)
+    check_masked(prompt, outputs[0])
+    engine.check_nothing_left()
+    every = constants.get("every", 1)
+    evictions = stated(outputs[0])["evictions"]
+    assert len(evictions) >= (len(prompt) + ANSWER - BUDGET) // every - 2
+    assert all(sum(b - a for a, b in own) <= BUDGET for one in evictions for own in one["sets"])
+    assert most <= -(-(BUDGET + every) // BLOCK) + 1  # the full cache has 22 blocks
+
+
+@pytest.mark.parametrize("policy", [
+    "snapkv", "tova", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("h2o-described", "rkv")),
+])
+def test_prompts_near_the_size_of_a_block_or_chunk(engine: Engine, policy: str) -> None:
+    """Each prompt is the only one, so that it is read in whole chunks."""
+    asked = {
+        "snapkv": asking("snapkv", 24, budget=0.5, W=8), "h2o-described": asking("h2o-described", 24, budget=0.5, W=8),
+        "tova": asking("tova", 24, budget=16), "rkv": asking("rkv", 24, budget=20, every=4, W=4),
+    }[policy]
+    engine.llm.reset_prefix_cache()
+    for n in LENGTHS:
+        prompt = cut(n, n)
+        (output,) = engine.answer([prompt], [asked])
+        check_masked(prompt, output)
+        if n > 1:  # a session needs two tokens
+            check_sets(prompt, output)
+        assert bool(stated(output)["evictions"]) == (n >= {"tova": 1, "rkv": 2}.get(policy, BLOCK - 1)), n
+
+
+def test_a_layer_that_the_model_lacks_costs_only_the_eviction(engine: Engine) -> None:
+    """A request once stopped the engine with an IndexError of the worker."""
+    bad = asking("crystalcache", budget=0.3, sentence_ends=[5], observed_layer=7)
+    good = asking("crystalcache", budget=0.3, sentence_ends=[5], observed_layer=-1)
+    outputs = engine.answer([cut(300), cut(300, 5), cut(97)], [bad, good, asking("snapkv", budget=0.3, W=16)])
+    for prompt, output in zip((cut(300), cut(300, 5), cut(97)), outputs, strict=True):
+        check_masked(prompt, output)
+    assert [bool(stated(one)["evictions"]) for one in outputs] == [False, True, True]
+    assert "observed_layer = 7: must be from -3 to 2" in stated(outputs[0])["reason"]
+
+
+def test_policies_are_made_once_and_forgotten(engine: Engine) -> None:
+    """Each request once made its policy again, and the worker kept every policy."""
+    model = engine.runner.kvspec
+    before = model._policies.policy.cache_info()
+    for budget in range(70, 150):
+        engine.answer([cut(40)] * 2, [asking("criticalkv", 2, budget=budget)] * 2)
+    after = model._policies.policy.cache_info()
+    assert (after.misses - before.misses, after.hits - before.hits) == (80, 80)
+    assert after.currsize == 64
+
+
+SAMPLES = {"n": 3, "temperature": 1.0, "seed": 5}
+
+
+def test_samples_of_a_request_equal_masking(engine: Engine) -> None:
+    prompt = cut(97, 13)
+    for policy in (asking("snapkv", 16, SAMPLES, budget=0.3, W=16), asking("tova", 16, SAMPLES, budget=48)):
+        (output,) = engine.answer([prompt], [policy])
+        check_masked(prompt, output, greedy=False)
+        assert len({tuple(one.token_ids) for one in output.outputs}) > 1
+        assert [bool(one["evictions"]) for one in output.kv_transfer_params["kvspec"]] == [True] * 3
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "tova"])
+def test_an_answer_with_a_stop_string_equals_masking(engine: Engine, policy: str) -> None:
+    prompt = cut(97, 13)
+    constants: dict[str, Any] = {"budget": 0.3, "W": 16} if policy == "snapkv" else {"budget": 48}
+    (whole,) = engine.answer([prompt], [asking(policy, 30, **constants)])
+    text = whole.outputs[0].text
+    stop = text[len(text) // 2 :][:3]
+    (stopped,) = engine.answer([prompt], [asking(policy, 30, {"stop": [stop]}, **constants)])
+    check_masked(prompt, stopped)
+    check_sets(prompt, stopped)
+    own = stopped.outputs[0]
+    assert (own.finish_reason, own.stop_reason, own.text) == ("stop", stop, text[: text.index(stop)])
+    assert list(own.token_ids) == list(whole.outputs[0].token_ids)[: len(own.token_ids)]
+    assert len(own.token_ids) < 30
+    assert stated(stopped)["evictions"]
+
+
+def test_log_probabilities_of_the_prompt_are_those_of_the_full_cache(engine: Engine) -> None:
+    prompt = cut(150, 31)
+    (output,) = engine.answer([prompt], [asking("snapkv", 8, {"prompt_logprobs": 3}, budget=0.3, W=16)])
+    check_masked(prompt, output)
+    model = masked_model()
+    rows = torch.log_softmax(model.expect(model.nothing.read(prompt)).logits, dim=-1)
+    assert output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == len(prompt)
+    for row, actual in zip(rows, output.prompt_logprobs[1:], strict=False):
+        assert all(abs(float(row[one]) - own.logprob) < TOLERANCE for one, own in actual.items())
+
+
+def write_adapter(folder: Path) -> MaskedModel:
+    """Write a LoRA adapter of the pocket model, and return the masked model with the adapter."""
+    model, random = copy.deepcopy(load_pocket()[0]), torch.Generator().manual_seed(3)
+    parts: dict[str, torch.Tensor] = {}
+    for index, layer in enumerate(model.model.layers):
+        for name in ("q_proj", "v_proj", "o_proj"):
+            linear = getattr(layer.self_attn, name)
+            rows, columns = linear.weight.shape
+            down = torch.randn(RANK, columns, generator=random) * 0.1
+            up = torch.randn(rows, RANK, generator=random) * 0.1
+            path = f"base_model.model.model.layers.{index}.self_attn.{name}"
+            parts |= {f"{path}.lora_A.weight": down, f"{path}.lora_B.weight": up}
+            linear.weight.data += ALPHA / RANK * up @ down
+    save_file(parts, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({
+        "peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": ["q_proj", "v_proj", "o_proj"],
+        "task_type": "CAUSAL_LM",
+    }))
+    return MaskedModel(model.double())
+
+
+def test_requests_with_an_adapter(tmp_path: Path) -> None:
+    """Requests with and without an adapter run in one batch. A policy that reads weights keeps the full cache."""
+    from vllm.lora.request import LoRARequest
+
+    # On a CPU, vLLM 0.32 takes the last place of an adapter for requests without an adapter. Here this place is empty.
+    places = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    engine = Engine({"on_unserved": "full"}, max_num_batched_tokens=CHUNK, **places)
+    adapted, adapter = write_adapter(tmp_path), LoRARequest("adapter", 1, str(tmp_path))
+    asked = [
+        asking("snapkv", 24, budget=0.3, W=16), asking("snapkv", 24, budget=0.3, W=16), asking("tova", 24, budget=64),
+        asking("criticalkv", 24, budget=0.3), asking("criticalkv", 24, budget=0.3), asking(None, 24),
+    ]
+    adapters = [adapter, None, adapter, adapter, None, adapter]
+    outputs = engine.answer([cut(150, 31)] * 6, asked, adapters)
+    for output, own in zip(outputs, adapters, strict=True):
+        check_masked(cut(150, 31), output, model=adapted if own else None)
+        if own is None:
+            check_sets(cut(150, 31), output)
+    assert [bool(stated(one)["evictions"]) for one in outputs] == [True, True, True, False, True, False]
+    assert stated(outputs[3])["reason"] == "criticalkv reads weights of the model, and the request has an adapter"
