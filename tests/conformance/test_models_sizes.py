@@ -63,6 +63,14 @@ def without_last_head(view: LayerView, seen: Observation) -> LayerView:
     return replace(view, q=heads, sinks=sinks) if group(view) == 4 else view
 
 
+def of_last_chunk(view: LayerView, seen: Observation) -> LayerView:
+    """Return the layer without the queries that a prefill in chunks of 512 tokens processes before the last chunk."""
+    last = seen.seen % 512
+    if seen.seen < 512 or last >= view.q.shape[1]:
+        return view
+    return replace(view, q=np.concatenate([np.zeros_like(view.q[:, last:]), view.q[:, -last:]], axis=1))
+
+
 def as_half(view: LayerView, seen: Observation) -> LayerView:
     return replace(view, k=view.k.astype(np.float16).astype(np.float32)) if view.k.dtype == np.float32 else view
 
@@ -82,6 +90,7 @@ WRONG: list[tuple[str, str, View, Table]] = [
     ("snapkv", "without the last query head of groups of 4", without_last_head, same_table),
     ("snapkv", "that forgets sinks with one KV head",
      lambda view, seen: replace(view, sinks=None if len(view.k) == 1 else view.sinks), same_table),
+    ("snapkv", "of the queries in the last chunk of 512", of_last_chunk, same_table),
     ("tova", "that reads float32 keys as float16", as_half, same_table),
     ("keydiff", "with the anchor of the first 256 keys", same_view, first_keys),
     ("keydiff", "that keeps the newest in a later turn", same_view,
