@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean, median
 
 import numpy as np
 import pytest
@@ -74,9 +75,29 @@ def test_the_page_has_a_table_and_a_picture_of_the_rows(tmp_path: Path) -> None:
     assert drawn == [[7.125, 8.5], [7.25]]
 
 
+def test_the_page_says_what_its_rows_say(tmp_path: Path) -> None:
+    text = streams.PAGE.read_text(encoding="utf-8")
+    rows = load_rows(streams.PAGE.with_suffix(".jsonl"))
+    page = tmp_path / streams.PAGE.name
+    page.write_text(text, encoding="utf-8")
+    streams.write_page(rows, page)
+    assert page.read_text(encoding="utf-8") == text
+    renumbered, kept = ([row for row in rows if row["rule"] == rule] for rule in streams.RULES)
+    assert [row["from"] for row in renumbered] == [row["from"] for row in kept] == list(range(0, 200_000, 10_000))
+    factors = [one["perplexity"] / other["perplexity"] for one, other in zip(kept, renumbered, strict=True)]
+    early, late = (fmean(row["perplexity"] for row in part) for part in (renumbered[1:10], renumbered[10:]))
+    assert f"mean is {early:.1f} from 10 000 to 100 000 tokens and {late:.1f} from" in text
+    speeds = [round(median(row["tokens_per_second"] for row in one)) for one in (renumbered, kept)]
+    assert f"{min(factors[1:]):.0f} to {max(factors[1:]):.0f} times" in text
+    assert f"{speeds[0]} tokens per second with `renumbered` and {speeds[1]} with `kept`" in text
+    assert f"are\n{renumbered[0]['perplexity']:.2f} and {kept[0]['perplexity']:.2f}." in text
+    assert {row["bytes"] for row in rows} == {23_592_960}
+    assert max(row["peak_bytes"] for row in rows) <= 1.49e9
+
+
 def test_nearly_all_kept_keys_turn_and_the_prompt_costs_more() -> None:
     cost = turning.measure(prepared("Llama", **SMALL), prompt(200), 100)
     assert cost.prompt == 200
     assert 90 < cost.turned <= 100
     assert 0 < cost.turning < cost.prefill
-    assert cost.share == cost.turning / cost.prefill
+    assert turning.Cost(8, 4.0, 2.0, 0.5).share == 0.25
