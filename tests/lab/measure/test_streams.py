@@ -87,6 +87,7 @@ def test_the_page_says_what_its_rows_say(tmp_path: Path) -> None:
     factors = [one["perplexity"] / other["perplexity"] for one, other in zip(kept, renumbered, strict=True)]
     early, late = (fmean(row["perplexity"] for row in part) for part in (renumbered[1:10], renumbered[10:]))
     assert f"mean is {early:.1f} from 10 000 to 100 000 tokens and {late:.1f} from" in text
+    assert all(12 < row["perplexity"] < 19.5 for row in renumbered[1:])
     speeds = [round(median(row["tokens_per_second"] for row in one)) for one in (renumbered, kept)]
     assert f"{min(factors[1:]):.0f} to {max(factors[1:]):.0f} times" in text
     assert f"{speeds[0]} tokens per second with `renumbered` and {speeds[1]} with `kept`" in text
