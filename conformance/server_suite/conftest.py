@@ -5,10 +5,18 @@ from typing import Any
 
 import pytest
 
+from conformance.cache_suite.conftest import loadable_model
+
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Collect nothing without --kvspec-server."""
     return True if config.getoption("--kvspec-server") is None else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Check that the weights of --kvspec-model are on this machine before pytest collects tests."""
+    if config.getoption("--kvspec-server") is not None:
+        loadable_model(config.getoption("--kvspec-model"))
 
 
 @pytest.fixture(scope="session")

@@ -143,7 +143,10 @@ def _item(item: str, request: Request, verdicts: Verdicts) -> dict[str, Any]:
         "failed": sum(one.state == "failed" for one in tests),
         "not_run": sum(one.state == "not run" for one in tests), "examples": sum(one.examples for one in passed),
     }
-    return row if item not in verdicts.smallest else {**row, **_shown(verdicts.smallest[item], request)}
+    if item in verdicts.smallest:
+        return {**row, **_shown(verdicts.smallest[item], request)}
+    skipped = next((one.reason for one in tests if one.state == "not run" and one.reason), "")
+    return {**row, "found": skipped} if skipped else row
 
 
 def _shown(outcome: Outcome, request: Request) -> dict[str, str]:

@@ -85,6 +85,7 @@ def summary(record: Mapping[str, Any]) -> Iterator[str]:
         yield f"\nnot decided, since a test was skipped or did not run: {', '.join(record['undecided'][:_MOST])}" + (
             " ..." if len(record["undecided"]) > _MOST else ""
         )
+    yield from _reasons(record)
     if record["unneeded_exceptions"]:
         yield f"\nexceptions no longer needed: {', '.join(record['unneeded_exceptions'])}"
     yield f"\n{headline(record)}"
@@ -92,6 +93,16 @@ def summary(record: Mapping[str, Any]) -> Iterator[str]:
     if record["judged"].endswith(COMPARED) and record["verdict"] in PASSED:
         yield "a promise does not test the score: a wrong SnapKV keeps its promises too. Add --as METHOD to compare the"
         yield "kept tokens with a published method, as in --as snapkv"
+
+
+def _reasons(record: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the reasons why rows are not decided, each with its rows."""
+    rows: dict[str, list[str]] = {}
+    for item, row in record["items"].items():
+        if row["verdict"] in ("not run", "pass") and row.get("found"):
+            rows.setdefault(row["found"], []).append(item)
+    for reason, items in list(rows.items())[:_MOST]:
+        yield f"  {', '.join(items[:_MOST])}{' ...' if len(items) > _MOST else ''}: {reason}"
 
 
 def _promises(record: Mapping[str, Any]) -> Iterator[str]:

@@ -218,7 +218,8 @@ def prepared(request: Request) -> Subject:
             check_own_code(request.backend, method.home)
         if request.kind == "command" and is_composition(method.name):
             raise SpecError("as", str(method), "is not a method that an engine offers; use --policy or --backend")
-    subject = OF_KIND[request.kind](request.named, *request.method[: request.kind == "policy"])
+    further = {"policy": request.method, "server": (request.model,)}.get(request.kind, ())
+    subject = OF_KIND[request.kind](request.named, *further)
     if request.kind in ENGINES and not request.method and not request.quick and not request.pytest:
         check_compiled()
     check_out(request.out)  # Last check: an invalid request creates no folder.

@@ -132,16 +132,18 @@ def of_cache(named: str) -> Subject:
     return _of_package("cache", named, named, target_of("cache", named, CACHES))
 
 
-def of_server(named: str) -> Subject:
+def of_server(named: str, model: str) -> Subject:
     """Return the subject of a running server. A server has no files, so the digest covers its own description.
 
     Raises:
-        SpecError: if no server answers, or if torch or transformers is not installed.
+        SpecError: if no server answers, if the server does not complete a prompt of token ids, if it has no model of
+            this name, or if torch or transformers is not installed.
     """
     for needed in ("torch", "transformers"):
         if find_spec(needed) is None:
             raise SpecError("server", named, f"needs {needed}, which is not installed: pip install 'kvspec[models]'")
-    server = Server(named, "")
+    server = Server.of(named, model)
+    server.check()
     models, about = server.models(), server.version()
     digest = hashlib.sha256(json.dumps([models, about]).encode()).hexdigest()
     return Subject("server", ", ".join(models) or named, "", named, "GET /v1/models and /version", digest)

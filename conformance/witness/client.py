@@ -15,6 +15,16 @@ from spec.errors import SpecError
 
 __all__ = ["Answer", "Server", "most_at_once"]
 
+_LONGEST = 300
+"""Maximum number of characters of a server's error message."""
+_REFUSED = (
+    "use a server that accepts token ids as the prompt of POST /v1/completions, with the options logprobs, ignore_eos"
+    " and return_token_ids, such as `vllm serve`"
+)
+_CHAT = "a server of chat completions alone cannot be tested, because it tokenizes the prompt itself"
+_NEEDED = {404: f"{_CHAT}; {_REFUSED}", 405: f"{_CHAT}; {_REFUSED}"}
+"""What to type instead, by HTTP status."""
+
 
 @dataclass
 class Answer:
@@ -50,7 +60,13 @@ class Answer:
         return parse_statement(self.stated, {name: value for name, value in answer.items() if value is not None})
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """Add an event of a stream, or a whole answer."""
+        """Add an event of a stream, or a whole answer.
+
+        Raises:
+            ValueError: if the event is not in OpenAI's form, or reports an error of the server.
+        """
+        if not isinstance(event, Mapping) or event.get("error"):
+            raise ValueError(str(event)[:_LONGEST])
         stated = event.get("kvspec") or (event.get("kv_transfer_params") or {}).get("kvspec")
         if isinstance(stated, Mapping):
             if "digests" in stated:
@@ -61,10 +77,12 @@ class Answer:
         for choice in event.get("choices") or ():
             self.times.append(time.monotonic())
             self.text += choice.get("text") or ""
-            if (ids := choice.get("token_ids")) is not None:
+            logprobs = choice.get("logprobs") or {}
+            content = logprobs.get("content") or []  # llama-server answers completions in the form of a chat
+            if (ids := choice.get("token_ids", [one.get("id") for one in content] or None)) is not None:
                 self.answer_ids = (self.answer_ids or []) + list(ids)
-            if (logprobs := (choice.get("logprobs") or {}).get("token_logprobs")) is not None:
-                self.logprobs = (self.logprobs or []) + list(logprobs)
+            if (values := logprobs.get("token_logprobs", [one.get("logprob") for one in content] or None)) is not None:
+                self.logprobs = (self.logprobs or []) + list(values)
 
 
 @dataclass(frozen=True)
@@ -136,11 +154,23 @@ class Server:
                 for event in _events(reply) if stream else [json.load(reply)]:
                     answer.take(event)
         except urllib.error.HTTPError as error:
-            message = error.read().decode(errors="replace")[:300]
+            message = " ".join(error.read().decode(errors="replace").split())[:_LONGEST]
             raise SpecError("server", self.url, f"answered {error.code} to {len(ids)} ids: {message}") from error
-        except (OSError, HTTPException, ValueError) as error:
+        except (OSError, HTTPException, ValueError, TypeError, AttributeError) as error:
             raise SpecError("server", self.url, f"did not answer a prompt of {len(ids)} ids: {error}") from error
         return answer
+
+    def check(self) -> None:
+        """Ask for one token, so that a server that cannot be tested is an error before the tests.
+
+        Raises:
+            SpecError: if the server does not complete a prompt of token ids. The error has the server's response.
+        """
+        try:
+            self.complete([1, 2, 3], 1)
+        except SpecError as error:
+            code = getattr(error.__cause__, "code", None)
+            raise SpecError("server", self.url, f"{error.bound}; {_NEEDED.get(code, _REFUSED)}") from error
 
     def complete_all(
         self, prompts: Sequence[Sequence[int]], tokens: int, seed: int = 0, stream: bool | None = None,
