@@ -333,9 +333,12 @@ def extra(session: nox.Session, options: list[str]) -> None:
     name, *options = options or [""]
     if name not in EXTRAS:
         session.error(f"extra {name or 'NAME'}: must be one of {', '.join(EXTRAS)}")
-    others, test = EXTRAS[name]
-    python = python_of(session, name, "-e", f".[{','.join((name, *others, 'conformance'))}]")
-    session.run(python, "-m", "pytest", test, *options, external=True, env=ONE_THREAD)
+    session.run(extra_python(session, name), "-m", "pytest", EXTRAS[name][1], *options, external=True, env=ONE_THREAD)
+
+
+def extra_python(session: nox.Session, name: str) -> str:
+    """Return the interpreter of the environment of an optional package."""
+    return python_of(session, name, "-e", f".[{','.join((name, *EXTRAS[name][0], 'conformance'))}]")
 
 
 def lacking_for_vllm() -> str | None:
@@ -394,6 +397,7 @@ def certificates(session: nox.Session, options: list[str]) -> None:
     module = "lab.measure.certificates"
     run(session, module, *options, **ONE_THREAD)
     session.run(python_of(session, *PEERS), "-m", module, *options, external=True, env=ONE_THREAD)
+    session.run(extra_python(session, "llamacpp"), "-m", module, *options, external=True, env=ONE_THREAD)
     run(session, module, "page")
 
 

@@ -136,8 +136,8 @@ def of_server(named: str, model: str) -> Subject:
     """Return the subject of a running server. A server has no files, so the digest covers its own description.
 
     Raises:
-        SpecError: if no server answers, if the server does not complete a prompt of token ids, if it has no model of
-            this name, or if torch or transformers is not installed.
+        SpecError: if torch or transformers is not installed, or if no server answers. Also if the server has no model
+            of this name, or does not complete a prompt of token ids.
     """
     for needed in ("torch", "transformers"):
         if find_spec(needed) is None:

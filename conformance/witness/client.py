@@ -125,7 +125,8 @@ class Server:
         try:
             listed = json.loads(self._open("/v1/models").read())
         except (OSError, HTTPException, ValueError) as error:
-            raise SpecError("server", self.url, f"must answer GET /v1/models with JSON: {error}") from error
+            bound = f"must answer GET /v1/models with JSON: {error}; give the address of a server with OpenAI's API"
+            raise SpecError("server", self.url, bound) from error
         return [str(one.get("id")) for one in listed.get("data") or ()]
 
     def version(self) -> str:
@@ -169,7 +170,7 @@ class Server:
         try:
             self.complete([1, 2, 3], 1)
         except SpecError as error:
-            code = getattr(error.__cause__, "code", None)
+            code = int(getattr(error.__cause__, "code", 0))
             raise SpecError("server", self.url, f"{error.bound}; {_NEEDED.get(code, _REFUSED)}") from error
 
     def complete_all(

@@ -40,7 +40,10 @@ def tiny_llama() -> LlamaForCausalLM:
 
 
 def write_gguf(path: Path, model: LlamaForCausalLM, kind: GGMLQuantizationType = Q4_1) -> None:
-    """Write the file of a model with matrices in Q4_1 or F32. Its byte-level tokenizer splits off digits."""
+    """Write the file of a model with matrices in Q4_1 or F32.
+
+    The byte-level tokenizer splits off digits. A model with a smaller vocabulary has no tokenizer.
+    """
     writer = GGUFWriter(path, "llama")
     _describe(writer, model.config)
     for name, parameter in model.named_parameters():
@@ -61,6 +64,9 @@ def _describe(writer: GGUFWriter, config: Any) -> None:
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
+    if config.vocab_size < len(TOKENS):
+        writer.add_tokenizer_model("no_vocab")
+        return
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     unused = [f"<unused {at}>" for at in range(len(TOKENS), config.vocab_size)]
@@ -78,7 +84,8 @@ def _add(writer: GGUFWriter, name: str, parameter: Tensor, config: Any, kind: GG
     if at.startswith("layers."):
         _, layer, inner = at.split(".", 2)
         at = f"blk.{layer}.{NAMES[inner]}"
-    stored = {"embed_tokens": "token_embd", "norm": "output_norm"}.get(at, at) + ".weight"
+    renamed = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
+    stored = renamed.get(at, at) + ".weight"
     values = parameter.detach()
     if at.endswith(("attn_q", "attn_k")):
         heads = config.num_attention_heads if at.endswith("q") else config.num_key_value_heads

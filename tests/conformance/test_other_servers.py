@@ -1,4 +1,4 @@
-"""The witness on servers that are not made for it: each is told by one sentence, and none is accused of a broken rule."""
+"""The witness on servers that cannot be tested: one sentence says why, and no server breaks a rule for that."""
 
 import json
 import subprocess
@@ -68,7 +68,7 @@ def model(folder: Path) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize(("status", "body", "words"), [
-    (422, {"detail": "Unexpected fields"}, ["answered 422 to 3 ids: {\"detail\": \"Unexpected fields\"}", "vllm serve"]),
+    (422, {"detail": "Unexpected fields"}, ['answered 422 to 3 ids: {"detail": "Unexpected fields"}', "vllm serve"]),
     (400, {"detail": "prompt must be a string."}, ["prompt must be a string", "accepts token ids as the prompt"]),
     (404, {"detail": "Not Found"}, ["a server of chat completions alone cannot be tested", "vllm serve"]),
     (200, ["no object"], ["did not answer a prompt of 3 ids: ['no object']"]),
@@ -105,7 +105,7 @@ def test_a_server_that_stops_to_answer_breaks_no_rule(model: PreTrainedModel) ->
     with replying(reply) as url:
         witness = Witness(model, Server.of(url, "tiny"))
         for _ in range(2):
-            with pytest.raises(pytest.skip.Exception, match="lengths: .* answered 500 to 2 ids: .*engine is dead"):
+            with pytest.raises(pytest.skip.Exception, match=r"lengths: .* answered 500 to 2 ids: .*engine is dead"):
                 witness.readings("lengths")
         with pytest.raises(pytest.skip.Exception, match="answered 500 to 400 ids"):
             witness.running_at_once()

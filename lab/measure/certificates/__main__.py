@@ -27,6 +27,10 @@ PROGRAMS = {"engine-c": ("c", ENGINE), "engine-cpp": ("cpp", ENGINE.with_name("e
 """Engines that must be compiled: the language, and the path of the program."""
 
 
+PACKAGES = {"kvpress": "kvpress", "llama-cpp": "llama_cpp"}
+"""Packages with a separate environment, by the first word of their certificates."""
+
+
 @dataclass(frozen=True)
 class Subject:
     """Implementation to test: the option of `kvspec verify`, and a note that explains the verdict."""
@@ -81,6 +85,11 @@ SUBJECTS: dict[str, Subject] = {
         "cache", "kvpress_rotations:finch", "FinchPress with its default `rerotate_keys=True`",
         ("--positions", "renumbered"),
     ),
+    "llama-cpp-shift": Subject(
+        "cache", "llama_cpp_caches:shifted",
+        "context shift of llama-cpp-python 0.3.36 in float32; a cell has all layers and heads of a token",
+        ("--positions", "renumbered"),
+    ),
     **{
         f"kvpress-{name.replace('_', '-')}": Subject("policy", f"kvpress_policies:{name}", "", ("--profile", "dev"))
         for name in PRESSES
@@ -90,7 +99,8 @@ SUBJECTS: dict[str, Subject] = {
 
 def _mine(name: str) -> bool:
     """Return True if this environment can test the subject. kvpress has an environment with an older transformers."""
-    return name.startswith("kvpress") == (find_spec("kvpress") is not None)
+    there = [prefix for prefix, package in PACKAGES.items() if find_spec(package)]
+    return name.startswith(tuple(there)) if there else not name.startswith(tuple(PACKAGES))
 
 
 def compile_engine(language: str, program: Path) -> None:
@@ -144,8 +154,8 @@ def page() -> str:
         "The presses of kvpress are not changed. They get random queries, keys and values in float64, and their"
         " promises are read from their docstrings. A press accepts a budget of B of n tokens only as the ratio"
         " 1 - B / n. If floating-point numbers round down, a press keeps one token too few, and the missing token"
-        " can be a sink. [Defects of kvpress and"
-        " transformers](../../upstream/README.md) has all defects.", "",
+        " can be a sink. [Defects of other"
+        " projects](../../upstream/README.md) has all defects.", "",
         "| Certificate | Verdict | Judged | Rows | Note |", "|---|---|---|---|---|", *rows, "",
     ])
 

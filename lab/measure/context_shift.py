@@ -1,0 +1,168 @@
+"""Measure llama.cpp's context shift against renumbered positions: `python -m lab.measure.context_shift`.
+
+The command writes docs/results/llama_cpp.md. It needs llama-cpp-python (`nox -s extra -- llamacpp` makes the
+environment). Between two shifts both engines read the same tokens. The oracle masks what the shifts removed, and turns
+each key once, from the position at which the key was computed.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from conformance.cache_suite.oracle import Masked
+from conformance.paths import DOCS
+from lab.measure.gguf_files import write_gguf
+from models_integration.pocket import model_folder
+
+SHIFTS = (0, 1, 10, 100, 1000)
+"""Numbers of shifts after which log-probabilities are compared."""
+DTYPES = {"float32": 0, "float16": 1}
+"""Dtypes of the cache, as numbers of `ggml_type`."""
+
+
+class Case(NamedTuple):
+    """A way to shift: the number of cells, of cells that stay at the start, and of cells that a shift removes."""
+
+    cells: int
+    keep: int
+    discard: int
+
+
+CASES = (Case(20, 4, 8), Case(512, 4, 1), Case(1024, 4, 1))
+"""The first case removes half of the cells after `keep`, as llama-server does with `--context-shift`."""
+
+
+TEXT = """# llama.cpp's context shift
+
+llama.cpp's context shift follows [POS-RENUMBERED](../../spec/positions.md) for one kept set. The
+[certificate](certificates/llama-cpp-shift.toml) covers one shift of a float32 cache that removes random tokens.
+
+- **Chain of turns.** POS-TURN turns each key once, from the key as it was computed. llama.cpp turns the stored key
+  again at each shift. A float32 cache stays exact. A float16 cache rounds the key at each turn.
+- **Default of the server.** `llama-server --context-shift` removes half of the cells after the first `n_keep`. Each key
+  is turned at most once before its cell is removed, so the error does not grow.
+- **One cell at a time.** A key is turned as often as the context has cells. In a float16 cache the error after hundreds
+  of turns is larger than the difference between the two rules in the float32 rows.
+- **Without kept cells at the start** (`n_keep` = 0), both rules are equal. Only differences of positions matter.
+- **llama-cpp-python.** Its class `Llama` and its server do not shift. Your program calls `llama_memory_seq_rm` and
+  `llama_memory_seq_add`.
+
+The table shows the largest difference of log-probabilities from the masked model, divided by the largest
+log-probability. Rows with 0 shifts compare all tokens of the context, and show the rounding of the cache alone. Other
+rows compare the tokens that are read after the last shift. The pocket model has float32 weights. llama-cpp-python
+0.3.36 runs on a CPU with one thread, without flash attention. After 8 000 tokens the oracle rounds its own angles by
+up to 5e-4. `python -m lab.measure.context_shift` measures again.
+
+| cells | kept at the start | removed by a shift | cache | shifts | from renumbered | from kept | most turns of a key |
+|---|---|---|---|---|---|---|---|"""
+
+
+class Context:
+    """Cells of a context: the positions of the text, and how often llama.cpp turned each key."""
+
+    def __init__(self) -> None:
+        self.stored: list[int] = []
+        self.turns: list[int] = []
+        self.seen = 0
+
+    def read(self, tokens: int) -> None:
+        """Add cells for new tokens."""
+        self.stored += range(self.seen, self.seen + tokens)
+        self.turns += [0] * tokens
+        self.seen += tokens
+
+    def shift(self, keep: int, discard: int) -> None:
+        """Remove `discard` cells after the first `keep` cells. The keys of all later cells are turned."""
+        del self.stored[keep : keep + discard], self.turns[keep : keep + discard]
+        self.turns[keep:] = [turns + 1 for turns in self.turns[keep:]]
+
+
+class Difference(NamedTuple):
+    """Largest differences from the two rules, relative to the largest log-probability, and most turns of a key."""
+
+    shifts: int
+    renumbered: float
+    kept: float
+    turns: int
+
+
+def open_context(file: Path, cells: int, dtype: str) -> Any:
+    """Return llama.cpp with a context of `cells` cells. Without flash attention, all sums are float32."""
+    import llama_cpp as cpp
+
+    return cpp.Llama(
+        str(file), n_ctx=cells, logits_all=True, n_threads=1, n_threads_batch=1, verbose=False,
+        type_k=DTYPES[dtype], type_v=DTYPES[dtype],
+    )
+
+
+def shift(llama: Any, keep: int, discard: int) -> None:
+    """Shift a context as llama.cpp's server does. The next forward pass turns the keys."""
+    import llama_cpp as cpp
+
+    memory, cells = cpp.llama_get_memory(llama.ctx), llama.n_tokens
+    assert cpp.llama_memory_seq_rm(memory, 0, keep, keep + discard)
+    cpp.llama_memory_seq_add(memory, 0, keep + discard, cells, -discard)
+    llama.n_tokens = cells - discard
+
+
+def read(llama: Any, ids: Sequence[int]) -> Tensor:
+    """Read tokens, and return their log-probabilities."""
+    llama.eval(list(ids))
+    return torch.from_numpy(llama.scores[llama.n_tokens - len(ids) : llama.n_tokens].copy()).double().log_softmax(-1)
+
+
+def measure(model: PreTrainedModel, file: Path, case: Case, dtype: str, shifts: Sequence[int]) -> Iterator[Difference]:
+    """Yield the differences after each of `shifts` shifts.
+
+    After a shift, both engines read as many tokens as the shift removed. The log-probabilities of these tokens are
+    compared.
+    """
+    llama, context, rules = open_context(file, case.cells, dtype), Context(), (Masked(model, True), Masked(model))
+    rng = np.random.default_rng(0)
+    for done in range(max(shifts) + 1):
+        tokens = rng.integers(3, model.config.vocab_size, case.discard if done else case.cells).tolist()
+        context.read(len(tokens))
+        actual = read(llama, tokens)
+        expected = [rule.read(torch.tensor([tokens]))[0].double().log_softmax(-1) for rule in rules]
+        if done in shifts:
+            numbered, kept = (float((actual - one).abs().max() / one.abs().max()) for one in expected)
+            yield Difference(done, numbered, kept, max(context.turns))
+        shift(llama, case.keep, case.discard)
+        context.shift(case.keep, case.discard)
+        for rule in rules:
+            rule.keep([[context.stored]] * len(rule.visible))
+    llama.close()
+
+
+def page(model: PreTrainedModel, file: Path) -> Iterator[str]:
+    """Yield the lines of the page."""
+    yield TEXT
+    for case in CASES:
+        for dtype in DTYPES:
+            for one in measure(model, file, case, dtype, SHIFTS):
+                about = f"{case.cells} | {case.keep} | {case.discard} | {dtype} | {one.shifts}"
+                yield f"| {about} | {one.renumbered:.1e} | {one.kept:.1e} | {one.turns} |"
+
+
+def main() -> None:
+    """Measure the pocket model, and write the page."""
+    torch.set_num_threads(1)
+    folder = str(model_folder("pocket"))
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with TemporaryDirectory() as home:
+        file = Path(home, "pocket.gguf")
+        write_gguf(file, model, GGMLQuantizationType.F32)
+        lines = list(page(model, file))
+    (DOCS / "results" / "llama_cpp.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
