@@ -5,7 +5,7 @@ from itertools import combinations
 
 from torch import Tensor
 
-from conformance.server_suite.reading import Event, Reader, apart
+from conformance.server_suite.reading import Bound, Event, Reader
 from conformance.witness.statement import Statement
 
 __all__ = ["name_fault"]
@@ -15,7 +15,7 @@ _PAIRS = 64
 
 
 def name_fault(
-    reader: Reader, statement: Statement, events: Sequence[Event], result: Tensor, tolerance: float,
+    reader: Reader, statement: Statement, events: Sequence[Event], result: Tensor, bound: Bound,
     others: Sequence[Sequence[Event]] = (),
 ) -> str:
     """Return the name of the first fault that explains the log-probabilities of a server.
@@ -25,15 +25,16 @@ def name_fault(
         statement: what the server states.
         events: the evictions of the statement.
         result: log-probabilities of the server.
-        tolerance: largest difference that rounding explains.
+        bound: largest distance that rounding explains.
         others: evictions that the server stated for different requests.
     """
     ids, n = statement.ids, len(statement.prompt_ids)
     for name, changed, rule in _hypotheses(events, statement.positions, others):
-        if apart(reader.logprobs(ids, n, changed, rule), result) <= tolerance:
+        if bound.apart(reader.logprobs(ids, n, changed, rule), result) <= bound.tolerance:
             return name
     for layer in range(reader.layers if events else 0):
-        if apart(reader.logprobs(ids, n, events, statement.positions, layer), result) <= tolerance:
+        logprobs = reader.logprobs(ids, n, events, statement.positions, layer)
+        if bound.apart(logprobs, result) <= bound.tolerance:
             return f"only in full-attention layer {layer}, positions are not those of the rule {statement.positions!r}"
     return "no known fault explains the log-probabilities: a different set, or different weights"
 

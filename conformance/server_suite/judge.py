@@ -13,13 +13,11 @@ from transformers import PreTrainedModel
 
 from conformance.server_suite.faults import name_fault
 from conformance.server_suite.reading import (
-    POWER,
-    TOLERANCE,
+    BOUNDS,
     WEIGHT_NOISE,
     Event,
     HeadSets,
     Reader,
-    apart,
     events_of,
     policy_of,
     policy_sets,
@@ -110,8 +108,9 @@ class Reading:
 
     @property
     def has_power(self) -> bool:
-        """True if masking changes the log-probabilities by ten tolerances."""
-        return apart(self.masked, self.full) >= POWER * self.witness.tolerance
+        """True if masking changes the log-probabilities enough to decide."""
+        bound = self.witness.bound
+        return bound.apart(self.masked, self.full) >= bound.power * bound.tolerance
 
     def __str__(self) -> str:
         one = self.statement
@@ -130,7 +129,7 @@ class Witness:
 
     def __init__(self, model: PreTrainedModel, server: Server, dtype: str = "float32", seed: int = 0) -> None:
         self.model, self.server, self.dtype, self.seed = model, server, dtype, seed
-        self.reader, self.tolerance = Reader(model), TOLERANCE[dtype]
+        self.reader, self.bound = Reader(model), BOUNDS[dtype]
         self._readings: dict[str, list[Reading]] = {}
         self._refused: dict[str, str] = {}
         self._noisy: list[PreTrainedModel] = []
@@ -220,19 +219,19 @@ def _allowed(reading: Reading, seen: int) -> int:
 def check_masking(reading: Reading) -> None:
     """Rule 2: the answer is that of the full cache with the evicted tokens masked."""
     _check_subsets(reading)
-    tolerance = reading.witness.tolerance
-    difference = apart(reading.masked, reading.stated_logprobs)
-    if difference <= tolerance:
+    bound = reading.witness.bound
+    difference = bound.apart(reading.masked, reading.stated_logprobs)
+    if difference <= bound.tolerance:
         if reading.events and not reading.has_power:
             pytest.skip(f"{reading}: masking changes too little to decide")
         return
     fault = name_fault(
-        reading.witness.reader, reading.statement, reading.events, reading.stated_logprobs, tolerance,
+        reading.witness.reader, reading.statement, reading.events, reading.stated_logprobs, bound,
         reading.witness.others(reading),
     )
     raise AssertionError(
         f"{reading}: log-probabilities differ by {difference:.2g} from those of masking by the stated set, more than"
-        f" {tolerance:g}; {fault}"
+        f" {bound.tolerance:g}; {fault}"
     )
 
 
@@ -257,8 +256,9 @@ def check_eviction(reading: Reading) -> None:
         pytest.skip(f"{reading}: nothing was evicted ({reading.statement.reason})")
     if not reading.has_power:
         pytest.skip(f"{reading}: masking changes too little to decide")
-    difference = apart(reading.full, reading.stated_logprobs)
-    assert difference > reading.witness.tolerance, (
+    bound = reading.witness.bound
+    difference = bound.apart(reading.full, reading.stated_logprobs)
+    assert difference > bound.tolerance, (
         f"{reading}: log-probabilities differ by {difference:.2g} from those of the full cache: nothing was evicted"
     )
 
@@ -270,7 +270,8 @@ def _check_some_eviction(reading: Reading) -> None:
     if unreadable := _unreadable(answer, witness.model):
         pytest.skip(f"{about}: {unreadable}")
     stated = torch.tensor(answer.logprobs, dtype=torch.float64)
-    if apart(reading.full[:1], stated[:1]) > witness.tolerance:
+    bound = witness.bound
+    if bound.apart(reading.full[:1], stated[:1]) > bound.power * bound.tolerance:  # A single token has no mean.
         pytest.skip(
             f"{about}: the first answer token, which the server chooses from the whole prompt, has the log-probability"
             f" {stated[0]:.4g}, and {reading.full[0]:.4g} with the weights of --model: the server has different weights"
@@ -278,10 +279,10 @@ def _check_some_eviction(reading: Reading) -> None:
         )
     middle = [position for position in range(n) if position < 4 or position >= n - n // 2]
     half = [Event(n, [[middle] * witness.reader.heads] * witness.reader.layers)]
-    if apart(reading._read(half, "kept"), reading.full) < POWER * witness.tolerance:
+    if bound.apart(reading._read(half, "kept"), reading.full) < bound.power * bound.tolerance:
         pytest.skip(f"{about}: the answer does not depend on the tokens that policies evict")
-    difference = apart(reading.full, stated)
-    assert difference > witness.tolerance, (
+    difference = bound.apart(reading.full, stated)
+    assert difference > bound.tolerance, (
         f"{about}: log-probabilities differ by {difference:.2g} from those of the full cache: nothing was evicted"
     )
 

@@ -1,5 +1,6 @@
 """The witness on servers of kvspec, which evict with sessions as they state or with a planted fault."""
 
+import copy
 import json
 import re
 import shutil
@@ -29,6 +30,7 @@ from models_integration.cache.continuation import Decision
 from models_integration.cache.renumbering import numbering_of
 from models_integration.model.architecture import describe
 from models_integration.model.cache_argument import cache_name
+from models_integration.pocket import model_folder
 from models_integration.policies.methods import parse_policy
 from models_integration.session.verbs import read
 from spec.retention import Granularity, Retention
@@ -288,6 +290,54 @@ def test_a_server_without_statements_is_asked_whether_it_evicts(
         actual = verdicts(Witness(model, Server.of(url, "tiny")), "shared prefixes")
     assert {one for rule in ("size", "masking", "policy", "commitment") for one in actual[rule]} == {"undecided"}
     assert all(expected in one for one in actual["eviction"]), actual
+
+
+@pytest.fixture(scope="module")
+def pocket() -> PreTrainedModel:
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(str(model_folder("pocket")), dtype=torch.float32)
+    return loaded
+
+
+@pytest.mark.parametrize(("fault", "rule", "words"), [
+    (Fault(), "masking", "passed"), (Fault(), "eviction", "passed"), (FAULTS["no eviction"][0], "masking", "full cache"),
+    (FAULTS["no eviction"][0], "eviction", "nothing was evicted"),
+])
+def test_a_server_in_bfloat16(model: PreTrainedModel, fault: Fault, rule: str, words: str) -> None:
+    rounded = copy.deepcopy(model).bfloat16()
+    with serving(Evicting(rounded, "streamingllm", fault=fault)) as url:
+        actual = verdicts(Witness(model, Server.of(url, "tiny"), "bfloat16"), "shared prefixes")[rule]
+    decided = [one for one in actual if one != "undecided"]
+    assert decided
+    assert all(words in one for one in decided), actual
+
+
+def test_the_pocket_model_in_bfloat16_is_far_inside_the_bound(pocket: PreTrainedModel) -> None:
+    """The pocket model's answers depend little on the evicted tokens, so a bfloat16 server of it is undecided."""
+    rounded = copy.deepcopy(pocket).bfloat16()
+    with serving(Evicting(rounded, "streamingllm")) as url:
+        witness = Witness(pocket, Server.of(url, "tiny"), "bfloat16")
+        readings = witness.readings("shared prefixes")
+    for reading in readings:
+        assert witness.bound.apart(reading.masked, reading.stated_logprobs) < witness.bound.tolerance / 4
+        assert verdict(RULES["masking"], reading) == "undecided"
+
+
+ROUNDED = [0.05, -0.02, 0.04, -0.1, 0.02, 0.996, -0.06, 0.1, 0.07, -0.03, 0.09, -0.09]
+"""Differences like those of a right answer in bfloat16: 0.139 in the mean, and 0.996 for one token."""
+
+
+@pytest.mark.parametrize(("moved", "right"), [(0.0, True), (1.0, False), (2.0, False)])
+def test_a_token_that_rounding_moves_far_is_no_fault_in_bfloat16(
+    model: PreTrainedModel, moved: float, right: bool,
+) -> None:
+    """Move the log-probabilities by a part of the difference between masking and the full cache."""
+    with serving(Evicting(model)) as url:
+        (reading, *_) = Witness(model, Server.of(url, "tiny"), "bfloat16").readings("shared prefixes")
+    assert reading.has_power
+    noise = torch.tensor(ROUNDED, dtype=torch.float64)
+    reading.__dict__["stated_logprobs"] = reading.masked + moved * (reading.full - reading.masked) + noise
+    assert (verdict(RULES["masking"], reading) == "passed") is right
+    assert (verdict(RULES["eviction"], reading) == "passed") is (moved != 1.0)
 
 
 def test_requests_that_run_at_once_are_counted() -> None:
