@@ -107,9 +107,9 @@ def test_a_server_that_stops_to_answer_breaks_no_rule(model: PreTrainedModel) ->
         for _ in range(2):
             with pytest.raises(pytest.skip.Exception, match=r"lengths: .* answered 500 to 2 ids: .*engine is dead"):
                 witness.readings("lengths")
-        with pytest.raises(pytest.skip.Exception, match="answered 500 to 400 ids"):
+        assert len(asked) == 1
+        with pytest.raises(pytest.skip.Exception, match=r"to 400 ids|prompt of 400 ids"):
             witness.running_at_once()
-    assert len(asked) == 1 + 32
 
 
 @pytest.mark.parametrize(("changed", "words"), [

@@ -299,8 +299,8 @@ def pocket() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize(("fault", "rule", "words"), [
-    (Fault(), "masking", "passed"), (Fault(), "eviction", "passed"), (FAULTS["no eviction"][0], "masking", "full cache"),
-    (FAULTS["no eviction"][0], "eviction", "nothing was evicted"),
+    (Fault(), "masking", "passed"), (Fault(), "eviction", "passed"),
+    (FAULTS["no eviction"][0], "masking", "full cache"), (FAULTS["no eviction"][0], "eviction", "nothing was evicted"),
 ])
 def test_a_server_in_bfloat16(model: PreTrainedModel, fault: Fault, rule: str, words: str) -> None:
     rounded = copy.deepcopy(model).bfloat16()
