@@ -21,7 +21,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Bound:
-    """How far the rounding of a server moves the log-probabilities of an answer.
+    """Bound of the differences of log-probabilities that the rounding of a server explains.
 
     Attributes:
         tolerance: largest allowed distance between the server and the witness.

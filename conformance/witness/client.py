@@ -125,7 +125,7 @@ class Server:
         try:
             listed = json.loads(self._open("/v1/models").read())
         except (OSError, HTTPException, ValueError) as error:
-            bound = f"must answer GET /v1/models with JSON: {error}; give the address of a server with OpenAI's API"
+            bound = f"must answer GET /v1/models with JSON, as servers with OpenAI's API do: {error}"
             raise SpecError("server", self.url, bound) from error
         return [str(one.get("id")) for one in listed.get("data") or ()]
 

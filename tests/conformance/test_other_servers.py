@@ -1,4 +1,4 @@
-"""The witness on servers that cannot be tested: one sentence says why, and no server breaks a rule for that."""
+"""The witness on servers that cannot be tested: one sentence has the reason, and no server breaks a rule for that."""
 
 import json
 import subprocess

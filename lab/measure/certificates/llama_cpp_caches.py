@@ -39,7 +39,7 @@ def _file(model: str) -> str:
 
 def shifted(prompt: list[int], kept: Mapping[int, Sequence[Sequence[int]]], following: list[int], model: str) -> Tensor:
     """Read the prompt, remove the cells of evicted tokens, move later cells, and read the following tokens."""
-    sets = {tuple(own) for layer in kept.values() for own in layer}
+    sets = {tuple(positions) for layer in kept.values() for positions in layer}
     if len(sets) > 1:
         raise NotImplementedError("a cell contains all layers and heads of a token")
     (tokens,), n = sets, len(prompt)
