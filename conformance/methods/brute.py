@@ -92,8 +92,6 @@ class Brute:
     """Numbers of tokens that parts add to the constants."""
     parts: Parts | None = None
     """Parts of the policy, if its scorer may be combined with different parts."""
-    placed: bool = False
-    """True if scores depend on positions in the text. The inputs of a later turn have no positions."""
     scored: bool = True
     """True if the `scores` of a kept set are those of the item.
 

@@ -49,7 +49,7 @@ def rows(inputs: Inputs, B: int, tau: float, N_sink: int, N_future: int) -> list
                 continue
             each = []
             for head in q[g * G : (g + 1) * G]:
-                back = before_rope(head[N_sink:], N_sink, inv_freq, inputs.factor)
+                back = before_rope(head[N_sink:], inputs.places[N_sink:], inputs)
                 mean = [math.fsum(x[c] for x in back) / len(back) for c in range(len(back[0]))]
                 query = ahead(mean, n, N_future, inv_freq, inputs.factor)
                 each.append(of_head(query, k[g][N_sink:], v[g][N_sink:], tau))

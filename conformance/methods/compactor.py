@@ -48,11 +48,12 @@ def leverage_of(rows: Any, ridge: float) -> list[float]:
     return [math.fsum(x * x for x in row) for row in Q.tolist()]
 
 
-def before_rope(keys: Vectors, first: int, inv_freq: Sequence[float], factor: float) -> list[list[float]]:
-    """Return vectors without rotation, as complex bands. The first vector has the position `first`."""
+def before_rope(keys: Vectors, places: Sequence[int], inputs: Inputs) -> list[list[float]]:
+    """Return vectors at positions of the text without rotation, as complex bands."""
     half, result = len(keys[0]) // 2, []
-    for at, k in enumerate(keys, first):
-        z = [complex(k[f], k[f + half]) * cmath.exp(-1j * omega * at) / factor for f, omega in enumerate(inv_freq)]
+    for at, k in zip(places, keys, strict=True):
+        z = [complex(k[f], k[f + half]) * cmath.exp(-1j * omega * at) / inputs.factor
+             for f, omega in enumerate(inputs.inv_freq.tolist())]
         result.append([x.real for x in z] + [x.imag for x in z])
     return result
 
@@ -63,7 +64,7 @@ def leverages(x: Vectors) -> list[float]:
 
 
 def leverage_rows(inputs: Inputs, B: int) -> list[Score]:
-    rows = [leverages(before_rope(head, 0, inputs.inv_freq.tolist(), inputs.factor))
+    rows = [leverages(before_rope(head, inputs.places, inputs))
             for view in inputs.layers for head in view.k.tolist()]
     return [around(row, BOUND) if State.unit else list(row) for row in rows]
 
@@ -94,7 +95,7 @@ def compactor_rows(inputs: Inputs, B: int, c: int, N_sink: int, N_recent: int) -
         if not keys[0]:
             result += [[None] * n for _ in keys]
             continue
-        far = z_scores([leverages(before_rope(k, N_sink, inputs.inv_freq.tolist(), inputs.factor)) for k in keys])
+        far = z_scores([leverages(before_rope(k, inputs.places[N_sink:end], inputs)) for k in keys])
         near = z_scores([[middle(x) for x in row] for row in noncausal(layer, c)])
         for a, b in zip(far, near, strict=True):
             row = [weight * x + y for x, y in zip(a, b, strict=True)]
@@ -108,7 +109,7 @@ def compactor(inputs: Inputs, B: int, c: int, N_sink: int, N_recent: int) -> Kep
 
 
 BRUTES = [
-    Brute("PO-LEVERAGE", "leverage", leverage, published={"factor": 1.0}, placed=True,
+    Brute("PO-LEVERAGE", "leverage", leverage, published={"factor": 1.0},
           parts=Parts("", rows=leverage_rows)),
     Brute("PO-NONCAUSAL", "noncausal", by_layer(noncausal), {"c": C_CHUNK}, published={"c": 256},
           parts=Parts("", noncausal)),

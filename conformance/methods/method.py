@@ -139,11 +139,10 @@ class Method:
 
     @property
     def decides_in_turns(self) -> bool:
-        """Return True if a later turn has all inputs of the method: last queries, and no records or positions."""
+        """Return True if a later turn has all inputs of the method: last queries, and no records."""
         policy = self.reference(drawn(0))
         needs = policy.scorer.needs
-        whole = needs.query_rows is not None and needs.rehearsal is None and policy.cadence.every is None
-        return whole and not self.brute.placed
+        return needs.query_rows is not None and needs.rehearsal is None and policy.cadence.every is None
 
     def adapted(self, inputs: Inputs) -> Inputs:
         """Return the inputs of a model, reduced or extended to the inputs that this method reads.

@@ -7,7 +7,9 @@ from conformance.strategies.policy_inputs import Inputs, Kept
 
 
 def rows(inputs: Inputs, B: int, seed: int) -> list[Score]:
-    return [list(uniforms(seed, g, 0, inputs.n)) for g in range(len(inputs.layers) * inputs.H_kv)]
+    places = inputs.places
+    texts = (uniforms(seed, g, 0, places[-1] + 1) for g in range(len(inputs.layers) * inputs.H_kv))
+    return [[numbers[at] for at in places] for numbers in texts]
 
 
 def kept(inputs: Inputs, B: int, seed: int) -> Kept:
@@ -15,6 +17,6 @@ def kept(inputs: Inputs, B: int, seed: int) -> Kept:
 
 
 BRUTES = [
-    Brute("PO-RANDOM", "random-tokens", kept, {"seed": SEED}, published={"seed": 0}, placed=True,
+    Brute("PO-RANDOM", "random-tokens", kept, {"seed": SEED}, published={"seed": 0},
           parts=Parts("", rows=rows)),
 ]

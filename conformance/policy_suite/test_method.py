@@ -146,7 +146,10 @@ def difference(kept: Kept, wanted: Kept, layers: int = 1) -> str:
     more, less = sorted(set(kept[g]) - set(wanted[g])), sorted(set(wanted[g]) - set(kept[g]))
     if not more and not less:
         return f"kept set {g} is {kept[g]}, and must have each position once"
-    return f"kept set {g} of {len(kept)}{place_of(g, len(kept), layers)} holds {listed(more)} instead of {listed(less)}"
+    which = f"kept set {g} of {len(kept)}{place_of(g, len(kept), layers)}"
+    if not more:
+        return f"{which} lacks {listed(less)}"
+    return f"{which} keeps {listed(more)} " + (f"in place of {listed(less)}" if less else "besides those of the method")
 
 
 def place_of(g: int, sets: int, layers: int) -> str:
@@ -175,4 +178,4 @@ def other_score(method: Method, kept: Kept, wanted: Kept, scored: set[str]) -> s
 def listed(tokens: Sequence[int]) -> str:
     if len(tokens) > MOST_LISTED:
         return f"{len(tokens)} tokens ({', '.join(map(str, tokens[:MOST_LISTED]))}, ...)"
-    return str(list(tokens)) if tokens else "nothing"
+    return str(list(tokens))

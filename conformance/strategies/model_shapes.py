@@ -100,4 +100,4 @@ SHAPES = (
 def of_turn(inputs: Inputs, live: Array, first: int) -> Inputs:
     """Return the inputs at the end of a later turn: the tokens at `live`, and the queries from position `first` on."""
     layers = [replace(x, q=x.q[:, first:], k=x.k[:, live], v=np.asarray(x.v)[:, live]) for x in inputs.layers]
-    return replace(inputs, layers=layers, token_ids=inputs.token_ids[live])
+    return replace(inputs, layers=layers, token_ids=inputs.token_ids[live], positions=live)

@@ -38,6 +38,13 @@ class Inputs:
     factor: float = 1.0
     steps: int = 0
     """Number of last tokens that are decoded one by one."""
+    positions: Array | None = None
+    """Positions of the tokens in the text. None: 0 to n - 1."""
+
+    @property
+    def places(self) -> list[int]:
+        """Positions of the tokens in the text."""
+        return list(range(self.n)) if self.positions is None else [int(at) for at in self.positions]
 
     @property
     def n(self) -> int:

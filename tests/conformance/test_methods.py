@@ -109,10 +109,12 @@ def test_a_right_score_passes_and_a_snapkv_of_key_norms_does_not() -> None:
     )
     sets = [[0], [1], [2], [3]]
     assert test_method.difference(sets, [*sets[:3], [4]], 2) == (
-        "kept set 3 of 4 (layer 1, KV head 1) holds [3] instead of [4]"
+        "kept set 3 of 4 (layer 1, KV head 1) keeps [3] in place of [4]"
     )
+    assert test_method.difference([[0]], [[0, 5]]) == "kept set 0 of 1 lacks [5]"
+    assert test_method.difference([[0, 5]], [[0]]) == "kept set 0 of 1 keeps [5] besides those of the method"
     assert test_method.difference(sets, [[0], [2], *sets[2:]], 4) == (
-        "kept set 1 of 4 (layer 1) holds [1] instead of [2]"
+        "kept set 1 of 4 (layer 1) keeps [1] in place of [2]"
     )
 
 
@@ -128,7 +130,7 @@ def test_a_difference_names_the_first_decode_step(first: int, words: str) -> Non
         right = decided(method.reference(seen), seen, B)
         return right if seen.steps < first else [list(range(seen.n - B, seen.n)) for _ in right]
 
-    with pytest.raises(AssertionError, match=re.escape(f"not h2o with 12 tokens: {words} (layer 0, KV head 0) holds")):
+    with pytest.raises(AssertionError, match=re.escape(f"not h2o with 12 tokens: {words} (layer 0, KV head 0) keeps")):
         test_method.compared(method, late, (inputs, 5), DOUBLE, {"h2o": []}, set(), "12 tokens")
 
 
