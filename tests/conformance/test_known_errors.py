@@ -149,4 +149,4 @@ def test_crystalcache_by_name_passes_and_another_one_fails() -> None:
     assert not test_method.difference(decided(method.reference(inputs), inputs, B), wanted)
     for constants in ({"s": 1.0}, {"M_max": 2.0}, {"T_max": 8}):
         other = decided(method.changed(**constants).reference(inputs), inputs, B)
-        assert test_method.difference(other, wanted).startswith("kept set 0 of 1 holds ")
+        assert test_method.difference(other, wanted).startswith("kept set 0 of 1 keeps ")
