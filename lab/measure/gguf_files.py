@@ -29,7 +29,7 @@ def tiny_llama() -> LlamaForCausalLM:
     model: LlamaForCausalLM = LlamaForCausalLM(LlamaConfig(
         vocab_size=len(TOKENS), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, initializer_range=0.3, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2,
-        pad_token_id=2, max_position_embeddings=256,
+        pad_token_id=2, max_position_embeddings=1024,
     ))
     model.train(False)
     with torch.no_grad():
