@@ -172,6 +172,6 @@ class Leases:
             lease, file = self._held
             if sys.platform == "win32":
                 file.close()  # Windows removes no open file
-            lease.unlink(missing_ok=True)  # before the lock is released, so that nobody locks a removed file for long
+            lease.unlink(missing_ok=True)  # first: a worker that locks the file later sees that it is not at its path
             file.close()
         self._held = None

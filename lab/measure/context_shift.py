@@ -1,8 +1,8 @@
 """Measure llama.cpp's context shift against renumbered positions: `python -m lab.measure.context_shift`.
 
-The command writes docs/results/llama_cpp.md. It needs llama-cpp-python (`nox -s extra -- llamacpp` makes the
-environment). Between two shifts both engines read the same tokens. The oracle masks what the shifts removed, and turns
-each key once, from the position at which the key was computed.
+The command writes docs/results/llama_cpp.md. It needs llama-cpp-python (`nox -s lab -- extra llamacpp`
+makes the environment). Between two shifts both engines read the same tokens. The oracle masks what the shifts removed,
+and turns each key once, from the position at which the key was computed.
 """
 
 from collections.abc import Iterator, Sequence

@@ -3,11 +3,10 @@
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from conformance.server_suite.judge import Reading, Witness, check_eviction
 from conformance.server_suite.reading import with_noise
 from conformance.witness.client import Answer, Server
 from spec.errors import SpecError
-from tests.conformance.test_server_suite import FAULTS, Evicting, serving, verdicts
+from tests.conformance.test_server_suite import FAULTS, Evicting, running, serving, verdicts
 
 Reply = Callable[[Mapping[str, Any]], tuple[int, object]]
 """Function from a request to the status and the JSON value of the response."""
@@ -45,15 +44,8 @@ def replying(reply: Reply) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(json.dumps(body).encode())
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with running(Handler) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")

@@ -179,6 +179,20 @@ def per_head(sets: Sets, n: int) -> Retention:
 
 
 @contextmanager
+def running(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Yield the address of a server on this machine."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextmanager
 def serving(engine: Any) -> Iterator[str]:
     """Yield the address of a server that answers with an engine, one request at a time."""
 
@@ -218,15 +232,8 @@ def serving(engine: Any) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(json.dumps(body).encode())
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with running(Handler) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")

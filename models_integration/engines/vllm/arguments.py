@@ -80,7 +80,6 @@ class RequestPolicy:
             return f"{self.name} has no decode step: {start.__name__} needs a scorer with `step`"
         return None
 
-
     def _with_equal_counts(self) -> str | None:
         """Return the shortest text of the policy with equal shares. None if the name is a text with other shares."""
         for parts in ("heads=even", "layers=even", "layers=even/heads=even"):
