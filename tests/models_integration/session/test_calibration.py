@@ -397,6 +397,23 @@ def test_a_head_pattern_names_the_full_heads(threshold: float | None, full: list
 
 
 @pytest.mark.spec("PO-KVZIP-HEADS")
+@pytest.mark.parametrize("streaming", [1, 3, 5])
+def test_a_head_pattern_decides_as_duoattention(streaming: int, tmp_path: Path) -> None:
+    """Compare kept tokens with kvpress's rule: the heads with the lowest values keep only sinks and recent tokens.
+
+    The budget is the one in the guide for users of kvpress.
+    """
+    n, sink, recent = 204, 2, 4
+    budget = 1 - streaming / 6 * (1 - (sink + recent) / n)
+    low = np.argsort(np.clip(SHARES, 0, 1), axis=None)[:streaming].tolist()
+    file = pattern(tmp_path / "heads.tsv", SHARES)
+    policy = NamedPolicy("kvzip-heads", round(budget * n), calibration=file, N_sink=sink, N_recent=recent)
+    _, cache = read_prompt(build("llama"), policy, n)
+    kept = [list(own) for heads in live_sets(cache).values() for own in heads]
+    assert kept == [[0, 1, *range(n - recent, n)] if g in low else list(range(n)) for g in range(6)]
+
+
+@pytest.mark.spec("PO-KVZIP-HEADS")
 @pytest.mark.parametrize("values", [SHARES[:2], SHARES.T, SHARES[:, :1], SHARES * np.nan])
 def test_a_pattern_of_another_model_is_refused(values: Any, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="3 layers of 2 KV heads") as caught:
