@@ -88,6 +88,8 @@ class Brute:
     """Minimum number of tokens of an input. With fewer tokens, rounding decides."""
     decoded: bool = False
     """True if the kept sets after decode steps are compared, besides those of the methods in DECODED."""
+    turns: bool = False
+    """True if `kept` takes the queries of a later turn alone, although the method uses all queries of a prompt."""
     lengths: Mapping[str, int] = field(default_factory=dict)
     """Numbers of tokens that parts add to the constants."""
     parts: Parts | None = None

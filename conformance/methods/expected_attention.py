@@ -38,25 +38,30 @@ def rotate(x: Row, c: Row, s: Row) -> Row:
     return result
 
 
-def expected_attention(layer: Layer, inv_freq: Row, factor: float, N_sink: int, N_future: int) -> list[Score]:
-    """Return E exp(z) of a Gaussian query under the mean rotation of the next N_future positions, as a score."""
+def expected_attention(
+    layer: Layer, seen: int, inv_freq: Row, factor: float, N_sink: int, N_future: int,
+) -> list[Score]:
+    """Return E exp(z) of a Gaussian query under the mean rotation of the next N_future positions, as a score.
+
+    The queries are those of the last tokens before position `seen`. A later turn has fewer of them, or more, than keys.
+    """
     n = len(layer["k"][0])
     if n <= N_sink:
         return [[None] * n for _ in layer["k"]]
     result, inv_freq = list[Score](), row(inv_freq)
-    ahead = range(n, n + N_future)
+    ahead = range(seen, seen + N_future)
     future = [waves(p, inv_freq, factor) for p in ahead]
     c, s = (over(column_sums([pair[at] for pair in future]), N_future) for at in (0, 1))
-    past = [waves(-at, inv_freq, factor) for at in range(n)]
+    asked = range(max(seen - len(layer["q"][0]), N_sink), seen)
+    past = [waves(-at, inv_freq, factor) for at in asked]
     for g, group in enumerate(groups(layer)):
         keys = layer["k"][g][N_sink:]
         keys = keys if isinstance(keys, Table) else stacked([row(key) for key in keys])
         total = [0.0] * len(keys)
         for h in group:
             # Rotate back by the same angle, and divide by both factors.
-            pre = [
-                over(rotate(q, *back), factor**2) for q, back in zip(layer["q"][h], past, strict=True)
-            ][N_sink:]
+            queries = layer["q"][h][len(layer["q"][h]) - len(asked) :]
+            pre = [over(rotate(q, *back), factor**2) for q, back in zip(queries, past, strict=True)]
             turned = [rotate(q, c, s) for q in pre]
             mean = over(column_sums(turned), len(turned))
             squared = column_sums([squares(dots(minus(q, mean), keys)) for q in turned])
@@ -72,7 +77,8 @@ def expected_attention(layer: Layer, inv_freq: Row, factor: float, N_sink: int, 
 def scores(inputs: Inputs, B: int, N_sink: int, N_future: int) -> list[Score]:
     return [
         row for view in inputs.layers
-        for row in expected_attention(plain(view), leaves(inputs.inv_freq), inputs.factor, N_sink, N_future)
+        for row in expected_attention(
+            plain(view), inputs.places[-1] + 1, leaves(inputs.inv_freq), inputs.factor, N_sink, N_future)
     ]
 
 
@@ -84,5 +90,5 @@ BRUTES = [
     Brute(
         "PO-EXPECTED-ATTENTION", "expected-attention", kept,
         {"N_sink": SINK, "N_future": FUTURE}, SINK, sinks,
-        published={"factor": 1.0, "N_sink": 4, "N_future": 512}, parts=Parts("sink=N_sink", rows=scores)),
+        published={"factor": 1.0, "N_sink": 4, "N_future": 512}, turns=True, parts=Parts("sink=N_sink", rows=scores)),
 ]

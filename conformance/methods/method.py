@@ -139,10 +139,11 @@ class Method:
 
     @property
     def decides_in_turns(self) -> bool:
-        """Return True if a later turn has all inputs of the method: last queries, and no records."""
+        """Return True if a later turn has all inputs of the method, and the method has no records."""
         policy = self.reference(drawn(0))
         needs = policy.scorer.needs
-        return needs.query_rows is not None and needs.rehearsal is None and policy.cadence.every is None
+        known = needs.query_rows is not None or self.brute.turns
+        return known and needs.rehearsal is None and policy.cadence.every is None
 
     def adapted(self, inputs: Inputs) -> Inputs:
         """Return the inputs of a model, reduced or extended to the inputs that this method reads.

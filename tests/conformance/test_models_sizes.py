@@ -10,7 +10,7 @@ import pytest
 from conformance.methods.method import METHODS, Method
 from conformance.policy_suite import test_method, test_turn
 from conformance.strategies.model_shapes import SHAPES, Shape
-from conformance.strategies.policy_inputs import Inputs, decided
+from conformance.strategies.policy_inputs import Inputs, decided, drawn
 from spec.policy import LayerView, Needs, Observation, Policy, Scores
 
 pytestmark = [pytest.mark.law("the-proof-has-teeth"), pytest.mark.usefixtures("reference_items")]
@@ -43,6 +43,16 @@ class Wrong:
 
     def keep(self, records: Any, slots: Any, /) -> object:
         return self.right.keep(records, slots)
+
+
+def unturned(view: LayerView, seen: Observation) -> LayerView:
+    """Return the layer with the queries of a later turn rotated by the number of evicted tokens."""
+    if seen.positions is None:
+        return view
+    angles = (seen.seen - view.k.shape[1]) * drawn(0).inv_freq
+    a, b = np.split(np.asarray(view.q), 2, axis=-1)
+    c, s = np.cos(angles), np.sin(angles)
+    return replace(view, q=np.concatenate([a * c - b * s, b * c + a * s], axis=-1))
 
 
 def same_view(view: LayerView, seen: Observation) -> LayerView:
@@ -99,6 +109,8 @@ WRONG: list[tuple[str, str, View, Table]] = [
      lambda values, seen: values if seen.positions is None else values[:, ::-1].copy()),
     ("leverage", "that keeps the newest in a later turn", same_view,
      lambda values, seen: values if seen.positions is None else np.arange(values.shape[1]) + 0.0 * values),
+    ("expected-attention", "that turns the queries of a later turn back as if no token was missing", unturned,
+     lambda values, seen: values),
     ("keydiff", "with a mean of the layers if there are 3", same_view,
      lambda values, seen: values if len(seen.layers) != 3 else values[::-1].copy()),
     ("pyramidkv", "with the layers in the other order if there are 3", same_view,
