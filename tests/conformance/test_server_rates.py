@@ -1,0 +1,75 @@
+"""Error rates of the witness, for servers that do as they state and for servers without statements."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from conformance.cache_suite.judge import save_tiny
+from conformance.server_suite.judge import RULES, Reading, Witness
+from conformance.witness.client import Server
+from tests.conformance.test_server_suite import FAULTS, Evicting, Fault, serving, verdict
+
+pytestmark = pytest.mark.nightly
+
+GROUPS = ("shared prefixes", "recalled", "at once")
+"""Groups with 15 requests in all. `Evicting` cannot observe the prompts of 2 ids of the group "lengths"."""
+POLICIES = ("snapkv", "streamingllm", "chunkkv", "adakv", 'snapkv(positions="renumbered")', "knorm")
+SILENT = "eviction, without the statement"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    folder = save_tiny("llama", tmp_path_factory.mktemp("llama"))
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return loaded
+
+
+def readings(model: PreTrainedModel, servers: int, fault: Fault, states: bool) -> Iterator[tuple[str, Reading]]:
+    """Yield a name and the reading of each request. Each server has a policy, a budget and prompts of its own."""
+    for seed in range(servers):
+        budget = ("0.4", "0.6")[seed // len(POLICIES) % 2]
+        engine = Evicting(model, POLICIES[seed % len(POLICIES)], budget, fault, states=states)
+        with serving(engine) as url:
+            witness = Witness(model, Server.of(url, "tiny"), seed=seed)
+            for group in GROUPS:
+                for at, reading in enumerate(witness.readings(group)):
+                    yield f"{engine.policy} at {budget}, seed {seed}, {group} {at}", reading
+
+
+@pytest.fixture(scope="module")
+def right(model: PreTrainedModel) -> dict[str, dict[str, str]]:
+    """Return the verdict of each rule on 1 005 answers of servers that do as they state."""
+    result = {}
+    for name, reading in readings(model, 67, Fault(), states=True):
+        result[name] = {rule: verdict(check, reading) for rule, check in RULES.items()}
+        silent = Reading(reading.witness, replace(reading.answer, stated=None))
+        result[name][SILENT] = verdict(RULES["eviction"], silent)
+    return result
+
+
+def accused(verdicts: dict[str, str]) -> bool:
+    return bool(set(verdicts.values()) - {"passed", "undecided"})
+
+
+def test_of_a_thousand_right_requests_at_most_one_is_accused(right: dict[str, dict[str, str]]) -> None:
+    wrong = {name: verdicts for name, verdicts in right.items() if accused(verdicts)}
+    decided = Counter(rule for verdicts in right.values() for rule, word in verdicts.items() if word == "passed")
+    print(len(right), decided, wrong)
+    assert len(right) >= 1_000
+    assert len(wrong) <= 1, wrong
+    assert all(decided[rule] >= 0.9 * len(right) for rule in ("size", "masking", "eviction", "policy", SILENT)), decided
+
+
+def test_a_full_cache_without_statements_is_not_taken_for_eviction(model: PreTrainedModel) -> None:
+    """The other error of the mode without statements. `right` has the rate of evictions that are not noticed."""
+    fault = FAULTS["no eviction"][0]
+    words = [verdict(RULES["eviction"], reading) for _, reading in readings(model, 22, fault, states=False)]
+    counts = Counter("accused" if word not in ("passed", "undecided") else word for word in words)
+    print(counts)
+    assert counts.total() >= 330
+    assert counts["passed"] == 0, counts
+    assert counts["accused"] >= 0.9 * counts.total(), counts
