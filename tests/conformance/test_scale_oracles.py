@@ -212,7 +212,7 @@ def test_policies(seed: int) -> None:
     scores, _ = selectors.expected(
         view.q, view.k, view.v, np.arange(n), np.arange(n, n + 5), *turns, view.scaling, view.sinks
     )
-    brute = brute_expected_attention(plain(view), inputs.inv_freq.tolist(), inputs.factor, 0, 5)
+    brute = brute_expected_attention(plain(view), inputs.n, inputs.inv_freq.tolist(), inputs.factor, 0, 5)
     assert np.abs(scores - np.array(brute)).max() < 1e-12
     s, shut = numbers.integers(0, 4, n) / 4, numbers.integers(0, 5, n) == 0
     row = [None if safe else x for x, safe in zip(s.tolist(), shut.tolist(), strict=True)]

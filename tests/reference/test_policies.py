@@ -91,7 +91,7 @@ SCORES: dict[str, tuple[Score, Score]] = {
     "rkv": (lambda v, i: rkv_score(v, W, KERNEL, 0.1), lambda x, i: brute_rkv(x, W, KERNEL, 0.1)),
     "expected attention": (
         lambda v, i: ExpectedAttention(i.inv_freq, i.factor, SINK, FUTURE).of_layer(v, i.n),
-        lambda x, i: brute_expected_attention(x, i.inv_freq.tolist(), i.factor, SINK, FUTURE),
+        lambda x, i: brute_expected_attention(x, i.n, i.inv_freq.tolist(), i.factor, SINK, FUTURE),
     ),
 }
 
