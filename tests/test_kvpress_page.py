@@ -19,7 +19,7 @@ WITH, WITHOUT = (
 )
 TEXTS = sorted({
     text for _, _, cell in WITH for text in re.findall(r"`([^`]+)`", cell)
-    if not text.startswith(("budget=", "kvspec.", "layers=", "positions="))
+    if not text.startswith(("budget=", "calibration=", "kvspec.", "layers=", "positions="))
 })
 
 

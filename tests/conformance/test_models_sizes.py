@@ -45,11 +45,11 @@ class Wrong:
         return self.right.keep(records, slots)
 
 
-def unturned(view: LayerView, seen: Observation) -> LayerView:
+def late_queries(view: LayerView, seen: Observation) -> LayerView:
     """Return the layer with the queries of a later turn rotated by the number of evicted tokens."""
     if seen.positions is None:
         return view
-    angles = (seen.seen - view.k.shape[1]) * drawn(0).inv_freq
+    angles = (seen.seen - view.k.shape[1]) * drawn(0).inv_freq  # all drawn inputs have these frequencies
     a, b = np.split(np.asarray(view.q), 2, axis=-1)
     c, s = np.cos(angles), np.sin(angles)
     return replace(view, q=np.concatenate([a * c - b * s, b * c + a * s], axis=-1))
@@ -109,7 +109,7 @@ WRONG: list[tuple[str, str, View, Table]] = [
      lambda values, seen: values if seen.positions is None else values[:, ::-1].copy()),
     ("leverage", "that keeps the newest in a later turn", same_view,
      lambda values, seen: values if seen.positions is None else np.arange(values.shape[1]) + 0.0 * values),
-    ("expected-attention", "that turns the queries of a later turn back as if no token was missing", unturned,
+    ("expected-attention", "that turns the queries of a later turn back as if no token was missing", late_queries,
      lambda values, seen: values),
     ("keydiff", "with a mean of the layers if there are 3", same_view,
      lambda values, seen: values if len(seen.layers) != 3 else values[::-1].copy()),
