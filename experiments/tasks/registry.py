@@ -215,7 +215,7 @@ TABLE: Mapping[str, Entry] = {
     ),
     "placed_fact": Entry(
         "a fact at a given depth, with or without mentions of its topic", placed_fact_samples, CONTAINS, PROSE,
-        ("depth", "mentions"),
+        ("depth", "mentions", "value"),
     ),
     **_SHARED,
     **{

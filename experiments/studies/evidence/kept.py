@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from experiments.studies.answers import cropped, needed, read_budget, retentions
+from experiments.studies.evidence.trunk_forms import TRUNK_FORMS, seed_of
 from experiments.studies.subject import Subject
 from experiments.tasks import Placement, Sample
 from experiments.tasks.metrics import RIGHT_OR_WRONG
@@ -48,8 +49,9 @@ RANDOM_SETS: Mapping[str, Granularity] = {
     RANDOM: Granularity.HEAD, RANDOM_LAYERS: Granularity.LAYER, RANDOM_SHARED: Granularity.MODEL,
 }
 """Controls with random tokens: a set for each layer and KV head, a set for each layer, or one set."""
-RANDOMS = (*RANDOM_SETS, RANDOM_TRUNKS, RANDOM_HEADS)
-"""All random controls: random tokens, CrystalCache's trunks in random order, and random full heads."""
+RANDOMS = (*RANDOM_SETS, RANDOM_TRUNKS, *TRUNK_FORMS, RANDOM_HEADS)
+"""All random controls: random tokens, CrystalCache's trunks in random order or with a different impact, and random full
+heads."""
 HEAD_WINDOW = 64, 256
 """Numbers of first and recent tokens of a streaming head, as in `kvzip-heads`."""
 HEAD_FLOOR = sum(HEAD_WINDOW)
@@ -130,7 +132,7 @@ def _drawn(
     name: str, budget: str, sample: Sample, observed: ObservedSegment, placement: Placement,
 ) -> Retention:
     seen = len(placement.prompt_ids)
-    B, seed = read_budget(budget).tokens(seen), _seed(placement.prompt_ids)
+    B, seed = read_budget(budget).tokens(seen), seed_of(placement.prompt_ids)
     if name == RANDOM_HEADS:
         return retentions(_random_heads(seed), [Budget(count=B)], observed)[0]
     policy = random_policy(seed, B, RANDOM_SETS.get(name, Granularity.HEAD))
@@ -187,7 +189,7 @@ class RandomTrunks:
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         scores = self.scorer(observation, protected)
         assert observation.token_ids is not None
-        rng = np.random.default_rng(_seed(observation.token_ids.tolist()))
+        rng = np.random.default_rng(seed_of(observation.token_ids.tolist()))
         shape = len(scores.values), observation.seen
         return replace(scores, values=rng.random(scores.values.shape), members=rng.random(shape))
 
@@ -195,12 +197,6 @@ class RandomTrunks:
 def random_trunks(crystalcache: Policy) -> Policy:
     """Return CrystalCache with a random order of trunks."""
     return replace(crystalcache, name=RANDOM_TRUNKS, scorer=RandomTrunks(crystalcache.scorer))
-
-
-def _seed(prompt_ids: Sequence[int]) -> int:
-    """Return the seed of a prompt's random sets. All questions on one context share these sets."""
-    ids = np.array(prompt_ids, dtype="<u4")
-    return int(np.bitwise_xor.reduce(ids * np.arange(1, 2 * len(ids), 2, dtype="<u4")))
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from experiments.studies.evidence.kept import (
 from experiments.studies.evidence.measure import kept_rows, measure
 from experiments.studies.evidence.protocol import processor
 from experiments.studies.evidence.rules import ALL, AT_PROMPT, Rules
+from experiments.studies.evidence.trunk_forms import TRUNK_FORMS
 from experiments.studies.leases import Leases
 from experiments.studies.report import title_of
 from experiments.studies.results import ERROR, Row, load_rows, unit_named
@@ -208,6 +209,9 @@ def methods(rules: Rules, subject: Subject) -> dict[str, Method]:
     if RANDOM_TRUNKS in rules.controls:
         method = subject.policy("crystalcache", budget).on(subject.model)
         result[RANDOM_TRUNKS] = replace(method, policy=random_trunks(method.policy))
+    for name in (one for one in TRUNK_FORMS if one in rules.controls):
+        method = subject.policy(TRUNK_FORMS[name].base, budget).on(subject.model)
+        result[name] = replace(method, policy=TRUNK_FORMS[name].of(method.policy, name))
     return result
 
 

@@ -1,6 +1,7 @@
 """The task `placed_fact`: only place and mentions vary, no eight tokens repeat, and the parts share no text."""
 
 import re
+from collections import Counter
 from itertools import product
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from experiments.tasks import Sample
 from experiments.tasks.context import Ground, read_prose
 from experiments.tasks.needle import CONFIRM, DEV, part_of
-from experiments.tasks.placed_fact import FACT_DEPTHS, MENTIONS, NGRAM, PLACED_TOPICS
+from experiments.tasks.placed_fact import COMMON, FACT_DEPTHS, MENTIONS, NGRAM, PLACED_TOPICS
 from experiments.tasks.registry import resolve_task
 from models_integration.model.frame import frame_of
 from spec.errors import SpecError
@@ -110,7 +111,27 @@ def test_there_are_at_least_ten_templates_without_digits() -> None:
         assert not re.search(r"\d", text)
 
 
-@pytest.mark.parametrize("constants", ["depth=1.5", 'mentions="often"'])
+def test_each_word_of_a_place_is_common_in_the_text(ground: Ground) -> None:
+    """No word of the value is rare, only the place of the fact varies, and the text is not that of a number."""
+    for index in range(WINDOWS):
+        each = [
+            resolve_task(f'placed_fact(depth={depth}, mentions="none", value="words")')(ground, 2 * LENGTH, index, 3)[0]
+            for depth in FACT_DEPTHS
+        ]
+        for sample in each:
+            (start, stop), = sample.evidence
+            rest = Counter(sample.context_ids[:start] + sample.context_ids[stop:])
+            assert min(rest[token] for token in ground.follow(sample.expected)) >= COMMON
+            assert len(set(_grams(sample.context_ids))) == len(_grams(sample.context_ids))
+        assert len({(one.answer_ids, one.part, one.group) for one in each}) == 1
+        assert len({one.needle for one in each}) == len(FACT_DEPTHS)
+        (number,) = resolve_task("placed_fact(mentions=\"none\")")(ground, 2 * LENGTH, index, 3)
+        assert each[0].group != number.group
+
+
+@pytest.mark.parametrize("constants", [
+    "depth=1.5", 'mentions="often"', 'value="letters"', 'mentions="high", value="words"',
+])
 def test_unknown_constants_are_refused(ground: Ground, constants: str) -> None:
     with pytest.raises(SpecError, match=constants.partition("=")[0]):
         resolve_task(f"placed_fact({constants})")(ground, LENGTH, 0, 0)
