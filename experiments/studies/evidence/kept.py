@@ -77,11 +77,11 @@ def control_of(policy: str, granularity: str) -> str:
     """Return the random control whose sets consist of the same units as a policy's sets of kept tokens.
 
     Args:
-        policy: policy as text, with constants.
+        policy: policy as text, with constants, or a name of TRUNK_FORMS.
         granularity: value of the policy's `Granularity`.
     """
     name = policy.partition("(")[0]
-    if name == "crystalcache" and parse_policy(policy)[1].get("T_max") != 1:
+    if name in TRUNK_FORMS or (name == "crystalcache" and parse_policy(policy)[1].get("T_max") != 1):
         return RANDOM_TRUNKS
     if name == "kvzip-heads":
         return RANDOM_HEADS

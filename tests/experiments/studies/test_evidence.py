@@ -357,6 +357,7 @@ def test_random_trunks_are_whole_and_know_nothing_of_scores(subject: Subject, sa
     ("crystalcache(T_max=1)", "model", "random-shared"), ("streamingllm", "model", "random-shared"),
     ("chunkkv", "layer", "random-layers"), ("snapkv", "layer and KV head", "random"),
     ("kvzip-heads", "layer and KV head", "random-heads"), ("h2o@prompt", "layer and KV head", "random"),
+    ("rarity-trunks", "model", "random-trunks"),
 ])
 def test_a_policy_has_the_control_of_its_granularity(policy: str, granularity: str, control: str) -> None:
     assert control_of(policy, granularity) == control
