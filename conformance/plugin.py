@@ -250,10 +250,10 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def precision_of(config: pytest.Config) -> str:
-    """Return the precision of the tested stage S1: float64 or float32."""
-    engine = config.stash[_engine]
-    default = engine.hello.precision if engine else "float64" if subject_of(config) == "numpy" else "float32"
-    return str(config.getoption("--kvspec-precision") or default)
+    """Return the precision of the tested stage S1, float64 or float32, or the dtype of the tested server."""
+    engine, server = config.stash[_engine], config.getoption("--kvspec-server") is not None
+    default = "float64" if subject_of(config) == "numpy" and not server else "float32"
+    return str(config.getoption("--kvspec-precision") or (engine.hello.precision if engine else default))
 
 
 def spec_of(config: pytest.Config) -> str:

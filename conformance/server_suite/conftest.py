@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from conformance.cache_suite.conftest import loadable_model
+from conformance.plugin import precision_of
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -39,5 +40,4 @@ def witness(request: pytest.FixtureRequest) -> Any:
     folder = str(model_folder(option("--kvspec-model")))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     server = Server.of(option("--kvspec-server"), option("--kvspec-model"))
-    dtype, seed = option("--kvspec-precision") or "float32", int(option("--hypothesis-seed", None) or 0)
-    return Witness(model, server, dtype, seed)
+    return Witness(model, server, precision_of(request.config), int(option("--hypothesis-seed", None) or 0))

@@ -16,7 +16,7 @@ _PAIRS = 64
 
 def name_fault(
     reader: Reader, statement: Statement, events: Sequence[Event], result: Tensor, bound: Bound,
-    others: Sequence[Sequence[Event]] = (),
+    others: Sequence[tuple[str, Sequence[Event]]] = (),
 ) -> str:
     """Return the name of the first fault that explains the log-probabilities of a server.
 
@@ -26,7 +26,7 @@ def name_fault(
         events: the evictions of the statement.
         result: log-probabilities of the server.
         bound: largest distance that rounding explains.
-        others: evictions that the server stated for different requests.
+        others: evictions of different requests, each with a name of the request.
     """
     ids, n = statement.ids, len(statement.prompt_ids)
     for name, changed, rule in _hypotheses(events, statement.positions, others):
@@ -40,7 +40,7 @@ def name_fault(
 
 
 def _hypotheses(
-    events: Sequence[Event], rule: str, others: Sequence[Sequence[Event]],
+    events: Sequence[Event], rule: str, others: Sequence[tuple[str, Sequence[Event]]],
 ) -> Iterator[tuple[str, Sequence[Event], str]]:
     """Yield possible faults, each as a name, the evictions and the position rule."""
     yield "the log-probabilities are those of the full cache: nothing was evicted", [], "kept"
@@ -49,9 +49,9 @@ def _hypotheses(
             yield f"kept tokens and the answer have positions of the rule {another!r}, not {rule!r}", events, another
     for name, changed in _changed_sets(events):
         yield name, changed, rule
-    for one in others:
+    for request, one in others:
         fitted = [_fitted(event, other) for event, other in zip(events, one, strict=False)]
-        yield "the kept set is that of a different request", fitted, rule
+        yield f"the kept set is that of {request}", fitted, rule
     for layer, a, b in _pairs(events):
         name = f"KV heads {a} and {b} of full-attention layer {layer} are exchanged"
         yield name, [_exchanged(event, layer, a, b) for event in events], rule

@@ -1,7 +1,7 @@
 """Rules of spec/witness.md. Each rule is a function that checks the reading of one answer."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -47,7 +47,7 @@ def prompts_of(group: str, vocabulary: int, longest: int, seed: int) -> list[lis
     """Return the prompts of a group, as random token ids.
 
     Args:
-        group: "lengths", "shared prefixes", "recalled", "at once" or "long answers".
+        group: "lengths", "shared prefixes", "recalled", "at once", "cancelled" or "long answers".
         vocabulary: number of token ids of the model.
         longest: largest number of tokens of a prompt.
         seed: random seed.
@@ -67,6 +67,8 @@ def prompts_of(group: str, vocabulary: int, longest: int, seed: int) -> list[lis
         return [(text + draw(200) + text[: len(text) // 2])[-longest:] for text in texts]
     if group == "at once":
         return [draw(int(n)) for n in rng.integers(40, 500, 8)]
+    if group == "cancelled":  # The server does not answer every second prompt. The two prompts have the same length.
+        return [draw(n) for n in (300, 300, 177, 177)]
     assert group == "long answers"
     return [draw(n) for n in (180, 333)]
 
@@ -132,6 +134,7 @@ class Witness:
         self.reader, self.bound = Reader(model), BOUNDS[dtype]
         self._readings: dict[str, list[Reading]] = {}
         self._refused: dict[str, str] = {}
+        self._cancelled: list[list[int]] = []
         self._noisy: list[PreTrainedModel] = []
 
     def readings(self, group: str) -> list[Reading]:
@@ -159,7 +162,15 @@ class Witness:
         prompts = prompts_of(group, config.vocab_size, config.max_position_embeddings - tokens, self.seed)
         if group == "at once":
             return self.server.complete_all(prompts, tokens, self.seed)
+        if group == "cancelled":
+            return [self._after_cancelled(*pair) for pair in zip(prompts[::2], prompts[1::2], strict=True)]
         return [self.server.complete(ids, tokens, bool(at % 2), at) for at, ids in enumerate(prompts)]
+
+    def _after_cancelled(self, cancelled: list[int], ids: list[int]) -> Answer:
+        """Close the connection of a request at the start of its answer, and ask for the answer of the next request."""
+        self._cancelled.append(cancelled)
+        self.server.cancel(cancelled, LONG_ANSWER)
+        return self.server.complete(ids, ANSWER, stream=True)
 
     def running_at_once(self) -> int:
         """Return how many of 32 requests with long answers the server runs at once.
@@ -181,12 +192,24 @@ class Witness:
             self._noisy = [with_noise(self.model, WEIGHT_NOISE[self.dtype], at) for at in range(READINGS)]
         return self._noisy
 
-    def others(self, reading: Reading) -> list[list[Event]]:
-        """Return the evictions that the server stated for other requests."""
-        return [
-            one.events for readings in self._readings.values() for one in readings
+    def others(self, reading: Reading) -> list[tuple[str, list[Event]]]:
+        """Return the evictions of other requests, each with a name of the request.
+
+        The server states nothing about cancelled requests, so the witness computes the sets of the stated policy.
+        """
+        stated = [
+            ("a different request", one.events) for readings in self._readings.values() for one in readings
             if one is not reading and one.answer.stated is not None and one.events
         ]
+        try:
+            return stated + [("a cancelled request", self._decided(ids, reading)) for ids in self._cancelled]
+        except SpecError:  # kvspec does not have the stated policy
+            return stated
+
+    def _decided(self, ids: list[int], reading: Reading) -> list[Event]:
+        """Return the eviction at the end of a prompt, by the policy of a reading."""
+        one = replace(reading.statement, prompt_ids=ids, answer_ids=[], logprobs=[], evictions=[])
+        return [Event(len(ids), *policy_sets(self.model, one, [len(ids)]))]
 
 
 def check_size(reading: Reading) -> None:

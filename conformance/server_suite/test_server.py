@@ -6,7 +6,7 @@ import pytest
 
 from conformance.server_suite.judge import RULES
 
-GROUPS = ("lengths", "shared prefixes", "recalled", "at once", "long answers")
+GROUPS = ("lengths", "shared prefixes", "recalled", "at once", "cancelled", "long answers")
 
 
 @pytest.mark.parametrize("group", GROUPS)

@@ -4,7 +4,7 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http.client import HTTPException
@@ -145,21 +145,36 @@ class Server:
         Raises:
             SpecError: if the server refuses the request or does not answer in time.
         """
+        answer = Answer(list(ids))
+        self._ask(ids, tokens, stream, seed, answer.take)
+        return answer
+
+    def cancel(self, ids: Sequence[int], tokens: int, seed: int = 0) -> None:
+        """Ask for a streamed answer, and close the connection after the first event.
+
+        Raises:
+            SpecError: as in `complete`.
+        """
+        self._ask(ids, tokens, True, seed, lambda event: True)
+
+    def _ask(
+        self, ids: Sequence[int], tokens: int, stream: bool, seed: int, take: Callable[[Mapping[str, Any]], object],
+    ) -> None:
+        """Call `take` with each event of an answer. If `take` returns a true value, close the connection."""
         body = {
             "model": self.model, "prompt": list(ids), "max_tokens": tokens, "temperature": 1.0, "seed": seed,
             "logprobs": 1, "stream": stream, "ignore_eos": True, "return_token_ids": True,
         }
-        answer = Answer(list(ids))
         try:
             with self._open("/v1/completions", body) as reply:
                 for event in _events(reply) if stream else [json.load(reply)]:
-                    answer.take(event)
+                    if take(event):
+                        return
         except urllib.error.HTTPError as error:
             message = " ".join(error.read().decode(errors="replace").split())[:_LONGEST]
             raise SpecError("server", self.url, f"answered {error.code} to {len(ids)} ids: {message}") from error
         except (OSError, HTTPException, ValueError, TypeError, AttributeError) as error:
             raise SpecError("server", self.url, f"did not answer a prompt of {len(ids)} ids: {error}") from error
-        return answer
 
     def check(self) -> None:
         """Ask for one token, so that a server that cannot be tested is an error before the tests.

@@ -7,8 +7,9 @@ import shutil
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,8 +22,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from conformance.cache_suite.judge import save_tiny
-from conformance.paths import DOCS, SPEC
+from conformance.paths import DOCS, ROOT, SPEC
 from conformance.server_suite.judge import RULES, Reading, Witness
+from conformance.verify import __main__ as verify_main
+from conformance.verify import runs
+from conformance.verify.certificate import write
 from conformance.witness.client import Answer, Server, most_at_once
 from conformance.witness.statement import MalformedStatement, digest_of, parse_statement
 from models_integration import compact, decide, observe, policy_from_name
@@ -51,6 +55,7 @@ class Fault:
         renumbered: layers in which kept tokens are renumbered.
         full_logprobs: True if the log-probabilities are those of the full cache.
         late: True if digests are sent after the answer.
+        stale: True if `used` gets the sets of the request before only if its client has left.
     """
 
     used: Callable[[Sets, int, Sets], Sets] = lambda sets, n, before: sets
@@ -59,6 +64,7 @@ class Fault:
     renumbered: Sequence[int] = ()
     full_logprobs: bool = False
     late: bool = False
+    stale: bool = False
 
 
 def whole(n: int) -> Sets:
@@ -95,7 +101,8 @@ FAULTS: Mapping[str, tuple[Fault, str]] = {
         Fault(used=lambda sets, n, before: [*sets[:2], *whole(n)[2:4], *sets[4:]]), "layer 1 evicted nothing",
     ),
     "heads swapped": (Fault(used=swap_heads), "KV heads 0 and 1"),
-    "another request's set": (Fault(used=other_request), "different request"),
+    "another request's set": (Fault(used=other_request), "that of a different request"),
+    "a cancelled request's set": (Fault(used=other_request, stale=True), "that of a cancelled request"),
     "full log-probabilities": (Fault(full_logprobs=True), "full cache"),
     "fixed after the fact": (Fault(late=True), "answer tokens"),
 }
@@ -126,7 +133,7 @@ class Evicting:
         sets = sets * (LAYERS * HEADS // len(sets))
         stated = self.fault.stated(sets, n)
         used = self.fault.used(stated, n, self.before)
-        self.before = sets
+        self.before = sets  # A client that leaves ends this function at one of its events.
         numbering = numbering_of(self.model, describe(self.model))
         of = range(LAYERS) if "renumbered" in self.policy else self.fault.renumbered
         numbering = replace(numbering, layers={layer: numbering.layers[layer] for layer in of})
@@ -145,6 +152,8 @@ class Evicting:
             if self.fault.full_logprobs:
                 full = self.after(observed.cache, token)
             row = self.step(cache, token, len(used[0]) + at)
+        if self.fault.stale:
+            self.before = []
         if self.fault.late:
             yield digests
         eviction = {"seen": n, "sets": ranges, "layers": layers, "digest": digest_of(n, ranges, layers)}
@@ -223,9 +232,14 @@ def serving(engine: Any) -> Iterator[str]:
         def send_stream(self, events: Iterator[dict[str, Any]]) -> None:
             self.send_response(200)
             self.end_headers()
-            for text in (*map(json.dumps, events), "[DONE]"):
-                self.wfile.write(f"data: {text}\n\n".encode())
-                self.wfile.flush()
+            with suppress(OSError):  # The client may leave before the end.
+                for event in events:
+                    self.send_event(json.dumps(event))
+                self.send_event("[DONE]")
+
+        def send_event(self, text: str) -> None:
+            self.wfile.write(f"data: {text}\n\n".encode())
+            self.wfile.flush()
 
         def send_json(self, body: object) -> None:
             self.send_response(200)
@@ -258,12 +272,16 @@ def verdict(check: Callable[[Reading], Any], reading: Reading) -> str:
     return "passed"
 
 
-@pytest.mark.parametrize("policy", [
-    "snapkv", "snapkv(W=8)", "streamingllm", "chunkkv", "adakv", 'snapkv(positions="renumbered")',
+SHARED = "shared prefixes"
+
+
+@pytest.mark.parametrize(("policy", "group"), [
+    ("snapkv", SHARED), ("snapkv(W=8)", SHARED), ("streamingllm", SHARED), ("chunkkv", SHARED), ("adakv", SHARED),
+    ('snapkv(positions="renumbered")', SHARED), ("snapkv", "cancelled"),
 ])
-def test_a_server_that_does_as_it_states_passes(model: PreTrainedModel, policy: str) -> None:
+def test_a_server_that_does_as_it_states_passes(model: PreTrainedModel, policy: str, group: str) -> None:
     with serving(Evicting(model, policy)) as url:
-        actual = verdicts(Witness(model, Server.of(url, "tiny")), "shared prefixes")
+        actual = verdicts(Witness(model, Server.of(url, "tiny")), group)
     for rule, outcome in actual.items():
         assert set(outcome) <= {"passed", "undecided"}, (rule, outcome)
         assert "passed" in outcome, (rule, outcome)
@@ -273,7 +291,7 @@ def test_a_server_that_does_as_it_states_passes(model: PreTrainedModel, policy: 
 def test_a_fault_is_told_by_name(model: PreTrainedModel, name: str) -> None:
     fault, words = FAULTS[name]
     with serving(Evicting(model, "streamingllm" if fault.slots else "snapkv", fault=fault)) as url:
-        actual = verdicts(Witness(model, Server.of(url, "tiny")), "shared prefixes")
+        actual = verdicts(Witness(model, Server.of(url, "tiny")), "cancelled" if fault.stale else SHARED)
     outcome = [one for own in actual.values() for one in own if one not in ("passed", "undecided")]
     assert any(words in one for one in outcome), outcome
 
@@ -282,7 +300,7 @@ def test_a_fault_is_told_by_name(model: PreTrainedModel, name: str) -> None:
 def test_a_server_that_stops_to_evict_does_not_keep_what_its_policy_keeps(model: PreTrainedModel, budget: str) -> None:
     """TOVA evicts a token for each token of the answer, and the server evicts after the prompt alone."""
     with serving(Evicting(model, "tova", budget)) as url:
-        actual = verdicts(Witness(model, Server.of(url, "tiny")), "shared prefixes")
+        actual = verdicts(Witness(model, Server.of(url, "tiny")), SHARED)
     assert actual["policy"]
     assert all("must be evicted" in one for one in actual["policy"]), actual["policy"]
 
@@ -294,7 +312,7 @@ def test_a_server_without_statements_is_asked_whether_it_evicts(
     model: PreTrainedModel, fault: Fault, expected: str,
 ) -> None:
     with serving(Evicting(model, fault=fault, states=False)) as url:
-        actual = verdicts(Witness(model, Server.of(url, "tiny")), "shared prefixes")
+        actual = verdicts(Witness(model, Server.of(url, "tiny")), SHARED)
     assert {one for rule in ("size", "masking", "policy", "commitment") for one in actual[rule]} == {"undecided"}
     assert all(expected in one for one in actual["eviction"]), actual
 
@@ -312,7 +330,7 @@ def pocket() -> PreTrainedModel:
 def test_a_server_in_bfloat16(model: PreTrainedModel, fault: Fault, rule: str, words: str) -> None:
     rounded = copy.deepcopy(model).bfloat16()
     with serving(Evicting(rounded, "streamingllm", fault=fault)) as url:
-        actual = verdicts(Witness(model, Server.of(url, "tiny"), "bfloat16"), "shared prefixes")[rule]
+        actual = verdicts(Witness(model, Server.of(url, "tiny"), "bfloat16"), SHARED)[rule]
     decided = [one for one in actual if one != "undecided"]
     assert decided
     assert all(words in one for one in decided), actual
@@ -323,7 +341,7 @@ def test_the_pocket_model_in_bfloat16_is_far_inside_the_bound(pocket: PreTrained
     rounded = copy.deepcopy(pocket).bfloat16()
     with serving(Evicting(rounded, "streamingllm")) as url:
         witness = Witness(pocket, Server.of(url, "tiny"), "bfloat16")
-        readings = witness.readings("shared prefixes")
+        readings = witness.readings(SHARED)
     for reading in readings:
         assert witness.bound.apart(reading.masked, reading.stated_logprobs) < witness.bound.tolerance / 4
         assert verdict(RULES["masking"], reading) == "undecided"
@@ -339,7 +357,7 @@ def test_a_token_that_rounding_moves_far_is_no_fault_in_bfloat16(
 ) -> None:
     """Move the log-probabilities by a part of the difference between masking and the full cache."""
     with serving(Evicting(model)) as url:
-        (reading, *_) = Witness(model, Server.of(url, "tiny"), "bfloat16").readings("shared prefixes")
+        (reading, *_) = Witness(model, Server.of(url, "tiny"), "bfloat16").readings(SHARED)
     assert reading.has_power
     noise = torch.tensor(ROUNDED, dtype=torch.float64)
     reading.__dict__["stated_logprobs"] = reading.masked + moved * (reading.full - reading.masked) + noise
@@ -362,6 +380,38 @@ def test_verify_judges_a_server(model: PreTrainedModel, tmp_path: Path) -> None:
         done = subprocess.run([*command, *chosen], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert "2 passed" in done.stdout, done.stdout + done.stderr
     assert done.returncode == 0
+
+
+@pytest.mark.law("an-identity-tells-apart")
+def test_a_certificate_of_a_server_can_be_checked(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The suite is the part of `server_suite` about two rules and shared prefixes."""
+    suite = shutil.copytree(ROOT / "conformance" / "server_suite", tmp_path / "suite")
+    tests = (suite / "test_server.py").read_text().partition("\n\n\n@pytest.mark.row\n")[0]
+    tests = re.sub("GROUPS = .*", f"GROUPS = {SHARED!r},", tests).replace("in RULES", "in ('masking', 'eviction')")
+    (suite / "test_server.py").write_text(tests)
+    monkeypatch.setitem(runs.SUITES, "server", suite)
+    model.save_pretrained(tmp_path / "tiny")
+
+    def verify(*words: str) -> int:
+        monkeypatch.setattr("sys.argv", ["verify", *words])
+        return verify_main.main()
+
+    path, check = tmp_path / "out" / "certificate.toml", ["--out", str(tmp_path / "again"), "--yes"]
+    engine = Evicting(model)
+    with serving(engine) as url:
+        assert verify("--server", url, "--model", str(tmp_path / "tiny"), "--out", str(path.parent)) == 0
+        record = tomllib.loads(path.read_text())
+        assert (record["verdict"], record["run"]["precision"]) == ("certified", "float32")
+        assert verify("--check", str(path), *check) == 0, capsys.readouterr()
+        assert "the certificate is true" in capsys.readouterr().out
+        engine.fault = FAULTS["no eviction"][0]
+        assert verify("--check", str(path), *check) == 1
+        assert "server: eviction.verdict: pass in the certificate, fail now" in capsys.readouterr().out
+        write(record | {"subject": {**record["subject"], "digest": "0"}}, path)
+        assert verify("--check", str(path), *check) == 1
+        assert "nothing was run" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("words", "said"), [
