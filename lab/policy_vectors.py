@@ -33,7 +33,8 @@ from reference.policies.kvcrush import scored_or_representative
 from reference.policies.kvzip import rehearsal_chunks
 from reference.policies.kvzip_heads import FullHeads, head_scores
 from reference.policies.parts import join_budgets
-from reference.policies.protections import SinkAndRecent
+from reference.policies.pieces import InPieces
+from reference.policies.protections import InEachPiece, SinkAndRecent
 from reference.policies.selectors import best_blocks, fill_units, top_units
 from reference.policies.tables import Table
 from spec.budget import Budget
@@ -82,6 +83,14 @@ def blocks(i: Json) -> Result:
     given, protected = scores(i)
     shares, pinned = even(i["B"] * len(given.values), given), np.broadcast_to(protected, given.values.shape)
     return lists(best_blocks(given.values, shares, pinned, i["b"]))
+
+
+def in_pieces(i: Json) -> Result:
+    """Return the best tokens of each piece, which protects its own first and last tokens."""
+    values = floats(i["values"])
+    protected = InEachPiece(SinkAndRecent(i["sink"], i["recent"]), i["c"])(values.shape[1])
+    given = Scores(np.where(protected, np.nan, values), np.arange(values.shape[1] + 1), heads=len(values))
+    return lists(InPieces(top_units, i["c"])(given, even(i["B"] * len(values), given), protected))
 
 
 def crushed(i: Json) -> Result:
@@ -185,6 +194,7 @@ POLICY_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     "PO-FILL-UNITS": filled,
     "PO-BEST-BLOCKS": blocks,
     "PO-BLOCKS": lambda i: kept(i, policies.in_blocks(policies.snapkv(i["W"], i["kernel"]), i["b"])),
+    "PO-PIECES": in_pieces,
     "PO-REPRESENTATIVES": crushed,
     "PO-WHOLE-SHARES": lambda i: {"shares": largest_remainder([Fraction(target) for target in i["targets"]])},
     "PO-PYRAMID-BUDGET": pyramid,

@@ -40,6 +40,7 @@ def of_head(query: Sequence[float], keys: Vectors, values: Vectors, tau: float) 
 
 def rows(inputs: Inputs, B: int, tau: float, N_sink: int, N_future: int) -> list[Score]:
     n, inv_freq, result = inputs.n, inputs.inv_freq.tolist(), list[Score]()
+    asked = [i for i, place in enumerate(inputs.places) if place >= N_sink]
     for view in inputs.layers:
         q, k, v = view.q.tolist(), view.k.tolist(), view.v.tolist()  # type: ignore[union-attr]
         G = len(q) // len(k)
@@ -49,9 +50,9 @@ def rows(inputs: Inputs, B: int, tau: float, N_sink: int, N_future: int) -> list
                 continue
             each = []
             for head in q[g * G : (g + 1) * G]:
-                back = before_rope(head[N_sink:], inputs.places[N_sink:], inputs)
+                back = before_rope([head[i] for i in asked], [inputs.places[i] for i in asked], inputs)
                 mean = [math.fsum(x[c] for x in back) / len(back) for c in range(len(back[0]))]
-                query = ahead(mean, n, N_future, inv_freq, inputs.factor)
+                query = ahead(mean, inputs.places[-1] + 1, N_future, inv_freq, inputs.factor)
                 each.append(of_head(query, k[g][N_sink:], v[g][N_sink:], tau))
             row = [math.fsum(column) / G for column in zip(*each, strict=True)]
             result.append([*[None] * N_sink, *(around(row, BOUND) if State.unit else row)])

@@ -26,6 +26,7 @@ from conformance.methods.composed_text import (
     parsed,
 )
 from conformance.methods.kvzip import global_shares
+from conformance.methods.pieces import cut, joined, runs
 from conformance.methods.policies import Score
 from conformance.methods.tables import table_shares
 from conformance.methods.weighed import output_sizes, two_stages
@@ -107,8 +108,7 @@ def composed(composition: Text, host: Brute, inputs: Inputs, B: int, **constants
     given = Composed(host.parts, own, constants, inputs, B)
     given = replace(given, B=raised(given))
     prompt = inputs.n - inputs.steps
-    there = until(inputs, prompt)
-    rows = given.rows(there)
+    rows = by_piece(given) if "pieces" in own else given.rows(until(inputs, prompt))
     kept = decide(given, rows, [range(prompt)] * len(rows), prompt)
     return after_steps(given, kept, rows, prompt) if inputs.steps else kept
 
@@ -146,7 +146,39 @@ def raised(given: Composed) -> int:
     floor = own.get("floor", {"": "0"})[""]
     if floor == "none":
         return max(given.B, least)
+    if "pieces" in own:
+        sizes = [len(run) for run in runs(given.inputs.n, given.value("pieces"))]
+        least = sum(given.pinned(at, size) for size in sizes for at in range(size))
     return max(given.B, given.size + given.value("values"), int(floor), least)
+
+
+def by_piece(given: Composed) -> list[Score]:
+    """Return the scores of all kept sets, each piece scored as a whole prompt."""
+    parts = [given.rows(cut(given.inputs, run)) for run in runs(given.inputs.n, given.value("pieces"))]
+    return [[x for part in of_set for x in part] for of_set in zip(*parts, strict=True)]
+
+
+def in_pieces(
+    given: Composed, rows: Sequence[Score], free: Sequence[Score], shares: Sequence[int], live: Sequence[Sequence[int]],
+) -> Kept:
+    """Return the tokens that each set keeps of each piece, as the other parts choose them in the piece alone.
+
+    A piece has its protected tokens, and a part of the other tokens of the set in proportion to its own.
+    """
+    result = [Answer([]) for _ in rows]
+    pieces = runs(given.inputs.n, given.value("pieces"))
+    held = [sum(free[0][i] is None for i in run) for run in pieces]
+    open_ = [len(run) - pinned for run, pinned in zip(pieces, held, strict=True)]
+    of_sets = [oracle.whole([Fraction(min(b - sum(held), sum(open_)) * x, sum(open_) or 1) for x in open_])
+               for b in shares]
+    for at, run in enumerate(pieces):
+        part = replace(given, inputs=cut(given.inputs, run))
+        inside = selected_sets(
+            part, [row[run.start : run.stop] for row in rows], [row[run.start : run.stop] for row in free],
+            [held[at] + own[at] for own in of_sets], [range(len(run)) for _ in rows],
+        )
+        result = [joined(known, kept, run.start) for known, kept in zip(result, inside, strict=True)]
+    return list(result)
 
 
 def until(inputs: Inputs, n: int) -> Inputs:
@@ -164,6 +196,9 @@ def decide(given: Composed, rows: Sequence[Score], live: Sequence[Sequence[int]]
     L = len(given.inputs.layers)
     heads = max(1, len(rows) // L)
     held = [[given.pinned(p, seen) for p in own] for own in live]
+    if "pieces" in given.own:
+        pieces = runs(seen, given.value("pieces"))
+        held = [[given.pinned(p - run[0], len(run)) for run in pieces for p in run]] * len(rows)
     if "values" in given.own:
         rows = [[x if x is None else x * fsum(map(abs, given.values[g][p])) for x, p in zip(row, live[g], strict=True)]
                 for g, row in enumerate(rows)]
@@ -171,15 +206,23 @@ def decide(given: Composed, rows: Sequence[Score], live: Sequence[Sequence[int]]
         [None if pin else x for x, pin in zip(row, pins, strict=True)] for row, pins in zip(rows, held, strict=True)
     ]
     shares = shares_of(given, free, heads)
+    chosen = in_pieces if "pieces" in given.own else selected_sets
+    sets = chosen(given, rows, free, shares, live)
+    return [oracle.placed(kept if isinstance(kept, Answer) else Answer(kept), own)
+            for kept, own in zip(sets, live, strict=True)]
+
+
+def selected_sets(
+    given: Composed, rows: Sequence[Score], free: Sequence[Score], shares: Sequence[int], live: Sequence[Sequence[int]],
+) -> Kept:
+    """Return the indices of the stored tokens that each set keeps. `free` has None for the protected tokens."""
     if "crush" in given.own:
-        own, result = given.own["crush"], list[list[int]]()
+        own, heads, result = given.own["crush"], max(1, len(rows) // len(given.inputs.layers)), list[list[int]]()
         for at in range(0, len(free), heads):
             part = slice(at, at + heads)
             result += oracle.crushed(free[part], int(own["block"]), shares[part], number(own[""]), own["anchor"])
-        return [[live[g][i] for i in kept] for g, kept in enumerate(result)]
-    sets = [selected(given, g, free[g], rows[g], shares[g], live[g]) for g in range(len(free))]
-    return [oracle.placed(kept if isinstance(kept, Answer) else Answer(kept), own)
-            for kept, own in zip(sets, live, strict=True)]
+        return result
+    return [selected(given, g, free[g], rows[g], shares[g], live[g]) for g in range(len(free))]
 
 
 def shares_of(given: Composed, rows: Sequence[Score], heads: int) -> list[int]:

@@ -140,6 +140,21 @@ def of_policy(brute: Brute, i: Json) -> Json:
     return {"kept": brute.kept(given, B, **constants)}
 
 
+def in_pieces(i: Json) -> Json:
+    """Return the best tokens of each piece, which protects its own first and last tokens."""
+    result, n = [], len(i["values"][0])
+    pieces = [range(start, min(start + i["c"], n)) for start in range(0, n, i["c"])]
+    held = [[at for at in piece if at < piece[0] + i["sink"] or at > piece[-1] - i["recent"]] for piece in pieces]
+    free = [len(piece) - len(pinned) for piece, pinned in zip(pieces, held, strict=True)]
+    rest = min(i["B"] - sum(map(len, held)), sum(free))
+    for row in i["values"]:
+        more = oracle.whole([Fraction(rest * x, sum(free) or 1) for x in free])
+        kept = [oracle.best([at for at in piece if at not in pinned], row, number, pinned)
+                for piece, pinned, number in zip(pieces, held, more, strict=True)]
+        result.append([at for part in kept for at in part])
+    return {"kept": result}
+
+
 DIRECT = {
     "PO-PYRAMID-OFFICIAL": ("policies.budgets.pyramidkv_official", "shares"),
     "PO-UNIFORM": ("policies.vase.uniform_numbers", "numbers"),
@@ -160,6 +175,7 @@ RESULTS: Mapping[str, Callable[[Any], Json]] = {
         best_blocks(row, i["b"], max(i["B"], i["b"], i["W"]))
         for layer in layers(i) for row in snapkv(layer, i["W"], i["kernel"])
     ]},
+    "PO-PIECES": in_pieces,
     "PO-REPRESENTATIVES": lambda i: {
         "kept": crushed(blanked(i), i["b"], i["B"], Fraction(i["share"]), i["anchor"])
     },

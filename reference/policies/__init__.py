@@ -34,6 +34,7 @@ from reference.policies.nestedkv import (
     nestedkv_without_continuum,
 )
 from reference.policies.parts import apply_transforms
+from reference.policies.pieces import in_pieces
 from reference.policies.pyramidkv import pyramidkv, pyramidkv_described
 from reference.policies.random_tokens import random_tokens
 from reference.policies.retain import retain, retain_turn
@@ -52,8 +53,8 @@ __all__ = [
     "adakv", "advance", "advance_turn", "apply_transforms", "cake", "caote", "capkv", "chunkkv", "chunkkv_described",
     "compactor", "compose", "critical_adakv", "criticalkv", "crystalcache", "curdkv", "defensivekv", "diverse",
     "epicache", "eviction_budget", "expected_attention", "finch", "full_cache", "h2o", "h2o_described", "in_blocks",
-    "keydiff", "knorm", "kvcrush", "kvzip", "kvzip_heads", "kvzip_plus", "kvzip_uniform", "lagkv", "leverage",
-    "morphkv", "named_policy", "nestedkv", "nestedkv_without_adaptive", "nestedkv_without_both",
+    "in_pieces", "keydiff", "knorm", "kvcrush", "kvzip", "kvzip_heads", "kvzip_plus", "kvzip_uniform", "lagkv",
+    "leverage", "morphkv", "named_policy", "nestedkv", "nestedkv_without_adaptive", "nestedkv_without_both",
     "nestedkv_without_continuum", "noncausal", "plain_policy", "policy_from_score", "policy_from_text", "pyramidkv",
     "pyramidkv_described", "random_tokens", "retain", "retain_turn", "rkv", "scheduled", "simlayerkv", "snapkv",
     "start", "streaming_llm", "tova", "toward_mean_values", "triattention", "vase", "vatp", "with_adaptive_budgets",

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from reference.policies.protections import InEachPiece
 from spec.arrays import Float64, Int64, IntVector, Matrix
 from spec.budget import Budget
 from spec.composition import HEAD_SETS, LAYER_SETS, Required, required_by, requires
@@ -21,8 +22,12 @@ __all__ = [
 
 
 def tokens_of(policy: Policy, budget: Budget, seen: int) -> int:
-    """Return B, the average number of tokens that a group keeps: the budget, but at least the policy's floor."""
-    return max(policy.floor, budget.tokens(seen))
+    """Return B, the average number of tokens that a group keeps: the budget, but at least the policy's floor.
+
+    If the policy protects tokens in each piece of a prompt, the floor includes the protected tokens of all pieces.
+    """
+    held = int(policy.protection(seen).sum()) if isinstance(policy.protection, InEachPiece) else 0
+    return max(policy.floor, budget.tokens(seen), held if policy.least is not None else 0)
 
 
 _UNITS = Required(frozenset({"tokens", "chunks", "trunks"}))

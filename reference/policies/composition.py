@@ -79,6 +79,7 @@ TRANSFORMS: Mapping[str, tuple[str, Constants]] = {
     "crush": ("share", {"share": Fraction(1, 4), "block": 16, "anchor": "alternating"}),
     "diverse": ("diversity", DIVERSITY),
     "block": ("block", {"block": 16}),
+    "pieces": ("pieces", {"pieces": 1024}),
 }
 """Constant that the value of each transform sets, and the constants with defaults. Transforms apply in this order."""
 PARTS = (

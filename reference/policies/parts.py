@@ -12,7 +12,8 @@ from reference.policies.budgets import LayersThenHeads, Pyramid, even, everythin
 from reference.policies.criticalkv import TwoScores, two_stages, with_critical_selection
 from reference.policies.diversity import Diverse, Signed, TowardMean, diverse, toward_mean_values
 from reference.policies.kvcrush import scored_or_representative, with_representatives
-from reference.policies.protections import Places
+from reference.policies.pieces import InPieces, PieceScores, in_pieces
+from reference.policies.protections import InEachPiece, Places
 from reference.policies.rkv import QueryCache
 from reference.policies.scorers import LayerScorer
 from reference.policies.selectors import best_tokens, recent_half, top_tokens, top_units
@@ -51,6 +52,10 @@ def split_transforms(policy: Policy) -> tuple[Policy, list[Transform]]:
 
 def _outermost(policy: Policy) -> tuple[Policy, Transform] | None:
     selector, scorer, given = policy.selector, policy.scorer, _keywords(policy.selector)
+    if isinstance(selector, InPieces) and isinstance(scorer, PieceScores):
+        assert isinstance(policy.protection, InEachPiece)
+        host = replace(policy, scorer=scorer.host, selector=selector.select, protection=policy.protection.other)
+        return host, ("pieces", {"pieces": selector.c})
     if isinstance(selector, InBlocks):
         b = _keywords(selector.choose)["b"]
         return replace(policy, selector=selector.select, least=_least(policy, b)), ("block", {"block": b})
@@ -101,6 +106,7 @@ _TRANSFORMS: Mapping[str, Callable[[Policy, Mapping[str, Any], Any], Policy]] = 
     "crush": lambda host, given, _: with_representatives(host, given["block"], given["share"], given["anchor"]),
     "diverse": _diverse,
     "block": lambda host, given, _: in_blocks(host, given["block"]),
+    "pieces": lambda host, given, _: in_pieces(host, given["pieces"]),
 }
 
 

@@ -9,7 +9,7 @@ from spec.arrays import Bool, BoolVector
 from spec.errors import SpecError
 from spec.policy import Policy, Protection
 
-__all__ = ["Places", "SinkAndRecent", "protecting"]
+__all__ = ["InEachPiece", "Places", "SinkAndRecent", "protecting"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,27 @@ class Places:
     def __call__(self, seen: int, /) -> Bool[BoolVector, " n"]:
         protected: BoolVector = self.other(seen).copy()
         protected[[position for position in self.positions if position < seen]] = True
+        return protected
+
+
+@dataclass(frozen=True)
+class InEachPiece:
+    """Protection of the tokens that `other` protects in each piece of c tokens, as if the piece were a whole prompt.
+
+    Implements: PO-PIECES
+    """
+
+    other: Protection
+    c: int
+
+    @property
+    def size(self) -> int:
+        """Return the number of protected tokens of one piece."""
+        return self.other.size
+
+    def __call__(self, seen: int, /) -> Bool[BoolVector, " n"]:
+        pieces = [self.other(min(self.c, seen - start)) for start in range(0, seen, self.c)]
+        protected: BoolVector = np.concatenate([np.zeros(0, np.bool_), *pieces])
         return protected
 
 

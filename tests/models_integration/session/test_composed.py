@@ -2,6 +2,7 @@
 
 from fractions import Fraction
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tests.models_integration.session.families import at_once, build, prompt, st
 from tests.models_integration.session.running_cache import POLICIES
 from tests.models_integration.session.sessions import PROMPT, live_sets
 from tests.models_integration.session.test_oracle import converse, run
+from tests.models_integration.session.test_session_machine import SessionMachine
 
 LAYERS_AND_HEADS = "snapkv:W=4/layers=pyramid:beta=4/heads=adaptive:safeguard=0.5"
 STEPS = ("snapkv:W=4/every=3", "keydiff/recent=2/every=3")
@@ -34,6 +36,34 @@ def test_a_conversation_under_a_composed_policy_equals_the_masked_model(
     met = run(partial(converse, policy=text))
     assert met["a segment that evicts"] > 0
     assert (met["a step that evicts"] > 0) == (text in STEPS)
+
+
+def read_once(machine: SessionMachine, policy: str) -> None:
+    """Run a prompt in two forward passes, steps, tokens inside `reading()`, and more steps."""
+    life: Any = machine.prompt(policy, 45, cuts=(20,))
+    machine.steps(life, 4)
+    machine.reading(life, 3)
+    machine.steps(life, 2)
+    assert not life.dead
+
+
+@pytest.mark.law("eviction-equals-masking")
+@pytest.mark.spec("PO-PIECES")
+@pytest.mark.parametrize("text", ["snapkv:W=3/pieces=16", "keydiff/recent=2/pieces=20/layers=global"])
+def test_a_prompt_evicted_in_pieces_equals_the_masked_model(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POLICIES, text, policy_from_name(text, 20))
+    assert run(partial(read_once, policy=text))["a segment that evicts"] > 0
+
+
+@pytest.mark.spec("PO-PIECES")
+@pytest.mark.parametrize("budget", [20, 1.0])
+def test_a_later_turn_is_not_evicted_in_pieces(budget: float) -> None:
+    model = build("llama")
+    with policy_from_name("snapkv:W=3/pieces=16", budget)(model) as session, torch.no_grad():
+        model(input_ids=prompt(PROMPT))
+        assert session.cache is not None
+        with pytest.raises(SpecError, match="evicts from the first prompt only"):
+            at_once(model, prompt(12, seed=6), session.cache)
 
 
 @pytest.mark.spec("PO-COMPOSE")
@@ -65,7 +95,8 @@ def test_a_text_keeps_the_tokens_of_the_name_over_steps_and_turns(name: str, tex
 @pytest.mark.parametrize(("text", "by_layer", "on_device"), [
     ("snapkv/layers=pyramid", True, True), (LAYERS_AND_HEADS, True, False), ("snapkv/layers=global", False, True),
     ("cake/heads=adaptive", False, False), ("snapkv/threshold=0.1", True, False), ("snapkv/every=8", True, True),
-    ("keydiff/every=8", True, True), ("tova/every=none", True, True), ("chunkkv/layers=pyramid", True, True),
+    ("snapkv/pieces=16", True, False), ("keydiff/every=8", True, True),
+    ("tova/every=none", True, True), ("chunkkv/layers=pyramid", True, True),
 ])
 def test_the_path_of_a_policy_follows_from_its_parts(text: str, by_layer: bool, on_device: bool) -> None:
     policy = make_policy(text, {})
