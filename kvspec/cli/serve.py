@@ -55,7 +55,7 @@ def run_serve(model: str, settings: Settings, options: Sequence[str]) -> None:
             downloaded.
     """
     if find_spec("vllm") is None:
-        raise SpecError("vllm", None, "is not installed; install vLLM 0.32 for your device in this environment")
+        raise SpecError("vllm", None, "is not installed; install vLLM 0.30 to 0.32 for your device in this environment")
     names = [option.split("=")[0] for option in options]
     for name, option in zip(names, options, strict=True):
         if name in (_CONFIG, "--scheduler-cls", "--worker-cls"):

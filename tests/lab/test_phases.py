@@ -68,6 +68,18 @@ def test_the_newest_patch_of_each_other_python_is_found(tmp_path: Path, monkeypa
     assert noxfile.other_pythons() == newest
 
 
+def test_every_place_names_the_same_versions_of_vllm() -> None:
+    """The accepted versions are those that are tested. `seams` cannot be imported without vLLM."""
+    tested = sorted([noxfile.VLLM_VERSION, *noxfile.VLLM_OLDER])
+    names = [version.removesuffix(".0") for version in tested]
+    oldest, newest = (tuple(map(int, name.split("."))) for name in (names[0], names[-1]))
+    seams = Path(ROOT, "models_integration/engines/vllm/seams.py").read_text(encoding="utf-8")
+    assert f"OLDEST, NEWEST = {oldest}, {newest}\n" in seams
+    guide = Path(ROOT, "docs/guide/serving.md").read_text(encoding="utf-8")
+    assert f"kvspec was tested with vLLM {', '.join(names[:-1])} and {names[-1]} on a CPU." in guide
+    assert f"\nvllm-cpu=={noxfile.VLLM_VERSION} " in noxfile.VLLM_PINS.read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(("machine", "flags", "lacking"), [("aarch64", "avx2", "aarch64"), ("x86_64", "sse2", "AVX2")])
 def test_a_machine_on_which_vllm_does_not_run_passes_and_says_so(
     machine: str, flags: str, lacking: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

@@ -1,7 +1,7 @@
 """Imports from vLLM, the methods that kvspec overrides or replaces, and the configurations that kvspec does not serve.
 
-Only this module and `plugin.register` import vLLM. Private names of vLLM are used in this module alone. All names are
-those of vLLM 0.32. Other versions are refused, because vLLM calls none of these interfaces stable.
+Only this module and `plugin.register` import vLLM. Private names of vLLM are used in this module alone. All names exist
+in vLLM 0.30 to 0.32. Other versions are refused, because vLLM calls none of these interfaces stable.
 """
 
 import inspect
@@ -40,7 +40,7 @@ __all__ = [
     "shift_lengths", "spec_registry", "undrawn_chunks", "watch_queries",
 ]
 
-OLDEST, NEWEST = (0, 32), (0, 32)
+OLDEST, NEWEST = (0, 30), (0, 32)
 
 Methods = Mapping[tuple[type, str], tuple[str, ...]]
 """Methods, each with the first parameters."""

@@ -109,7 +109,7 @@ def test_serve_without_vllm_says_what_to_install() -> None:
     assert actual.returncode == 2
     assert actual.stderr.startswith("kvspec: vllm")
     assert actual.stderr.count("\n") == 1
-    assert actual.stderr.endswith("is not installed; install vLLM 0.32 for your device in this environment\n")
+    assert actual.stderr.endswith("is not installed; install vLLM 0.30 to 0.32 for your device in this environment\n")
 
 
 @pytest.mark.parametrize(
