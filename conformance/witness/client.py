@@ -149,6 +149,16 @@ class Server:
         self._ask(ids, tokens, stream, seed, answer.take)
         return answer
 
+    def complete_text(self, prompt: str, tokens: int) -> str:
+        """Ask for the greedy answer to a text. The server may end the answer early.
+
+        Raises:
+            SpecError: if the server refuses the request or does not answer in time.
+        """
+        answer, body = Answer([]), {"model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+        self._post(body, f"a text of {len(prompt)} characters", answer.take)
+        return answer.text
+
     def cancel(self, ids: Sequence[int], tokens: int, seed: int = 0) -> None:
         """Ask for a streamed answer, and close the connection after the first event.
 
@@ -161,20 +171,22 @@ class Server:
         self, ids: Sequence[int], tokens: int, stream: bool, seed: int, take: Callable[[Mapping[str, Any]], object],
     ) -> None:
         """Call `take` with each event of an answer. If `take` returns a true value, close the connection."""
-        body = {
+        self._post({
             "model": self.model, "prompt": list(ids), "max_tokens": tokens, "temperature": 1.0, "seed": seed,
             "logprobs": 1, "stream": stream, "ignore_eos": True, "return_token_ids": True,
-        }
+        }, f"{len(ids)} ids", take)
+
+    def _post(self, body: Mapping[str, Any], about: str, take: Callable[[Mapping[str, Any]], object]) -> None:
         try:
             with self._open("/v1/completions", body) as reply:
-                for event in _events(reply) if stream else [json.load(reply)]:
+                for event in _events(reply) if body.get("stream") else [json.load(reply)]:
                     if take(event):
                         return
         except urllib.error.HTTPError as error:
             message = " ".join(error.read().decode(errors="replace").split())[:_LONGEST]
-            raise SpecError("server", self.url, f"answered {error.code} to {len(ids)} ids: {message}") from error
+            raise SpecError("server", self.url, f"answered {error.code} to {about}: {message}") from error
         except (OSError, HTTPException, ValueError, TypeError, AttributeError) as error:
-            raise SpecError("server", self.url, f"did not answer a prompt of {len(ids)} ids: {error}") from error
+            raise SpecError("server", self.url, f"did not answer a prompt of {about}: {error}") from error
 
     def check(self) -> None:
         """Ask for one token, so that a server that cannot be tested is an error before the tests.
