@@ -28,7 +28,7 @@ KEPT = {
     "random-trunks": "random trunks",
 }
 BUDGET = "0.3"
-PICTURES = {"place": "place"}
+PICTURES = {"place": "place", "place-2048": "place-2048"}
 """Files beside the page, each with the study that it shows."""
 
 
