@@ -28,6 +28,7 @@ from reference.policies.budgets import (
 )
 from reference.policies.cadences import take_up
 from reference.policies.cake import Preferred
+from reference.policies.chunks import InChunks
 from reference.policies.criticalkv import two_stages
 from reference.policies.kvcrush import scored_or_representative
 from reference.policies.kvzip import rehearsal_chunks
@@ -91,6 +92,11 @@ def in_pieces(i: Json) -> Result:
     protected = InEachPiece(SinkAndRecent(i["sink"], i["recent"]), i["c"])(values.shape[1])
     given = Scores(np.where(protected, np.nan, values), np.arange(values.shape[1] + 1), heads=len(values))
     return lists(InPieces(top_units, i["c"])(given, even(i["B"] * len(values), given), protected))
+
+
+def in_chunks(i: Json) -> Result:
+    given, protected = scores(i)
+    return lists(InChunks(i["c"], i["gate"])(given, even(i["B"] * len(given.values), given), protected))
 
 
 def crushed(i: Json) -> Result:
@@ -195,6 +201,7 @@ POLICY_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     "PO-BEST-BLOCKS": blocks,
     "PO-BLOCKS": lambda i: kept(i, policies.in_blocks(policies.snapkv(i["W"], i["kernel"]), i["b"])),
     "PO-PIECES": in_pieces,
+    "PO-CHUNKS": in_chunks,
     "PO-REPRESENTATIVES": crushed,
     "PO-WHOLE-SHARES": lambda i: {"shares": largest_remainder([Fraction(target) for target in i["targets"]])},
     "PO-PYRAMID-BUDGET": pyramid,

@@ -15,6 +15,7 @@ from conformance.methods import brutes
 from conformance.methods import policies as oracle
 from conformance.methods.brute import Brute, Parts, plain
 from conformance.methods.cake import preferred_shares
+from conformance.methods.chunks import chunk_sets, head_sums
 from conformance.methods.composed_text import (
     CONSTANT,
     LENGTHS,
@@ -202,14 +203,16 @@ def decide(given: Composed, rows: Sequence[Score], live: Sequence[Sequence[int]]
     if "values" in given.own:
         rows = [[x if x is None else x * fsum(map(abs, given.values[g][p])) for x, p in zip(row, live[g], strict=True)]
                 for g, row in enumerate(rows)]
+    if "chunks" in given.own:
+        rows, heads = head_sums(rows, heads), 1
     free = [
-        [None if pin else x for x, pin in zip(row, pins, strict=True)] for row, pins in zip(rows, held, strict=True)
+        [None if pin else x for x, pin in zip(row, pins, strict=True)] for row, pins in zip(rows, held, strict=False)
     ]
     shares = shares_of(given, free, heads)
     chosen = in_pieces if "pieces" in given.own else selected_sets
     sets = chosen(given, rows, free, shares, live)
     return [oracle.placed(kept if isinstance(kept, Answer) else Answer(kept), own)
-            for kept, own in zip(sets, live, strict=True)]
+            for kept, own in zip(sets, live, strict=False)]
 
 
 def selected_sets(
@@ -284,6 +287,8 @@ def selected(
         if "block" in own:
             return oracle.two_stages(row, second, given.value("block"), share, of_first)
         return two_stages(row, second, share, of_first)
+    if "chunks" in own:
+        return chunk_sets(row, share, given.value("chunks"), int(own["chunks"]["gate"]))
     if "diverse" in own:
         return diverse(given, g, row, share, live)
     return oracle.best_blocks(row, given.value("block"), share) if "block" in own else oracle.top(row, share)

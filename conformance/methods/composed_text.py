@@ -16,7 +16,7 @@ Values = Mapping[str, Words]
 """Value and constants of each part. The value has the key ""."""
 DEFAULTS: Mapping[str, Words] = {
     "every": {"excess": "1"}, "crush": {"block": "16", "anchor": "alternating"},
-    "diverse": {"signature": "flat", "rule": "alpha"},
+    "diverse": {"signature": "flat", "rule": "alpha"}, "chunks": {"gate": "0"},
 }
 RULES: Mapping[str, Words] = {
     "pyramid": {"beta": "20"}, "table": {"shares": "1"},

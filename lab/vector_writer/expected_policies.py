@@ -9,6 +9,7 @@ from conformance.methods import brutes, kvzip, weighed
 from conformance.methods import cake as cake_oracle
 from conformance.methods import policies as oracle
 from conformance.methods.brute import Brute, from_vector
+from conformance.methods.chunks import chunk_sets
 from conformance.methods.knorm import knorm
 from conformance.methods.policies import best_blocks, crushed
 from conformance.methods.snapkv import snapkv
@@ -176,6 +177,7 @@ RESULTS: Mapping[str, Callable[[Any], Json]] = {
         for layer in layers(i) for row in snapkv(layer, i["W"], i["kernel"])
     ]},
     "PO-PIECES": in_pieces,
+    "PO-CHUNKS": lambda i: {"kept": [chunk_sets(row, i["B"], i["c"], i["gate"]) for row in blanked(i)]},
     "PO-REPRESENTATIVES": lambda i: {
         "kept": crushed(blanked(i), i["b"], i["B"], Fraction(i["share"]), i["anchor"])
     },

@@ -7,6 +7,7 @@ from reference.policies.cake import cake
 from reference.policies.caote import caote
 from reference.policies.capkv import capkv
 from reference.policies.chunkkv import chunkkv, chunkkv_described
+from reference.policies.chunks import in_chunks
 from reference.policies.compactor import compactor, leverage, noncausal
 from reference.policies.composition import compose, named_policy, plain_policy
 from reference.policies.criticalkv import critical_adakv, criticalkv, with_critical_selection
@@ -53,8 +54,8 @@ __all__ = [
     "adakv", "advance", "advance_turn", "apply_transforms", "cake", "caote", "capkv", "chunkkv", "chunkkv_described",
     "compactor", "compose", "critical_adakv", "criticalkv", "crystalcache", "curdkv", "defensivekv", "diverse",
     "epicache", "eviction_budget", "expected_attention", "finch", "full_cache", "h2o", "h2o_described", "in_blocks",
-    "in_pieces", "keydiff", "knorm", "kvcrush", "kvzip", "kvzip_heads", "kvzip_plus", "kvzip_uniform", "lagkv",
-    "leverage", "morphkv", "named_policy", "nestedkv", "nestedkv_without_adaptive", "nestedkv_without_both",
+    "in_chunks", "in_pieces", "keydiff", "knorm", "kvcrush", "kvzip", "kvzip_heads", "kvzip_plus", "kvzip_uniform",
+    "lagkv", "leverage", "morphkv", "named_policy", "nestedkv", "nestedkv_without_adaptive", "nestedkv_without_both",
     "nestedkv_without_continuum", "noncausal", "plain_policy", "policy_from_score", "policy_from_text", "pyramidkv",
     "pyramidkv_described", "random_tokens", "retain", "retain_turn", "rkv", "scheduled", "simlayerkv", "snapkv",
     "start", "streaming_llm", "tova", "toward_mean_values", "triattention", "vase", "vatp", "with_adaptive_budgets",

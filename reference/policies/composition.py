@@ -78,6 +78,7 @@ TRANSFORMS: Mapping[str, tuple[str, Constants]] = {
     "critical": ("share", {"share": Fraction(1, 2)}),
     "crush": ("share", {"share": Fraction(1, 4), "block": 16, "anchor": "alternating"}),
     "diverse": ("diversity", DIVERSITY),
+    "chunks": ("chunks", {"chunks": 10, "gate": 0}),
     "block": ("block", {"block": 16}),
     "pieces": ("pieces", {"pieces": 1024}),
 }

@@ -9,6 +9,7 @@ import numpy as np
 
 from reference.policies.blocks import InBlocks, in_blocks
 from reference.policies.budgets import LayersThenHeads, Pyramid, even, everything
+from reference.policies.chunks import HeadSums, InChunks, in_chunks
 from reference.policies.criticalkv import TwoScores, two_stages, with_critical_selection
 from reference.policies.diversity import Diverse, Signed, TowardMean, diverse, toward_mean_values
 from reference.policies.kvcrush import scored_or_representative, with_representatives
@@ -22,6 +23,7 @@ from reference.policies.vatp import ValueWeighted, with_value_norms
 from spec.composition import required_by
 from spec.errors import SpecError
 from spec.policy import Budgets, Policy
+from spec.retention import Granularity
 
 __all__ = [
     "Transform", "apply_transforms", "equal_parts", "half_selector", "join_budgets", "plain_selector", "split_budgets",
@@ -59,6 +61,10 @@ def _outermost(policy: Policy) -> tuple[Policy, Transform] | None:
     if isinstance(selector, InBlocks):
         b = _keywords(selector.choose)["b"]
         return replace(policy, selector=selector.select, least=_least(policy, b)), ("block", {"block": b})
+    if isinstance(scorer, HeadSums) and isinstance(selector, InChunks):
+        granularity = Granularity.HEAD if scorer.by_head else policy.granularity
+        host = replace(policy, scorer=scorer.host, selector=top_units, granularity=granularity)
+        return host, ("chunks", {"chunks": selector.c, "gate": selector.gate})
     if isinstance(scorer, Signed) and isinstance(selector, Diverse | TowardMean):
         rule = "alpha" if isinstance(selector, Diverse) else "variant_b"
         constants = {"diversity": selector.lam, "signature": scorer.mode, "rule": rule}
@@ -105,6 +111,7 @@ _TRANSFORMS: Mapping[str, Callable[[Policy, Mapping[str, Any], Any], Policy]] = 
     "critical": lambda host, given, _: with_critical_selection(host, given["W_o"], given["share"]),
     "crush": lambda host, given, _: with_representatives(host, given["block"], given["share"], given["anchor"]),
     "diverse": _diverse,
+    "chunks": lambda host, given, _: in_chunks(host, given["chunks"], given["gate"]),
     "block": lambda host, given, _: in_blocks(host, given["block"]),
     "pieces": lambda host, given, _: in_pieces(host, given["pieces"]),
 }

@@ -265,7 +265,7 @@ def _protection(base: Policy, plain: Policy) -> Iterator[tuple[str, int]]:
 
 def _half(base: Policy, plain: Policy, transforms: list[Transform]) -> str | None:
     """Return the value of the part `select`, or None if the selector is that of the scorer or of a transform."""
-    replaced = {kind for kind, _ in transforms} & {"diverse", "critical", "crush"}
+    replaced = {kind for kind, _ in transforms} & {"diverse", "critical", "crush", "chunks"}
     if replaced or equal_parts(base.selector, plain.selector):
         return None
     if base.selector is top_tokens and plain.selector is top_units:  # blocks replace one by the other

@@ -27,7 +27,7 @@ PARTS: Mapping[str, Sequence[str]] = {
     "crush": ("0.5:block=3", "0.25:block=4:anchor=mean", "1:block=2:anchor=zeros"),
     "diverse": tuple(f"{lam}:signature={mode}:rule={rule}" for lam in ("0", "0.3", "2.0")
                      for mode in ("flat", "layer", "head") for rule in ("alpha", "variant_b")),
-    "block": ("1", "3", "4"), "pieces": ("6", "7", "12", "24"),
+    "block": ("1", "3", "4"), "chunks": ("3", "4:gate=1", "5:gate=2"), "pieces": ("6", "7", "12", "24"),
 }
 """Values of each part."""
 MOST_PARTS = 4

@@ -45,7 +45,7 @@ def cases(texts: list[str]) -> Iterator[tuple[Method, Policy, Inputs, int]]:
 
 
 def _in_blocks(text: str) -> bool:
-    return bool({"block", "crush"} & parse_composition(text).parts.keys())
+    return bool({"block", "crush", "chunks"} & parse_composition(text).parts.keys())
 
 
 def kept(policy: Policy, inputs: Inputs, B: int) -> Any:

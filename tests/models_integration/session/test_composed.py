@@ -28,7 +28,9 @@ STEPS = ("snapkv:W=4/every=3", "keydiff/recent=2/every=3")
 
 @pytest.mark.law("eviction-equals-masking")
 @pytest.mark.spec("PO-COMPOSE")
-@pytest.mark.parametrize("text", [LAYERS_AND_HEADS, "adakv:W=4/layers=pyramid/block=4", *STEPS])
+@pytest.mark.parametrize("text", [
+    LAYERS_AND_HEADS, "adakv:W=4/layers=pyramid/block=4", "snapkv:W=4/chunks=4:gate=2", *STEPS,
+])
 def test_a_conversation_under_a_composed_policy_equals_the_masked_model(
     text: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -95,7 +97,7 @@ def test_a_text_keeps_the_tokens_of_the_name_over_steps_and_turns(name: str, tex
 @pytest.mark.parametrize(("text", "by_layer", "on_device"), [
     ("snapkv/layers=pyramid", True, True), (LAYERS_AND_HEADS, True, False), ("snapkv/layers=global", False, True),
     ("cake/heads=adaptive", False, False), ("snapkv/threshold=0.1", True, False), ("snapkv/every=8", True, True),
-    ("snapkv/pieces=16", True, False), ("keydiff/every=8", True, True),
+    ("snapkv/pieces=16", True, False), ("snapkv/chunks=10", True, False), ("keydiff/every=8", True, True),
     ("tova/every=none", True, True), ("chunkkv/layers=pyramid", True, True),
 ])
 def test_the_path_of_a_policy_follows_from_its_parts(text: str, by_layer: bool, on_device: bool) -> None:
