@@ -121,6 +121,14 @@ def of_heads(i: Json) -> Result:
     return {"kept": [result.group(g).tolist() for g in range(result.groups)]}
 
 
+def filtered(i: Json) -> Result:
+    """Return the kept sets of Q-Filters with given filters."""
+    filters, identity = floats(i["filters"]), Identity("vector", np.empty(0))
+    nothing = np.zeros((len(filters), 1, 0))
+    taken = Calibration(identity, tuple(range(len(filters))), nothing, nothing, filters=filters)
+    return kept(i, policies.q_filters(taken, identity))
+
+
 def staged(i: Json) -> Result:
     given, protected = scores(i)
     shares = np.full(len(given.values), i["B"], dtype=np.int64)
@@ -226,6 +234,7 @@ POLICY_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     },
     "PO-FULL-HEADS": full_heads,
     "PO-KVZIP-HEADS": of_heads,
+    "PO-Q-FILTERS": filtered,
     "PO-PREFERENCE-BUDGET": preferred,
     "PO-EPICACHE": lambda i: kept(i, policies.epicache()),
 }

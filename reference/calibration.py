@@ -19,6 +19,7 @@ __all__ = ["Calibration", "Identity", "load_calibration", "save_calibration"]
 
 FORMAT = "kvspec.triattention/3"
 ARRAYS = ("mean", "magnitude", "inv_freq")
+OPTIONAL = ("head_scores", "filters")
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,18 @@ class Calibration:
     """KVzip's head scores, (L, H_kv), or None if the head scores were not computed."""
     samples: tuple[str, ...] | None = None
     """Hashes of the study contexts on which the calibration was computed, or None if the contexts are unknown."""
+    filters: Float64[Cube, "_ _ _"] | None = None
+    """Q-Filters, (L, H_kv, d), or None if the filters were not computed."""
 
     def __post_init__(self) -> None:
         L, H, half = len(self.layers), self.mean.shape[1], len(self.identity.inv_freq)
-        if not self.mean.shape[2] and self.head_scores is not None:
+        if not self.mean.shape[2] and self._optional:
             half = 0
         shapes: dict[str, tuple[int, ...]] = {"mean": (L, H, 2 * half), "magnitude": (L, H, half)}
         if self.head_scores is not None:
             shapes["head_scores"] = (L, *self.head_scores.shape[1:2])
+        if self.filters is not None:
+            shapes["filters"] = (L, *self.filters.shape[1:3])
         for name, shape in shapes.items():
             array = getattr(self, name)
             if array.shape != shape:
@@ -70,9 +75,15 @@ class Calibration:
                 raise SpecError(f"calibration.{name}", array[at], f"must be finite; this value is at {at}")
 
     @property
+    def _optional(self) -> dict[str, Any]:
+        """Arrays that a calibration can lack, by name."""
+        known = {"head_scores": self.head_scores, "filters": self.filters}
+        return {name: array for name, array in known.items() if array is not None}
+
+    @property
     def digest(self) -> str:
         """Hash (8 hex digits) of the statistics. Calibration on a different text gives a different hash."""
-        arrays = (self.mean, self.magnitude, *(() if self.head_scores is None else (self.head_scores,)))
+        arrays = (self.mean, self.magnitude, *self._optional.values())
         parts = (np.ascontiguousarray(x, dtype="<f8").tobytes() for x in arrays)
         return hashlib.sha256(b"".join(parts)).hexdigest()[:8]
 
@@ -110,11 +121,10 @@ def save_calibration(calibration: Calibration, file: str | PathLike[str] | Buffe
         "factor": calibration.identity.factor, "layers": list(calibration.layers),
         "samples": None if calibration.samples is None else list(calibration.samples),
     }
-    taken: dict[str, Any] = {} if calibration.head_scores is None else {"head_scores": calibration.head_scores}
     with open(file, "wb") if isinstance(file, str | PathLike) else nullcontext(file) as target:
         np.savez(
             target, header=np.array(json.dumps(header)), mean=calibration.mean, magnitude=calibration.magnitude,
-            inv_freq=calibration.identity.inv_freq, **taken,
+            inv_freq=calibration.identity.inv_freq, **calibration._optional,
         )
 
 
@@ -131,7 +141,9 @@ def load_calibration(path: str | PathLike[str]) -> Calibration:
         with np.load(path, allow_pickle=False) as archive:
             header = json.loads(str(archive["header"]))
             mean, magnitude, inv_freq = (np.asarray(archive[name], dtype=np.float64) for name in ARRAYS)
-            heads = np.asarray(archive["head_scores"], dtype=np.float64) if "head_scores" in archive else None
+            optional = {
+                name: np.asarray(archive[name], dtype=np.float64) for name in OPTIONAL if name in archive
+            }
         form, rope, layers = header["format"], header["rope"], tuple(header["layers"])
         samples = None if header.get("samples") is None else tuple(map(str, header["samples"]))
         identity = Identity(header["model"], inv_freq, header["factor"])
@@ -142,12 +154,12 @@ def load_calibration(path: str | PathLike[str]) -> Calibration:
         raise SpecError("calibration", str(path), bound)
     if identity.rope != rope:
         raise SpecError("calibration", str(path), f"is damaged: frequencies are {identity.rope}, in the header {rope}")
-    return Calibration(identity, layers, mean, magnitude, heads, samples)
+    return Calibration(identity, layers, mean, magnitude, samples=samples, **optional)
 
 
 def _way_out(path: Path, error: Exception) -> str:
     """Return why a file is not a calibration file, and the command that makes one."""
-    if path.suffix in (".pt", ".tsv"):
+    if path.suffix in (".pt", ".tsv", ".safetensors"):
         return (
             f"must be an .npz file: pass calibration={path.name!r} to policy_from_name, or convert the file by"
             f" `kvspec calibrate {path.name} --model NAME`"

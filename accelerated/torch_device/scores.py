@@ -114,6 +114,14 @@ def knorm_score(view: LayerView) -> Tensor:
     return -norm
 
 
+def filter_score(k: DeviceArray, filters: Matrix) -> Tensor:
+    """Implements: PO-Q-FILTERS"""
+    keys = on_device(k)
+    directions = upload(filters, np.float64, keys.device).to(keys.dtype)
+    projections: Tensor = torch.matmul(keys, directions[:, :, None])[:, :, 0]
+    return projections
+
+
 def caote_score(view: LayerView) -> Tensor:
     """Implements: PO-CAOTE"""
     alpha, v = groups(observed(view, 1)[:, 0], len(view.k)).mean(dim=1), on_device(view.v)
@@ -378,7 +386,7 @@ SCORES_OF_LAYERS: Mapping[str, Callable[..., Any]] = {
     score.__name__: score for score in (
         snapkv_score, adakv_score, morphkv_score, window_members, all_members, knorm_score, caote_score, lagkv_score,
         rkv_score, value_norms, output_size, h2o_score, tova_score, keydiff_score, defensive_score, expected_weights,
-        cake_layer, largest_z_scores, value_range, window_attention, curdkv_score,
+        cake_layer, largest_z_scores, value_range, window_attention, curdkv_score, filter_score,
     )
 } | {"expected_attention": expected_weights}
 """Functions that compute the scores of one layer, by name. The scores stay on the device."""

@@ -45,7 +45,7 @@ SHARED: Mapping[str, str] = {
     "repeats": "chunk c is repeated by the tokens repeats[c] to repeats[c + 1] of repeat_q, repeat_k and norms",
     "repeat_q": "queries of the r repeating tokens after rotation", "repeat_k": "keys of the r repeating tokens",
     "norms": "norms of the hidden states that the attention of a layer reads, for the r repeating tokens",
-    "head_scores": "calibrated score of each KV head",
+    "head_scores": "calibrated score of each KV head", "filters": "calibrated filter of each KV head",
     "mean": "calibrated mean of the queries before rotation",
     "magnitude": "calibrated mean modulus of each pair of channels of the queries before rotation",
 }
@@ -56,6 +56,7 @@ _REPEATS = {
     "scaling": "float", "softcap": "float or null", "sinks": "float[L, H] or null",
 }
 _HEADS = {"head_scores": "float[L, H_kv]"}
+_FILTERS = {"filters": "float[L, H_kv, d]"}
 _STATISTICS = {"mean": "float[L, H, d]", "magnitude": "float[L, H, f]", "inv_freq": "float[f]", "factor": "float"}
 _KINDS = {int: "int", float: "float", str: "text", Fraction: "text", NestedKVParameters: "nestedkv"}
 
@@ -78,7 +79,7 @@ def _calibrated(name: str) -> dict[str, str]:
     """Return the arguments that are parts of a calibration."""
     if "calibration" not in signature(POLICIES[name].make).parameters:
         return {}
-    return _HEADS if name == "kvzip-heads" else _STATISTICS
+    return {"kvzip-heads": _HEADS, "q-filters": _FILTERS}.get(name, _STATISTICS)
 
 
 def _arguments(name: str) -> dict[str, str]:
@@ -167,7 +168,7 @@ def _constants_from(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _calibration(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the calibration with the parts in the arguments, and the model of the calibration."""
-    parts = {name: given[name] for name in ("mean", "magnitude", "head_scores") if name in given}
+    parts = {name: given[name] for name in ("mean", "magnitude", "head_scores", "filters") if name in given}
     nothing = np.zeros((len(next(iter(parts.values()))), 0, 0))
     served = Identity("", given.get("inv_freq", np.zeros(0)), given.get("factor", 1.0))
     statistics = {"mean": nothing, "magnitude": nothing, **parts}

@@ -152,12 +152,18 @@ def identity(inputs: Inputs) -> Identity:
     return Identity("drawn", inputs.inv_freq, inputs.factor)
 
 
+def filters(inputs: Inputs) -> Array:
+    """Return a filter for each layer and KV head, (L, H_kv, d): the first query of the head's group."""
+    return np.stack([view.q[:: len(view.q) // len(view.k), 0] for view in inputs.layers])
+
+
 def calibrated(inputs: Inputs) -> Calibration:
     """Return a calibration, as if the queries of the inputs were the unrotated queries of a calibration text."""
     result = [band_statistics(view.q) for view in inputs.layers]
     mean, magnitude = (np.stack([pair[at] for pair in result]) for at in (0, 1))
     of_heads = np.stack([np.abs(view.k).max(axis=(1, 2)) for view in inputs.layers])
-    return Calibration(identity(inputs), tuple(range(len(inputs.layers))), mean, magnitude, of_heads)
+    layers = tuple(range(len(inputs.layers)))
+    return Calibration(identity(inputs), layers, mean, magnitude, of_heads, filters=filters(inputs))
 
 
 SENTENCE_ENDS = frozenset({0})

@@ -23,8 +23,9 @@ from models_integration.pocket import load_pocket_tokenizer, model_folder
 from models_integration.policies.calibration import (
     calibrate,
     check_calibration_length,
+    is_published_file,
     read_head_pattern,
-    read_statistics,
+    read_published,
     write_statistics,
 )
 from models_integration.policies.methods import CrystalCache, parse_policy
@@ -92,7 +93,7 @@ def run_keep(prompt: Path, budget: str, policy: str, form: str, model: str, back
 def run_calibrate(
     text: Path, out: Path, tokens: int, loading: Loading, threshold: float | None = None, force: bool = False,
 ) -> None:
-    """Write the calibration of a model, measured on a text or converted from TriAttention or DuoAttention.
+    """Write the calibration of a model, measured on a text or converted from a file of another project.
 
     If `text` is the rules file of a study, the first dev context of the study is the text. The calibration file then
     stores a hash of this context. If `out` ends in .pt, the file has the format of TriAttention's repository. If an
@@ -105,12 +106,13 @@ def run_calibrate(
     if threshold is not None and text.suffix != ".tsv":
         raise SpecError("threshold", threshold, f"can be used only with a head pattern (.tsv), not with {text.name}")
     check_output("out", out, (text,), force)
-    calibration = _read(text, loading, threshold) if text.suffix in (".pt", ".tsv") else _measure(text, tokens, loading)
+    published = is_published_file(text)
+    calibration = _read(text, loading, threshold) if published else _measure(text, tokens, loading)
     file = BytesIO()
     (write_statistics if out.suffix == ".pt" else save_calibration)(calibration, file)
     publish_readable(out, file.getvalue())
     layers, heads, d = calibration.mean.shape
-    channels = f"of {d} channels" if d else "(head scores alone)"
+    channels = f"of {d} channels" if d else "(no query statistics)"
     Console().print(
         f"{out}: {calibration.digest}, {layers} layers of {heads} heads {channels};"
         f" model {calibration.identity.model}, rotation {calibration.identity.rope}"
@@ -119,7 +121,7 @@ def run_calibrate(
 
 def _read(file: Path, loading: Loading, threshold: float | None) -> Calibration:
     model = loading.subject().model
-    return read_statistics(file, model) if file.suffix == ".pt" else read_head_pattern(file, model, threshold)
+    return read_published(file, model) if threshold is None else read_head_pattern(file, model, threshold)
 
 
 def _measure(text: Path, tokens: int, loading: Loading) -> Calibration:

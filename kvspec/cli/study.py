@@ -285,7 +285,8 @@ def report(
 
 def calibrate(
     text: Annotated[Path, typer.Argument(metavar="TEXT", help="Text file, rules file (.toml), TriAttention statistics"
-                                                              " (.pt) or DuoAttention head pattern (.tsv).")],
+                                                              " (.pt), DuoAttention head pattern (.tsv) or Q-Filters"
+                                                              " (.safetensors).")],
     out: Annotated[Path, typer.Option(help="Calibration file to write.")] = Path("calibration.npz"),
     tokens: Annotated[int, typer.Option(help="Maximum number of tokens of the text to use.")] = 4096,
     threshold: Annotated[
@@ -295,9 +296,10 @@ def calibrate(
     model: Model = "pocket", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
     force: Force = False,
 ) -> None:
-    """Write the calibration file that the policies triattention and kvzip-heads need for a model.
+    """Write the calibration file that the policies triattention, q-filters and kvzip-heads need for a model.
 
-    For triattention the file has statistics of the queries. For kvzip-heads the file has a KVzip score for each head.
+    For triattention the file has statistics of the queries, and for q-filters their main directions. For kvzip-heads
+    the file has a KVzip score for each head.
 
     Calibration takes three forward passes over the text. In one of the three passes the model repeats the text.
 
@@ -305,10 +307,10 @@ def calibrate(
     file. For a rules file, only the first context of the dev part is used, and the calibration file stores a hash of
     this context. `kvspec study` raises an error if a calibration file was made from a confirming context.
 
-    The command also converts TriAttention's statistics (.pt) and DuoAttention's head patterns (.tsv). A .pt or .tsv
-    file does not name a model, so kvspec cannot check whether the file belongs to your model. If --out ends in .pt, the
-    calibration file has the format of TriAttention. If --out has a different suffix, the calibration file also stores a
-    hash of the model and of the rotary embedding.
+    The command also converts TriAttention's statistics (.pt), DuoAttention's head patterns (.tsv) and the filters of
+    Q-Filters (.safetensors). These files do not name a model, so kvspec cannot check whether a file belongs to your
+    model. If --out ends in .pt, the calibration file has the format of TriAttention. If --out has a different suffix,
+    the calibration file also stores a hash of the model and of the rotary embedding.
 
     To use the calibration file, run kvspec compare --policies triattention --calibration calibration.npz
     """

@@ -12,6 +12,7 @@ from conformance.methods.brute import Brute, from_vector
 from conformance.methods.chunks import chunk_sets
 from conformance.methods.knorm import knorm
 from conformance.methods.policies import best_blocks, crushed
+from conformance.methods.qfilters import products
 from conformance.methods.snapkv import snapkv
 from conformance.methods.tables import table_shares
 from conformance.methods.vase import uniforms
@@ -212,6 +213,10 @@ RESULTS: Mapping[str, Callable[[Any], Json]] = {
     "PO-KVZIP-HEADS": lambda i: {"kept": kvzip.sinks_and_newest(
         [x for row in i["head_scores"] for x in row], i["n"], i["B"], i["N_sink"], i["N_recent"]
     )},
+    "PO-Q-FILTERS": lambda i: {"kept": [
+        oracle.top(products(head, direction), i["B"])
+        for k, filters in zip(i["k"], i["filters"], strict=True) for head, direction in zip(k, filters, strict=True)
+    ]},
     "PO-PREFERENCE-BUDGET": lambda i: {
         "shares": cake_oracle.preferred_shares(i["preferences"], i["B"], i["W"], i["n"])
     },

@@ -1,7 +1,7 @@
-"""Calibration of a model: query statistics for TriAttention, and head scores for KVzip.
+"""Calibration of a model: query statistics for TriAttention, head scores for KVzip, and filters for Q-Filters.
 
-kvspec also reads and writes the calibration files of TriAttention (.pt, statistics) and DuoAttention (.tsv, head
-patterns).
+kvspec also reads the calibration files of TriAttention (.pt, statistics), DuoAttention (.tsv, head patterns) and
+Q-Filters (.safetensors), and writes files of TriAttention.
 """
 
 import pickle
@@ -13,6 +13,8 @@ from typing import IO, Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -28,6 +30,7 @@ from reference.calibration import Calibration, Identity, load_calibration
 from reference.policies.attention import unrotated
 from reference.policies.kvzip import kvzip
 from reference.policies.kvzip_heads import head_scores
+from reference.policies.qfilters import query_filters
 from reference.triattention import band_statistics
 from spec.arrays import Float64, Matrix, Vector
 from spec.errors import SpecError
@@ -35,7 +38,7 @@ from spec.policy import Policy
 
 __all__ = [
     "calibrate", "check_calibration_length", "given_calibration", "heads_served_by", "is_published_file",
-    "read_head_pattern", "read_published", "read_statistics", "served_by", "write_statistics",
+    "read_filters", "read_head_pattern", "read_published", "read_statistics", "served_by", "write_statistics",
 ]
 
 LEAST_TOKENS = 256
@@ -96,7 +99,7 @@ def calibrate(
     model: PreTrainedModel, input_ids: Tensor, identity: ModelIdentity | None = None,
     template: Sequence[Sequence[int]] | None = None,
 ) -> Calibration:
-    """Measure a model, and return the calibration that the policies `triattention` and `kvzip-heads` need.
+    """Measure a model, and return the calibration that `triattention`, `q-filters` and `kvzip-heads` need.
 
         found = kvspec.calibrate(model, input_ids, template=kvspec.repeat_template(tokenizer))
         policy = kvspec.policy_from_name("triattention", 0.3, calibration=found)
@@ -111,7 +114,8 @@ def calibrate(
             measured.
 
     Returns:
-        Statistics of the queries before rotary embedding. If `template` is given, the result also has head scores.
+        Filters, and statistics of the queries before rotary embedding. If `template` is given, the result also has head
+        scores.
 
     Raises:
         SpecError: if `input_ids` does not have one row of at least 256 tokens. Also if no template is given and kvspec
@@ -129,11 +133,7 @@ def calibrate(
 
 
 def _statistics(architecture: Architecture, served: Identity, input_ids: Tensor) -> Calibration:
-    """Return statistics of the queries of a text. If the rotation is not supported, the statistics are empty."""
-    if not len(served.inv_freq):
-        H = of_layer(architecture.config, "num_attention_heads", architecture.full_layers[0])
-        nothing = np.empty((len(architecture.full_layers), H, 0))
-        return Calibration(served, architecture.full_layers, nothing, nothing)
+    """Return filters and statistics of the queries of a text. Statistics need a supported rotation."""
     statistics, cache = _Statistics(served), RetainedCache(architecture.config)
     with (
         torch.no_grad(), restored_rotation(architecture.decoder),
@@ -156,12 +156,16 @@ class _Statistics(Watcher):
 
     identity: Identity
     layers: dict[int, list[tuple[Matrix, Matrix]]] = field(default_factory=dict)
+    filters: dict[int, Matrix] = field(default_factory=dict)
 
     def attended(self, module: nn.Module, seen: Attended) -> None:
         self.layers[seen.layer] = [self.head(one) for one in seen.query[0]]
+        self.filters[seen.layer] = query_filters(seen.query[0].detach().double().cpu().numpy(), seen.key.shape[1])
 
     def head(self, q: Tensor) -> tuple[Float64[Matrix, "1 d"], Float64[Matrix, "1 half"]]:
         wide = q.detach().double().cpu().numpy()[None]
+        if not len(self.identity.inv_freq):
+            return wide[:, 0, :0], wide[:, 0, :0]
         bare = unrotated(wide, np.arange(wide.shape[1]), self.identity.inv_freq, self.identity.factor)
         return band_statistics(bare)
 
@@ -170,7 +174,8 @@ class _Statistics(Watcher):
             np.stack([np.concatenate([head[part] for head in self.layers[at]]) for at in architecture.full_layers])
             for part in (0, 1)
         )
-        return Calibration(self.identity, architecture.full_layers, mean, magnitude)
+        filters = np.stack([self.filters[at] for at in architecture.full_layers])
+        return Calibration(self.identity, architecture.full_layers, mean, magnitude, filters=filters)
 
 
 def read_statistics(
@@ -211,15 +216,15 @@ def write_statistics(calibration: Calibration, file: str | PathLike[str] | IO[by
     """Write statistics in the format of TriAttention's repository: float32, without the hash of the model.
 
     Args:
-        calibration: calibration with statistics of queries. Head scores are not written.
+        calibration: calibration with statistics of queries. Head scores and filters are not written.
         file: path, or file object that is open for writing bytes.
 
     Raises:
-        SpecError: if the calibration has only head scores.
+        SpecError: if the calibration has no query statistics.
     """
     L, H, d = calibration.mean.shape
     if not d:
-        raise SpecError("calibration", calibration.digest, "has head scores only; calibrate with a text")
+        raise SpecError("calibration", calibration.digest, "has no query statistics; calibrate with a text")
     half, pairs = d // 2, [(layer, head) for layer in range(L) for head in range(H)]
     rows = np.concatenate([calibration.mean, calibration.magnitude], axis=2).astype(np.float32)
     stats = {
@@ -269,25 +274,64 @@ def read_head_pattern(
     return Calibration(served, layers, nothing, nothing, values)
 
 
+def read_filters(
+    path: str | PathLike[str], model: PreTrainedModel, identity: ModelIdentity | None = None,
+) -> Calibration:
+    """Read the filters of Q-Filters, which their authors publish for some models.
+
+        policy = kvspec.policy_from_name("q-filters", 0.3, calibration="model.safetensors")
+
+    The tensor `q_filters` of the file has one filter for each layer and KV head. The sign of each filter is opposite to
+    the sign in kvspec, so the sign is changed. The file has no hash of the weights. Therefore kvspec cannot check
+    whether the file was made with the given model.
+
+    Args:
+        path: path of the .safetensors file.
+        model: model that the filters were measured on.
+        identity: identity of the model, if known. Default: the identity is computed from all parameters of the model.
+
+    Raises:
+        SpecError: if the file does not have one filter for each layer and KV head of the model.
+    """
+    architecture = describe(model)
+    layers, config = architecture.full_layers, architecture.config
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise SpecError("path", str(path), f"must be a .safetensors file ({error}); {INSTEAD}") from error
+    H, H_kv = (of_layer(config, f"num_{kind}_heads", layers[0]) for kind in ("attention", "key_value"))
+    shape = (len(layer_types(config)), H_kv)
+    filters = tensors.get("q_filters", torch.empty(0))
+    if filters.ndim != 3 or tuple(filters.shape[:2]) != shape:
+        bound = f"in {path} must have {shape[0]} layers of {shape[1]} KV heads, (L, H_kv, d); {INSTEAD}"
+        raise SpecError("q_filters", tuple(filters.shape), bound)
+    nothing, served = np.empty((len(layers), H, 0)), heads_served_by(model, identity)
+    return Calibration(served, layers, nothing, nothing, filters=-filters[list(layers)].double().numpy())
+
+
 def is_published_file(given: object) -> bool:
-    """Return True for the path of a calibration file of TriAttention (.pt) or DuoAttention (.tsv)."""
+    """Return True for the path of a calibration file of TriAttention (.pt), DuoAttention (.tsv) or Q-Filters
+    (.safetensors).
+    """
     return isinstance(given, str | PathLike) and Path(given).suffix in _READERS
 
 
 def read_published(path: Any, model: PreTrainedModel, identity: ModelIdentity | None = None) -> Calibration:
-    """Read a calibration file of TriAttention or DuoAttention, by the suffix of the path.
+    """Read a calibration file of TriAttention, DuoAttention or Q-Filters, by the suffix of the path.
 
     Raises:
-        SpecError: as in `read_statistics` and `read_head_pattern`.
+        SpecError: as in `read_statistics`, `read_head_pattern` and `read_filters`.
     """
     return _READERS[Path(path).suffix](path, model, identity=identity)
 
 
-_READERS: Mapping[str, Callable[..., Calibration]] = {".pt": read_statistics, ".tsv": read_head_pattern}
+_READERS: Mapping[str, Callable[..., Calibration]] = {
+    ".pt": read_statistics, ".tsv": read_head_pattern, ".safetensors": read_filters,
+}
 
 
 def given_calibration(given: Calibration | str | PathLike[str] | None) -> Calibration | str | PathLike[str]:
-    """Return a calibration. A file of TriAttention or DuoAttention (.pt, .tsv) is read when the model is known."""
+    """Return a calibration. A published file (.pt, .tsv or .safetensors) is read when the model is known."""
     if given is None:
         raise SpecError("calibration", None, "is needed; `kvspec calibrate` or kvspec.calibrate makes the calibration")
     return given if isinstance(given, Calibration) or is_published_file(given) else load_calibration(given)

@@ -16,11 +16,13 @@ def learned_constants(
 ) -> dict[str, object]:
     """Return the constants of the policy that kvspec reads from the model."""
     architecture, wanted, model = describe(model), names.constants_of_model(name), unwrapped(model)
+    home = names.home_of(name)
     learned: dict[str, object] = {}
     if "W_o" in wanted:
         learned["W_o"] = output_projections(architecture, on_device)
     if "inv_freq" in wanted:
         learned |= read_rotation(architecture)
     if "served" in wanted:
-        learned["served"] = (heads_served_by if name == "kvzip-heads" else served_by)(model, identity)
+        rotated = home.removeprefix(names.DIVERSE) in ("kvzip-heads", "q-filters")
+        learned["served"] = (heads_served_by if rotated else served_by)(model, identity)
     return learned

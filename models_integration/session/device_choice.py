@@ -24,6 +24,7 @@ from reference.policies.expected_attention import ExpectedAttention
 from reference.policies.h2o import HeavyHitters
 from reference.policies.kvcrush import scored_or_representative
 from reference.policies.names import with_twins
+from reference.policies.qfilters import QFilters
 from reference.policies.rkv import QueryCache
 from reference.policies.scorers import LayerScorer
 from reference.policies.selectors import recent_half
@@ -41,7 +42,7 @@ from spec.retention import Granularity, Retention
 __all__ = ["DeviceChoices", "choose", "policy_on_device"]
 
 SCORERS = (
-    LayerScorer, Chunks, Defensive, ExpectedAttention, HeavyHitters, QueryCache, Sampled, TriAttention,
+    LayerScorer, Chunks, Defensive, ExpectedAttention, HeavyHitters, QFilters, QueryCache, Sampled, TriAttention,
 )
 
 
@@ -221,6 +222,8 @@ def _scores(scorer: Scorer, layer: int, view: LayerView, B: int, seen: int) -> T
         return cast(Tensor, scorer.members(view))
     if isinstance(scorer, TriAttention):
         return cast(Tensor, scorer.layers({layer: view}, seen)[0])
+    if isinstance(scorer, QFilters):
+        return cast(Tensor, scorer.of_layer(layer, view))
     if isinstance(scorer, Sampled):
         past = view.k.shape[1] - view.q.shape[1]
         ranges = cast(Tensor, scorer.range(cast(Tensor, view.v)))[:, :past]

@@ -37,6 +37,7 @@ from reference.policies.nestedkv import (
 from reference.policies.parts import apply_transforms
 from reference.policies.pieces import in_pieces
 from reference.policies.pyramidkv import pyramidkv, pyramidkv_described
+from reference.policies.qfilters import q_filters
 from reference.policies.random_tokens import random_tokens
 from reference.policies.retain import retain, retain_turn
 from reference.policies.rkv import rkv
@@ -57,7 +58,7 @@ __all__ = [
     "in_chunks", "in_pieces", "keydiff", "knorm", "kvcrush", "kvzip", "kvzip_heads", "kvzip_plus", "kvzip_uniform",
     "lagkv", "leverage", "morphkv", "named_policy", "nestedkv", "nestedkv_without_adaptive", "nestedkv_without_both",
     "nestedkv_without_continuum", "noncausal", "plain_policy", "policy_from_score", "policy_from_text", "pyramidkv",
-    "pyramidkv_described", "random_tokens", "retain", "retain_turn", "rkv", "scheduled", "simlayerkv", "snapkv",
-    "start", "streaming_llm", "tova", "toward_mean_values", "triattention", "vase", "vatp", "with_adaptive_budgets",
-    "with_critical_selection", "with_representatives", "with_value_norms",
+    "pyramidkv_described", "q_filters", "random_tokens", "retain", "retain_turn", "rkv", "scheduled", "simlayerkv",
+    "snapkv", "start", "streaming_llm", "tova", "toward_mean_values", "triattention", "vase", "vatp",
+    "with_adaptive_budgets", "with_critical_selection", "with_representatives", "with_value_norms",
 ]

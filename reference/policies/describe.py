@@ -207,7 +207,9 @@ def example_policy(name: str) -> Policy:
 
 def _example_constants(name: str) -> dict[str, Any]:
     row, identity = POLICIES[home_of(name).removeprefix(DIVERSE)], Identity("example", np.ones(2), 1.0)
-    calibration = Calibration(identity, (0,), np.zeros((1, 2, 4)), np.zeros((1, 2, 2)), np.ones((1, 2)))
+    calibration = Calibration(
+        identity, (0,), np.zeros((1, 2, 4)), np.zeros((1, 2, 2)), np.ones((1, 2)), filters=np.ones((1, 2, 4)),
+    )
     stand_ins: dict[str, Any] = {
         "W_o": {0: np.zeros((2, 4, 4))}, "inv_freq": np.ones(2), "factor": 1.0, "served": identity,
         "calibration": calibration, "template": ((1,), (2,), (3,)), "sentence_ends": frozenset({0}),

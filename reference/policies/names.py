@@ -110,8 +110,10 @@ NAMES = (*POLICIES, *(DIVERSE + name for name, policy in POLICIES.items() if pol
 """All built-in names. The name of a user's own policy is `module:ATTRIBUTE` or an entry point in ENTRY_POINTS."""
 
 
-_WRITTEN = {"full": "fullcache", "1d": "triattention", "1ddiv": "diverse-triattention"}
-"""Further names that papers use, as `_bare` returns them."""
+_WRITTEN = {
+    "full": "fullcache", "1d": "triattention", "1ddiv": "diverse-triattention", "qfilter": "q-filters",
+}
+"""Further names that papers and kvpress use, as `_bare` returns them."""
 
 _EVERY_TOKEN = "keeps every token, so it evicts nothing; to compare it, use fullcache"
 LEFT_OUT: Mapping[str, str] = {

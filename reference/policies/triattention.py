@@ -153,7 +153,7 @@ def triattention(
     """
     calibration.check(served)
     if not calibration.mean.shape[2]:
-        reason = "has head scores alone; `kvspec calibrate TEXT` adds statistics if the model rotates in halves"
+        reason = "has no query statistics; `kvspec calibrate TEXT` writes statistics if the model rotates in halves"
         raise SpecError("calibration", calibration.digest, reason)
     if mode not in GRANULARITY:
         raise SpecError("mode", mode, f"must be one of {', '.join(GRANULARITY)}")

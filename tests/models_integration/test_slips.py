@@ -154,7 +154,7 @@ def test_files_of_triattention_and_duoattention_are_calibrations(tmp_path: Path)
     with pytest.raises(SpecError, match=r"pass calibration='stats.pt' to policy_from_name"):
         load_calibration(tmp_path / "stats.pt")
     wrong = kvspec.policy_from_name("triattention", 0.5, calibration=tmp_path / "full_attention_heads.tsv")
-    with pytest.raises(SpecError, match="has head scores alone"):
+    with pytest.raises(SpecError, match="has no query statistics"):
         wrong(model)
     absent = kvspec.policy_from_name("triattention", 0.5, calibration=tmp_path / "absent.pt")
     with pytest.raises(SpecError, match=r"absent\.pt"):

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("reference_items")
 BRUTES = {brute.name: brute for brute in brutes()}
 SCORERS = [
     pytest.param(BRUTES[name], id=name, marks=pytest.mark.spec(BRUTES[name].item))
-    for name in ("random-tokens", "finch", "leverage", "noncausal", "compactor", "capkv")
+    for name in ("random-tokens", "finch", "leverage", "noncausal", "compactor", "capkv", "q-filters")
 ]
 
 

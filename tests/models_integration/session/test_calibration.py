@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from typer.testing import CliRunner
@@ -25,10 +26,17 @@ from conformance.strategies.policy_inputs import Inputs
 from conformance.tolerances import scores_agree
 from experiments.studies.results import load_rows
 from kvspec.cli.app import app
-from models_integration import NamedPolicy, RetainedCache
+from models_integration import NamedPolicy, RetainedCache, policy_from_name
 from models_integration.cache.retained_cache import storage_bytes
 from models_integration.model.architecture import describe
-from models_integration.policies.calibration import calibrate, read_head_pattern, read_statistics, write_statistics
+from models_integration.pocket import load_pocket
+from models_integration.policies.calibration import (
+    calibrate,
+    read_filters,
+    read_head_pattern,
+    read_statistics,
+    write_statistics,
+)
 from models_integration.session.verbs import observe
 from reference.calibration import load_calibration, save_calibration
 from reference.policies import kvzip, triattention
@@ -231,7 +239,7 @@ def test_head_scores_need_no_one_rotation(make: Callable[[], Any], words: str, t
         with pytest.raises(SpecError, match="was made for a different model"):
             chosen(wrong)
     taken = load_calibration(tmp_path / "mine.npz")
-    with pytest.raises(SpecError, match="has head scores alone"):
+    with pytest.raises(SpecError, match="has no query statistics"):
         triattention(taken, taken.identity)
 
 
@@ -392,7 +400,7 @@ def test_a_head_pattern_names_the_full_heads(threshold: float | None, full: list
     assert np.array_equal(actual.head_scores, expected)
     save_calibration(actual, tmp_path / "mine.npz")
     check_full_heads(model, tmp_path / "mine.npz", full)
-    with pytest.raises(SpecError, match="has head scores alone"):
+    with pytest.raises(SpecError, match="has no query statistics"):
         NamedPolicy("triattention", 20, calibration=actual)(model)
 
 
@@ -424,3 +432,55 @@ def test_a_pattern_of_another_model_is_refused(values: Any, tmp_path: Path) -> N
         read_head_pattern(tmp_path / "heads.tsv", build("llama"))
     with pytest.raises(SpecError, match="must be between 0 and 1"):
         read_head_pattern(tmp_path / "heads.tsv", build("llama"), threshold=1.5)
+
+
+@pytest.mark.spec("PO-Q-FILTERS")
+@pytest.mark.parametrize("make", [partial(build, "llama"), partial(build, "gpt_neox"), partial(rotated, "Cohere")])
+def test_filters_are_those_of_queries_after_their_rotation(make: Callable[[], Any]) -> None:
+    """Check a rotation of all channels, of some channels, and of neighbouring channels."""
+    model, ids = make(), prompt(LEAST, seed=9)
+    actual = calibrate(model, ids, template=REHEARSED["template"])
+    views = observe(model, ids, needs=Needs("all", None)).prompt(0, Granularity.HEAD).layers
+    assert actual.filters is not None
+    for filters, view in zip(actual.filters, views.values(), strict=True):
+        q = np.asarray(view.q, dtype=np.float64)
+        main = np.array([np.linalg.svd(head, full_matrices=False)[2][0] for head in q])
+        main *= np.sign(np.einsum("hmd,hd->h", q, main))[:, None]
+        assert np.abs(filters - main.reshape(len(view.k), -1, main.shape[1]).mean(axis=1)).max() < 1e-6
+
+
+@pytest.mark.spec("PO-Q-FILTERS")
+def test_a_file_of_the_authors_keeps_what_the_calibration_keeps(tmp_path: Path) -> None:
+    """Check that the published sign is changed, by the file itself and by the command that converts the file."""
+    model, file, made = build("llama"), tmp_path / "model.safetensors", tmp_path / "mine.npz"
+    taken = calibrate(model, prompt(LEAST, seed=9))
+    assert taken.filters is not None
+    save_file({"q_filters": -torch.from_numpy(taken.filters)}, file)
+    sets = []
+    for given in (taken, file, str(file), read_filters(file, model)):
+        run, _ = read_prompt(model, policy_from_name("q-filters", 0.5, calibration=given), 40)
+        sets.append([one.positions.tolist() for one in run.retentions])
+    assert sets[0] == sets[1] == sets[2] == sets[3]
+    config: Any = load_pocket()[0].config
+    save_file({"q_filters": torch.ones(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)}, file)
+    said = CliRunner().invoke(app, ["calibrate", str(file), "--out", str(made)])
+    assert said.exit_code == 0, said.output
+    read: Any = load_calibration(made)
+    assert (read.filters == -1).all()
+    with pytest.raises(SpecError, match="has no query statistics"):
+        triattention(read, read.identity)
+    with pytest.raises(SpecError, match=r"pass calibration='model.safetensors' to policy_from_name"):
+        load_calibration(file)
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize(("tensors", "words"), [
+    ({"q_filters": torch.ones(2, 2, 12)}, r"q_filters = \(2, 2, 12\): .*must have 3 layers of 2 KV heads"),
+    ({"other": torch.ones(3, 2, 12)}, r"q_filters = \(0,\)"), (None, r"must be a \.safetensors file"),
+    ({"q_filters": torch.full((3, 2, 12), torch.nan)}, r"calibration\.filters"),
+])
+def test_files_without_filters_of_the_model_are_refused(tensors: Any, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"nothing") if tensors is None else save_file(tensors, file)
+    with pytest.raises(SpecError, match=words):
+        policy_from_name("q-filters", 0.5, calibration=file)(build("llama"))
