@@ -27,6 +27,19 @@ KEPT = {
     "streamingllm(N_sink=60)": "first 60 tokens, and recent ones",
     "random-trunks": "random trunks",
 }
+LOCAL = "local-salience"
+FORMS = {
+    "crystalcache": KEPT["crystalcache"],
+    'crystalcache(observed_layer=-3, graph="zero")': "impact alone, last layer but two",
+    "local-trunks": "local salience and rarity",
+    "local-salience-trunks": "local salience alone",
+    "local-geometric-trunks": "geometric mean of both, last layer but two",
+    "rarity-trunks": "rarity alone, ties at random",
+    "shuffled-trunks": "shuffled local salience, and rarity",
+    "random-trunks": KEPT["random-trunks"],
+    "streamingllm(N_sink=60)": KEPT["streamingllm(N_sink=60)"],
+}
+"""Policies and controls of the study of the local salience, with their titles."""
 BUDGET = "0.3"
 PICTURES = {"place": "place", "place-2048": "place-2048"}
 """Files beside the page, each with the study that it shows."""
@@ -48,6 +61,17 @@ def kept_facts(study: str, placement: str) -> list[list[str]]:
         for mentions, text in MENTIONS.items():
             counts = (whole(some, policy, depth, mentions) for depth in DEPTHS)
             lines.append([title, text, *(f"{kept} of {n}" for kept, n in counts)])
+    return lines
+
+
+def kept_common_facts() -> list[list[str]]:
+    """Return the samples in which the whole fact in common words is kept, and the mean tokens kept, by form."""
+    some = samples_of(LOCAL)
+    lines = [["form", *(f"fact at {depth:g}" for depth in DEPTHS), "tokens kept"]]
+    for form, title in FORMS.items():
+        counts = (whole(some, form, depth, "none") for depth in DEPTHS)
+        tokens = f"{some.prompt_kept((form, BUDGET)):.0f}"
+        lines.append([title, *(f"{kept} of {n}" for kept, n in counts), tokens])
     return lines
 
 
@@ -102,4 +126,4 @@ PLACE_TABLES: dict[str, Callable[[], list[list[str]]]] = {
         f"{study}-kept": partial(kept_facts, study, "paper"), f"{study}-after": partial(kept_facts, study, "after"),
         f"{study}-tokens": partial(kept_tokens, study), f"{study}-claims": partial(claims, study),
     }.items()
-}
+} | {f"{LOCAL}-kept": kept_common_facts, f"{LOCAL}-claims": partial(claims, LOCAL)}

@@ -236,6 +236,24 @@ def test_the_sentences_about_places_are_those_of_the_rows(study: str, n: int) ->
 
 
 @pytest.mark.law("figures-are-counted-right")
+def test_the_sentences_about_the_local_salience_are_those_of_the_rows() -> None:
+    """Check docs/results/place.md: no form beats random trunks at its claims, and rarity keeps fewest facts."""
+    whole: dict[str, list[int]] = {}
+    for row in rows_of("local-salience"):
+        if row["part"] == "confirm":
+            for cell in row["cells"]:
+                counts = whole.setdefault(cell["policy"], [0, 0])
+                counts[row["metadata"]["depth"] > 0] += cell["evidence_kept"] == row["evidence_tokens"]
+    assert {name: sum(counts) for name, counts in whole.items() if name in (
+        "random-trunks", "local-trunks", "rarity-trunks", "local-salience-trunks",
+    )} == {"random-trunks": 33, "local-trunks": 19, "rarity-trunks": 10, "local-salience-trunks": 59}
+    assert whole["local-geometric-trunks"] == [26, 6]
+    holding = [claim for claim, *_, outcome, _ in evidence_place.claims("local-salience")[1:] if outcome == "holds"]
+    assert len(holding) == 4
+    assert all("than at the start" in claim for claim in holding)
+
+
+@pytest.mark.law("figures-are-counted-right")
 def test_right_answers_of_the_readme_are_those_of_the_file() -> None:
     readme = evidence_pages.PAGES[0].read_text(encoding="utf-8").splitlines()
     for policy in ("nestedkv", "kvzip", 'crystalcache(observed_layer=-3, graph="zero")', "crystalcache", "random"):
