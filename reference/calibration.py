@@ -15,11 +15,11 @@ import numpy as np
 from spec.arrays import Cube, Float64, Matrix, Vector
 from spec.errors import SpecError
 
-__all__ = ["Calibration", "Identity", "load_calibration", "save_calibration"]
+__all__ = ["Calibration", "Identity", "Networks", "load_calibration", "save_calibration"]
 
 FORMAT = "kvspec.triattention/3"
 ARRAYS = ("mean", "magnitude", "inv_freq")
-OPTIONAL = ("head_scores", "filters")
+OPTIONAL = ("head_scores", "filters", "W_2", "b_2", "W_1", "b_1")
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,53 @@ class Identity:
 
 
 @dataclass(frozen=True)
+class Networks:
+    """Networks of KVzap, one for each layer: a linear map of hidden states, or two linear maps with GELU in between.
+
+    Raises:
+        SpecError: if shapes do not agree, or if a weight is not finite.
+    """
+
+    W_2: Float64[Cube, "_ _ _"]
+    """Weights of the scores, (L, H_kv, m). Without `W_1`, m is the width of the hidden states."""
+    b_2: Float64[Matrix, "_ _"]
+    """Biases of the scores, (L, H_kv)."""
+    W_1: Float64[Cube, "_ _ _"] | None = None
+    """Weights of the first of two maps, (L, m, width), or None for a linear map."""
+    b_1: Float64[Matrix, "_ _"] | None = None
+    """Biases of the first of two maps, (L, m), or None for a linear map."""
+
+    def __post_init__(self) -> None:
+        shapes = {name: x.shape for name, x in self.arrays.items()}
+        L, H_kv, m = self.W_2.shape
+        wanted: dict[str, tuple[int, ...]] = {"W_2": (L, H_kv, m), "b_2": (L, H_kv)}
+        if self.W_1 is not None or self.b_1 is not None:
+            wanted |= {"W_1": (L, m, self.width), "b_1": (L, m)}
+        if shapes != wanted:
+            raise SpecError("calibration.networks", shapes, f"must have the shapes {wanted}")
+        for name, x in self.arrays.items():
+            if not np.isfinite(x).all():
+                raise SpecError(f"calibration.{name}", "infinite or NaN", "must be finite")
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """Weights and biases by name, without those that are None."""
+        return {name: x for name, x in vars(self).items() if x is not None}
+
+    @property
+    def width(self) -> int:
+        """Number of channels of the hidden states."""
+        return (self.W_2 if self.W_1 is None else self.W_1).shape[2]
+
+
+@dataclass(frozen=True)
 class Calibration:
     """Statistics of each full-attention layer and query head: mean query before RoPE, mean norm of each rotary pair."""
 
     identity: Identity
     layers: tuple[int, ...]
     mean: Float64[Cube, "_ _ _"]
-    """Mean query before RoPE, (L, H, d). The size d is 0 if the calibration contains only head scores."""
+    """Mean query before RoPE, (L, H, d). The size d is 0 if the calibration contains no statistics of queries."""
     magnitude: Float64[Cube, "_ _ _"]
     """Mean norm of each rotary pair of a query, (L, H, d / 2)."""
     head_scores: Float64[Matrix, "_ _"] | None = None
@@ -55,11 +95,15 @@ class Calibration:
     """Hashes of the study contexts on which the calibration was computed, or None if the contexts are unknown."""
     filters: Float64[Cube, "_ _ _"] | None = None
     """Q-Filters, (L, H_kv, d), or None if the filters were not computed."""
+    networks: Networks | None = None
+    """Networks of KVzap for the full-attention layers, or None."""
 
     def __post_init__(self) -> None:
         L, H, half = len(self.layers), self.mean.shape[1], len(self.identity.inv_freq)
         if not self.mean.shape[2] and self._optional:
             half = 0
+        if self.networks is not None and len(self.networks.W_2) != L:
+            raise SpecError("calibration.networks", len(self.networks.W_2), f"must be {L}, the number of layers")
         shapes: dict[str, tuple[int, ...]] = {"mean": (L, H, 2 * half), "magnitude": (L, H, half)}
         if self.head_scores is not None:
             shapes["head_scores"] = (L, *self.head_scores.shape[1:2])
@@ -78,7 +122,8 @@ class Calibration:
     def _optional(self) -> dict[str, Any]:
         """Arrays that a calibration can lack, by name."""
         known = {"head_scores": self.head_scores, "filters": self.filters}
-        return {name: array for name, array in known.items() if array is not None}
+        networks = {} if self.networks is None else self.networks.arrays
+        return {name: array for name, array in known.items() if array is not None} | networks
 
     @property
     def digest(self) -> str:
@@ -154,7 +199,9 @@ def load_calibration(path: str | PathLike[str]) -> Calibration:
         raise SpecError("calibration", str(path), bound)
     if identity.rope != rope:
         raise SpecError("calibration", str(path), f"is damaged: frequencies are {identity.rope}, in the header {rope}")
-    return Calibration(identity, layers, mean, magnitude, samples=samples, **optional)
+    heads, filters = optional.pop("head_scores", None), optional.pop("filters", None)
+    networks = Networks(**optional) if optional else None
+    return Calibration(identity, layers, mean, magnitude, heads, samples, filters, networks)
 
 
 def _way_out(path: Path, error: Exception) -> str:

@@ -234,6 +234,11 @@ def _of_budgets(policy: Combined, budgets: Required) -> Iterator[Problem]:
 def _of_steps(policy: Combined, scorer: Provided | None, budgets: Required | None) -> Iterator[Problem]:
     """Yield the problem if the policy cannot evict after decode steps."""
     every = policy.cadence.every
+    if policy.scorer.needs.hidden:
+        yield "cadence", f"every={every}", (
+            f"does not fit the scorer of {policy.name}, which uses hidden states, and the cache does not store those of"
+            " earlier tokens: leave the cadence out"
+        )
     if scorer is not None and scorer.no_steps:
         yield "cadence", f"every={every}", f"does not fit the scorer of {policy.name}, which {scorer.no_steps}"
     if scorer is None and not hasattr(policy.scorer, "step"):

@@ -72,6 +72,8 @@ class Needs:
             score accepts only NumPy arrays.
         budget: True if the scores depend on the budget.
         rehearsal: settings for KVzip's repetition of the prompt. None if the model does not repeat the prompt.
+        hidden: True if the score uses the hidden states at the input of each layer's attention. Hidden states exist
+            only for tokens of the forward pass, so the policy evicts from the first prompt only.
     """
 
     layers: Literal["none", "observed", "all"] = "none"
@@ -82,6 +84,7 @@ class Needs:
     takes: Callable[[DeviceArray], bool] | None = None
     budget: bool = False
     rehearsal: Rehearsal | None = None
+    hidden: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,8 @@ class LayerView:
     reading. None for all other policies."""
     sinks: DeviceArray | None = None
     """One logit for the attention sink of each query head, (H,), or None (see `CrystalStages.coattention`)."""
+    hidden: DeviceArray | None = None
+    """Hidden states (n, width) that the layer's attention reads, after the layer's input norm. None if not declared."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy as np
 
 from conformance.engine.ops import KeptSets, Op
 from reference import policies
-from reference.calibration import Calibration, Identity
+from reference.calibration import Calibration, Identity, Networks
 from reference.policies.describe import example_policy
 from reference.policies.names import BACKEND, POLICIES, make_policy
 from reference.policies.retain import shown_to
@@ -48,6 +48,10 @@ SHARED: Mapping[str, str] = {
     "head_scores": "calibrated score of each KV head", "filters": "calibrated filter of each KV head",
     "mean": "calibrated mean of the queries before rotation",
     "magnitude": "calibrated mean modulus of each pair of channels of the queries before rotation",
+    "hidden": "hidden states that the attention of a layer reads, behind its norm",
+    "W_1": "weights of the first of two linear maps of hidden states, or null for one map", "b_1": "biases of W_1",
+    "W_2": "weights of the only or the second linear map, which gives the scores; one map has a = e",
+    "b_2": "biases of W_2",
 }
 """Meaning of the arguments that are not constants."""
 _OF_MODEL = {"W_o": "float[L, H, d, e]", "inv_freq": "float[f]", "factor": "float"}
@@ -57,6 +61,9 @@ _REPEATS = {
 }
 _HEADS = {"head_scores": "float[L, H_kv]"}
 _FILTERS = {"filters": "float[L, H_kv, d]"}
+_NETWORKS = {
+    "W_2": "float[L, H_kv, a]", "b_2": "float[L, H_kv]", "W_1": "float[L, a, e] or null", "b_1": "float[L, a] or null",
+}
 _STATISTICS = {"mean": "float[L, H, d]", "magnitude": "float[L, H, f]", "inv_freq": "float[f]", "factor": "float"}
 _KINDS = {int: "int", float: "float", str: "text", Fraction: "text", NestedKVParameters: "nestedkv"}
 
@@ -79,7 +86,7 @@ def _calibrated(name: str) -> dict[str, str]:
     """Return the arguments that are parts of a calibration."""
     if "calibration" not in signature(POLICIES[name].make).parameters:
         return {}
-    return {"kvzip-heads": _HEADS, "q-filters": _FILTERS}.get(name, _STATISTICS)
+    return {"kvzip-heads": _HEADS, "q-filters": _FILTERS, "kvzap": _NETWORKS}.get(name, _STATISTICS)
 
 
 def _arguments(name: str) -> dict[str, str]:
@@ -93,6 +100,8 @@ def _arguments(name: str) -> dict[str, str]:
         }
     if name in DECODED:
         result |= {"steps": "int", "k": "float[L, H_kv, t, d]"}
+    if needs.hidden:
+        result["hidden"] = "float[L, n, e]"
     if needs.values:
         result["v"] = f"float[L, H_kv, {'t' if name in DECODED else 'n'}, d]"
     if needs.rehearsal is not None:
@@ -110,14 +119,15 @@ def arguments_of(name: str, observation: Observation, B: int, constants: Mapping
     result: dict[str, Any] = {"g": observation.groups, "n": observation.seen - constants.get("steps", 0), "B": B}
     if views:
         result |= {"scaling": views[0].scaling, "softcap": views[0].softcap, "sinks": None}
-        result |= {one: np.stack([np.asarray(getattr(view, one)) for view in views]) for one in ("q", "k", "v", "sinks")
-                  if getattr(views[0], one) is not None}
+        result |= {one: np.stack([np.asarray(getattr(view, one)) for view in views])
+                  for one in ("q", "k", "v", "sinks", "hidden") if getattr(views[0], one) is not None}
         result |= _repeats_as_arguments(views)
     constants_given = {**_constants(name), **constants}
     if "W_o" in constants_given:
         constants_given["W_o"] = np.stack([constants_given["W_o"][at] for at in sorted(constants_given["W_o"])])
     if "calibration" in constants_given:
-        constants_given |= {**vars(constants_given["calibration"]), **vars(constants_given["calibration"].identity)}
+        taken = constants_given["calibration"]
+        constants_given |= {**vars(taken), **vars(taken.identity), **(vars(taken.networks) if taken.networks else {})}
     return {**constants_given, **result}
 
 
@@ -169,7 +179,9 @@ def _constants_from(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def _calibration(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the calibration with the parts in the arguments, and the model of the calibration."""
     parts = {name: given[name] for name in ("mean", "magnitude", "head_scores", "filters") if name in given}
-    nothing = np.zeros((len(next(iter(parts.values()))), 0, 0))
+    if "W_2" in given:
+        parts["networks"] = Networks(**{name: given[name] for name in _NETWORKS})
+    nothing = np.zeros((len(given["W_2"] if "W_2" in given else next(iter(parts.values()))), 0, 0))
     served = Identity("", given.get("inv_freq", np.zeros(0)), given.get("factor", 1.0))
     statistics = {"mean": nothing, "magnitude": nothing, **parts}
     return {"served": served, "calibration": Calibration(served, tuple(range(len(nothing))), **statistics)}
@@ -181,6 +193,7 @@ def _observation(policy: Policy, given: Mapping[str, Any]) -> Observation:
             given["q"][at] if "q" in given else k[:, :0], k, given["v"][at] if "v" in given else None,
             given.get("scaling", 1.0), given.get("softcap"), None, _repeats(given, at),
             None if given.get("sinks") is None else given["sinks"][at],
+            given["hidden"][at] if "hidden" in given else None,
         ) for at, k in enumerate(given.get("k", ()))
     }
     return Observation(given["n"], given["g"], None, views)
@@ -209,7 +222,8 @@ def cached(view: LayerView, live: Live, seen: int, first: int) -> LayerView:
         for x in (view.k, view.v)
     )
     before = view.k.shape[1] - view.q.shape[1]
-    return replace(view, q=view.q[:, max(0, first - before) : seen - before], k=k, v=v)
+    hidden = None if view.hidden is None else np.asarray(view.hidden)[list(rows[0])]
+    return replace(view, q=view.q[:, max(0, first - before) : seen - before], k=k, v=v, hidden=hidden)
 
 
 def shown(layers: Sequence[LayerView], live: Live, seen: int, first: int) -> Observation:

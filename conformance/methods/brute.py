@@ -20,6 +20,7 @@ from conformance.strategies.numbers import NESTED
 from conformance.strategies.policy_inputs import TEMPLATE, Inputs, Kept, of_model
 from conformance.vectors.codec import floats
 from conformance.vectors.files import Json
+from reference.calibration import Networks
 from reference.policies.names import POLICIES
 from spec.policy import LayerView, Policy, Repeat
 
@@ -119,7 +120,7 @@ class Brute:
 
 GIVEN = (
     "q", "k", "v", "n", "scaling", "softcap", "sinks", "W_o", "inv_freq", "B", "chunks", "repeat_q", "repeat_k",
-    "norms", "steps",
+    "norms", "steps", "hidden", "W_1", "b_1", "W_2", "b_2",
 )
 """Inputs of a vector that are not constants of its policy."""
 
@@ -142,11 +143,14 @@ def layers_of(i: Json) -> Inputs:
         LayerView(
             floats(i["q"][at]) if "q" in i else k, k, floats(i["v"][at]) if "v" in i else None, i.get("scaling", 1.0),
             i.get("softcap"), None, repeats_of(i, at), floats(i["sinks"][at]) if "sinks" in i else None,
+            floats(i["hidden"][at]) if "hidden" in i else None,
         ) for at, k in enumerate(keys)
     ]
     W_o = [floats(i["W_o"])] if "W_o" in i else []
     ids = np.zeros(keys[0].shape[1], np.int64)
-    return Inputs(views, floats(i.get("inv_freq", [])), W_o, ids, steps=i.get("steps", 0))
+    arrays = {name: floats(i[name]) for name in ("W_2", "b_2", "W_1", "b_1") if name in i}
+    networks = Networks(**arrays) if arrays else None
+    return Inputs(views, floats(i.get("inv_freq", [])), W_o, ids, steps=i.get("steps", 0), networks=networks)
 
 
 def from_vector(i: Json) -> tuple[Inputs, int, dict[str, Any]]:

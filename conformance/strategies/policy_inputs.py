@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from conformance.engine.methods import decoded as decoded_sets
-from reference.calibration import Calibration, Identity
+from reference.calibration import Calibration, Identity, Networks
 from reference.policies import retain, retain_turn
 from reference.policies.grammar import is_composition
 from reference.policies.kvzip import rehearsal_chunks
@@ -40,6 +40,8 @@ class Inputs:
     """Number of last tokens that are decoded one by one."""
     positions: Array | None = None
     """Positions of the tokens in the text. None: 0 to n - 1."""
+    networks: Networks | None = None
+    """Networks of KVzap. None: those of `networks_of`."""
 
     @property
     def places(self) -> list[int]:
@@ -157,13 +159,40 @@ def filters(inputs: Inputs) -> Array:
     return np.stack([view.q[:: len(view.q) // len(view.k), 0] for view in inputs.layers])
 
 
+def hidden_states(view: LayerView) -> Any:
+    """Return the hidden states (n, width) of a layer. Without any, the keys of all KV heads, joined for each token."""
+    return view.k.swapaxes(0, 1).reshape(view.k.shape[1], -1) if view.hidden is None else view.hidden
+
+
+def random_networks(L: int, H_kv: int, width: int, m: int | None) -> Networks:
+    """Return networks of KVzap with random weights: with m inner units, or linear if m is None."""
+    rng = np.random.default_rng([L, H_kv, width])
+    if m is None:
+        return Networks(rng.standard_normal((L, H_kv, width)), rng.standard_normal((L, H_kv)))
+    W_1, b_1 = rng.standard_normal((L, m, width)), rng.standard_normal((L, m))
+    return Networks(rng.standard_normal((L, H_kv, m)), rng.standard_normal((L, H_kv)), W_1, b_1)
+
+
+def networks_of(inputs: Inputs) -> Networks:
+    """Return networks that fit the inputs: linear maps if the number of tokens is even, else two maps with GELU."""
+    if inputs.networks is not None:
+        return inputs.networks
+    width = hidden_states(inputs.layers[0]).shape[1]
+    return random_networks(len(inputs.layers), inputs.H_kv, width, 5 if inputs.n % 2 else None)
+
+
 def calibrated(inputs: Inputs) -> Calibration:
     """Return a calibration, as if the queries of the inputs were the unrotated queries of a calibration text."""
+    if inputs.networks is not None:
+        nothing = np.empty((len(inputs.layers), 1, 0))
+        return Calibration(identity(inputs), tuple(range(len(nothing))), nothing, nothing, networks=inputs.networks)
     result = [band_statistics(view.q) for view in inputs.layers]
     mean, magnitude = (np.stack([pair[at] for pair in result]) for at in (0, 1))
     of_heads = np.stack([np.abs(view.k).max(axis=(1, 2)) for view in inputs.layers])
     layers = tuple(range(len(inputs.layers)))
-    return Calibration(identity(inputs), layers, mean, magnitude, of_heads, filters=filters(inputs))
+    return Calibration(
+        identity(inputs), layers, mean, magnitude, of_heads, filters=filters(inputs), networks=networks_of(inputs)
+    )
 
 
 SENTENCE_ENDS = frozenset({0})
@@ -250,6 +279,8 @@ def observation(policy: Policy, inputs: Inputs) -> Observation:
         views = {
             at: replace(view, repeats=repeats(inputs, inputs.layers[at], needs.rehearsal)) for at, view in views.items()
         }
+    if needs.hidden:
+        views = {at: replace(view, hidden=hidden_states(view)) for at, view in views.items()}
     ids = inputs.token_ids if needs.token_ids else None
     return Observation(inputs.n, groups_of(policy, inputs), ids, views)
 

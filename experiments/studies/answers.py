@@ -82,7 +82,7 @@ def needed(each: Iterable[Needs]) -> Needs:
         "all" if "all" in layers or len(places) > 1 else "observed" if places else "none",
         None if None in rows else max((row for row in rows if row is not None), default=0), next(iter(places), 0),
         any(one.values for one in every), any(one.token_ids for one in every),
-        rehearsal=next(iter(rehearsals), None),
+        rehearsal=next(iter(rehearsals), None), hidden=any(one.hidden for one in every),
     )
 
 

@@ -16,14 +16,16 @@ from pathlib import Path
 
 from conformance.checks.vector_checks import BOUNDED
 from conformance.methods import brutes
-from conformance.methods.brute import Brute
+from conformance.methods.brute import Brute, layers_of
 from conformance.paths import ROOT, SPEC
+from conformance.strategies.policy_inputs import hidden_states, networks_of
 from conformance.vectors import files
 from conformance.vectors.codec import expanded, is_compact
 from conformance.vectors.files import Json, decoded, parameters_of
 from lab.vector_writer.brute_force import encoded
 from lab.vector_writer.expected import OPERATIONS
 from lab.vector_writer.expected_large import LARGE_OPERATIONS, generate, shortened
+from reference.policies.describe import example_policy
 from reference.policies.names import POLICIES
 from spec import SPEC_VERSION
 
@@ -149,11 +151,19 @@ def first_tests(brute: Brute, first: int) -> list[Json]:
     }
     if "inv_freq" in POLICIES[brute.name].of_model:
         constants["inv_freq"] = [0.5]  # one pair of channels
+    needs_hidden = example_policy(brute.name).scorer.needs.hidden
     return [
         {"tcId": first + at, "comment": comment, "flags": [flag],
-         "inputs": {**inputs, "B": max(B, brute.floor), **constants}}
+         "inputs": {**(with_networks(inputs) if needs_hidden else inputs), "B": max(B, brute.floor), **constants}}
         for at, (comment, flag, inputs, B) in enumerate(FIRST_TESTS)
     ]
+
+
+def with_networks(inputs: Json) -> Json:
+    """Return keys, hidden states and networks of KVzap: an even number of tokens has a linear map."""
+    given = layers_of(inputs)
+    arrays = {name: x.round(3).tolist() for name, x in networks_of(given).arrays.items()}
+    return {"k": inputs["k"], "hidden": [hidden_states(view).tolist() for view in given.layers], **arrays}
 
 
 def digest_of(groups: Sequence[Json]) -> str:

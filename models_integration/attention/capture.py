@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -27,6 +26,8 @@ from models_integration.attention.cached_attention import (
     ragged_attention,
     retained_mask,
 )
+from models_integration.attention.flash import flash_attention
+from models_integration.attention.hidden import hidden_of, reading_hidden
 from models_integration.cache.dense_layer import RetainedLayer, on_host
 from models_integration.cache.positions import EMPTY, shown_columns
 from models_integration.cache.ragged_layer import RaggedLayer
@@ -37,8 +38,8 @@ from spec.errors import SpecError
 from spec.policy import LayerView, Needs, Repeat
 
 __all__ = [
-    "OTHER_TENSORS", "Attended", "Recorder", "Repeated", "Watcher", "flash_attention", "observing",
-    "reads_attention", "untraced",
+    "NO_HIDDEN", "OTHER_TENSORS", "Attended", "Recorder", "Repeated", "Watcher", "observing", "reads_attention",
+    "untraced",
 ]
 
 P = ParamSpec("P")
@@ -59,14 +60,14 @@ class Attended:
     mask: object
     """Mask that the module passed to the attention function."""
     options: Mapping[str, Any]
+    hidden: Tensor | None = None
+    """Hidden states (rows, n, width) that the attention module received. None if the watcher does not want them."""
 
 
 OTHER_TENSORS = "the attention must use the keys and values that the cache returns, but uses different tensors"
+NO_HIDDEN = "the attention shows no hidden states: use an uncompiled model, or a policy without hidden states"
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Head sizes that the kernel accepts unchanged. On CUDA, torch first pads all other sizes.
-_CUDA_WIDTHS = range(8, 257, 8)
-_KERNELS = {"cpu": "_scaled_dot_product_flash_attention_for_cpu", "cuda": "_scaled_dot_product_flash_attention"}
 
 
 def reads_attention(needs: Needs) -> bool:
@@ -79,6 +80,11 @@ class Watcher(ABC):
 
     def wants_lse(self, layer: int) -> bool:
         """Return True if the log-sum-exp of the layer's attention is useful. Default: it is not."""
+        return False
+
+    @property
+    def wants_hidden(self) -> bool:
+        """True if the hidden states that the attention receives are wanted. Default: they are not."""
         return False
 
     @abstractmethod
@@ -116,6 +122,8 @@ class _Seen:
     sinks: Tensor | None
     query: ref[Tensor]
     """Query tensor of the last forward pass. `q` contains the needed rows of this tensor."""
+    hidden: Tensor | None
+    """Hidden states (rows, n, width) of all columns of the segment."""
     repeats: tuple[Repeated, ...] | None = None
 
 
@@ -125,7 +133,7 @@ class Recorder:
 
     needs: Needs
     seen: dict[int, _Seen] = field(default_factory=dict)
-    hidden: int = 0
+    padding: int = 0
     """Largest number of padding columns in a row of the segment. The same number of additional queries is recorded."""
     latent: bool = False
     """True if the cache stores latents from which the model computes the keys and values of the heads."""
@@ -144,16 +152,20 @@ class Recorder:
         q, sinks = layer.query.detach(), layer.options.get("s_aux")
         if q.dtype not in _DTYPES:
             raise SpecError("dtype", q.dtype, f"must be one of {', '.join(map(str, _DTYPES))}")
-        index, scaling = layer.layer, layer.options.get("scaling")
+        index, scaling, hidden = layer.layer, layer.options.get("scaling"), layer.hidden
         if index in self.seen and self.seen[index].query() is layer.query:
             return
+        if self.needs.hidden and hidden is None:
+            raise SpecError("model", type(module).__name__, NO_HIDDEN)
         if index in self.seen:
-            q = torch.cat([self.seen[index].q, q], dim=2)
+            before = self.seen[index]
+            q = torch.cat([before.q, q], dim=2)
+            hidden = None if before.hidden is None or hidden is None else torch.cat([before.hidden, hidden], dim=1)
         self.seen[index] = self._needed(_Seen(
             q, layer.key.detach(), layer.value.detach(),
             q.shape[-1] ** -0.5 if scaling is None else float(scaling), layer.options.get("softcap"),
             None if layer.lse is None else layer.lse.detach(), None if sinks is None else sinks.detach(),
-            ref(layer.query),
+            ref(layer.query), hidden,
         ))
 
     def rehearsed(self, repeats: Mapping[int, tuple[Repeated, ...]]) -> None:
@@ -162,14 +174,15 @@ class Recorder:
             self.seen[layer].repeats = each
 
     def _needed(self, seen: _Seen) -> _Seen:
-        """Return only the needed values and query rows."""
+        """Return only the needed values, hidden states and query rows."""
         q, lse, v = seen.q, seen.lse, seen.v if self.needs.values else None
-        rows = q.shape[2] if self.needs.query_rows is None else self.needs.query_rows + self.hidden
+        hidden = seen.hidden if self.needs.hidden else None
+        rows = q.shape[2] if self.needs.query_rows is None else self.needs.query_rows + self.padding
         if rows < q.shape[2]:
             # The last rows are copied, so that the memory of all other rows is freed before the decision.
             q = q[:, :, q.shape[2] - rows :].clone()
             lse = None if lse is None else lse[:, :, lse.shape[2] - rows :]
-        return replace(seen, q=q, v=v, lse=lse)
+        return replace(seen, q=q, v=v, lse=lse, hidden=hidden)
 
     def narrowed(self, needs: Needs, layers: Iterable[int]) -> "Recorder":
         """Return the recorder that these needs and layers would have given in the same forward passes.
@@ -177,11 +190,12 @@ class Recorder:
         Raises:
             SpecError: if this recorder has fewer tensors.
         """
-        recorded, narrow = self.needs, Recorder(needs, hidden=self.hidden, latent=self.latent)
+        recorded, narrow = self.needs, Recorder(needs, padding=self.padding, latent=self.latent)
         fewer = recorded.query_rows is not None and (needs.query_rows is None or needs.query_rows > recorded.query_rows)
         fewer |= needs.rehearsal is not None and needs.rehearsal != recorded.rehearsal
         for layer in layers:
-            if layer not in self.seen or fewer or (needs.values and not recorded.values):
+            lacks = (needs.values and not recorded.values) or (needs.hidden and not recorded.hidden)
+            if layer not in self.seen or fewer or lacks:
                 raise SpecError(
                     "observation", recorded,
                     f"lacks tensors that the policy needs; call kvspec.observe(..., needs={needs})",
@@ -206,7 +220,9 @@ class Recorder:
     def _view(self, seen: _Seen, row: int, slots: Tensor | None, queries: Tensor | None) -> LayerView:
         v = None if seen.v is None else shown_columns(seen.v[row], slots)
         lse = None if seen.lse is None else seen.lse[row]
-        view = self._shown(seen, self._asked(seen.q[row], queries), shown_columns(seen.k[row], slots), v, lse)
+        hidden = None if seen.hidden is None else shown_columns(seen.hidden[row][None], queries)[0]
+        asked = self._asked(seen.q[row], queries)
+        view = self._shown(seen, asked, shown_columns(seen.k[row], slots), v, lse, hidden=hidden)
         if self.needs.rehearsal is None or seen.repeats is None:
             return view
         return replace(view, repeats=tuple(each.of_row(row, self.needs.takes) for each in seen.repeats))
@@ -235,11 +251,13 @@ class Recorder:
 
     def _shown(
         self, seen: _Seen, q: Tensor, k: Tensor, v: Tensor | None, lse: Tensor | None, heads: slice = slice(None),
+        hidden: Tensor | None = None,
     ) -> LayerView:
         accepts_tensor, sinks = self.needs.takes, None if seen.sinks is None else seen.sinks[heads]
-        if accepts_tensor is None or not all(accepts_tensor(tensor) for tensor in (q, k, v) if tensor is not None):
-            q, k, v, lse, sinks = on_host(q), on_host(k), on_host(v), on_host(lse), on_host(sinks)
-        return LayerView(q, k, v, seen.scaling, seen.softcap, lse, sinks=sinks)
+        given = [tensor for tensor in (q, k, v, hidden) if tensor is not None]
+        if accepts_tensor is None or not all(map(accepts_tensor, given)):
+            q, k, v, lse, sinks, hidden = map(on_host, (q, k, v, lse, sinks, hidden))
+        return LayerView(q, k, v, seen.scaling, seen.softcap, lse, sinks=sinks, hidden=hidden)
 
 
 # Layer index and watcher of each observed attention module, during a forward pass.
@@ -267,7 +285,8 @@ def observing(
             layer = cache.layers[owner]
             assert isinstance(layer, RetainedLayer)
             _READS[architecture.attention[index]] = layer
-        with cache.in_context():
+        watched = [architecture.attention[index] for index in layers]
+        with cache.in_context(), reading_hidden(watched if watcher is not None and watcher.wants_hidden else ()):
             yield
     finally:
         replace_attention(config, stock)
@@ -317,7 +336,9 @@ def _observed(stock: str) -> AttentionFunction:
                 raise SpecError("model", type(module).__name__, OTHER_TENSORS)
             merged = ragged_attention(stock_attention, module, query, layer, attention_mask, options)
             if watcher is not None:
-                watcher.attended(module, Attended(index, query, key, value, None, attention_mask, options))
+                watcher.attended(module, Attended(
+                    index, query, key, value, None, attention_mask, options, hidden_of(module)
+                ))
             return merged, None
         if isinstance(attention_mask, LayerMasks):
             assert layer is not None
@@ -338,7 +359,8 @@ def _observed(stock: str) -> AttentionFunction:
             output, lse = stock_attention(module, query, key, value, attention_mask, **options), None
         else:
             output, lse = (both[0], None), both[1]
-        watcher.attended(module, Attended(index, query, key, value, lse, attention_mask, options))
+        hidden = hidden_of(module)
+        watcher.attended(module, Attended(index, query, key, value, lse, attention_mask, options, hidden))
         return output
 
     return attention
@@ -358,36 +380,3 @@ def _stock_attention(stock: str, module: nn.Module) -> AttentionFunction:
     assert eager is not None  # otherwise the model is refused
     function: AttentionFunction = ALL_ATTENTION_FUNCTIONS.get_interface(stock, eager)
     return function
-
-
-def flash_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any],
-) -> tuple[Tensor, Tensor] | None:
-    """Compute causal attention without a mask: output (rows, n, H, d) and log-sum-exp (rows, H, n) in one pass.
-
-    The result is None unless `scaled_dot_product_attention` would select the same kernel for the same call. The output
-    therefore equals the model's own output bit for bit. For half precision on a CPU the result is None, because this
-    kernel rounds the logits.
-    """
-    n, scaling = query.shape[2], options.get("scaling")
-    plain = (
-        1 < n == key.shape[2] and key.shape == value.shape and not options.get("dropout")
-        and options.get("is_causal", None) in (None, True) and getattr(module, "is_causal", True)
-        and all(options.get(name) is None for name in ("softcap", "position_bias", "s_aux"))
-    )
-    kernel = getattr(torch.ops.aten, _KERNELS.get(query.device.type, ""), None)
-    if not plain or kernel is None or torch.is_autocast_enabled(query.device.type):
-        return None
-    grouped = query.shape[1] != key.shape[1]
-    # torch 2.13 has no public function that returns the kernel of a call.
-    chosen = torch._fused_sdp_choice(query, key, value, None, 0.0, True, scale=scaling, enable_gqa=grouped)
-    if chosen != SDPBackend.FLASH_ATTENTION.value or not _exact(query):
-        return None
-    output, lse = kernel(query, key, value, 0.0, True, scale=scaling)[:2]
-    return output.transpose(1, 2).contiguous(), lse
-
-
-def _exact(query: Tensor) -> bool:
-    if query.device.type == "cuda":
-        return query.shape[3] in _CUDA_WIDTHS
-    return query.dtype in (torch.float32, torch.float64)

@@ -17,7 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from models_integration.attention.capture import OTHER_TENSORS, Attended, Watcher, observing, reads_attention
+from models_integration.attention.capture import (
+    NO_HIDDEN,
+    OTHER_TENSORS,
+    Attended,
+    Watcher,
+    observing,
+    reads_attention,
+)
 from models_integration.cache.dense_layer import DenseLayer, RetainedLayer
 from models_integration.cache.positions import EMPTY, StoredRows
 from models_integration.cache.ragged_layer import RaggedLayer
@@ -75,7 +82,8 @@ def check_handover(architecture: Architecture, needs: Needs, granularity: Granul
 
     Raises:
         SpecError: if a layer stores nothing, if attention uses different tensors than the cache returned, if the
-            observed layer does not exist, or if a template of KVzip has an id outside the model's vocabulary.
+            observed layer does not exist, if a template of KVzip has an id outside the model's vocabulary, or if the
+            policy needs hidden states and an attention module receives none.
     """
     asked = () if needs.rehearsal is None else needs.rehearsal.template or ()
     for token_id in (token_id for part in asked for token_id in part):
@@ -91,6 +99,8 @@ def check_handover(architecture: Architecture, needs: Needs, granularity: Granul
     stored = () if architecture.latent else ("keys", "values") if needs.values else ("keys",)
     if architecture.watched(needs) and wrong & {"queries", *stored}:
         raise SpecError("model", architecture.name, OTHER_TENSORS)
+    if needs.hidden and "hidden" in wrong:
+        raise SpecError("model", architecture.name, NO_HIDDEN)
     _run_once(architecture, (implementation, "positions"), partial(_check_positions, architecture))
     if needs.rehearsal is not None:
         _check_turns(architecture)
@@ -185,6 +195,11 @@ class _Watcher(Watcher):
         self.masks: list[object] = []
         self._cache = cache
 
+    @property
+    def wants_hidden(self) -> bool:
+        """True, to check that the attention modules receive the hidden states."""
+        return True
+
     def attended(self, module: nn.Module, seen: Attended) -> None:
         """Compare the inputs of a layer's attention with the cache."""
         layer = self._cache.layers[seen.layer]
@@ -192,13 +207,14 @@ class _Watcher(Watcher):
         same = {
             "keys": seen.key is layer.keys, "values": seen.value is layer.values,
             "queries": self.asked.setdefault(seen.layer, seen.query) is seen.query,
+            "hidden": seen.hidden is not None and seen.hidden.shape[:2] == seen.query.shape[0::2],
         }
         self.wrong |= {name for name, agrees in same.items() if not agrees}
         self.masks.append(seen.mask)
 
 
 def _wrong_inputs(architecture: Architecture) -> set[str]:
-    """Return which inputs of attention differ: "keys", "values", "queries", or "layers" if a layer is not observed."""
+    """Return which inputs of attention differ: "keys", "values", "queries", "hidden" or "layers" (if not observed)."""
     passed, test = _PASSED.setdefault(architecture.decoder, set()), attention_of(architecture.config)
     if test in passed:
         return set()

@@ -15,7 +15,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from models_integration.attention.capture import Attended, flash_attention
+from models_integration.attention.capture import Attended
+from models_integration.attention.flash import flash_attention
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import check_positions, describe
 from models_integration.model.layer_kinds import FULL, layer_types
@@ -98,9 +99,10 @@ def _checked(policy: RetentionPolicy, model: PreTrainedModel, full: Sequence[int
         )
     method = policy.on(model)
     needs, granularity, name = method.policy.scorer.needs, method.policy.granularity, method.policy.name
-    if granularity is not Granularity.MODEL or needs.layers == "all" or needs.values:
+    if granularity is not Granularity.MODEL or needs.layers == "all" or needs.values or needs.hidden:
         rows = "all" if needs.query_rows is None else f"the last {needs.query_rows}"
-        shown = f"{'keys and values' if needs.values else 'keys'} of {needs.layers} layers, {rows} query rows"
+        read = ["keys", *["values"] * needs.values, *["hidden states"] * needs.hidden]
+        shown = f"{' and '.join(read)} of {needs.layers} layers, {rows} query rows"
         raise SpecError(
             "policy", name,
             f"needs a forward pass ({shown}, separate tokens for each {granularity.value}): use `with policy(model)`",

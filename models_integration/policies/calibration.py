@@ -1,7 +1,7 @@
 """Calibration of a model: query statistics for TriAttention, head scores for KVzip, and filters for Q-Filters.
 
-kvspec also reads the calibration files of TriAttention (.pt, statistics), DuoAttention (.tsv, head patterns) and
-Q-Filters (.safetensors), and writes files of TriAttention.
+kvspec also reads the calibration files of TriAttention (.pt, statistics), DuoAttention (.tsv, head patterns), Q-Filters
+and KVzap (.safetensors), and writes files of TriAttention.
 """
 
 import pickle
@@ -22,9 +22,10 @@ from models_integration.attention.capture import Attended, Watcher, observing
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import Architecture, describe, restored_rotation
 from models_integration.model.cache_argument import cache_name
-from models_integration.model.identity import ModelIdentity, identify
+from models_integration.model.identity import ModelIdentity
 from models_integration.model.layer_kinds import layer_types, of_layer
-from models_integration.policies.values import read_rotation
+from models_integration.policies.networks import holds_networks, read_networks
+from models_integration.policies.served import heads_served_by, served_by
 from models_integration.session.verbs import observe
 from reference.calibration import Calibration, Identity, load_calibration
 from reference.policies.attention import unrotated
@@ -37,8 +38,8 @@ from spec.errors import SpecError
 from spec.policy import Policy
 
 __all__ = [
-    "calibrate", "check_calibration_length", "given_calibration", "heads_served_by", "is_published_file",
-    "read_filters", "read_head_pattern", "read_published", "read_statistics", "served_by", "write_statistics",
+    "calibrate", "check_calibration_length", "given_calibration", "is_published_file", "read_filters",
+     "read_head_pattern", "read_published", "read_statistics", "served_by", "write_statistics",
 ]
 
 LEAST_TOKENS = 256
@@ -50,35 +51,6 @@ calibration from 2048 tokens of a different text.
 """
 PARTS = ("q_mean_real", "q_mean_imag", "q_abs_mean")
 INSTEAD = "run `kvspec calibrate some-text.txt` with the same --model instead"
-
-
-def served_by(model: PreTrainedModel, identity: ModelIdentity | None = None) -> Identity:
-    """Return the identity that a calibration must have for a model: name, hash of weights and config, RoPE.
-
-    Args:
-        model: model whose full-attention layers share one rotary embedding.
-        identity: identity of the model, if known. Default: the identity is computed from all parameters of the model.
-
-    Raises:
-        SpecError: if kvspec does not support the model, if the full-attention layers do not share one rotary embedding
-            of all channels in halves, or if the frequencies change with the length.
-    """
-    rotation = read_rotation(describe(model))
-    known = identify(model) if identity is None else identity
-    return Identity(f"{type(model).__name__}@{known.unrotated[:16]}", rotation["inv_freq"], rotation["factor"])
-
-
-def heads_served_by(model: PreTrainedModel, identity: ModelIdentity | None = None) -> Identity:
-    """Return the identity that head scores must have for a model. The rotary embedding does not matter.
-
-    Raises:
-        SpecError: if kvspec does not support the model.
-    """
-    try:
-        return served_by(model, identity)
-    except SpecError:
-        known = identify(model) if identity is None else identity
-        return Identity(f"{type(model).__name__}@{known.unrotated[:16]}@{known.rotation[:16]}", np.empty(0))
 
 
 def check_calibration_length(argument: str, tokens: int) -> None:
@@ -310,23 +282,26 @@ def read_filters(
 
 
 def is_published_file(given: object) -> bool:
-    """Return True for the path of a calibration file of TriAttention (.pt), DuoAttention (.tsv) or Q-Filters
-    (.safetensors).
-    """
+    """Return True for the path of a calibration file of another project, by the suffix (see `read_published`)."""
     return isinstance(given, str | PathLike) and Path(given).suffix in _READERS
 
 
 def read_published(path: Any, model: PreTrainedModel, identity: ModelIdentity | None = None) -> Calibration:
-    """Read a calibration file of TriAttention, DuoAttention or Q-Filters, by the suffix of the path.
+    """Read a calibration file of TriAttention (.pt), DuoAttention (.tsv), Q-Filters or KVzap (.safetensors).
 
     Raises:
-        SpecError: as in `read_statistics`, `read_head_pattern` and `read_filters`.
+        SpecError: as in `read_statistics`, `read_head_pattern`, `read_filters` and `read_networks`.
     """
     return _READERS[Path(path).suffix](path, model, identity=identity)
 
 
+def _read_tensors(path: Any, model: PreTrainedModel, identity: ModelIdentity | None = None) -> Calibration:
+    read = read_networks if holds_networks(path) else read_filters
+    return read(path, model, identity)
+
+
 _READERS: Mapping[str, Callable[..., Calibration]] = {
-    ".pt": read_statistics, ".tsv": read_head_pattern, ".safetensors": read_filters,
+    ".pt": read_statistics, ".tsv": read_head_pattern, ".safetensors": _read_tensors,
 }
 
 

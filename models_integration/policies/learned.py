@@ -4,7 +4,7 @@ from transformers import PreTrainedModel
 
 from models_integration.model.architecture import describe, unwrapped
 from models_integration.model.identity import ModelIdentity
-from models_integration.policies.calibration import heads_served_by, served_by
+from models_integration.policies.served import heads_served_by, served_by
 from models_integration.policies.values import output_projections, read_rotation
 from reference.policies import names
 
@@ -23,6 +23,6 @@ def learned_constants(
     if "inv_freq" in wanted:
         learned |= read_rotation(architecture)
     if "served" in wanted:
-        rotated = home.removeprefix(names.DIVERSE) in ("kvzip-heads", "q-filters")
-        learned["served"] = (heads_served_by if rotated else served_by)(model, identity)
+        unrotated = home.removeprefix(names.DIVERSE) in ("kvzap", "kvzip-heads", "q-filters")
+        learned["served"] = (heads_served_by if unrotated else served_by)(model, identity)
     return learned

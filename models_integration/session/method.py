@@ -78,11 +78,11 @@ class Method:
         """Check that the policy can decide about a later segment.
 
         Raises:
-            SpecError: if the policy needs the ids of all stored tokens, if layers or heads store different tokens than
-                the policy's sets of kept tokens, or if the scores compare neighbouring tokens and tokens in between
-                were evicted.
+            SpecError: if the policy needs the ids or hidden states of all stored tokens, if layers or heads store
+                different tokens than the policy's sets of kept tokens, or if the scores compare neighbouring tokens and
+                tokens in between were evicted.
         """
-        if self.policy.scorer.needs.token_ids:
+        if self.policy.scorer.needs.token_ids or self.policy.scorer.needs.hidden:
             reason = "evicts from the first prompt only: read later text inside `with run.reading():`"
             raise SpecError("policy", self.policy.name, reason)
         if cache.layers_differ:

@@ -3,10 +3,9 @@
 import copy
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -115,7 +114,7 @@ class ObservedSegment(Watcher):
             ids, is_token = torch.cat([self.input_ids, ids], dim=1), torch.cat([self.is_token, is_token], dim=1)
         self.input_ids, self.is_token = ids, is_token
         if self.later:
-            self.recorder.hidden = int((~is_token).sum(dim=1).max())
+            self.recorder.padding = int((~is_token).sum(dim=1).max())
 
     def rehearse(self) -> None:
         """Let the model repeat the prompts at their end, if the policy needs the repetition."""
@@ -152,6 +151,11 @@ class ObservedSegment(Watcher):
     def attended(self, module: nn.Module, seen: Attended) -> None:
         """Record the attention inputs of a layer, after the attention."""
         self.recorder.record(module, seen)
+
+    @property
+    def wants_hidden(self) -> bool:
+        """True if the scorer uses the hidden states that the attention receives."""
+        return self.recorder.needs.hidden
 
     def prompt(self, row: int, granularity: Granularity) -> Observation:
         """Return the observation of a first prompt, without padding."""
@@ -244,16 +248,15 @@ class _Watcher(Watcher):
     def attended(self, module: nn.Module, seen: Attended) -> None:
         """Store the queries and keys of the repeat after the attention of a layer, and restore the layer."""
         index, r = seen.layer, seen.query.shape[2]
+        assert seen.hidden is not None
         self.attention[index] = seen.query.detach(), seen.key[:, :, -r:].detach().clone()
+        self.norms[index] = seen.hidden.double().norm(dim=-1)
         self.cache.layers[index] = copy.copy(self._before.layers[index])
 
-    def reads(self, index: int) -> Callable[..., None]:
-        """Return a hook for the attention of a layer that records the norms of the hidden states."""
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            self.norms[index] = hidden.detach().double().norm(dim=-1)
-
-        return note
+    @property
+    def wants_hidden(self) -> bool:
+        """True, because KVzip+ divides by the norms of the hidden states."""
+        return True
 
 
 def rehearse(
@@ -277,22 +280,13 @@ def rehearse(
     rows = [rehearsal_chunks(ids, rehearsal) for ids in input_ids.numpy()]
     for parts in zip(*rows, strict=True):
         (start, stop, _), watcher = parts[0], _Watcher(cache)
-        # The attention function receives no hidden states (transformers 5.24), so a hook of the module reads them.
-        hooks = [
-            architecture.attention[layer].register_forward_pre_hook(watcher.reads(layer), with_kwargs=True)
-            for layer in repeats_of_layers
-        ]
         ids = torch.from_numpy(np.stack([one for _, _, one in parts])).to(device, non_blocking=True)
-        try:
-            with (
-                torch.no_grad(), restored_rotation(architecture.decoder),
-                observing(architecture, watcher.cache, watcher, repeats_of_layers),
-            ):
-                given = {cache_name(architecture.decoder): watcher.cache}
-                architecture.decoder.forward(input_ids=ids, use_cache=True, **given)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with (
+            torch.no_grad(), restored_rotation(architecture.decoder),
+            observing(architecture, watcher.cache, watcher, repeats_of_layers),
+        ):
+            given = {cache_name(architecture.decoder): watcher.cache}
+            architecture.decoder.forward(input_ids=ids, use_cache=True, **given)
         for layer, (q, k) in watcher.attention.items():
             repeats_of_layers[layer].append(Repeated(start, stop, q, k, watcher.norms[layer]))
     return {layer: tuple(repeats) for layer, repeats in repeats_of_layers.items()}

@@ -81,6 +81,11 @@ class Segment(Watcher):
         """Return the result of `ObservedSegment.wants_lse`."""
         return self.observed.wants_lse(layer)
 
+    @property
+    def wants_hidden(self) -> bool:
+        """True if the policy uses the hidden states that the attention receives."""
+        return self.observed.wants_hidden
+
     def attended(self, module: nn.Module, seen: Attended) -> None:
         """Record, decide and compact as far as possible after the attention of a layer."""
         layer = seen.layer

@@ -64,7 +64,8 @@ def observe(
         attention_mask: 2D mask (rows, n) with zeros for padding on the left. Default: no padding.
         needs: tensors to capture. Default: the values, and the queries and keys after RoPE, of all full-attention
             layers. For KVzip, which needs a second pass, give
-            `replace(EVERYTHING, rehearsal=method.policy.scorer.needs.rehearsal)`.
+            `replace(EVERYTHING, rehearsal=method.policy.scorer.needs.rehearsal)`. For KVzap, which needs hidden states,
+            give `replace(EVERYTHING, hidden=True)`.
 
     Returns:
         The captured tensors. The attribute `cache` is the full cache, and `logits` are the logits after each prompt.

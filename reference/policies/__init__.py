@@ -23,6 +23,7 @@ from reference.policies.h2o import h2o, h2o_described
 from reference.policies.keydiff import keydiff
 from reference.policies.knorm import knorm
 from reference.policies.kvcrush import kvcrush, with_representatives
+from reference.policies.kvzap import kvzap
 from reference.policies.kvzip import kvzip, kvzip_plus, kvzip_uniform
 from reference.policies.kvzip_heads import kvzip_heads
 from reference.policies.lagkv import lagkv
@@ -55,10 +56,10 @@ __all__ = [
     "adakv", "advance", "advance_turn", "apply_transforms", "cake", "caote", "capkv", "chunkkv", "chunkkv_described",
     "compactor", "compose", "critical_adakv", "criticalkv", "crystalcache", "curdkv", "defensivekv", "diverse",
     "epicache", "eviction_budget", "expected_attention", "finch", "full_cache", "h2o", "h2o_described", "in_blocks",
-    "in_chunks", "in_pieces", "keydiff", "knorm", "kvcrush", "kvzip", "kvzip_heads", "kvzip_plus", "kvzip_uniform",
-    "lagkv", "leverage", "morphkv", "named_policy", "nestedkv", "nestedkv_without_adaptive", "nestedkv_without_both",
-    "nestedkv_without_continuum", "noncausal", "plain_policy", "policy_from_score", "policy_from_text", "pyramidkv",
-    "pyramidkv_described", "q_filters", "random_tokens", "retain", "retain_turn", "rkv", "scheduled", "simlayerkv",
-    "snapkv", "start", "streaming_llm", "tova", "toward_mean_values", "triattention", "vase", "vatp",
-    "with_adaptive_budgets", "with_critical_selection", "with_representatives", "with_value_norms",
+    "in_chunks", "in_pieces", "keydiff", "knorm", "kvcrush", "kvzap", "kvzip", "kvzip_heads", "kvzip_plus",
+    "kvzip_uniform", "lagkv", "leverage", "morphkv", "named_policy", "nestedkv", "nestedkv_without_adaptive",
+    "nestedkv_without_both", "nestedkv_without_continuum", "noncausal", "plain_policy", "policy_from_score",
+    "policy_from_text", "pyramidkv", "pyramidkv_described", "q_filters", "random_tokens", "retain", "retain_turn",
+    "rkv", "scheduled", "simlayerkv", "snapkv", "start", "streaming_llm", "tova", "toward_mean_values", "triattention",
+    "vase", "vatp", "with_adaptive_budgets", "with_critical_selection", "with_representatives", "with_value_norms",
 ]

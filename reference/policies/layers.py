@@ -43,6 +43,8 @@ def is_cascading(policy: Policy) -> bool:
 def decides_again(policy: Policy) -> bool:
     """Return True if the policy can evict again after its sets of kept tokens have become different."""
     scorer = policy.scorer
+    if scorer.needs.hidden:
+        return False
     if scorer.needs.rehearsal is not None or policy.cadence.every is not None:
         return scorer.needs.rehearsal is None
     return policy.granularity is Granularity.MODEL or (isinstance(scorer, SeparableScorer) and scorer.separable)

@@ -50,6 +50,7 @@ _VALUES = _Absent("v", "..., values=True")
 _QUERIES = _Absent("q", "..., query_rows=n, or None for all")
 _LAYERS = _Absent("layers", "'all' or 'observed', ...")
 _IDS = _Absent("token_ids", "..., token_ids=True")
+_HIDDEN = _Absent("hidden", "'all', ..., hidden=True")
 
 
 def shown_to(needs: Needs, observation: Observation) -> Observation:
@@ -65,7 +66,8 @@ def shown_to(needs: Needs, observation: Observation) -> Observation:
 
 def _view(needs: Needs, view: LayerView) -> LayerView:
     q, v = _QUERIES if needs.query_rows == 0 else view.q, view.v if needs.values else _VALUES
-    return replace(view, q=q, v=v, repeats=None if needs.rehearsal is None else view.repeats)
+    hidden = view.hidden if needs.hidden else _HIDDEN
+    return replace(view, q=q, v=v, repeats=None if needs.rehearsal is None else view.repeats, hidden=hidden)
 
 
 def retain(policy: Policy, budget: Budget, observation: Observation) -> Retention:

@@ -165,10 +165,10 @@ def test_a_digest_is_of_the_statistics_alone() -> None:
     actual = a_calibration()
     plain = Identity("other", actual.identity.inv_freq)
     assert plain.rope == replace(plain, factor=1.0).rope
-    renamed = Calibration(plain, actual.layers, actual.mean, actual.magnitude, actual.head_scores)
+    renamed = replace(actual, identity=plain)
     assert re.fullmatch("[0-9a-f]{8}", actual.digest)
     assert renamed.digest == actual.digest
-    for name in ("mean", "magnitude", "head_scores"):
+    for name in ("mean", "magnitude", "head_scores", "filters"):
         changed = replace(actual, **{name: np.nextafter(getattr(actual, name), np.inf)})
         assert changed.digest != actual.digest
 

@@ -69,6 +69,8 @@ class RequestPolicy:
         policy = self.policy
         if policy.scorer.needs.rehearsal is not None:
             return f"{self.name} reads each prompt twice, and vLLM reads a prompt once"
+        if policy.scorer.needs.hidden:
+            return f"{self.name} reads hidden states, and vLLM shows a policy only queries, keys and values"
         if policy.granularity is not Granularity.MODEL and policy.budgets not in (even, everything):
             part = "layers" if policy.granularity is Granularity.LAYER else "heads"
             equal = self._with_equal_counts()

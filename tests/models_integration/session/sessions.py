@@ -18,6 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from conformance.strategies.policy_inputs import random_networks
 from models_integration import (
     CrystalCache,
     CustomPolicy,
@@ -124,11 +125,14 @@ CLASSES = ("crystalcache", "streamingllm", "fullcache")
 
 @lru_cache(1)
 def calibration(model: PreTrainedModel) -> Calibration:
-    """Return a calibration of the model with head scores.
+    """Return a calibration of the model with head scores and networks of KVzap.
 
     The calibration text differs from the prompts of the tests.
     """
-    return calibrate(model, prompt(256, seed=9), template=REHEARSED["template"])
+    taken = calibrate(model, prompt(256, seed=9), template=REHEARSED["template"])
+    assert taken.head_scores is not None
+    networks = random_networks(*taken.head_scores.shape, model.config.hidden_size, 6)
+    return replace(taken, networks=networks)
 
 
 ONE_SEGMENT = [one.name for one in list_policies() if not one.later_turns]

@@ -111,7 +111,7 @@ def check(
 def llama(one_thread: None) -> Iterator[tuple[PreTrainedModel, ObservedSegment]]:
     """Yield a model and one observation for all policies. Then check that the full cache is unchanged."""
     model = build("llama")
-    observed = observe(model, prompt(N), needs=replace(EVERYTHING, rehearsal=REHEARSAL))
+    observed = observe(model, prompt(N), needs=replace(EVERYTHING, rehearsal=REHEARSAL, hidden=True))
     before = [tensor.clone() for tensor in tensors(observed.cache)]
     yield model, observed
     assert all(torch.equal(x, y) for x, y in zip(tensors(observed.cache), before, strict=True))

@@ -1,0 +1,231 @@
+"""Hidden states of a session: the input of each layer's attention, and KVzap's networks from safetensors files."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import kvspec
+from conformance.methods.kvzap import rows
+from conformance.methods.policies import top
+from conformance.strategies.policy_inputs import Inputs, random_networks
+from models_integration import CustomPolicy, NamedPolicy, RetainedCache
+from models_integration.attention.capture import Attended, Recorder
+from models_integration.attention.hidden import hidden_of
+from models_integration.engines.keep import keep
+from models_integration.engines.vllm.arguments import RequestPolicy
+from models_integration.model.architecture import describe
+from models_integration.policies.networks import read_networks
+from models_integration.session.verbs import EVERYTHING
+from reference.calibration import Networks, load_calibration, save_calibration
+from reference.policies import full_cache
+from spec.budget import parse_budget
+from spec.errors import SpecError
+from spec.policy import LayerView, Needs
+from spec.retention import Granularity
+from tests.models_integration.session.families import at_once, build, prompt
+from tests.models_integration.session.sessions import (
+    Looking,
+    batch,
+    check_continuation,
+    live_sets,
+    method_of,
+    prompts,
+    shown,
+)
+
+pytestmark = pytest.mark.law("decided-as-the-reference")
+
+N = 48
+HIDDEN = Needs("all", 0, hidden=True)
+
+
+def normed(model: Any, ids: Tensor, mask: Tensor | None = None) -> list[Tensor]:
+    """Return the output (rows, n, width) of the input norm of each layer."""
+    states = list[Tensor]()
+    hooks = [
+        layer.input_layernorm.register_forward_hook(lambda module, given, output: states.append(output))
+        for layer in model.model.layers
+    ]
+    with torch.no_grad():
+        model(input_ids=ids, attention_mask=mask)
+    for hook in hooks:
+        hook.remove()
+    return states
+
+
+def written(path: Path, given: Networks, dtype: torch.dtype = torch.float32) -> Path:
+    """Write networks under the names of kvpress's KVzapModel."""
+    names = {"W_2": "weight", "b_2": "bias"} if given.W_1 is None else {
+        "W_1": "0.weight", "b_1": "0.bias", "W_2": "2.weight", "b_2": "2.bias",
+    }
+    save_file({
+        f"layers.{at}.{names[key]}": torch.tensor(x[at], dtype=dtype)
+        for key, x in given.arrays.items() for at in range(len(x))
+    }, path)
+    return path
+
+
+def of_brute(states: list[Tensor], given: Networks, B: int) -> list[list[int]]:
+    """Return the kept sets by brute force, from the states of one row of each layer."""
+    H_kv = given.W_2.shape[1]
+    views = [
+        LayerView(None, np.zeros((H_kv, len(x), 1)), None, 1.0, None, hidden=x.double().numpy()) for x in states
+    ]
+    inputs = Inputs(views, np.ones(1), [], np.zeros(len(states[0]), np.int64), networks=given)
+    return [top(row, B) for row in rows(inputs, B)]
+
+
+@pytest.mark.spec("PO-KVZAP")
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_hidden_states_are_the_input_of_the_attention(family: str) -> None:
+    """Compare with the output of the input norm, for one forward pass and for a prompt in pieces."""
+    model: Any = build(family)
+    states = normed(model, prompt(N))
+    whole = shown(model, prompt(N), HIDDEN)
+    assert all(np.array_equal(np.asarray(view.hidden), states[at][0].numpy()) for at, view in whole.layers.items())
+    scorer, cache = Looking(HIDDEN), RetainedCache(model.config)
+    with method_of(scorer)(model) as run, run.prompt():
+        for piece in torch.split(prompt(N), 20, dim=1):
+            at_once(model, piece, cache)
+    for at, view in scorer.shown[-1].layers.items():
+        assert np.abs(view.hidden - states[at][0].numpy()).max() < 1e-5
+    assert all(hidden_of(module) is None for module in model.modules())
+
+
+@pytest.mark.spec("PO-KVZAP")
+def test_rows_of_a_padded_batch_have_the_states_of_their_tokens() -> None:
+    model: Any = build("llama")
+    given, B = random_networks(3, 2, model.config.hidden_size, 6), 12
+    calibration = with_networks(model, given)
+    ids, mask = batch(prompts())
+    with NamedPolicy("kvzap", B, calibration=calibration)(model) as run:
+        at_once(model, ids, RetainedCache(model.config), attention_mask=mask)
+    for row, text in enumerate(prompts()):
+        kept = [run.retentions[row].group(g).tolist() for g in range(6)]
+        assert kept == of_brute([x[0] for x in normed(model, text)], given, B)
+
+
+def with_networks(model: Any, given: Networks) -> Any:
+    """Return a calibration with these networks, for this model."""
+    return replace(kvspec.calibrate(model, prompt(256)), networks=given)
+
+
+@pytest.mark.spec("PO-KVZAP")
+@pytest.mark.parametrize("m", [None, 6])
+def test_a_safetensors_file_decides_as_the_brute_force(m: int | None, tmp_path: Path) -> None:
+    """Read both forms of the file, and their conversion. Eviction equals masking."""
+    model: Any = build("llama")
+    given, B = random_networks(3, 2, model.config.hidden_size, m), 15
+    file = written(tmp_path / "model.safetensors", given, torch.float64)
+    save_calibration(read_networks(file, model), tmp_path / "own.npz")
+    expected = of_brute([x[0] for x in normed(model, prompt(N))], given, B)
+    assert len(set(map(tuple, expected))) == 6
+    for calibration in (str(file), file, tmp_path / "own.npz", read_networks(file, model)):
+        cache = RetainedCache(model.config)
+        with kvspec.policy_from_name("kvzap", B, calibration=calibration)(model):
+            at_once(model, prompt(N), cache)
+        assert [own for heads in live_sets(cache).values() for own in heads] == expected
+    check_continuation(model, NamedPolicy("kvzap", B, calibration=file))
+    half = written(tmp_path / "half.safetensors", given, torch.bfloat16)
+    with kvspec.policy_from_name("kvzap", B, calibration=half)(model) as run:
+        at_once(model, prompt(N), RetainedCache(model.config))
+    assert len(run.retentions[0].positions) == 6 * B
+    with pytest.raises(SpecError, match=r"pass calibration='model\.safetensors' to policy_from_name"):
+        load_calibration(file)
+
+
+@pytest.mark.spec("PO-KVZAP", "PO-THRESHOLD")
+def test_the_threshold_of_the_paper_keeps_what_exceeds_it(tmp_path: Path) -> None:
+    model: Any = build("llama")
+    given = random_networks(3, 2, model.config.hidden_size, 6)
+    file = written(tmp_path / "model.safetensors", given, torch.float64)
+    with kvspec.policy_from_name("kvzap/threshold=0.5/recent=4", 1.0, calibration=file)(model) as run:
+        at_once(model, prompt(N), RetainedCache(model.config))
+    hidden = shown(model, prompt(N), HIDDEN).layers
+    views = [replace(view, k=np.zeros((2, N, 1))) for view in hidden.values()]
+    scores = rows(Inputs(views, np.ones(1), [], np.zeros(N, np.int64), networks=given), N)
+    for g, row in enumerate(scores):
+        kept = [i for i, x in enumerate(row) if i >= N - 4 or (x is not None and x > 0.5)]
+        assert run.retentions[0].group(g).tolist() == kept
+        assert 4 < len(kept) < N
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_hidden_states_that_nobody_has_are_refused(tmp_path: Path) -> None:
+    """Refuse turns, blocks, steps, observations without hidden states, `kvspec keep` and vLLM, in one sentence."""
+    model: Any = build("llama")
+    networks = random_networks(3, 2, model.config.hidden_size, 6)
+    policy = NamedPolicy("kvzap", 0.5, calibration=with_networks(model, networks))
+    cache = RetainedCache(model.config)
+    with policy(model) as run:
+        at_once(model, prompt(N), cache)
+        with pytest.raises(SpecError, match="policy = 'kvzap': evicts from the first prompt only"):
+            at_once(model, prompt(7), cache)
+        with run.reading():
+            at_once(model, prompt(7), cache)
+    with pytest.raises(SpecError, match="evicts from one whole prompt only"):
+        kvspec.prefill(model, policy, prompt(N), block=16)
+    with pytest.raises(SpecError, match=r"lacks tensors that the policy needs; .*hidden=True"):
+        kvspec.decide(policy, kvspec.observe(model, prompt(N)))
+    observed = kvspec.observe(model, prompt(N), needs=replace(EVERYTHING, hidden=True))
+    assert kvspec.decide(policy, observed).retentions[0].positions.tolist() == run.retentions[0].positions.tolist()
+    with pytest.raises(SpecError, match=r"/every=4: .*uses hidden states, .*leave the cadence out"):
+        NamedPolicy("kvzap/every=4", 0.5, calibration=policy.constants["calibration"]).on(model)
+    model.save_pretrained(tmp_path / "model")
+    probe = replace(full_cache(), scorer=Looking(Needs("observed", 0, hidden=True)), granularity=Granularity.MODEL)
+    with pytest.raises(SpecError, match="keys and hidden states of observed layers"):
+        keep(tmp_path / "model", CustomPolicy(probe, parse_budget(1.0)), list(range(3, 40)))
+    request = RequestPolicy("kvzap", {}, parse_budget(0.5), "0.5", policy.on(model).policy)
+    assert request.unserved == "kvzap reads hidden states, and vLLM shows a policy only queries, keys and values"
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_a_model_that_shows_no_hidden_states_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the refusal when the policy is applied, and later if the attention shows no hidden states any more."""
+    words, seen = "the attention shows no hidden states", build("llama")
+    module = describe(seen).attention[0]
+    tensor = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(SpecError, match=words):
+        Recorder(HIDDEN).record(module, Attended(0, tensor, tensor, tensor, None, None, {}))
+    monkeypatch.setattr("models_integration.attention.capture.hidden_of", lambda module: None)
+    with pytest.raises(SpecError, match=words):
+        method_of(Looking(HIDDEN))(seen)
+    assert shown(seen, prompt(N), Needs("all")).seen == N
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda tensors: tensors.pop("layers.1.bias"), "lacks layers.1.bias: pass the model.safetensors of KVzap for"),
+    (lambda tensors: tensors.update({"layers.3.bias": torch.ones(2)}), "has also layers.3.bias"),
+    (lambda tensors: tensors.update({f"layers.{at}.weight": torch.ones(2, 5) for at in range(3)}), "from 5 channels"),
+    (lambda tensors: tensors.update({"layers.2.weight": torch.ones(2, 5)}), "shapes or numbers are wrong"),
+    (lambda tensors: tensors["layers.2.weight"].fill_(torch.nan), "shapes or numbers are wrong: .*must be finite"),
+])
+def test_a_file_that_does_not_fit_the_model_is_refused(
+    change: Callable[[dict[str, Tensor]], object], words: str, tmp_path: Path,
+) -> None:
+    model: Any = build("llama")
+    tensors = {f"layers.{at}.weight": torch.ones(2, model.config.hidden_size) for at in range(3)}
+    tensors |= {f"layers.{at}.bias": torch.ones(2) for at in range(3)}
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    policy = NamedPolicy("kvzap", 0.5, calibration=tmp_path / "model.safetensors")
+    with pytest.raises(SpecError, match=words):
+        policy.on(model)
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize("content", [None, b"", b"PK pickle"])
+def test_a_file_that_is_not_safetensors_is_refused(content: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(SpecError, match=r"must be a \.safetensors file"):
+        NamedPolicy("kvzap", 0.5, calibration=path).on(build("llama"))
