@@ -99,6 +99,12 @@ def in_chunks(i: Json) -> Result:
     return lists(InChunks(i["c"], i["gate"])(given, even(i["B"] * len(given.values), given), protected))
 
 
+def scored_later(i: Json) -> Result:
+    given, B, constants = from_vector({name: x for name, x in i.items() if name != "text"})
+    assert not constants
+    return {"kept": decided(policies.policy_from_text(i["text"]), given, B)}
+
+
 def crushed(i: Json) -> Result:
     given, protected = scores(i)
     shares = even(i["B"] * len(given.values), given)
@@ -210,6 +216,7 @@ POLICY_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     "PO-BLOCKS": lambda i: kept(i, policies.in_blocks(policies.snapkv(i["W"], i["kernel"]), i["b"])),
     "PO-PIECES": in_pieces,
     "PO-CHUNKS": in_chunks,
+    "PO-LATER-SCORES": scored_later,
     "PO-REPRESENTATIVES": crushed,
     "PO-WHOLE-SHARES": lambda i: {"shares": largest_remainder([Fraction(target) for target in i["targets"]])},
     "PO-PYRAMID-BUDGET": pyramid,

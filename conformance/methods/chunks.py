@@ -44,3 +44,19 @@ def chunk_sets(row: Score, share: int, c: int, gate: int) -> list[int]:
         kept += inside[: max(0, share - len(kept))]
     others = sorted((at for at in score if at not in kept), key=lambda at: (-score[at], at))
     return sorted([*kept, *others[: max(0, share - len(kept))]])
+
+
+def chunked(scores: Score, row: Score, c: int, share: int) -> list[int]:
+    """Return the protected tokens, then whole chunks, then the best tokens of one more chunk (PO-FILL-UNITS).
+
+    A chunk with a protected token is the last choice.
+    """
+    past = sum(x is not None for x in scores)
+    kept = [i for i, x in enumerate(row) if x is None]
+    chunks = [range(a, min(a + c, past)) for a in range(0, past, c)]
+    totals = [fsum(scores[i] for i in chunk) for chunk in chunks]
+    held = [any(row[i] is None for i in chunk) for chunk in chunks]
+    for u in sorted(range(len(chunks)), key=lambda u: (held[u], -totals[u], u)):
+        inside = sorted((i for i in chunks[u] if row[i] is not None), key=lambda i: (-scores[i], i))  # type: ignore[operator]
+        kept += inside[: max(0, share - len(kept))]
+    return sorted(kept)

@@ -66,7 +66,7 @@ def own_parts(composition: Text, parts: Parts, constants: Mapping[str, Any]) -> 
     if {"layers", "heads"} & composition.parts.keys():
         result.pop("threshold", None)
     for part, (value, own) in composition.parts.items():
-        kept = {} if part in ("layers", "heads", "every") else result.get(part, {})
+        kept = {} if part in ("layers", "heads", "every", "steps") else result.get(part, {})
         result[part] = {**kept, **own, "": value}
     return {part: {**DEFAULTS.get(part, {}), **RULES.get(own[""], {}), **own} for part, own in result.items()}
 
@@ -81,6 +81,16 @@ def _with_constants(words: Words, constants: Mapping[str, Any]) -> Words:
         return str(value if isinstance(value, str) else int(match[1] or 1) * Fraction(value)).replace("/", "of")
 
     return {name: of_constant(word) for name, word in words.items()}
+
+
+def constants_of(words: Words) -> dict[str, Any]:
+    """Return the constants of a scorer inside a part, as numbers if they are numbers."""
+    result = dict[str, Any]()
+    for name, text in words.items():
+        if name:
+            value = number(text) if re.fullmatch(r"-?[\d.]+(of\d+)?", text) else text
+            result[name] = int(value) if isinstance(value, Fraction) and value.denominator == 1 else value
+    return result
 
 
 def fields_of_parameters(constants: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -11,6 +11,7 @@ from conformance.methods import policies as oracle
 from conformance.methods.brute import Brute, from_vector
 from conformance.methods.chunks import chunk_sets
 from conformance.methods.knorm import knorm
+from conformance.methods.method import method_of
 from conformance.methods.policies import best_blocks, crushed
 from conformance.methods.qfilters import products
 from conformance.methods.snapkv import snapkv
@@ -157,6 +158,12 @@ def in_pieces(i: Json) -> Json:
     return {"kept": result}
 
 
+def scored_later(i: Json) -> Json:
+    given, B, _ = from_vector({name: x for name, x in i.items() if name != "text"})
+    method = method_of(i["text"])
+    return {"kept": method.brute.kept(given, B, **method.constants, **method.readings)}
+
+
 DIRECT = {
     "PO-PYRAMID-OFFICIAL": ("policies.budgets.pyramidkv_official", "shares"),
     "PO-UNIFORM": ("policies.vase.uniform_numbers", "numbers"),
@@ -178,6 +185,7 @@ RESULTS: Mapping[str, Callable[[Any], Json]] = {
         for layer in layers(i) for row in snapkv(layer, i["W"], i["kernel"])
     ]},
     "PO-PIECES": in_pieces,
+    "PO-LATER-SCORES": scored_later,
     "PO-CHUNKS": lambda i: {"kept": [chunk_sets(row, i["B"], i["c"], i["gate"]) for row in blanked(i)]},
     "PO-REPRESENTATIVES": lambda i: {
         "kept": crushed(blanked(i), i["b"], i["B"], Fraction(i["share"]), i["anchor"])

@@ -9,6 +9,7 @@ from typing import Any
 from reference.policies.budgets import Above, Adaptive, Competition, Pyramid, across_layers, even, everything
 from reference.policies.cake import Preferred
 from reference.policies.grammar import Composition, Words, format_value, parse_value
+from reference.policies.later import with_later_scores
 from reference.policies.named import REGISTERED, NamedPolicy
 from reference.policies.parts import (
     Transform,
@@ -84,13 +85,13 @@ TRANSFORMS: Mapping[str, tuple[str, Constants]] = {
 }
 """Constant that the value of each transform sets, and the constants with defaults. Transforms apply in this order."""
 PARTS = (
-    "sink", "recent", "select", "layers", "heads", "threshold", "every", "sets", "floor", *TRANSFORMS,
+    "sink", "recent", "select", "layers", "heads", "threshold", "steps", "every", "sets", "floor", *TRANSFORMS,
 )
 """Names of the parts, in the order of the text."""
 _BUDGETS = ("layers", "heads", "threshold")
 _CHANGED_BY = {
-    "cadence": ("every", *_BUDGETS), "budgets": _BUDGETS, "protection": ("sink", "recent"),
-    "selector": ("select", *TRANSFORMS), "granularity": ("sets",), "least": ("floor",),
+    "cadence": ("every", "steps", *_BUDGETS), "budgets": _BUDGETS, "protection": ("sink", "recent", "steps"),
+    "selector": ("select", *TRANSFORMS), "granularity": ("sets", "steps"), "least": ("floor",),
     "host": tuple(TRANSFORMS)[::-1], "mode": ("diverse",), "lam": ("diverse",), "scorer": ("every",),
 }
 """Parts of the text that can cause an error about an argument, the most likely part first."""
@@ -195,14 +196,36 @@ def _composed(host: Policy, composition: Composition, data: Constants) -> Policy
         protection = SinkAndRecent(
             _number(parts, "sink", known.sink) or 0, _number(parts, "recent", known.recent) or 0
         )
-    cadence = _cadence(parts, base.cadence)
+    later = _later(parts, data)
+    cadence = _cadence(parts, base.cadence if later is None or later.cadence.every is None else later.cadence)
     composed = replace(
-        base, scorer=with_steps(base.scorer) if cadence.every is not None else base.scorer, protection=protection,
+        base, scorer=_scorer(base.scorer, later, cadence), protection=protection,
         budgets=_budgets(parts, base.budgets, protection.size), selector=_selector(parts, base.selector),
         cadence=cadence, granularity=SETS[_choice(parts, "sets", SETS, base.granularity)],
         least=_number(parts, "floor", base.least), promises=NOTHING_PROMISED,
     )
     return apply_transforms(composed, _transforms(parts, transforms, data), data.get("backend", "numpy"))
+
+
+def _later(parts: Mapping[str, tuple[str, Words]], data: Constants) -> Policy | None:
+    """Return the policy whose scorer scores decode steps and later segments, or None if the text has no part steps."""
+    if "steps" not in parts:
+        return None
+    name, constants = parts["steps"]
+    if name not in REGISTERED or name in WHOLE or REGISTERED[name].of_model:
+        reason = "must be the name of a scorer without data of the model, such as keydiff or h2o"
+        raise SpecError("steps", name, reason)
+    row = REGISTERED[name]
+    return named_policy(name, {**constants_from_text(row, constants), **data})
+
+
+def _scorer(scorer: Any, later: Policy | None, cadence: Cadence) -> Any:
+    """Return the scorer, for decode steps if the cadence has any."""
+    if later is None:
+        return scorer if cadence.every is None else with_steps(scorer)
+    if cadence.every is None:
+        raise SpecError("steps", later.name, "scores decode steps, but the policy has none: add every=64")
+    return with_later_scores(scorer, with_steps(split_transforms(later)[0].scorer), later.name)
 
 
 def _number(parts: Mapping[str, tuple[str, Words]], part: str, known: int | None) -> int | None:

@@ -24,6 +24,7 @@ from reference.policies.composition import (
     promises_of_parts,
 )
 from reference.policies.grammar import Composition, Words, format_value, parse_composition
+from reference.policies.later import FirstAndLater
 from reference.policies.named import REGISTERED, NamedPolicy
 from reference.policies.parts import (
     Transform,
@@ -211,7 +212,10 @@ def _words(row: NamedPolicy, own: Constants) -> Words:
 
 def _split(policy: Policy, data: Constants) -> Composition:
     base, transforms = split_transforms(policy)
-    name, own = _home(base, data)
+    of_prompt = base
+    if isinstance(base.scorer, FirstAndLater):
+        of_prompt = replace(base, scorer=base.scorer.first, cadence=SEGMENT_END)
+    name, own = _home(of_prompt, data)
     plain = plain_policy(named_policy(name, {**own, **data}))
     parts: dict[str, tuple[str, Words]] = {}
     for part, value in _protection(base, plain):
@@ -219,6 +223,9 @@ def _split(policy: Policy, data: Constants) -> Composition:
     if (half := _half(base, plain, transforms)) is not None:
         parts["select"] = (half, {})
     parts |= _budgets(base)
+    if isinstance(base.scorer, FirstAndLater):
+        second, constants = _home(replace(base, scorer=base.scorer.later), data)
+        parts["steps"] = (second, _words(REGISTERED[second], constants))
     if base.cadence != SEGMENT_END:
         excess = {"excess": str(base.cadence.excess)} if base.cadence.excess != 1 else {}
         parts["every"] = (str(base.cadence.every).lower(), excess)

@@ -23,6 +23,7 @@ PARTS: Mapping[str, Sequence[str]] = {
     "layers": ("even", "full", "global", "preference", "pyramid", "pyramid:beta=1", "pyramid:beta=4"),
     "heads": ("even", *(f"{rule}:safeguard={share}" for rule in ("adaptive", "quota") for share in _SHARES)),
     "threshold": ("0.01", "0.2", "-1.0"), "every": ("none", "1", "2", "3", "1:excess=3"),
+    "steps": ("h2o", "tova", "keydiff", "knorm", "rkv:W=2:kernel=1", "snapkv:W=3:kernel=3", "morphkv:W=2"),
     "floor": ("none", "0", "9", "14"), "values": ("0", "2", "4"), "critical": _SHARES,
     "crush": ("0.5:block=3", "0.25:block=4:anchor=mean", "1:block=2:anchor=zeros"),
     "diverse": tuple(f"{lam}:signature={mode}:rule={rule}" for lam in ("0", "0.3", "2.0")

@@ -23,7 +23,9 @@ from tests.models_integration.session.test_oracle import converse, run
 from tests.models_integration.session.test_session_machine import SessionMachine
 
 LAYERS_AND_HEADS = "snapkv:W=4/layers=pyramid:beta=4/heads=adaptive:safeguard=0.5"
-STEPS = ("snapkv:W=4/every=3", "keydiff/recent=2/every=3")
+STEPS = (
+    "snapkv:W=4/every=3", "keydiff/recent=2/every=3", "snapkv:W=4/steps=keydiff/every=3", "knorm/recent=1/steps=h2o",
+)
 
 
 @pytest.mark.law("eviction-equals-masking")
@@ -97,7 +99,8 @@ def test_a_text_keeps_the_tokens_of_the_name_over_steps_and_turns(name: str, tex
 @pytest.mark.parametrize(("text", "by_layer", "on_device"), [
     ("snapkv/layers=pyramid", True, True), (LAYERS_AND_HEADS, True, False), ("snapkv/layers=global", False, True),
     ("cake/heads=adaptive", False, False), ("snapkv/threshold=0.1", True, False), ("snapkv/every=8", True, True),
-    ("snapkv/pieces=16", True, False), ("snapkv/chunks=10", True, False), ("keydiff/every=8", True, True),
+    ("snapkv/steps=h2o", True, False), ("snapkv/pieces=16", True, False), ("snapkv/chunks=10", True, False),
+    ("keydiff/every=8", True, True),
     ("tova/every=none", True, True), ("chunkkv/layers=pyramid", True, True),
 ])
 def test_the_path_of_a_policy_follows_from_its_parts(text: str, by_layer: bool, on_device: bool) -> None:
