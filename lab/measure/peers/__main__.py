@@ -112,8 +112,9 @@ def page(reports: list[Report], number: int) -> str:
         " and values in float64, and evict the same ratio r of n tokens.", "",
         "| Inputs for each press | Tokens | KV heads | Query heads of a KV head |", "|---|---|---|---|",
         f"| {number} | 6 to 40 (PyramidKV: to 120) | 1 to 3 | 1 or 2 |", "",
-        "| Window | Pool | Chunk | Sinks | Future | Lag |", "|---|---|---|---|---|---|",
-        f"| {SMALL.window} | {SMALL.kernel} | {SMALL.chunk} | {SMALL.sinks} | {SMALL.future} | {SMALL.lag} |", "",
+        "| Window | Pool | Chunk | Sinks | Future | Lag | Piece | Gate |", "|---|---|---|---|---|---|---|---|",
+        f"| {SMALL.window} | {SMALL.kernel} | {SMALL.chunk} | {SMALL.sinks} | {SMALL.future} | {SMALL.lag}"
+        f" | {SMALL.piece} | {SMALL.gate} |", "",
         f"The model for the KVzip presses has {SMALL.layers} layers. The model repeats the prompt in chunks of"
         f" {SMALL.rehearsed} tokens. A template of up to 8 tokens precedes each chunk. DMS uses a score threshold"
         " instead of the ratio.", "",

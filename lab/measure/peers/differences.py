@@ -45,6 +45,7 @@ IN_CHUNKS = "budget in chunks"
 QUOTA = "safeguard as a quota"
 PER_QUERY = "mean attention instead of the sum"
 NO_RECENT = "no recent half"
+EACH_PIECE = "budget of each piece"
 IN_FIRST = "window counts in the first stage"
 SAFE_FIRST = "quota and window count in the first stage"
 BEHIND_PREFIX = "chunks start after the chat prefix"
@@ -87,6 +88,8 @@ READINGS: dict[str, tuple[str, str]] = {
              "On average, each head keeps the ceiling of n (1 - r) tokens."),
     BY_LAYER: ("The heads of a layer compete for the budget of the layer.",
                "Each head keeps the same number of tokens."),
+    EACH_PIECE: ("Each piece keeps max(1, int(tokens (1 - r))) of its tokens.",
+                 "The pieces divide the budget B in proportion to their tokens, and the parts have the exact sum."),
     NO_RECENT: ("Recent tokens are not protected.", "The newest tokens use half of the budget B."),
 }
 
@@ -155,6 +158,35 @@ def streaming(inputs: Inputs, readings: Set[str]) -> Kept:
 
 def plain(make: Callable[[], Policy]) -> Callable[[Inputs, Set[str]], Kept]:
     return lambda inputs, readings: run(make(), inputs, budget(inputs, readings))
+
+
+def chunk(inputs: Inputs, readings: Set[str]) -> Kept:
+    host, c = policies.keydiff(), inputs.constants.piece
+    if EACH_PIECE not in readings:
+        return run(policies.in_pieces(host, c), inputs, budget(inputs, readings))
+    result: Kept = [[] for _ in inputs.k]
+    for start in range(0, inputs.n, c):
+        piece = slice(start, start + c)
+        part = replace(
+            inputs, raw_q=inputs.raw_q[:, piece], k=inputs.k[:, piece], v=inputs.v[:, piece],
+        )
+        B = budget(part, {TRUNCATED})
+        of_piece = equal_scores(part.k, B) if TIES in readings and part.n == 2 else run(host, part, B)
+        for head, kept in zip(result, of_piece, strict=True):
+            head.extend(start + i for i in kept)
+    return result
+
+
+def equal_scores(keys: Array, B: int) -> Kept:
+    """Return torch.topk of KeyDiff's scores for two keys, whose scores are equal without rounding errors."""
+    unit = torch.nn.functional.normalize(torch.tensor(keys), dim=-1)
+    scores = -torch.nn.functional.cosine_similarity(torch.tensor(keys), unit.mean(dim=1, keepdim=True), dim=-1)
+    return topk(scores.numpy(), B)
+
+
+def gated(inputs: Inputs, readings: Set[str]) -> Kept:
+    given = inputs.constants
+    return run(policies.in_chunks(policies.knorm(), given.chunk, given.gate), inputs, budget(inputs, readings))
 
 
 def tova(inputs: Inputs, readings: Set[str]) -> Kept:
@@ -345,6 +377,8 @@ OURS: dict[str, tuple[Callable[[Inputs, Set[str]], Kept], tuple[str, ...]]] = {
     "CriticalAdaKV": (critical_ada, (FLOORED, TRUNCATED, AVERAGE, SAFE_FIRST)),
     "LagKV": (lagkv, (FLOORED, TRUNCATED, TIES)),
     "ObservedAttention": (observed, (FLOORED, TRUNCATED, PER_QUERY, NO_RECENT)),
+    "Chunk of KeyDiff": (chunk, (FLOORED, TRUNCATED, EACH_PIECE, TIES)),
+    "EntropyGatedChunkKV of Knorm": (gated, (FLOORED, TRUNCATED)),
     "KVzip": (kvzip, (BEHIND_PREFIX, OF_ALL, TIES)),
     "KVzip by layer": (partial(kvzip, uniform=True), (BEHIND_PREFIX, OF_ALL, BY_LAYER, TIES)),
     "KVzip+": (partial(kvzip, plus=True), (BEHIND_PREFIX, OF_ALL, TIES)),

@@ -33,9 +33,13 @@ class Constants:
     """Tokens of a partition of LagKV."""
     rehearsed: int
     """Tokens of a chunk that KVzip repeats."""
+    piece: int
+    """Tokens of a piece that is evicted alone."""
+    gate: int
+    """Tokens of a spiky chunk that are kept."""
 
 
-SMALL = Constants(window=3, kernel=5, chunk=4, sinks=4, future=16, layers=4, lag=4, rehearsed=10)
+SMALL = Constants(window=3, kernel=5, chunk=4, sinks=4, future=16, layers=4, lag=4, rehearsed=10, piece=9, gate=2)
 """Constants of random inputs."""
 
 

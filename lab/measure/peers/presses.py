@@ -149,6 +149,16 @@ def expected_attention(ratio: float, given: Constants) -> Any:
     return kvpress.ExpectedAttentionPress(ratio, n_future_positions=given.future, n_sink=given.sinks)
 
 
+def chunk(ratio: float, given: Constants) -> Any:
+    return kvpress.ChunkPress(kvpress.KeyDiffPress(ratio), chunk_length=given.piece)
+
+
+def gated(ratio: float, given: Constants) -> Any:
+    return kvpress.EntropyGatedChunkKVPress(
+        kvpress.KnormPress(ratio), chunk_length=given.chunk, low_entropy_chunk_length=given.gate,
+    )
+
+
 def kvzip(ratio: float, given: Constants, **options: bool) -> Any:
     return kvpress.KVzipPress(ratio, n_sink=given.sinks, chunk_size=given.rehearsed, **options)
 
@@ -168,6 +178,8 @@ PRESSES: dict[str, tuple[Make, bool]] = {
     "CriticalAdaKV": (lambda r, given: kvpress.CriticalAdaKVPress(snapkv(r, given), alpha_safeguard=0.2), False),
     "LagKV": (lambda r, given: kvpress.LagKVPress(r, n_sink=given.sinks, lag_size=given.lag), False),
     "ObservedAttention": (lambda r, _: kvpress.ObservedAttentionPress(r), True),
+    "Chunk of KeyDiff": (chunk, False),
+    "EntropyGatedChunkKV of Knorm": (gated, False),
     "KVzip": (kvzip, False),
     "KVzip by layer": (lambda r, given: kvzip(r, given, layerwise=True), False),
     "KVzip+": (lambda r, given: kvzip(r, given, kvzip_plus_normalization=True), False),
