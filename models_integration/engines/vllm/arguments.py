@@ -18,10 +18,12 @@ from spec.policy import Policy, RunningScorer
 from spec.retention import Granularity
 from spec.validate import check_choices
 
-__all__ = ["KEY", "RequestPolicy", "Settings", "parse_request"]
+__all__ = ["KEY", "VARIABLE", "RequestPolicy", "Settings", "parse_request"]
 
 KEY = "kvspec"
 """Key of kvspec's arguments in `SamplingParams.extra_args`, in `vllm_xargs` and in `additional_config`."""
+VARIABLE = "KVSPEC_VLLM_SETTINGS"
+"""Environment variable that gives the settings to the processes of vLLM's front end."""
 
 _SERVER_ONLY = {"backend": "is chosen by the server", "calibration": "is a file of the server: name it in the default"}
 _LONGEST = 65536  # characters of a request's arguments
@@ -127,7 +129,7 @@ class Settings:
             written: Any = self.default.get("policy")
             named = {**self.default, "policy": names.check_name(written, "policy")}
             object.__setattr__(self, "default", named)
-            parse_default(self)
+            _served_policy(named, self)
 
     @classmethod
     def read(cls, given: Any) -> "Settings":
@@ -162,7 +164,7 @@ def parse_request(given: Any, settings: Settings) -> RequestPolicy | None:
         SpecError: if a name, a constant or the budget is invalid, or if the server does not allow it.
     """
     if given is None:
-        return None if settings.default is None else parse_default(settings)
+        return None if settings.default is None else _served_policy(settings.default, settings)
     asked, default = _mapping(given, KEY), settings.default or {}
     for key, reason in _SERVER_ONLY.items():
         if key in asked:
@@ -176,24 +178,22 @@ def parse_request(given: Any, settings: Settings) -> RequestPolicy | None:
         raise SpecError("policy", name, f"is not allowed here; allowed are {', '.join(settings.allow_policies)}")
     if name == default.get("policy"):
         asked = {**default, **asked}
-    policy = _parse_policy(json.dumps({**asked, "policy": name}, sort_keys=True, default=list))
+    policy = _served_policy({**asked, "policy": name}, settings)
     share, bounds = policy.budget.fraction, settings.bounds
     if bounds is not None and (share is None or not bounds[0] <= share <= bounds[1]):
         low, high = map(float, bounds)
         raise SpecError("budget", str(policy.budget), f"must be a share between {low} and {high}")
-    if policy.unserved and settings.on_unserved == "refuse":
-        raise SpecError("policy", name, policy.unserved)
     return None if name == "fullcache" else policy
 
 
-def parse_default(settings: Settings) -> RequestPolicy:
-    """Return the default policy of a server.
+def _served_policy(asked: Mapping[str, Any], settings: Settings) -> RequestPolicy:
+    """Return the policy of these arguments.
 
     Raises:
         SpecError: if a name, a constant or the budget is invalid, or if the policy is not served and the server refuses
             such policies.
     """
-    policy = _parse_policy(json.dumps(settings.default, sort_keys=True, default=list))
+    policy = _parse_policy(json.dumps(asked, sort_keys=True, default=list))
     if policy.unserved and settings.on_unserved == "refuse":
         raise SpecError("policy", policy.name, policy.unserved)
     return policy

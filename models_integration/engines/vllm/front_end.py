@@ -1,23 +1,51 @@
-"""Statements in the answers of vLLM's front end, in its streams, and in `/metrics`."""
+"""Check of a request's policy in vLLM's front end, and statements in answers, in streams and in `/metrics`."""
 
 import inspect
 import json
+import os
 from collections.abc import AsyncIterator, Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from prometheus_client import Counter
 
-from models_integration.engines.vllm.arguments import KEY
-from models_integration.engines.vllm.seams import replace_front_end
+from models_integration.engines.vllm.arguments import KEY, VARIABLE, Settings, parse_request
+from models_integration.engines.vllm.seams import AdapterLogitsProcessor, replace_front_end
 from models_integration.engines.vllm.statement import Statement
+from spec.errors import BackendUnavailable
 from spec.witness import FORMAT
 
-__all__ = ["install"]
+__all__ = ["PolicyParameters", "install"]
 
 SEEN = Counter("kvspec_seen_tokens", "Prompt and answer tokens of finished requests.")
 KEPT = Counter("kvspec_kept_tokens", "Prompt and answer tokens of finished requests that were not evicted.")
 FREED = Counter("kvspec_freed_blocks", "Blocks that requests no longer held after evictions.")
 FULL = Counter("kvspec_full_cache_requests", "Finished requests that kept their full cache.", ["reason"])
+
+_read = lru_cache(maxsize=1)(Settings.read)
+
+
+class PolicyParameters(AdapterLogitsProcessor):
+    """Logits processor that changes no logits. vLLM calls `validate_params` before a request reaches the engine."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: Any) -> None:
+        """Check the policy of a request. vLLM answers HTTP 400 with the message of the error.
+
+        Raises:
+            ValueError: if the policy, the budget or a constant is invalid, or not allowed by the server.
+        """
+        try:
+            parse_request((sampling_params.extra_args or {}).get(KEY), _read(os.environ.get(VARIABLE, "{}")))
+        except (ValueError, BackendUnavailable) as error:
+            raise ValueError(f"kvspec: {error}") from error
+
+    def is_argmax_invariant(self) -> bool:
+        """Return True, so that greedy requests skip the processor."""
+        return True
+
+    def new_req_logits_processor(self, params: Any) -> None:
+        """Return None: no request has a function for its logits."""
 
 
 def install() -> None:

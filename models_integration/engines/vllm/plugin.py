@@ -6,17 +6,15 @@
 import os
 from typing import Any
 
-from models_integration.engines.vllm.arguments import KEY, Settings
+from models_integration.engines.vllm.arguments import KEY, VARIABLE, Settings
 from spec.errors import SpecError
 
-__all__ = ["VARIABLE", "register"]
+__all__ = ["register"]
 
 _HOME = "models_integration.engines.vllm"
 WORKER = f"{_HOME}.runner.EvictingWorker"
 SCHEDULERS = {False: f"{_HOME}.scheduler.EvictingScheduler", True: f"{_HOME}.scheduler.EvictingAsyncScheduler"}
-PARAMETERS = f"{_HOME}.parameters:PolicyParameters"
-VARIABLE = "KVSPEC_VLLM_SETTINGS"
-"""Environment variable that gives the settings to the processes of vLLM's front end."""
+PARAMETERS = f"{_HOME}.front_end:PolicyParameters"
 
 
 def register() -> None:

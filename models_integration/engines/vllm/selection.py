@@ -1,6 +1,6 @@
 """Decisions about one request, from its keys, values and queries. The decisions survive a preemption."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from models_integration.cache.dense_layer import on_host
 from models_integration.engines.vllm.arguments import RequestPolicy
 from models_integration.engines.vllm.statement import eviction
 from reference.crystalcache.observed_layer import observed_layer
@@ -146,16 +147,10 @@ class Decider:
         facts, seen = self.layers[layer], self.queries.get(layer)
         rows = torch.cat(seen).transpose(0, 1) if seen else None
         assert keys.shape[1] == slots
-        view = LayerView(rows, keys, values if self.needs.values else None, facts.scaling, facts.softcap)
-        view = replace(view, sinks=facts.sinks)
+        view = LayerView(
+            rows, keys, values if self.needs.values else None, facts.scaling, facts.softcap, sinks=facts.sinks
+        )
         takes = self.needs.takes
-        return view if takes is not None and takes(keys) else on_host(view)
-
-
-def on_host(view: LayerView) -> LayerView:
-    """Return the view with NumPy arrays, for scorers that accept no tensors."""
-    host: Mapping[str, Any] = {
-        name: None if tensor is None else tensor.float().cpu().numpy()
-        for name in ("q", "k", "v", "sinks") for tensor in (getattr(view, name),)
-    }
-    return replace(view, **host)
+        if takes is not None and takes(keys):
+            return view
+        return replace(view, **{name: on_host(getattr(view, name)) for name in ("q", "k", "v", "sinks")})
