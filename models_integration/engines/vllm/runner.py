@@ -44,7 +44,7 @@ class _Model:
         self.facts = [layer_facts(layer) for layer in self.layers]
         self.pages = [Pages(layer.kv_cache, layer.attn_backend.get_name()) for layer in self.layers]
         for layer, pages in zip(self.layers, self.pages, strict=True):
-            check_layout(layer, pages)
+            check_layout(layer, pages, runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
         self.settings = Settings.read((runner.vllm_config.additional_config or {}).get(KEY, {}))
         self.shifts: dict[str, int] = {}
         self.deciders: dict[str, Decider] = {}

@@ -267,14 +267,17 @@ def rotary_frequencies(model: Any, layer: Any) -> Any:
     return rotary._compute_inv_freq(rotary.base).double().cpu().numpy()
 
 
-def check_layout(layer: Any, pages: Any) -> None:
+def check_layout(layer: Any, pages: Any, block_size: int) -> None:
     """Check the views of pages: what the backend writes into block 0 is what kvspec reads there.
 
     Block 0 is vLLM's null block, which no request uses.
 
     Raises:
-        SpecError: if the views show different numbers.
+        SpecError: if the views show different numbers, or if a block of the scheduler is several blocks of the backend.
     """
+    if pages.size != block_size:
+        reason = f"{layer.attn_backend.get_name()} stores blocks of {pages.size} tokens: type --block-size {pages.size}"
+        raise SpecError("block_size", block_size, reason)
     d, cache = pages.keys.shape[3], layer.kv_cache
     keys, values = (
         torch.arange(pages.size * pages.heads * d, device=cache.device).view(pages.size, pages.heads, d).to(cache.dtype)

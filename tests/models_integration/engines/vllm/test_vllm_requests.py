@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from models_integration.pocket import load_pocket
+from spec.errors import SpecError
 from tests.models_integration.engines.vllm.engine import (
     BLOCK,
     NEEDS_VLLM,
@@ -88,6 +89,15 @@ def test_a_layer_that_the_model_lacks_costs_only_the_eviction(engine: Engine) ->
         check_masked(prompt, output)
     assert [bool(stated(one)["evictions"]) for one in outputs] == [False, True, True]
     assert "observed_layer = 7: must be from -3 to 2" in stated(outputs[0])["reason"]
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_blocks_that_the_backend_divides_are_refused(engine: Engine) -> None:
+    from models_integration.engines.vllm.seams import check_layout
+
+    layer, pages = engine.runner.kvspec.layers[0], engine.runner.kvspec.pages[0]
+    with pytest.raises(SpecError, match="block_size = 64: CPU_ATTN stores blocks of 32 tokens: type --block-size 32"):
+        check_layout(layer, pages, 64)
 
 
 def test_policies_are_made_once_and_forgotten(engine: Engine) -> None:
