@@ -59,7 +59,7 @@ class KVzap:
     layers: tuple[int, ...]
     needs: Needs = Needs("all", 0, hidden=True)
     score: Callable[..., DeviceArray] = kvzap_score
-    separable: bool = True
+    separable: ClassVar[bool] = False
     layerwise: ClassVar[bool] = True
     provided: ClassVar[Provided] = Provided(
         no_steps="uses hidden states, which the cache does not store: leave the cadence out"

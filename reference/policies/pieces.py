@@ -104,6 +104,7 @@ class PieceScores:
         return replace(
             view, q=view.q[:, first : piece.stop] if needs.query_rows != 0 else view.q, k=view.k[:, piece],
             v=view.v[:, piece] if needs.values and view.v is not None else view.v, lse=None,
+            hidden=view.hidden[piece] if needs.hidden and view.hidden is not None else view.hidden,
         )
 
 

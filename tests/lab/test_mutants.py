@@ -77,6 +77,10 @@ def test_every_item_has_two_and_each_says_what_it_gets_wrong() -> None:
 
 UNTOLD = {
     "PO_KVCRUSH_THE_HOST_S_FLOOR_ALONE": "shows with a host that protects nothing",
+    "PO_Q_FILTERS_DIRECTIONS_WITHOUT_A_SIGN": "shows when filters are measured, and vectors give filters",
+    "PO_Q_FILTERS_THE_MEAN_QUERY": "shows when filters are measured, and vectors give filters",
+    "PO_Q_FILTERS_THE_FIRST_HEAD_OF_A_LAYER": "shows in a later turn, if heads store different tokens",
+    "PO_KVZAP_SCORES_WITHOUT_BIAS": "shows in scores and with a threshold: a constant for each head changes no order",
 }
 """Readings that no vector of a method can reveal. Tests of decoding reveal errors in steps."""
 

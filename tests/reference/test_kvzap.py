@@ -63,6 +63,17 @@ def test_the_threshold_and_the_window_of_the_paper_are_parts() -> None:
         assert sum(map(len, found)) > 3 * len(found)
 
 
+def test_pieces_have_the_hidden_states_of_their_tokens() -> None:
+    inputs = drawn(5, 13, 2, (2, 1))
+    data = {"calibration": calibrated(inputs), "served": identity(inputs)}
+    found = decided(make_policy("kvzap/pieces=5", data), inputs, 6)
+    for own, scores in zip(found, rows(inputs, 13), strict=True):
+        for start, stop in ((0, 5), (5, 10), (10, 13)):
+            kept = [i for i in own if start <= i < stop]
+            assert {scores[i] for i in kept} == set(sorted(scores[start:stop], reverse=True)[: len(kept)])
+        assert len(own) == 6
+
+
 def test_layers_evict_alone_and_only_the_first_prompt() -> None:
     inputs = drawn(3, 12, 2, (2, 1))
     policy = kvzap(calibrated(inputs), identity(inputs))
