@@ -120,6 +120,8 @@ def with_later_scores(first: Scorer, later: Scorer, name: str) -> FirstAndLater:
         raise SpecError("steps", name, f"has scores for other kept sets than the scorer of the prompt: {fits}")
     if one.second or other.second or first.needs.rehearsal is not None or later.needs.rehearsal is not None:
         raise SpecError("steps", name, f"needs scorers without second scores that read the prompt once: {fits}")
+    if first.needs.hidden or later.needs.hidden:
+        raise SpecError("steps", name, f"needs scorers that use no hidden states: {fits}")
     if not isinstance(later, RunningScorer):
         raise SpecError("steps", name, f"cannot score a decode step: {fits}")
     return FirstAndLater(first, later)

@@ -70,7 +70,8 @@ def test_pieces_have_the_hidden_states_of_their_tokens() -> None:
     for own, scores in zip(found, rows(inputs, 13), strict=True):
         for start, stop in ((0, 5), (5, 10), (10, 13)):
             kept = [i for i in own if start <= i < stop]
-            assert {scores[i] for i in kept} == set(sorted(scores[start:stop], reverse=True)[: len(kept)])
+            best = sorted((x for x in scores[start:stop] if x is not None), reverse=True)
+            assert {scores[i] for i in kept} == set(best[: len(kept)])
         assert len(own) == 6
 
 
@@ -133,6 +134,8 @@ def test_what_does_not_fit_is_refused() -> None:
         retain(policy, Budget(count=5), replace(given, layers={0: given.layers[0], 2: given.layers[1]}))
     with pytest.raises(SpecError, match=r"the part /every=4: .*uses hidden states, .*leave the cadence out"):
         make_policy("kvzap/every=4", {"calibration": taken, "served": served})
+    with pytest.raises(SpecError, match=r"the part /steps=knorm: .*needs scorers that use no hidden states"):
+        make_policy("kvzap/every=4/steps=knorm", {"calibration": taken, "served": served})
 
 
 @pytest.mark.spec("PO-RETAIN")
