@@ -15,8 +15,9 @@ from models_integration import policy_from_name
 from models_integration.pocket import load_pocket
 from tests.conformance.test_other_servers import replying
 
-POLICIES = ("streamingllm", "snapkv", "knorm", "chunkkv", "adakv", "keydiff", "tova", "h2o")
-"""Policies of servers at night. The last five are not among those that choose the prompts."""
+POLICIES = ("streamingllm", "snapkv", "knorm", "chunkkv", "adakv", "keydiff", "tova")
+"""Policies of servers at night. The last four are not among those that choose the prompts."""
+SEEDS, ROUNDINGS = 3, 10
 
 
 @pytest.fixture(scope="module")
@@ -89,15 +90,16 @@ def test_errors_of_both_kinds_are_rare(pocket: tuple[PreTrainedModel, Any]) -> N
     """No server with a full cache evicts, and at most 1 in 20 that evict is missed. The others can be undecided."""
     model, tokenizer = pocket
     full, evicting = Counter[bool | None](), dict[tuple[str, float], Counter[bool | None]]()
-    for seed in range(8):
+    for seed in range(SEEDS):
         asked = questions(model, tokenizer, seed=seed)
-        rounded = with_noise(model, WEIGHT_NOISE["float32"], seed)
-        full[evicts(asked, partial(answer, rounded, tokenizer, ("fullcache", 1.0)))[0]] += 1
+        for noise in range(ROUNDINGS):
+            rounded = with_noise(model, WEIGHT_NOISE["float32"], noise)
+            full[evicts(asked, partial(answer, rounded, tokenizer, ("fullcache", 1.0)))[0]] += 1
         for name in POLICIES:
             for budget in (0.3, 0.6):
                 verdict, _ = evicts(asked, partial(answer, model, tokenizer, (name, budget)))
                 evicting.setdefault((name, budget), Counter())[verdict] += 1
     print(full, evicting)
-    assert full == {False: 8}
+    assert full == {False: SEEDS * ROUNDINGS}
     missed = sum(counts[False] for counts in evicting.values())
-    assert missed <= 8 * len(evicting) / 20, evicting
+    assert missed <= SEEDS * len(evicting) / 20, evicting
