@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="the study drives transformers models
 from transformers import AutoModelForCausalLM
 
 from conformance.cache_suite.oracle import PositionRule
-from experiments.studies.answers import generated
+from experiments.studies.answers import generated, needed
 from experiments.studies.evidence.kept import (
     BLIND,
     EVIDENCE,
@@ -41,6 +41,7 @@ from models_integration.session.verbs import EVERYTHING, observe, read, side_by_
 from reference.policies.retain import retain, retain_each
 from spec.budget import parse_budget
 from spec.errors import SpecError
+from spec.policy import Needs
 from spec.retention import Granularity, Retention
 from tests.experiments.studies.experiments import answer
 from tests.experiments.tasks.test_tasks import ground_of
@@ -288,6 +289,12 @@ def test_blind_is_the_question_alone(subject: Subject, measured: Any) -> None:
     chosen = logits.double().log_softmax(dim=-1)[range(len(sample.answer_ids)), list(sample.answer_ids)]
     assert cells[BLIND, "0"]["likelihood"] == pytest.approx(float(chosen.sum()), abs=1e-4)
     assert cells[BLIND, "0"]["likelihood"] < cells[FULL, "1.0"]["likelihood"]
+
+
+def test_one_observation_has_what_each_policy_needs() -> None:
+    each = [Needs("all", 3), Needs("observed", 0, token_ids=True), Needs("all", 0, hidden=True)]
+    assert needed(each) == Needs("all", 3, token_ids=True, hidden=True)
+    assert needed(each[:2]) == Needs("all", 3, token_ids=True)
 
 
 @pytest.mark.spec("PO-RETAIN")
