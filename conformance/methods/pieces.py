@@ -18,9 +18,12 @@ def cut(inputs: Inputs, run: range) -> Inputs:
     """Return the tokens of a run as a whole sequence, with their positions in the text."""
     part = slice(run.start, run.stop)
     layers = [
-        replace(x, q=x.q[:, part], k=x.k[:, part], v=None if x.v is None else x.v[:, part]) for x in inputs.layers
+        replace(x, q=x.q[:, part], k=x.k[:, part], v=None if x.v is None else x.v[:, part],
+                hidden=None if x.hidden is None else x.hidden[part]) for x in inputs.layers
     ]
-    return replace(inputs, layers=layers, token_ids=inputs.token_ids[part], positions=np.arange(run.start, run.stop))
+    return replace(
+        inputs, layers=layers, token_ids=inputs.token_ids[part], positions=np.arange(run.start, run.stop), whole=inputs,
+    )
 
 
 def joined(kept: Answer, more: Sequence[int], first: int) -> Answer:

@@ -40,6 +40,8 @@ class Inputs:
     """Number of last tokens that are decoded one by one."""
     positions: Array | None = None
     """Positions of the tokens in the text. None: 0 to n - 1."""
+    whole: "Inputs | None" = None
+    """Inputs of which these tokens are a part. A calibration is made from all tokens."""
     networks: Networks | None = None
     """Networks of KVzap. None: those of `networks_of`."""
 
@@ -156,7 +158,8 @@ def identity(inputs: Inputs) -> Identity:
 
 def filters(inputs: Inputs) -> Array:
     """Return a filter for each layer and KV head, (L, H_kv, d): the first query of the head's group."""
-    return np.stack([view.q[:: len(view.q) // len(view.k), 0] for view in inputs.layers])
+    layers = (inputs.whole or inputs).layers
+    return np.stack([view.q[:: len(view.q) // len(view.k), 0] for view in layers])
 
 
 def hidden_states(view: LayerView) -> Any:

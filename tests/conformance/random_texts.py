@@ -50,6 +50,8 @@ def _text(rng: Random, host: str) -> str:
     """Return a random text, accepted or not."""
     own = {key: rng.choice(SMALL[key]) for key in sorted(SMALL.keys() & POLICIES[host].constants)}
     names = sorted(rng.sample(list(PARTS), rng.randint(1, MOST_PARTS)), key=list(PARTS).index)
+    if "steps" in names and "every" not in names:
+        names.append("every")
     head = rng.choice(("", "score=")) + host + "".join(f":{key}={value}" for key, value in own.items())
     return "/".join([head, *(f"{name}={rng.choice(PARTS[name])}" for name in names)])
 
