@@ -135,6 +135,17 @@ def filtered(i: Json) -> Result:
     return kept(i, policies.q_filters(taken, identity))
 
 
+def of_statistics(i: Json) -> Result:
+    """Return the kept sets of Expected Attention with given statistics of the queries."""
+    mean, covariance = floats(i["mean"]), floats(i["covariance"])
+    identity, nothing = Identity("vector", floats(i["inv_freq"])), np.zeros((*mean.shape[:2], 0))
+    taken = Calibration(identity, tuple(range(len(mean))), mean, nothing, covariance=covariance)
+    inputs = layers_of(i)
+    heads = [replace(view, q=np.zeros((mean.shape[1], *view.k.shape[1:]))) for view in inputs.layers]
+    policy = policies.expected_attention_stats(taken, identity, i["N_sink"], i["N_future"])
+    return {"kept": decided(policy, replace(inputs, layers=heads), i["B"])}
+
+
 def staged(i: Json) -> Result:
     given, protected = scores(i)
     shares = np.full(len(given.values), i["B"], dtype=np.int64)
@@ -242,6 +253,7 @@ POLICY_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     "PO-FULL-HEADS": full_heads,
     "PO-KVZIP-HEADS": of_heads,
     "PO-Q-FILTERS": filtered,
+    "PO-EXPECTED-ATTENTION-STATS": of_statistics,
     "PO-PREFERENCE-BUDGET": preferred,
     "PO-EPICACHE": lambda i: kept(i, policies.epicache()),
 }

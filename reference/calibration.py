@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from spec.arrays import Cube, Float64, Matrix, Vector
+from spec.arrays import Cube, Float64, Hypercube, Matrix, Vector
 from spec.errors import SpecError
 
 __all__ = ["Calibration", "Identity", "Networks", "load_calibration", "save_calibration"]
 
 FORMAT = "kvspec.triattention/3"
 ARRAYS = ("mean", "magnitude", "inv_freq")
-OPTIONAL = ("head_scores", "filters", "W_2", "b_2", "W_1", "b_1")
+OPTIONAL = ("head_scores", "filters", "covariance", "W_2", "b_2", "W_1", "b_1")
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Calibration:
     mean: Float64[Cube, "_ _ _"]
     """Mean query before RoPE, (L, H, d). The size d is 0 if the calibration contains no statistics of queries."""
     magnitude: Float64[Cube, "_ _ _"]
-    """Mean norm of each rotary pair of a query, (L, H, d / 2)."""
+    """Mean norm of each rotary pair of a query, (L, H, d / 2). The last size is 0 if the norms were not computed."""
     head_scores: Float64[Matrix, "_ _"] | None = None
     """KVzip's head scores, (L, H_kv), or None if the head scores were not computed."""
     samples: tuple[str, ...] | None = None
@@ -97,6 +97,8 @@ class Calibration:
     """Q-Filters, (L, H_kv, d), or None if the filters were not computed."""
     networks: Networks | None = None
     """Networks of KVzap for the full-attention layers, or None."""
+    covariance: Float64[Hypercube, "_ _ _ _"] | None = None
+    """Covariance of the queries before RoPE, (L, H, d, d), or None if the covariance was not computed."""
 
     def __post_init__(self) -> None:
         L, H, half = len(self.layers), self.mean.shape[1], len(self.identity.inv_freq)
@@ -109,6 +111,10 @@ class Calibration:
             shapes["head_scores"] = (L, *self.head_scores.shape[1:2])
         if self.filters is not None:
             shapes["filters"] = (L, *self.filters.shape[1:3])
+        if self.covariance is not None:
+            shapes["covariance"] = (L, H, 2 * half, 2 * half)
+            if not self.magnitude.shape[2]:
+                shapes["magnitude"] = (L, H, 0)
         for name, shape in shapes.items():
             array = getattr(self, name)
             if array.shape != shape:
@@ -121,7 +127,7 @@ class Calibration:
     @property
     def _optional(self) -> dict[str, Any]:
         """Arrays that a calibration can lack, by name."""
-        known = {"head_scores": self.head_scores, "filters": self.filters}
+        known = {"head_scores": self.head_scores, "filters": self.filters, "covariance": self.covariance}
         networks = {} if self.networks is None else self.networks.arrays
         return {name: array for name, array in known.items() if array is not None} | networks
 
@@ -199,9 +205,9 @@ def load_calibration(path: str | PathLike[str]) -> Calibration:
         raise SpecError("calibration", str(path), bound)
     if identity.rope != rope:
         raise SpecError("calibration", str(path), f"is damaged: frequencies are {identity.rope}, in the header {rope}")
-    heads, filters = optional.pop("head_scores", None), optional.pop("filters", None)
+    heads, filters, covariance = (optional.pop(name, None) for name in OPTIONAL[:3])
     networks = Networks(**optional) if optional else None
-    return Calibration(identity, layers, mean, magnitude, heads, samples, filters, networks)
+    return Calibration(identity, layers, mean, magnitude, heads, samples, filters, networks, covariance)
 
 
 def _way_out(path: Path, error: Exception) -> str:

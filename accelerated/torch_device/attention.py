@@ -15,8 +15,15 @@ from spec.arrays import IntVector, Matrix, Vector
 from spec.policy import DeviceArray
 
 __all__ = [
-    "causal_softmax", "expected_attention", "expected_weights", "largest", "largest_attention", "received",
-    "received_attention", "softmax",
+    "causal_softmax",
+    "expected_attention",
+    "expected_weights",
+    "largest",
+    "largest_attention",
+    "received",
+    "received_attention",
+    "softmax",
+    "weights_from_statistics",
 ]
 
 
@@ -124,26 +131,42 @@ def expected_weights(
 ) -> Tensor:
     """Return the result of `expected_attention` as a tensor on the device of the keys."""
     q, k, v = _on_device(q), _on_device(k), _on_device(v)
-    pairs = upload(inv_freq, np.float64, q.device)
-    turn = upload(at, np.float64, q.device)[:, None] * pairs
+    turn = upload(at, np.float64, q.device)[:, None] * upload(inv_freq, np.float64, q.device)
     cos, sin = (torch.cos(turn) / factor).float(), (torch.sin(turn) / factor).float()
-    R, G, result = _mean_rotation(upload(ahead, np.float64, q.device), pairs, factor), len(q) // len(k), []
+    each = [_query_statistics(queries.float(), cos, sin) for queries in q]
+    mean, covariance = (torch.stack(part) for part in zip(*each, strict=True))
+    return weights_from_statistics(mean, covariance, k, v, ahead, inv_freq, factor, scaling, sinks)
+
+
+def weights_from_statistics(
+    mean: DeviceArray, covariance: DeviceArray, k: DeviceArray, v: DeviceArray, ahead: IntVector, inv_freq: Vector,
+    factor: float, scaling: float, sinks: DeviceArray | None = None,
+) -> Tensor:
+    """Implements: PO-EXPECTED-ATTENTION, PO-EXPECTED-ATTENTION-STATS"""
+    k, v = _on_device(k), _on_device(v)
+    mean, covariance = (x if isinstance(x, Tensor) else upload(x, np.float64, k.device) for x in (mean, covariance))
+    pairs = upload(inv_freq, np.float64, k.device)
+    R, G, result = _mean_rotation(upload(ahead, np.float64, k.device), pairs, factor), len(mean) // len(k), []
     for head, keys in enumerate(k):
-        keys = keys.float()
-        z = [_expected_logits(queries.float(), keys, cos, sin, R, scaling) for queries in q[head * G : (head + 1) * G]]
+        keys, group = keys.float(), range(head * G, (head + 1) * G)
+        z = torch.stack([_expected_logits(mean[h], covariance[h], keys, R, scaling) for h in group])
         head_sinks = None if sinks is None else sinks[head * G : (head + 1) * G]
-        weights = softmax(torch.stack(z), head_sinks).mean(dim=0, dtype=torch.float64)
+        weights = softmax(z, head_sinks).mean(dim=0, dtype=torch.float64)
         result.append(weights * torch.linalg.vector_norm(v[head].double(), dim=1))
     return torch.stack(result)
 
 
-def _expected_logits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, R: Tensor, scaling: float) -> Tensor:
-    """Return the expected logit of each key, (n,), from queries (m, d), the queries' RoPE angles and keys (n, d)."""
+def _query_statistics(q: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean (d,) and the covariance (d, d) of queries (m, d) without rotation, in float64."""
     first, second = q.chunk(2, dim=1)
     back = torch.cat([first * cos + second * sin, second * cos - first * sin], dim=1)
     mean = back.mean(dim=0, dtype=torch.float64)
     centred = back - mean.float()
-    covariance = torch.matmul(centred.T, centred).double() / len(q)
+    return mean, torch.matmul(centred.T, centred).double() / len(q)
+
+
+def _expected_logits(mean: Tensor, covariance: Tensor, k: Tensor, R: Tensor, scaling: float) -> Tensor:
+    """Return the expected logit of each key, (n,), from the statistics of the queries and the keys (n, d)."""
     quadratic = (R @ covariance @ R.T * (scaling**2 / 2)).float()
     return ((torch.matmul(k, quadratic) + (R @ mean * scaling).float()) * k).sum(dim=1)
 

@@ -45,6 +45,7 @@ SHARED: Mapping[str, str] = {
     "repeats": "chunk c is repeated by the tokens repeats[c] to repeats[c + 1] of repeat_q, repeat_k and norms",
     "repeat_q": "queries of the r repeating tokens after rotation", "repeat_k": "keys of the r repeating tokens",
     "norms": "norms of the hidden states that the attention of a layer reads, for the r repeating tokens",
+    "covariance": "calibrated covariance of the queries before rotation",
     "head_scores": "calibrated score of each KV head", "filters": "calibrated filter of each KV head",
     "mean": "calibrated mean of the queries before rotation",
     "magnitude": "calibrated mean modulus of each pair of channels of the queries before rotation",
@@ -64,7 +65,12 @@ _FILTERS = {"filters": "float[L, H_kv, d]"}
 _NETWORKS = {
     "W_2": "float[L, H_kv, a]", "b_2": "float[L, H_kv]", "W_1": "float[L, a, e] or null", "b_1": "float[L, a] or null",
 }
+_GAUSSIAN = {
+    "mean": "float[L, H, d]", "covariance": "float[L, H, d, d]", "inv_freq": "float[f]", "factor": "float",
+}
 _STATISTICS = {"mean": "float[L, H, d]", "magnitude": "float[L, H, f]", "inv_freq": "float[f]", "factor": "float"}
+_PARTS = ("mean", "magnitude", "head_scores", "filters", "covariance")
+"""Names of the arrays of a calibration."""
 _KINDS = {int: "int", float: "float", str: "text", Fraction: "text", NestedKVParameters: "nestedkv"}
 
 
@@ -86,7 +92,10 @@ def _calibrated(name: str) -> dict[str, str]:
     """Return the arguments that are parts of a calibration."""
     if "calibration" not in signature(POLICIES[name].make).parameters:
         return {}
-    return {"kvzip-heads": _HEADS, "q-filters": _FILTERS, "kvzap": _NETWORKS}.get(name, _STATISTICS)
+    parts = {
+        "kvzip-heads": _HEADS, "q-filters": _FILTERS, "kvzap": _NETWORKS, "expected-attention-stats": _GAUSSIAN,
+    }
+    return parts.get(name, _STATISTICS)
 
 
 def _arguments(name: str) -> dict[str, str]:
@@ -178,10 +187,10 @@ def _constants_from(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _calibration(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the calibration with the parts in the arguments, and the model of the calibration."""
-    parts = {name: given[name] for name in ("mean", "magnitude", "head_scores", "filters") if name in given}
+    parts = {name: given[name] for name in _PARTS if name in given}
     if "W_2" in given:
         parts["networks"] = Networks(**{name: given[name] for name in _NETWORKS})
-    nothing = np.zeros((len(given["W_2"] if "W_2" in given else next(iter(parts.values()))), 0, 0))
+    nothing = np.zeros((*(given["W_2"] if "W_2" in given else next(iter(parts.values()))).shape[:2], 0))
     served = Identity("", given.get("inv_freq", np.zeros(0)), given.get("factor", 1.0))
     statistics = {"mean": nothing, "magnitude": nothing, **parts}
     return {"served": served, "calibration": Calibration(served, tuple(range(len(nothing))), **statistics)}

@@ -193,8 +193,11 @@ def calibrated(inputs: Inputs) -> Calibration:
     mean, magnitude = (np.stack([pair[at] for pair in result]) for at in (0, 1))
     of_heads = np.stack([np.abs(view.k).max(axis=(1, 2)) for view in inputs.layers])
     layers = tuple(range(len(inputs.layers)))
+    covariance = np.stack([[np.cov(q.T, bias=True) for q in view.q] for view in inputs.layers])
+    shape = (*mean.shape, mean.shape[2])
     return Calibration(
-        identity(inputs), layers, mean, magnitude, of_heads, filters=filters(inputs), networks=networks_of(inputs)
+        identity(inputs), layers, mean, magnitude, of_heads, filters=filters(inputs), networks=networks_of(inputs),
+        covariance=covariance.reshape(shape),
     )
 
 

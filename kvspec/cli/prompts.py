@@ -92,6 +92,7 @@ def run_keep(prompt: Path, budget: str, policy: str, form: str, model: str, back
 
 def run_calibrate(
     text: Path, out: Path, tokens: int, loading: Loading, threshold: float | None = None, force: bool = False,
+    covariance: bool = False,
 ) -> None:
     """Write the calibration of a model, measured on a text or converted from a file of another project.
 
@@ -107,7 +108,9 @@ def run_calibrate(
         raise SpecError("threshold", threshold, f"can be used only with a head pattern (.tsv), not with {text.name}")
     check_output("out", out, (text,), force)
     published = is_published_file(text)
-    calibration = _read(text, loading, threshold) if published else _measure(text, tokens, loading)
+    if covariance and published:
+        raise SpecError("covariance", covariance, f"is measured on a text, not read from {text.name}; give a text")
+    calibration = _read(text, loading, threshold) if published else _measure(text, tokens, loading, covariance)
     file = BytesIO()
     (write_statistics if out.suffix == ".pt" else save_calibration)(calibration, file)
     publish_readable(out, file.getvalue())
@@ -124,7 +127,7 @@ def _read(file: Path, loading: Loading, threshold: float | None) -> Calibration:
     return read_published(file, model) if threshold is None else read_head_pattern(file, model, threshold)
 
 
-def _measure(text: Path, tokens: int, loading: Loading) -> Calibration:
+def _measure(text: Path, tokens: int, loading: Loading, covariance: bool) -> Calibration:
     rules = load_rules(text) if text.suffix == ".toml" else None
     read = read_prompt("TEXT", text)
     subject = loading.subject()
@@ -133,7 +136,7 @@ def _measure(text: Path, tokens: int, loading: Loading) -> Calibration:
     check_calibration_length(argument, len(given[:tokens]))
     ids = torch.tensor([given[:tokens]], device=subject.model.device)
     subject.check_positions("tokens", ids.shape[1])
-    taken = calibrate(subject.model, ids, template=repeat_template(subject.tokenizer))
+    taken = calibrate(subject.model, ids, template=repeat_template(subject.tokenizer), covariance=covariance)
     return replace(taken, samples=samples)
 
 

@@ -285,21 +285,26 @@ def report(
 
 def calibrate(
     text: Annotated[Path, typer.Argument(metavar="TEXT", help="Text file, rules file (.toml), TriAttention statistics"
-                                                              " (.pt), DuoAttention head pattern (.tsv), Q-Filters or"
-                                                              " KVzap networks (.safetensors).")],
+                                                              " (.pt), DuoAttention head pattern (.tsv), or filters,"
+                                                              " query statistics or networks (.safetensors).")],
     out: Annotated[Path, typer.Option(help="Calibration file to write.")] = Path("calibration.npz"),
     tokens: Annotated[int, typer.Option(help="Maximum number of tokens of the text to use.")] = 4096,
     threshold: Annotated[
         float | None,
         typer.Option(help="Threshold for a .tsv file. Values below the threshold become 0, and other values become 1."),
     ] = None,
+    covariance: Annotated[
+        bool, typer.Option("--covariance", help="Also measure the covariance of the queries, for"
+                                                " expected-attention-stats.")
+    ] = False,
     model: Model = "pocket", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
     force: Force = False,
 ) -> None:
     """Write the calibration file that the policies triattention, q-filters, kvzip-heads and kvzap need for a model.
 
     For triattention the file has statistics of the queries, and for q-filters their main directions. For kvzip-heads
-    the file has a KVzip score for each head. For kvzap the file has the networks of KVzap's model.safetensors.
+    the file has a KVzip score for each head. For kvzap the file has the networks of KVzap's model.safetensors. With
+    --covariance the file also has the covariance of the queries, for expected-attention-stats.
 
     Calibration takes three forward passes over the text. In one of the three passes the model repeats the text.
 
@@ -307,14 +312,16 @@ def calibrate(
     file. For a rules file, only the first context of the dev part is used, and the calibration file stores a hash of
     this context. `kvspec study` raises an error if a calibration file was made from a confirming context.
 
-    The command also converts TriAttention's statistics (.pt), DuoAttention's head patterns (.tsv), and the filters of
-    Q-Filters and the networks of KVzap (.safetensors). These files do not name a model, so kvspec cannot check whether
-    a file belongs to your model. If --out ends in .pt, the calibration file has the format of TriAttention. If --out
-    has a different suffix, the calibration file also stores a hash of the model and of the rotary embedding.
+    The command also converts TriAttention's statistics (.pt) and DuoAttention's head patterns (.tsv). A .safetensors
+    file has filters of Q-Filters, query statistics of Expected Attention, or networks of KVzap. These files do not name
+    a model, so kvspec cannot check whether a file belongs to your model. If --out ends in .pt, the calibration file has
+    the format of TriAttention. If --out has a different suffix, the calibration file also stores a hash of the model
+    and of the rotary embedding.
 
     To use the calibration file, run kvspec compare --policies triattention --calibration calibration.npz
     """
     from experiments.studies.subject import Loading
     from kvspec.cli.prompts import run_calibrate
 
-    run_calibrate(text, out, tokens, Loading(model, device=device, dtype=dtype, attn=attn), threshold, force)
+    loading = Loading(model, device=device, dtype=dtype, attn=attn)
+    run_calibrate(text, out, tokens, loading, threshold, force, covariance)

@@ -10,6 +10,7 @@ from conformance.methods import cake as cake_oracle
 from conformance.methods import policies as oracle
 from conformance.methods.brute import Brute, from_vector
 from conformance.methods.chunks import chunk_sets
+from conformance.methods.expected_attention_stats import gaussian
 from conformance.methods.knorm import knorm
 from conformance.methods.method import method_of
 from conformance.methods.policies import best_blocks, crushed
@@ -221,6 +222,12 @@ RESULTS: Mapping[str, Callable[[Any], Json]] = {
     "PO-KVZIP-HEADS": lambda i: {"kept": kvzip.sinks_and_newest(
         [x for row in i["head_scores"] for x in row], i["n"], i["B"], i["N_sink"], i["N_recent"]
     )},
+    "PO-EXPECTED-ATTENTION-STATS": lambda i: {"kept": [
+        oracle.top(row, i["B"])
+        for k, v, mean, covariance in zip(i["k"], i["v"], i["mean"], i["covariance"], strict=True)
+        for row in gaussian(
+            k, v, mean, covariance, len(k[0]), i["inv_freq"], 1.0, i["scaling"], i["N_sink"], i["N_future"])
+    ]},
     "PO-Q-FILTERS": lambda i: {"kept": [
         oracle.top(products(head, direction), i["B"])
         for k, filters in zip(i["k"], i["filters"], strict=True) for head, direction in zip(k, filters, strict=True)

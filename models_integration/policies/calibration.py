@@ -1,7 +1,7 @@
 """Calibration of a model: query statistics for TriAttention, head scores for KVzip, and filters for Q-Filters.
 
-kvspec also reads the calibration files of TriAttention (.pt, statistics), DuoAttention (.tsv, head patterns), Q-Filters
-and KVzap (.safetensors), and writes files of TriAttention.
+kvspec also reads the calibration files of TriAttention (.pt, statistics), DuoAttention (.tsv, head patterns),
+Q-Filters, Expected Attention and KVzap (.safetensors), and writes files of TriAttention.
 """
 
 import pickle
@@ -13,8 +13,6 @@ from typing import IO, Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -26,20 +24,22 @@ from models_integration.model.identity import ModelIdentity
 from models_integration.model.layer_kinds import layer_types, of_layer
 from models_integration.policies.networks import holds_networks, read_networks
 from models_integration.policies.served import heads_served_by, served_by
+from models_integration.policies.tensor_files import STATISTICS, filters_of, load_tensors, statistics_of
 from models_integration.session.verbs import observe
 from reference.calibration import Calibration, Identity, load_calibration
 from reference.policies.attention import unrotated
+from reference.policies.expected_attention import query_statistics
 from reference.policies.kvzip import kvzip
 from reference.policies.kvzip_heads import head_scores
 from reference.policies.qfilters import query_filters
 from reference.triattention import band_statistics
-from spec.arrays import Float64, Matrix, Vector
+from spec.arrays import Cube, Float64, Matrix, Vector
 from spec.errors import SpecError
 from spec.policy import Policy
 
 __all__ = [
-    "calibrate", "check_calibration_length", "given_calibration", "is_published_file", "read_filters",
-     "read_head_pattern", "read_published", "read_statistics", "served_by", "write_statistics",
+    "calibrate", "check_calibration_length", "given_calibration", "is_published_file", "read_head_pattern",
+    "read_published", "read_statistics", "read_tensors", "served_by", "write_statistics",
 ]
 
 LEAST_TOKENS = 256
@@ -69,7 +69,7 @@ def check_calibration_length(argument: str, tokens: int) -> None:
 
 def calibrate(
     model: PreTrainedModel, input_ids: Tensor, identity: ModelIdentity | None = None,
-    template: Sequence[Sequence[int]] | None = None,
+    template: Sequence[Sequence[int]] | None = None, *, covariance: bool = False,
 ) -> Calibration:
     """Measure a model, and return the calibration that `triattention`, `q-filters` and `kvzip-heads` need.
 
@@ -84,6 +84,8 @@ def calibrate(
         identity: `ModelIdentity` of the model. Default: the identity is computed from all parameters of the model.
         template: `repeat_template(tokenizer)`. If `template` is given, the head scores of `kvzip-heads` are also
             measured.
+        covariance: if True, the covariance of the queries is also measured, which `expected-attention-stats` needs. A
+            calibration of a model with 32 layers of 32 heads with 128 channels then has 134 MB more.
 
     Returns:
         Filters, and statistics of the queries before rotary embedding. If `template` is given, the result also has head
@@ -97,16 +99,18 @@ def calibrate(
         raise SpecError("input_ids", tuple(input_ids.shape), "must be one row of token ids")
     check_calibration_length("input_ids", input_ids.shape[1])
     served = (served_by if template is None else heads_served_by)(model, identity)
-    taken = _statistics(describe(model), served, input_ids)
+    taken = _statistics(describe(model), served, input_ids, covariance)
     if template is None:
         return taken
     head_scores = _head_scores(model, input_ids, kvzip(template))
     return replace(taken, head_scores=head_scores.reshape(len(taken.layers), -1))
 
 
-def _statistics(architecture: Architecture, served: Identity, input_ids: Tensor) -> Calibration:
+def _statistics(
+    architecture: Architecture, served: Identity, input_ids: Tensor, covariance: bool,
+) -> Calibration:
     """Return filters and statistics of the queries of a text. Statistics need a supported rotation."""
-    statistics, cache = _Statistics(served), RetainedCache(architecture.config)
+    statistics, cache = _Statistics(served, covariance), RetainedCache(architecture.config)
     with (
         torch.no_grad(), restored_rotation(architecture.decoder),
         observing(architecture, cache, statistics, architecture.full_layers),
@@ -127,18 +131,23 @@ class _Statistics(Watcher):
     """Compute the means of the queries of each layer during attention, without storing the queries."""
 
     identity: Identity
+    wants_covariance: bool = False
     layers: dict[int, list[tuple[Matrix, Matrix]]] = field(default_factory=dict)
     filters: dict[int, Matrix] = field(default_factory=dict)
+    covariance: dict[int, list[Cube]] = field(default_factory=dict)
 
     def attended(self, module: nn.Module, seen: Attended) -> None:
-        self.layers[seen.layer] = [self.head(one) for one in seen.query[0]]
+        self.covariance[seen.layer] = []
+        self.layers[seen.layer] = [self.head(one, seen.layer) for one in seen.query[0]]
         self.filters[seen.layer] = query_filters(seen.query[0].detach().double().cpu().numpy(), seen.key.shape[1])
 
-    def head(self, q: Tensor) -> tuple[Float64[Matrix, "1 d"], Float64[Matrix, "1 half"]]:
+    def head(self, q: Tensor, layer: int) -> tuple[Float64[Matrix, "1 d"], Float64[Matrix, "1 half"]]:
         wide = q.detach().double().cpu().numpy()[None]
         if not len(self.identity.inv_freq):
             return wide[:, 0, :0], wide[:, 0, :0]
         bare = unrotated(wide, np.arange(wide.shape[1]), self.identity.inv_freq, self.identity.factor)
+        if self.wants_covariance:
+            self.covariance[layer].append(query_statistics(bare)[1])
         return band_statistics(bare)
 
     def calibration(self, architecture: Architecture) -> Calibration:
@@ -147,7 +156,11 @@ class _Statistics(Watcher):
             for part in (0, 1)
         )
         filters = np.stack([self.filters[at] for at in architecture.full_layers])
-        return Calibration(self.identity, architecture.full_layers, mean, magnitude, filters=filters)
+        spreads = [np.concatenate(heads) for layer in architecture.full_layers if (heads := self.covariance[layer])]
+        covariance = np.stack(spreads) if spreads else None
+        return Calibration(
+            self.identity, architecture.full_layers, mean, magnitude, filters=filters, covariance=covariance,
+        )
 
 
 def read_statistics(
@@ -195,7 +208,7 @@ def write_statistics(calibration: Calibration, file: str | PathLike[str] | IO[by
         SpecError: if the calibration has no query statistics.
     """
     L, H, d = calibration.mean.shape
-    if not d:
+    if not calibration.magnitude.shape[2]:
         raise SpecError("calibration", calibration.digest, "has no query statistics; calibrate with a text")
     half, pairs = d // 2, [(layer, head) for layer in range(L) for head in range(H)]
     rows = np.concatenate([calibration.mean, calibration.magnitude], axis=2).astype(np.float32)
@@ -246,39 +259,37 @@ def read_head_pattern(
     return Calibration(served, layers, nothing, nothing, values)
 
 
-def read_filters(
+def read_tensors(
     path: str | PathLike[str], model: PreTrainedModel, identity: ModelIdentity | None = None,
 ) -> Calibration:
-    """Read the filters of Q-Filters, which their authors publish for some models.
+    """Read a .safetensors file: filters of Q-Filters, or query statistics of Expected Attention.
 
         policy = kvspec.policy_from_name("q-filters", 0.3, calibration="model.safetensors")
 
-    The tensor `q_filters` of the file has one filter for each layer and KV head. The sign of each filter is opposite to
-    the sign in kvspec, so the sign is changed. The file has no hash of the weights. Therefore kvspec cannot check
+    The authors publish such files for some models, and kvpress reads these files. The tensor `q_filters` has one filter
+    for each layer and KV head, whose sign kvspec changes. The tensors `query_mean` and `query_cov` have the mean and
+    the covariance of the queries before RoPE. The file has no hash of the weights. Therefore kvspec cannot check
     whether the file was made with the given model.
 
     Args:
         path: path of the .safetensors file.
-        model: model that the filters were measured on.
+        model: model that the file was made with.
         identity: identity of the model, if known. Default: the identity is computed from all parameters of the model.
 
     Raises:
-        SpecError: if the file does not have one filter for each layer and KV head of the model.
+        SpecError: if the file has none of these tensors, if a shape does not fit the model, or if the statistics are
+            for a rotation that is not supported.
     """
-    architecture = describe(model)
-    layers, config = architecture.full_layers, architecture.config
-    try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise SpecError("path", str(path), f"must be a .safetensors file ({error}); {INSTEAD}") from error
-    H, H_kv = (of_layer(config, f"num_{kind}_heads", layers[0]) for kind in ("attention", "key_value"))
-    shape = (len(layer_types(config)), H_kv)
-    filters = tensors.get("q_filters", torch.empty(0))
-    if filters.ndim != 3 or tuple(filters.shape[:2]) != shape:
-        bound = f"in {path} must have {shape[0]} layers of {shape[1]} KV heads, (L, H_kv, d); {INSTEAD}"
-        raise SpecError("q_filters", tuple(filters.shape), bound)
-    nothing, served = np.empty((len(layers), H, 0)), heads_served_by(model, identity)
-    return Calibration(served, layers, nothing, nothing, filters=-filters[list(layers)].double().numpy())
+    architecture, tensors = describe(model), load_tensors(path)
+    layers = architecture.full_layers
+    H = of_layer(architecture.config, "num_attention_heads", layers[0])
+    nothing = np.empty((len(layers), H, 0))
+    if not set(STATISTICS) & set(tensors):
+        filters, served = filters_of(tensors, architecture), heads_served_by(model, identity)
+        return Calibration(served, layers, nothing, nothing, filters=filters)
+    served = served_by(model, identity)
+    mean, covariance = statistics_of(tensors, architecture, 2 * len(served.inv_freq))
+    return Calibration(served, layers, mean, nothing, covariance=covariance)
 
 
 def is_published_file(given: object) -> bool:
@@ -287,16 +298,16 @@ def is_published_file(given: object) -> bool:
 
 
 def read_published(path: Any, model: PreTrainedModel, identity: ModelIdentity | None = None) -> Calibration:
-    """Read a calibration file of TriAttention (.pt), DuoAttention (.tsv), Q-Filters or KVzap (.safetensors).
+    """Read a calibration file of another project, by the suffix of the path.
 
     Raises:
-        SpecError: as in `read_statistics`, `read_head_pattern`, `read_filters` and `read_networks`.
+        SpecError: as in `read_statistics`, `read_head_pattern`, `read_tensors` and `read_networks`.
     """
     return _READERS[Path(path).suffix](path, model, identity=identity)
 
 
 def _read_tensors(path: Any, model: PreTrainedModel, identity: ModelIdentity | None = None) -> Calibration:
-    read = read_networks if holds_networks(path) else read_filters
+    read = read_networks if holds_networks(path) else read_tensors
     return read(path, model, identity)
 
 

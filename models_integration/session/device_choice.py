@@ -21,6 +21,7 @@ from reference.policies.chunkkv import Chunks
 from reference.policies.criticalkv import EPSILON, TwoScores, two_stages
 from reference.policies.defensivekv import Defensive
 from reference.policies.expected_attention import ExpectedAttention
+from reference.policies.expected_attention_stats import ExpectedAttentionStats
 from reference.policies.h2o import HeavyHitters
 from reference.policies.kvcrush import scored_or_representative
 from reference.policies.kvzap import KVzap
@@ -43,7 +44,8 @@ from spec.retention import Granularity, Retention
 __all__ = ["DeviceChoices", "choose", "policy_on_device"]
 
 SCORERS = (
-    LayerScorer, Chunks, Defensive, ExpectedAttention, HeavyHitters, KVzap, QFilters, QueryCache, Sampled, TriAttention,
+    LayerScorer, Chunks, Defensive, ExpectedAttention, ExpectedAttentionStats, HeavyHitters, KVzap, QFilters,
+    QueryCache, Sampled, TriAttention,
 )
 
 
@@ -231,6 +233,9 @@ def _scores(scorer: Scorer, layer: int, view: LayerView, B: int, seen: int) -> T
         past = view.k.shape[1] - view.q.shape[1]
         ranges = cast(Tensor, scorer.range(cast(Tensor, view.v)))[:, :past]
         return pad(ranges, (0, view.q.shape[1]), value=torch.nan)
+    if isinstance(scorer, ExpectedAttentionStats):
+        weights = scorer.weights(layer, view, seen)
+        return pad(cast(Tensor, weights), (view.k.shape[1] - weights.shape[1], 0), value=torch.nan)
     if not isinstance(scorer, ExpectedAttention):
         assert isinstance(scorer, LayerScorer | HeavyHitters | QueryCache)
         return cast(Tensor, scorer.score(view))

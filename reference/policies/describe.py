@@ -211,6 +211,7 @@ def _example_constants(name: str) -> dict[str, Any]:
     calibration = Calibration(
         identity, (0,), np.zeros((1, 2, 4)), np.zeros((1, 2, 2)), np.ones((1, 2)), filters=np.ones((1, 2, 4)),
         networks=Networks(np.zeros((1, 2, 4)), np.zeros((1, 2))),
+        covariance=np.ones((1, 2, 4, 4)),
     )
     stand_ins: dict[str, Any] = {
         "W_o": {0: np.zeros((2, 4, 4))}, "inv_freq": np.ones(2), "factor": 1.0, "served": identity,

@@ -20,7 +20,10 @@ from spec.errors import SpecError
 from spec.policy import DeviceArray, LayerView, Needs, Observation, Policy, Scores
 from spec.retention import Granularity
 
-__all__ = ["ExpectedAttention", "expected_attention", "expected_logits", "expected_weights", "query_statistics"]
+__all__ = [
+    "ExpectedAttention", "expected_attention", "expected_logits", "expected_weights", "query_statistics",
+    "weights_from_statistics",
+]
 
 
 def query_statistics(q: Float64[Cube, "H m d"]) -> tuple[Float64[Matrix, "H d"], Float64[Cube, "H d d"]]:
@@ -62,14 +65,31 @@ def expected_weights(
 
     Implements: PO-EXPECTED-ATTENTION
     """
-    turns, R = tables(at, inv_freq), mean_rotation(ahead, inv_freq, factor)
-    weights_of_heads, group, values = [], len(q) // len(k), wide(v)
+    turns, each = tables(at, inv_freq), list[tuple[Matrix, Cube]]()
     for head in range(len(q)):
         back = turned_back(wide(q[head : head + 1]), *turns) / factor
-        mean, covariance = query_statistics(back)
-        keys = wide(k[head // group : head // group + 1])
-        weights_of_heads.append(expected_logits(mean @ R.T, R @ covariance @ R.T, keys, scaling))
-    weights = group_mean(softmax(np.concatenate(weights_of_heads), wide_sinks(sinks)), len(k))
+        each.append(query_statistics(back))
+    mean, covariance = (np.concatenate(part) for part in zip(*each, strict=True))
+    return weights_from_statistics(mean, covariance, k, v, ahead, inv_freq, factor, scaling, sinks)
+
+
+def weights_from_statistics(
+    mean: Float64[Matrix, "H d"], covariance: Float64[Cube, "H d d"], k: DeviceArray, v: DeviceArray,
+    ahead: Int64[IntVector, " N_future"], inv_freq: Float64[Vector, " half"], factor: float, scaling: float,
+    sinks: DeviceArray | None = None,
+) -> Float64[Matrix, "H_kv n"]:
+    """Return the softmax of the expected logits, averaged over query heads, then multiplied by the norm of each value.
+
+    Queries are Gaussian with the given mean and covariance before RoPE, and have the positions `ahead`.
+
+    Implements: PO-EXPECTED-ATTENTION, PO-EXPECTED-ATTENTION-STATS
+    """
+    R, group, values = mean_rotation(ahead, inv_freq, factor), len(mean) // len(k), wide(v)
+    logits_of_heads = []
+    for head in range(len(mean)):
+        one, keys = slice(head, head + 1), wide(k[head // group : head // group + 1])
+        logits_of_heads.append(expected_logits(mean[one] @ R.T, R @ covariance[one] @ R.T, keys, scaling))
+    weights = group_mean(softmax(np.concatenate(logits_of_heads), wide_sinks(sinks)), len(k))
     weighted: Matrix = weights * np.sqrt(np.einsum("hnd,hnd->hn", values, values))
     return weighted
 

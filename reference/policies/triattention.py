@@ -152,7 +152,7 @@ def triattention(
             raised if the mode is unknown, or if pin_prompt or slack is out of range.
     """
     calibration.check(served)
-    if not calibration.mean.shape[2]:
+    if not calibration.magnitude.shape[2]:
         reason = "has no query statistics; `kvspec calibrate TEXT` writes statistics if the model rotates in halves"
         raise SpecError("calibration", calibration.digest, reason)
     if mode not in GRANULARITY:

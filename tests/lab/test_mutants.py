@@ -80,6 +80,7 @@ UNTOLD = {
     "PO_Q_FILTERS_DIRECTIONS_WITHOUT_A_SIGN": "shows when filters are measured, and vectors give filters",
     "PO_Q_FILTERS_THE_MEAN_QUERY": "shows when filters are measured, and vectors give filters",
     "PO_Q_FILTERS_THE_FIRST_HEAD_OF_A_LAYER": "shows in a later turn, if heads store different tokens",
+    "PO_EXPECTED_ATTENTION_STATS_THE_FIRST_HEADS": "shows in a later turn, if heads store different tokens",
     "PO_KVZAP_SCORES_WITHOUT_BIAS": "shows in scores and with a threshold: a constant for each head changes no order",
 }
 """Readings that no vector of a method can reveal. Tests of decoding reveal errors in steps."""

@@ -70,7 +70,7 @@ def test_a_piece_keeps_what_it_keeps_as_a_whole_prompt(text: str) -> None:
     "criticalkv:W=2/pieces=6", "snapkv:W=2/diverse=0.5:signature=head/pieces=8", "capkv:N_sink=1:N_future=5/pieces=6",
     "adakv:W=2/pieces=11/values=1", "streamingllm:N_sink=1/sets=layer/pieces=6", "tova/every=none/pieces=5/recent=1",
     "expected-attention:N_sink=1:N_future=5/pieces=12", "random-tokens/pieces=5", "leverage/recent=3/pieces=9",
-    "q-filters/pieces=6",
+    "q-filters/pieces=6", "expected-attention-stats:N_sink=1:N_future=5/pieces=12",
 ])
 def test_kept_sets_are_those_of_the_oracle_of_parts(text: str) -> None:
     method = method_of(text)

@@ -281,7 +281,8 @@ def constants(name: str, model: LlamaForCausalLM) -> dict[str, Any]:
     required = {"calibration", "sentence_ends", "template"} & constants_of(name)
     networks = random_networks(model.config.num_hidden_layers, H_KV, model.config.hidden_size, 64)
     return {
-        key: replace(calibrate(model, text(256), template=TEMPLATE), networks=networks) if key == "calibration"
+        key: replace(calibrate(model, text(256), template=TEMPLATE, covariance=True), networks=networks)
+        if key == "calibration"
         else {"template": TEMPLATE, "sentence_ends": frozenset(range(3, VOCABULARY, 9))}[key]
         for key in required
     }

@@ -125,11 +125,11 @@ CLASSES = ("crystalcache", "streamingllm", "fullcache")
 
 @lru_cache(1)
 def calibration(model: PreTrainedModel) -> Calibration:
-    """Return a calibration of the model with head scores and networks of KVzap.
+    """Return a calibration of the model with head scores, covariances and networks of KVzap.
 
     The calibration text differs from the prompts of the tests.
     """
-    taken = calibrate(model, prompt(256, seed=9), template=REHEARSED["template"])
+    taken = calibrate(model, prompt(256, seed=9), template=REHEARSED["template"], covariance=True)
     assert taken.head_scores is not None
     networks = random_networks(*taken.head_scores.shape, model.config.hidden_size, 6)
     return replace(taken, networks=networks)

@@ -32,9 +32,9 @@ from models_integration.model.architecture import describe
 from models_integration.pocket import load_pocket
 from models_integration.policies.calibration import (
     calibrate,
-    read_filters,
     read_head_pattern,
     read_statistics,
+    read_tensors,
     write_statistics,
 )
 from models_integration.session.verbs import observe
@@ -457,7 +457,7 @@ def test_a_file_of_the_authors_keeps_what_the_calibration_keeps(tmp_path: Path) 
     assert taken.filters is not None
     save_file({"q_filters": -torch.from_numpy(taken.filters)}, file)
     sets = []
-    for given in (taken, file, str(file), read_filters(file, model)):
+    for given in (taken, file, str(file), read_tensors(file, model)):
         run, _ = read_prompt(model, policy_from_name("q-filters", 0.5, calibration=given), 40)
         sets.append([one.positions.tolist() for one in run.retentions])
     assert sets[0] == sets[1] == sets[2] == sets[3]
@@ -475,7 +475,7 @@ def test_a_file_of_the_authors_keeps_what_the_calibration_keeps(tmp_path: Path) 
 
 @pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize(("tensors", "words"), [
-    ({"q_filters": torch.ones(2, 2, 12)}, r"q_filters = \(2, 2, 12\): .*must have 3 layers of 2 KV heads"),
+    ({"q_filters": torch.ones(2, 2, 12)}, r"q_filters = \(2, 2, 12\): must have 3 layers of 2 KV heads"),
     ({"other": torch.ones(3, 2, 12)}, r"q_filters = \(0,\)"), (None, r"must be a \.safetensors file"),
     ({"q_filters": torch.full((3, 2, 12), torch.nan)}, r"calibration\.filters"),
 ])
@@ -484,3 +484,39 @@ def test_files_without_filters_of_the_model_are_refused(tensors: Any, words: str
     file.write_bytes(b"nothing") if tensors is None else save_file(tensors, file)
     with pytest.raises(SpecError, match=words):
         policy_from_name("q-filters", 0.5, calibration=file)(build("llama"))
+
+
+@pytest.mark.spec("PO-EXPECTED-ATTENTION-STATS")
+def test_covariances_are_those_of_queries_before_their_rotation(tmp_path: Path) -> None:
+    """Check a calibration, its file, and the same numbers in a file of the authors."""
+    model, ids, made = build("llama"), prompt(LEAST, seed=9), tmp_path / "mine.npz"
+    actual = calibrate(model, ids, covariance=True)
+    assert calibrate(model, ids).covariance is None
+    assert actual.covariance is not None
+    for covariance, q in zip(actual.covariance, hooked(model, ids), strict=True):
+        wanted = np.stack([np.cov(head.T, bias=True) for head in q.double().numpy()])
+        assert np.abs(covariance - wanted).max() < 10 * BOUND * float(q.abs().max()) ** 2
+    save_calibration(actual, made)
+    file = tmp_path / "model.safetensors"
+    mean, spread = (torch.from_numpy(x).contiguous() for x in (actual.mean, actual.covariance))
+    save_file({"query_mean": mean, "query_cov": spread}, file)
+    sets = []
+    for given in (actual, made, file, read_tensors(file, model)):
+        run, _ = read_prompt(model, policy_from_name("expected-attention-stats", 0.5, calibration=given), 40)
+        sets.append([one.positions.tolist() for one in run.retentions])
+    assert sets[0] == sets[1] == sets[2] == sets[3]
+    save_file({"query_mean": mean, "query_cov": spread[:, :, :3].contiguous()}, file)
+    with pytest.raises(SpecError, match=r"query_cov = .*must have 3 layers of 4 query heads of 12 channels"):
+        policy_from_name("expected-attention-stats", 0.5, calibration=file)(model)
+
+
+@pytest.mark.spec("PO-EXPECTED-ATTENTION-STATS")
+def test_the_command_measures_covariances_of_a_text(tmp_path: Path) -> None:
+    text, made = tmp_path / "text.txt", tmp_path / "mine.npz"
+    text.write_text("The chair thanked the members. The special magic number is 1516. " * 20, encoding="utf-8")
+    said = CliRunner().invoke(app, ["calibrate", str(text), "--covariance", "--tokens", "256", "--out", str(made)])
+    assert said.exit_code == 0, said.output
+    assert load_calibration(made).covariance is not None
+    published = ["calibrate", str(tmp_path / "x.pt"), "--covariance", "--out", str(tmp_path / "other.npz")]
+    wrong = CliRunner().invoke(app, published)
+    assert "is measured on a text, not read from x.pt" in str(wrong.exception)
