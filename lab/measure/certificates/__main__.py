@@ -27,7 +27,7 @@ PROGRAMS = {"engine-c": ("c", ENGINE), "engine-cpp": ("cpp", ENGINE.with_name("e
 """Engines that must be compiled: the language, and the path of the program."""
 
 
-PACKAGES = {"kvpress": "kvpress", "llama-cpp": "llama_cpp"}
+PACKAGES = {"kvpress": "kvpress", "llama-cpp": "llama_cpp", "vllm": "vllm"}
 """Packages with a separate environment, by the first word of their certificates."""
 
 
@@ -90,6 +90,10 @@ SUBJECTS: dict[str, Subject] = {
         "context shift of llama-cpp-python 0.3.36 in float32; a cell has all layers and heads of a token",
         ("--positions", "renumbered"),
     ),
+    "vllm-snapkv": Subject(
+        "server", "http://127.0.0.1:8000", "`kvspec serve pocket --policy snapkv --budget 0.3` on a CPU",
+        ("--model", "pocket"),
+    ),
     **{
         f"kvpress-{name.replace('_', '-')}": Subject("policy", f"kvpress_policies:{name}", "", ("--profile", "dev"))
         for name in PRESSES
@@ -150,7 +154,8 @@ def page() -> str:
         "`nox -s lab -- certificates` makes all certificates, and `nox -s lab -- certificates NAME` makes one again, in"
         " the environment that it needs. [The specification](../../../spec/certificate.md) defines the verdicts. The"
         " wrappers are in `lab/measure/certificates`. Run `python -m conformance.verify --check"
-        " CERTIFICATE.toml` in that folder (engines: in the root), with the root in PYTHONPATH.", "",
+        " CERTIFICATE.toml` in that folder (engines: in the root), with the root in PYTHONPATH. For a certificate of a"
+        " server, start [the server](../../guide/serving.md) first.", "",
         "The presses of kvpress are not changed. They get random queries, keys and values in float64, and their"
         " promises are read from their docstrings. A press accepts a budget of B of n tokens only as the ratio"
         " 1 - B / n. If floating-point numbers round down, a press keeps one token too few, and the missing token"

@@ -32,7 +32,9 @@ def test_a_certificate_is_about_the_files_that_are_here(name: str) -> None:
     pytest.importorskip("jsonschema").validate(json.loads(json.dumps(certificate, default=str)), schema)
     subject = certificates.SUBJECTS[name]
     assert certificate["subject"]["named"] == subject.named
-    if subject.kind != "command":
+    if subject.kind == "server":
+        assert certificate["run"]["model"] == subject.options[1]
+    elif subject.kind != "command":
         file = f"{subject.named.partition(':')[0]}.py"
         assert certificate["subject"]["digest"] == digest_of({file: subject.folder / file})
 
