@@ -315,11 +315,12 @@ def test_what_does_not_follow_the_rule_is_refused(tmp_path: Path) -> None:
 @pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize("name", [
     "expected-attention", "diverse-expected-attention", "triattention", "triattention-by-head", "diverse-triattention",
+    "expected-attention-stats",
 ])
 def test_a_policy_that_removes_the_rotation_of_keys_is_refused(name: str) -> None:
     """TriAttention has the frequencies in a calibration, and set-conditioned selection contains a scorer."""
     model = prepared("Llama", **SMALL)
-    given = {"calibration": calibration(model)} if "triattention" in name else {}
+    given = {"calibration": calibration(model)} if "triattention" in name or "stats" in name else {}
     policy = policy_from_name(name, 12, positions=RENUMBERED, **given)
     with pytest.raises(SpecError, match="removes the rotation of keys"):
         policy(model)
