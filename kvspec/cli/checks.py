@@ -9,6 +9,7 @@ import typer
 from experiments.studies.results import load_rows
 from models_integration.policies.methods import constants_of, parse_policy
 from reference.calibration import Calibration, load_calibration
+from reference.policies.names import DIVERSE, home_of
 from spec.errors import SpecError
 from spec.files import check_output_folder, check_results, read_text
 
@@ -74,6 +75,12 @@ def check_defaults(context: typer.Context, names: Iterable[str], reason: str) ->
             raise SpecError(name, str(value) if isinstance(value, Path) else value, reason)
 
 
+def _source_of(policies: Iterable[str]) -> str:
+    """Return an example of the file from which `kvspec calibrate` makes the calibration of the policies."""
+    networks = any(home_of(parse_policy(policy)[0]).removeprefix(DIVERSE) == "kvzap" for policy in policies)
+    return "KVzap/model.safetensors" if networks else "some-text.txt"
+
+
 def calibration_of(policies: Iterable[str], path: Path | None) -> Calibration | None:
     """Return the calibration in a file. Without a file, return None.
 
@@ -83,8 +90,6 @@ def calibration_of(policies: Iterable[str], path: Path | None) -> Calibration | 
     if path is not None:
         return load_calibration(path)
     if needing := [policy for policy in policies if "calibration" in constants_of(parse_policy(policy)[0])]:
-        raise SpecError(
-            "calibration", None, f"is needed by {', '.join(needing)}: run `kvspec calibrate some-text.txt` with the"
-            " same --model, then add --calibration calibration.npz"
-        )
+        remedy = f"run `kvspec calibrate {_source_of(needing)}` with the same --model, then add --calibration"
+        raise SpecError("calibration", None, f"is needed by {', '.join(needing)}: {remedy} calibration.npz")
     return None

@@ -1,6 +1,6 @@
 """Implementation of the commands `kvspec policies` and `kvspec tasks`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
@@ -79,13 +79,18 @@ def _peak(one: PolicyDescription) -> str:
     return "budget" if one.layer_by_layer else "full cache"
 
 
+def _listed(words: Sequence[str]) -> str:
+    return " and ".join([*([", ".join(words[:-1])] if words[1:] else []), words[-1]])
+
+
 def _lines(one: PolicyDescription) -> Iterator[str]:
     yield f"{one.name}: keeps {one.keeps}"
     if one.paper:
         yield f"paper: {one.paper}"
     owner = "the whole model" if one.granularity == "model" else f"each {one.granularity}"
     yield f"the model reads the prompt {'once' if one.passes == 1 else 'twice'}; peak memory: {_peak(one)}"
-    yield f"uses queries and keys of {_LAYERS[one.layers]}; one set of kept tokens for {owner}"
+    tensors = f"{_listed(one.tensors)} of {_LAYERS[one.layers]}" if one.tensors else "no tensors of the model"
+    yield f"scores tokens from {tensors}; one set of kept tokens for {owner}"
     yield from (f"{word}: {_YES[serves]}" for word, serves in _served(one).items())
     yield 'positions of the kept tokens: "kept" (default) or "renumbered"'
     if one.of_model:

@@ -26,7 +26,7 @@ from reference.policies.names import (
 )
 from reference.policies.texts import text_of
 from spec.errors import SpecError
-from spec.policy import Policy
+from spec.policy import Needs, Policy
 
 __all__ = ["MEANINGS", "PolicyDescription", "describe_parts", "describe_policy", "field_meanings", "list_policies"]
 
@@ -99,7 +99,8 @@ class PolicyDescription:
         paper: publication that defines the policy, or "" if there is no publication.
         keeps: description of the tokens that the policy keeps.
         passes: number of times that the model processes the prompt, 1 or 2.
-        layers: layers whose queries and keys the policy uses: "none", "observed" (one layer) or "all".
+        layers: layers whose tensors the scorer receives: "none", "observed" (one layer) or "all".
+        tensors: tensors that the scorer receives from these layers, such as "queries" and "keys".
         granularity: part of the model that has a separate set of kept tokens: "model", "layer" or "layer and KV head".
         layer_by_layer: True if tokens are evicted from each layer during the forward pass over the prompt. If
             `layer_by_layer` is False, the full cache is in memory before eviction.
@@ -119,6 +120,7 @@ class PolicyDescription:
     keeps: str
     passes: int
     layers: str
+    tensors: tuple[str, ...]
     granularity: str
     layer_by_layer: bool
     decode_time: bool
@@ -169,7 +171,8 @@ def describe_policy(name: str) -> PolicyDescription:
         keeps = f"tokens by the {'scorer' if found.scorer_only else 'parts'} of {name}, with {parts}"
     required = tuple(key for key, value in given.items() if value is Parameter.empty or key == "template")
     return PolicyDescription(
-        whole, row.paper, keeps, 1 + (needs.rehearsal is not None), needs.layers, policy.granularity.value,
+        whole, row.paper, keeps, 1 + (needs.rehearsal is not None), needs.layers, _tensors(needs),
+        policy.granularity.value,
         layer_by_layer=name != "fullcache" and (needs.layers != "all" or is_layerwise(policy) or is_cascading(policy)),
         decode_time=stepping,
         later_turns=decides_again(policy),
@@ -180,6 +183,16 @@ def describe_policy(name: str) -> PolicyDescription:
         of_model=tuple(sorted(constants_of_model(whole))),
         meanings={key: _meaning(row, key) for key in given},
     )
+
+
+def _tensors(needs: Needs) -> tuple[str, ...]:
+    """Return the tensors of a layer that a scorer receives. Keys are part of each layer's view."""
+    if needs.layers == "none":
+        return ()
+    received = {
+        "queries": needs.query_rows != 0, "keys": True, "values": needs.values, "hidden states": needs.hidden,
+    }
+    return tuple(tensor for tensor, is_received in received.items() if is_received)
 
 
 def _meaning(row: NamedPolicy, constant: str) -> str:

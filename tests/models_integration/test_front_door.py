@@ -107,6 +107,10 @@ def test_constants_are_given_by_name_and_the_defaults_are_the_makers() -> None:
     assert describe_policy("nestedkv").constants["beta"] == 3.0
     assert describe_policy("snapkv").constants == {"W": 32, "kernel": 7}
     assert describe_policy("kvzip").required == ("template",)
+    assert describe_policy("snapkv").tensors == ("queries", "keys")
+    assert describe_policy("knorm").tensors == ("keys",)
+    assert describe_policy("kvzap").tensors == ("keys", "hidden states")
+    assert describe_policy("streamingllm").tensors == ()
     assert [one.name for one in list_policies() if one.positions == "renumbered"] == [
         "streamingllm", "finch",
     ]

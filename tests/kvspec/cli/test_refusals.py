@@ -63,6 +63,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         (("--policies", "mym.py:POLICY"), ("policy = 'mym.py:POLICY'", "mym.py is a file", "write", "mym:POLICY")),
         (("--tasks", "haystack"), ("task = 'haystack'",)), (("--placements", "before"), ("placements = 'before'",)),
         (("--policies", "snapkv,triattention"), ("calibration", "triattention", "kvspec calibrate")),
+        (("--policies", "snapkv,kvzap"), ("calibration", "kvzap", "kvspec calibrate KVzap/model.safetensors")),
         (
             ("--policies", "triattention", "--calibration", "nowhere.npz"),
             ("nowhere.npz", "must be a file that kvspec calibrate wrote"),
