@@ -153,9 +153,17 @@ def policy_sets(model: PreTrainedModel, statement: Statement, seen: Sequence[int
 
 
 def with_noise(model: PreTrainedModel, noise: float, seed: int) -> PreTrainedModel:
-    """Return a copy of a model whose weights are changed at random by a relative `noise`."""
+    """Return a copy of a model whose weights and embedded tokens are changed at random by a relative `noise`.
+
+    Equal tokens at different positions are changed differently, because rounding can also rank them.
+    """
     changed, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+
+    def near(x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + noise * (2 * torch.rand(x.shape, generator=generator) - 1)).to(x.dtype)
+
     with torch.no_grad():
         for weight in changed.parameters():
-            weight.mul_(1 + noise * (2 * torch.rand(weight.shape, generator=generator) - 1))
+            weight.copy_(near(weight))
+    changed.get_input_embeddings().register_forward_hook(lambda module, args, output: near(output))
     return changed
