@@ -228,7 +228,7 @@ def digests_are_late(own: Any) -> Any:
 
 FAULTS: dict[str, tuple[Plant, str]] = {
     "no eviction": (replaced("runner", "_Model._decided", nothing_moves), "nothing was evicted"),
-    "another set": (with_slots(lambda slots, layer: exchange_token(slots)), "a different set, or different weights"),
+    "another set": (with_slots(lambda slots, layer: exchange_token(slots)), "masking by the stated set"),
     "another set, as stated": (replaced("selection", "retain", another_set_is_decided), "against the policy"),
     "other positions": (replaced("runner", "shift_lengths", positions_are_shifted), "'slots', not 'kept'"),
     "budget by one": (replaced("selection", "retain", one_token_more), "1 more than the budget"),
