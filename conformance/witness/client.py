@@ -22,6 +22,10 @@ _REFUSED = (
     " and return_token_ids, such as `vllm serve`"
 )
 _CHAT = "a server of chat completions alone cannot be tested, because it tokenizes the prompt itself"
+_TEXT = (
+    "to ask a server that accepts only text whether it evicts, run `python -m conformance.server_suite.text` with the"
+    " same --server and --model"
+)
 _NEEDED = {404: f"{_CHAT}; {_REFUSED}", 405: f"{_CHAT}; {_REFUSED}"}
 """What to type instead, by HTTP status."""
 
@@ -198,7 +202,8 @@ class Server:
             self.complete([1, 2, 3], 1)
         except SpecError as error:
             code = int(getattr(error.__cause__, "code", 0))
-            raise SpecError("server", self.url, f"{error.bound}; {_NEEDED.get(code, _REFUSED)}") from error
+            needed = _NEEDED.get(code, f"{_REFUSED}; {_TEXT}")
+            raise SpecError("server", self.url, f"{error.bound}; {needed}") from error
 
     def complete_all(
         self, prompts: Sequence[Sequence[int]], tokens: int, seed: int = 0, stream: bool | None = None,

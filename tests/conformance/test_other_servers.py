@@ -61,7 +61,7 @@ def model(folder: Path) -> PreTrainedModel:
 
 @pytest.mark.parametrize(("status", "body", "words"), [
     (422, {"detail": "Unexpected fields"}, ['answered 422 to 3 ids: {"detail": "Unexpected fields"}', "vllm serve"]),
-    (400, {"detail": "prompt must be a string."}, ["prompt must be a string", "accepts token ids as the prompt"]),
+    (400, {"detail": "prompt must be a string."}, ["must be a string", "token ids as the prompt", "server_suite.text"]),
     (404, {"detail": "Not Found"}, ["a server of chat completions alone cannot be tested", "vllm serve"]),
     (200, ["no object"], ["did not answer a prompt of 3 ids: ['no object']"]),
     (200, {"error": {"message": "out of memory"}}, ["did not answer a prompt of 3 ids", "out of memory"]),
