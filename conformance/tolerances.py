@@ -58,6 +58,10 @@ BOUNDS: dict[tuple[str, str], Bound] = {
     ("IN-ENTROPY", "float64"): Bound(
         256, "terms of one sign: a logarithm within 4 ulp, a product, and as many roundings as slots, of both sides"
     ),
+    ("PO-CHUNKS", "float64"): Bound(
+        64, "terms of one sign: a logarithm within 4 ulp, a product and a sum that is rounded once, on both sides; the"
+        " logarithm of a share near 1 errs by the rounding of the share", 2.0**-50
+    ),
     ("CC-DISSOLVE-D", "float64"): Bound(0, "one quotient, correctly rounded, and one product: the same bits"),
 }
 

@@ -28,7 +28,7 @@ from conformance.methods.composed_text import (
     parsed,
 )
 from conformance.methods.kvzip import global_shares
-from conformance.methods.pieces import cut, joined, runs
+from conformance.methods.pieces import joined, runs
 from conformance.methods.policies import Score
 from conformance.methods.tables import table_shares
 from conformance.methods.weighed import output_sizes, two_stages
@@ -186,7 +186,7 @@ def raised(given: Composed) -> int:
 
 def by_piece(given: Composed) -> list[Score]:
     """Return the scores of all kept sets, each piece scored as a whole prompt."""
-    parts = [given.rows(cut(given.inputs, run)) for run in runs(given.inputs.n, given.value("pieces"))]
+    parts = [given.rows(given.inputs.cut(run)) for run in runs(given.inputs.n, given.value("pieces"))]
     return [[x for part in of_set for x in part] for of_set in zip(*parts, strict=True)]
 
 
@@ -204,7 +204,7 @@ def in_pieces(
     of_sets = [oracle.whole([Fraction(min(b - sum(held), sum(open_)) * x, sum(open_) or 1) for x in open_])
                for b in shares]
     for at, run in enumerate(pieces):
-        part = replace(given, inputs=cut(given.inputs, run))
+        part = replace(given, inputs=given.inputs.cut(run))
         inside = selected_sets(
             part, [row[run.start : run.stop] for row in rows], [row[run.start : run.stop] for row in free],
             [held[at] + own[at] for own in of_sets], [range(len(run)) for _ in rows],

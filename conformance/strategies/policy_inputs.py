@@ -58,6 +58,16 @@ class Inputs:
     def H_kv(self) -> int:
         return len(self.layers[0].k)
 
+    def cut(self, run: range) -> "Inputs":
+        """Return the tokens of a run as a whole sequence, with their positions in the text."""
+        part = slice(run.start, run.stop)
+        layers = [
+            replace(x, q=x.q[:, part], k=x.k[:, part], v=None if x.v is None else x.v[:, part],
+                    hidden=None if x.hidden is None else x.hidden[part]) for x in self.layers
+        ]
+        places = np.arange(run.start, run.stop)
+        return replace(self, layers=layers, token_ids=self.token_ids[part], positions=places, whole=self)
+
 
 def drawn(seed: int, n: int | None = None, L: int | None = None, heads: tuple[int, int] | None = None) -> Inputs:
     """Return normal q, k and v of 1 to 26 tokens and 1 to 3 layers.

@@ -38,6 +38,7 @@ from models_integration.model.frame import decode, encode
 from models_integration.pocket import ASSETS, load_pocket_tokenizer
 from models_integration.policies.calibration import calibrate
 from models_integration.policies.values import repeat_template
+from reference.calibration import Networks
 from reference.policies.describe import list_policies
 from reference.policies.names import DIVERSE, NAMES
 from spec.budget import Budget, parse_budget
@@ -266,7 +267,11 @@ def subject(one_thread: None) -> Subject:
     plain = Loading(backend="numpy").subject()
     text = draw_sample("needle", plain.tokenizer, 400, 0, 1).context_ids
     template = repeat_template(plain.tokenizer)
-    return replace(plain, calibration=calibrate(plain.model, torch.tensor([text]), template=template))
+    taken = calibrate(plain.model, torch.tensor([text]), template=template, covariance=True)
+    heads, width = plain.model.config.num_key_value_heads, plain.model.config.hidden_size
+    rng, layers = np.random.default_rng(0), len(taken.layers)
+    networks = Networks(rng.standard_normal((layers, heads, width)), rng.standard_normal((layers, heads)))
+    return replace(plain, calibration=replace(taken, networks=networks))
 
 
 def told(subject: Subject, sample: Sample, placement: Placement, names: Sequence[str]) -> dict[Cell, tuple[Row, Kept]]:

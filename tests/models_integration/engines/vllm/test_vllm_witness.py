@@ -14,8 +14,6 @@ import torch
 
 from conformance.server_suite.judge import RULES, Reading, Witness
 from conformance.witness.client import Answer, Server
-from models_integration.engines.vllm.front_end import _stream
-from models_integration.engines.vllm.runner import _Model
 from models_integration.pocket import load_pocket
 from spec.budget import parse_budget
 from tests.models_integration.engines.vllm.engine import NEEDS_VLLM, Engine
@@ -55,6 +53,8 @@ class InProcess(Server):
         return asyncio.run(self._complete(Answer(list(ids)), tokens, seed))
 
     async def _complete(self, answer: Answer, tokens: int, seed: int) -> Answer:
+        from models_integration.engines.vllm.front_end import _stream  # needs vLLM
+
         outputs = self.outputs(f"{next(NUMBERS)}", answer.prompt_ids, tokens, seed)
         async for chunk in _stream(chunks, None, SimpleNamespace(n=1), outputs):
             answer.take(json.loads(chunk.removeprefix("data: ")))
@@ -154,7 +154,7 @@ def one_token_more(own: Any) -> Any:
 
 def a_layer_stays_whole(engine: Engine, patch: pytest.MonkeyPatch) -> None:
     """Let the attention of one layer read copies of all keys and values, made before each compaction."""
-    model: _Model = engine.runner.kvspec
+    model = engine.runner.kvspec
     layer, pages, whole = model.layers[LAYER], model.pages[LAYER], dict[str, torch.Tensor]()
     compact, own = model._compact, layer.impl.forward
 
