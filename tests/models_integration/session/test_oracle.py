@@ -59,6 +59,7 @@ from tests.models_integration.session.sessions import (
     live_sets,
     method,
     read_prompt,
+    skip_without_attention,
 )
 from tests.models_integration.session.test_session_machine import SessionMachine
 
@@ -239,6 +240,7 @@ def test_generate_goes_on_outside_the_context() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_precisions_are_served(dtype: torch.dtype) -> None:
+    skip_without_attention(dtype)
     model, ids, following = build("llama", dtype=dtype), prompt(PROMPT), prompt(8, seed=9)
     cache = prefill(model, METHODS["crystalcache"](), ids).cache
     expected = Masked(model, ids, cache.stored_positions().tolist()).read(following)

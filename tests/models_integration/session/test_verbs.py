@@ -40,6 +40,7 @@ from tests.models_integration.session.sessions import (
     live_sets,
     prompts,
     published,
+    skip_without_attention,
 )
 
 pytestmark = pytest.mark.law("parts-equal-the-whole")
@@ -154,6 +155,8 @@ def test_rows_of_a_padded_batch_too(name: str, family: str) -> None:
     ("snapkv", torch.float64, "sdpa"), ("tova", torch.bfloat16, "eager"),
 ])
 def test_other_precisions_and_attention_without_a_log_sum_exp(name: str, dtype: torch.dtype, attention: str) -> None:
+    if attention == "sdpa":
+        skip_without_attention(dtype)
     model = build("llama", dtype=dtype, attention=attention)
     check(model, made(name, model, 0.3), observe(model, prompt(N)))
 
