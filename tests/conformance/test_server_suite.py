@@ -289,7 +289,7 @@ def test_a_server_that_does_as_it_states_passes(model: PreTrainedModel, policy: 
 
 @pytest.mark.parametrize("group", ["recalled", SHARED])
 def test_equal_tokens_may_be_ranked_by_rounding(model: PreTrainedModel, group: str) -> None:
-    """In layer 0, keys of equal tokens have equal norms, so a server in float64 may keep a different one of them."""
+    """Keys of equal tokens have equal norms in layer 0, so a server in float64 may keep a different one of them."""
     exact = copy.deepcopy(model).double()
     with serving(Evicting(exact, "knorm")) as url:
         witness = Witness(model, Server.of(url, "tiny"))
