@@ -109,7 +109,8 @@ def compactor(inputs: Inputs, B: int, c: int, N_sink: int, N_recent: int) -> Kep
 
 
 BRUTES = [
-    Brute("PO-LEVERAGE", "leverage", leverage, published={"factor": 1.0},
+    # The keys of two tokens are opposite to each other around their mean, so rounding would decide between them.
+    Brute("PO-LEVERAGE", "leverage", leverage, published={"factor": 1.0}, least=3,
           parts=Parts("", rows=leverage_rows)),
     Brute("PO-NONCAUSAL", "noncausal", by_layer(noncausal), {"c": C_CHUNK}, published={"c": 256},
           parts=Parts("", noncausal)),
