@@ -61,8 +61,6 @@ CHECKED = "--jaxtyping-packages=reference,beartype.beartype"
 # Fifty examples of each property, the same ones in each run of CI: the written mutants die by them. The night has 150.
 FIFTY = ["--kvspec-profile", "dev"]
 FEW = ["--kvspec-profile", "few"]
-# Each worker has a core; more threads of BLAS and PyTorch than that wait for each other, for several times the work.
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 # All that judges a backend. Only this is collected for one: the rest takes each worker half a minute to import.
 JUDGING = ["conformance/suite", "tests/spec/test_resolve.py"]
@@ -175,6 +173,14 @@ def shared_python(session: nox.Session) -> str:
     return str(python)
 
 
+def threads() -> dict[str, str]:
+    """Return the environment variable with the threads of a worker: 1, or the given `OMP_NUM_THREADS`.
+
+    Each worker has a core. More threads of BLAS and PyTorch wait for each other, and work several times as long.
+    """
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+
+
 def run(session: nox.Session, *arguments: str, **environment: str) -> None:
     session.run(shared_python(session), "-m", *arguments, external=True, env=environment)
 
@@ -198,7 +204,7 @@ def conformance(session: nox.Session) -> None:
     if session.posargs:
         kernels = any("triton" in argument for argument in session.posargs)
         environment = on_device_or_interpreted(session) if kernels else {}
-        run(session, "pytest", *WORKERS, *session.posargs, **environment, **ONE_THREAD)
+        run(session, "pytest", *WORKERS, *session.posargs, **environment, **threads())
         return
     numba = ["--backend", "numba", *OF_NUMBA]
     on_device = on_device_or_interpreted(session)
@@ -213,7 +219,7 @@ def conformance(session: nox.Session) -> None:
     failed = []
     for arguments, environment in phases:
         try:
-            run(session, "pytest", *WORKERS, *arguments, **environment, **ONE_THREAD)
+            run(session, "pytest", *WORKERS, *arguments, **environment, **threads())
         except CommandFailed as error:
             failed.append(str(error))
     if failed:
@@ -226,7 +232,7 @@ def quick(session: nox.Session) -> None:
     run(session, "ruff", "check", ".")
     for module in ("lab.layers", "lab.trace", "mypy"):
         run(session, module)
-    run(session, "lab.quick", *session.posargs, **ONE_THREAD)
+    run(session, "lab.quick", *session.posargs, **threads())
 
 
 def other_pythons() -> dict[str, str]:
@@ -259,7 +265,7 @@ def pythons(session: nox.Session, options: list[str]) -> None:
             new_environment(session, home, "-e", *wanted, base=base)
             (home / stamp()).touch()
         arguments = ["pytest", *WORKERS, *FEW, CHECKED, *tests]
-        session.run(str(interpreter_of(home)), "-m", *arguments, external=True, env=ONE_THREAD)
+        session.run(str(interpreter_of(home)), "-m", *arguments, external=True, env=threads())
         session.run(str(interpreter_of(home)), "-m", "kvspec", "policies", external=True, silent=True)
 
 
@@ -335,7 +341,7 @@ def lmcache(session: nox.Session, options: list[str]) -> None:
     """Run the tests of eviction from a request of LMCache, with the package of LMCache but without CUDA."""
     python = python_of(session, "lmcache", "-e", ".[models,conformance]", *LMCACHE)
     session.run(python, "-m", "pip", "install", "--quiet", "--no-deps", f"lmcache=={LMCACHE_VERSION}", external=True)
-    session.run(python, "-m", "pytest", LMCACHE_TESTS, *options, external=True, env=ONE_THREAD)
+    session.run(python, "-m", "pytest", LMCACHE_TESTS, *options, external=True, env=threads())
 
 
 @rare
@@ -344,7 +350,7 @@ def extra(session: nox.Session, options: list[str]) -> None:
     name, *options = options or [""]
     if name not in EXTRAS:
         session.error(f"extra {name or 'NAME'}: must be one of {', '.join(EXTRAS)}")
-    session.run(extra_python(session, name), "-m", "pytest", EXTRAS[name][1], *options, external=True, env=ONE_THREAD)
+    session.run(extra_python(session, name), "-m", "pytest", EXTRAS[name][1], *options, external=True, env=threads())
 
 
 def extra_python(session: nox.Session, name: str) -> str:
@@ -418,16 +424,16 @@ def vllm(session: nox.Session) -> None:
     python, options = vllm_python(session), session.posargs
     module = ["lab.measure.serving"] if options[:1] == ["gain"] else ["pytest", *options, str(VLLM_PINS.parent)]
     limit = [] if options else ["timeout", str(VLLM_TESTS)]
-    session.run(*limit, python, "-m", *module, external=True, env={**ONE_THREAD, "PYTHONPATH": str(ROOT)})
+    session.run(*limit, python, "-m", *module, external=True, env={**threads(), "PYTHONPATH": str(ROOT)})
 
 
 @rare
 def certificates(session: nox.Session, options: list[str]) -> None:
     """Write all certificates of other projects, or `NAME ...`, to docs/results/certificates, in half an hour."""
     module = "lab.measure.certificates"
-    run(session, module, *options, **ONE_THREAD)
-    session.run(python_of(session, *PEERS), "-m", module, *options, external=True, env=ONE_THREAD)
-    session.run(extra_python(session, "llamacpp"), "-m", module, *options, external=True, env=ONE_THREAD)
+    run(session, module, *options, **threads())
+    session.run(python_of(session, *PEERS), "-m", module, *options, external=True, env=threads())
+    session.run(extra_python(session, "llamacpp"), "-m", module, *options, external=True, env=threads())
     run(session, module, "page")
 
 
@@ -446,7 +452,7 @@ def transformers(session: nox.Session, options: list[str]) -> None:
         python = new_environment(session, ROOT / ".nox" / f"transformers-{name}", "-e", ".[dev]", wanted)
         session.run(python, "-c", "import transformers; print(transformers.__version__)", external=True)
         arguments = [*WORKERS, *FEW, *options, *OF_MODELS]
-        session.run(python, "-m", "pytest", *arguments, external=True, env=ONE_THREAD)
+        session.run(python, "-m", "pytest", *arguments, external=True, env=threads())
 
 
 @rare
@@ -477,7 +483,7 @@ def lab(session: nox.Session) -> None:
     """Run a rarely used part: `-- NAME OPTION ...` (docs, gpu, bench, package ...). `-- list` prints all parts."""
     name, *options = session.posargs or ["list"]
     if name in LAB:
-        run(session, *LAB[name][1], *options, **ONE_THREAD)
+        run(session, *LAB[name][1], *options, **threads())
     elif name in PARTS:
         PARTS[name](session, options)
     else:

@@ -80,6 +80,20 @@ def test_every_place_names_the_same_versions_of_vllm() -> None:
     assert f"\nvllm-cpu=={noxfile.VLLM_VERSION} " in noxfile.VLLM_PINS.read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize(("given", "threads"), [(None, "1"), ("4", "4")])
+def test_a_given_number_of_threads_replaces_one_thread(
+    given: str | None, threads: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    environments = list[dict[str, str]]()
+    monkeypatch.setattr(noxfile, "shared_python", lambda session: "python")
+    session: Any = SimpleNamespace(posargs=["tests"], run=lambda *command, external, env: environments.append(env))
+    noxfile.conformance(session)
+    assert environments == [{"OMP_NUM_THREADS": threads}]
+
+
 @pytest.mark.parametrize(("machine", "flags", "lacking"), [("aarch64", "avx2", "aarch64"), ("x86_64", "sse2", "AVX2")])
 def test_a_machine_on_which_vllm_does_not_run_passes_and_says_so(
     machine: str, flags: str, lacking: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
