@@ -26,14 +26,13 @@ from accelerated.torch_device.device import block_rows, download, on_device, upl
 from accelerated.torch_device.kvzap import kvzap_score
 from accelerated.torch_device.received import h2o_score, tova_score
 from accelerated.torch_device.selection import ranks
-from spec.arrays import Matrix, Vector
+from accelerated.torch_device.triattention import largest_z_scores
+from spec.arrays import Matrix
 from spec.errors import SpecError
 from spec.policy import DeviceArray, LayerView
 
 __all__ = ["SCORES", "SCORES_OF_LAYERS"]
 
-OFFSETS = 2 ** np.arange(17)
-LEAST_DEVIATION = 1e-6
 P = ParamSpec("P")
 
 
@@ -281,25 +280,6 @@ def cake_layer(
     entropy = -(A * A.clamp(min=least).log_()).sum(dim=1).sum(dtype=torch.float64).clamp(max=0.0)
     preference = entropy ** (1 / tau1) * variance.sum(dtype=torch.float64) ** (1 / tau2)
     return with_window(pooled, n), preference[None, None]
-
-
-def largest_z_scores(
-    k: DeviceArray, t: int, mean: Matrix, magnitude: Matrix, inv_freq: Vector, factor: float, pinned: int,
-) -> Tensor:
-    """Return each key's largest z-score over the query heads. Float64 is necessary, because a deviation can be small.
-
-    Implements: TA-SCORE, TA-RANKING
-    """
-    half, keys = len(inv_freq), on_device(k).double()
-    turn = np.exp(1j * inv_freq * t) * np.exp(1j * inv_freq * OFFSETS[:, None]).mean(axis=0)
-    centre = mean[:, :half] + 1j * mean[:, half:]
-    turned, rest = factor * turn * centre, factor * (magnitude - np.abs(centre))
-    vectors = upload(np.concatenate([turned.real, turned.imag, rest], axis=1), np.float64, keys.device)
-    parts = torch.cat([keys, torch.hypot(keys[:, :, :half], keys[:, :, half:])], dim=2)[:, pinned:]
-    score = torch.matmul(groups(vectors, len(keys)), parts.mT)
-    score = score - score.mean(dim=2, keepdim=True)
-    deviation = (score * score).mean(dim=2, keepdim=True).sqrt().clamp(min=LEAST_DEVIATION)
-    return pad((score / deviation).amax(dim=1), (keys.shape[1] - parts.shape[1], 0), value=torch.nan)
 
 
 def rehearsed(view: LayerView, N_sink: int, plus: bool, size: Tensor | float = 1.0) -> Tensor:
