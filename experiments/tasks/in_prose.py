@@ -3,7 +3,8 @@
 Also a task with one fact in one of three kinds of text: old prose, records with names and numbers, Python source.
 """
 
-import sysconfig
+import json
+import lzma
 import tomllib
 from functools import lru_cache
 from itertools import accumulate, chain
@@ -133,14 +134,16 @@ TEXTS = ("prose", "records", "code", "records", "code")
 """Kinds of text. The index of a context selects the kind."""
 DEV_SHARE = 5
 """Number of equal parts of each text. The first part is for dev samples, and the rest for confirming samples."""
-_ASSETS = tomllib.loads((Path(__file__).parent / "assets" / "facts.toml").read_text(encoding="utf-8"))
+_FOLDER = Path(__file__).parent / "assets"
+_ASSETS = tomllib.loads((_FOLDER / "facts.toml").read_text(encoding="utf-8"))
 FACTS = tuple(
     FactTemplate(about, f"The {about} is {{value}}.", f"What is the {about}?", "", tuple(keys))
     for about, keys in ((fact["fact"], fact["keys"]) for fact in _ASSETS["facts"])
 )
 WORDS: tuple[str, ...] = tuple(_ASSETS["words"].split())
 _RECORDS = _ASSETS["records"]
-_NOT_SOURCE = {"site-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip"}
+_LIBRARY = _FOLDER / "python_library.json.xz"
+"""Source files of Python 3.11.7's standard library, texts by name. Every version of Python draws the same windows."""
 _ATTEMPTS = 500
 _LETTERS_OF_A_TOKEN = 8
 """Number of characters per token that a source file must have to be long enough for a window."""
@@ -237,16 +240,20 @@ def _record(rng: np.random.Generator) -> str:
 
 
 @lru_cache
-def _sources(length: int) -> list[Path]:
-    """Return the files of Python's standard library that are long enough for a window, by name."""
-    home = Path(sysconfig.get_path("stdlib"))
-    files = (path for path in sorted(home.rglob("*.py")) if not _NOT_SOURCE & set(path.relative_to(home).parts))
-    return [path for path in files if path.stat().st_size >= _LETTERS_OF_A_TOKEN * length]
+def _library() -> dict[str, str]:
+    texts: dict[str, str] = json.loads(lzma.decompress(_LIBRARY.read_bytes()))
+    return texts
 
 
-def _code(tokenizer: TaskTokenizer, path: Path) -> Prose:
+@lru_cache
+def _sources(length: int) -> list[str]:
+    """Return the source files that are long enough for a window, by name."""
+    return [text for text in _library().values() if len(text.encode()) >= _LETTERS_OF_A_TOKEN * length]
+
+
+def _code(tokenizer: TaskTokenizer, source: str) -> Prose:
     """Return the beginning of a source file, including comments and docstrings."""
-    return _text("code", [encode(tokenizer, f"{line}\n") for line in path.read_text("utf-8").splitlines()])
+    return _text("code", [encode(tokenizer, f"{line}\n") for line in source.splitlines()])
 
 
 def _text(name: str, lines: list[tuple[int, ...]]) -> Prose:

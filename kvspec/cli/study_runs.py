@@ -47,7 +47,6 @@ from models_integration.session.stages import describe_stages
 from reference.calibration import Calibration
 from spec.errors import SpecError
 from spec.files import check_output
-from spec.parameters import ESSAY, PAPER
 from spec.validate import check_choices
 
 __all__ = [
@@ -67,7 +66,7 @@ GRIDS: dict[str, tuple[str, ...]] = {
             *(_constants(alpha=value) for value in (0.25, 0.5, 2.0, 8.0)),
         ),
         "extensions": (
-            _constants(**{name: one for name, one in vars(ESSAY).items() if one != getattr(PAPER, name)}),
+            _constants(parameters="essay"),
             _constants(allocation="tiers"), *(_constants(coverage=value) for value in (0.1, 0.25, 0.5)),
             _constants(merge="median"), _constants(rarity="reciprocal"), _constants(rarity="exponential"),
         ),

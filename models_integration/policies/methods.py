@@ -28,7 +28,7 @@ from spec.backend import Backend, resolve
 from spec.budget import Budget, parse_budget
 from spec.errors import SpecError
 from spec.parameters import PAPER, CrystalCacheParameters
-from spec.parameters.crystalcache import BreathProtection
+from spec.parameters.crystalcache import BreathProtection, preset
 from spec.policy import Policy
 from spec.validate import check_penalty, check_sentence_ends
 
@@ -330,7 +330,7 @@ def policy_from_name(
         return NamedPolicy(name, budget, **constants)
     if name == "crystalcache":
         changed = {key: constants.pop(key) for key in _PARAMETERS & set(constants)}
-        constants["parameters"] = replace(constants.get("parameters", PAPER), **changed)
+        constants["parameters"] = replace(preset(constants.get("parameters", PAPER)), **changed)
     return _CLASSES[name](budget, **constants)
 
 

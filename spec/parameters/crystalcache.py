@@ -8,7 +8,7 @@ from spec.errors import SpecError
 
 __all__ = [
     "ESSAY", "PAPER", "TINY", "AllocationForm", "BreathProtection", "CrystalCacheParameters", "GraphForm",
-    "HeadsForm", "HebbForm", "ImpactForm", "MergeForm", "RarityForm", "TrunkImpactForm",
+    "HeadsForm", "HebbForm", "ImpactForm", "MergeForm", "RarityForm", "TrunkImpactForm", "preset",
 ]
 
 HeadsForm = Literal["sum", "mean"]
@@ -173,3 +173,17 @@ ESSAY = replace(
 
 # Small values for tests: a prompt of a few dozen tokens has several chunks, full trunks and too many protected tokens.
 TINY = CrystalCacheParameters(C=8, k_intra=3, k_cross=2, T_max=5, N_sink=2, W_recent=3)
+
+
+def preset(given: object) -> CrystalCacheParameters:
+    """Return parameters, which are given as such or as a name: "paper" or "essay".
+
+    Raises:
+        SpecError: if the name is unknown, or if `given` is neither parameters nor a name.
+    """
+    named = {"paper": PAPER, "essay": ESSAY}
+    if isinstance(given, CrystalCacheParameters):
+        return given
+    if not isinstance(given, str) or given not in named:
+        raise SpecError("parameters", given, f"must be {' or '.join(map(repr, named))}, or CrystalCacheParameters")
+    return named[given]

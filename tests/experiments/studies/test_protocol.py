@@ -232,6 +232,18 @@ def test_a_task_that_fails_its_controls_on_dev_carries_no_claim(right: dict[str,
     assert message.startswith(f"needle_in_prose at 64: {failed} answers") if failed else message == ""
 
 
+@pytest.mark.parametrize(("length", "index", "digest"), [
+    (600, 2, "cef07c0c93080ec2"), (600, 52, "9c40d7e4f0ffed14"), (2048, 4, "eb9e9733fda5a198"),
+])
+def test_windows_of_code_are_those_of_the_committed_studies_on_every_python(
+    length: int, index: int, digest: str,
+) -> None:
+    """The digests were computed when the text was still read from the library of Python 3.11.7 itself."""
+    tokenizer = load_pocket_tokenizer(ASSETS)
+    (sample,) = resolve_task("fact")(ground_of(tokenizer, read_prose(tokenizer)), length, index, 5)
+    assert (sample.metadata["text"], sample.context_digest[:16]) == ("code", digest)
+
+
 @pytest.mark.parametrize("value", ["number", "word"])
 def test_facts_are_in_three_texts_each_split_before_any_run(value: str) -> None:
     """No window is read twice, and the fact is at its stated position. Dev and confirm have different parts of a text.

@@ -29,7 +29,7 @@ from models_integration.policies.values import output_projections
 from reference import policies
 from reference.policies.names import DIVERSE, NAMES, POLICIES
 from spec.errors import SpecError
-from spec.parameters import TINY
+from spec.parameters import ESSAY, TINY
 from tests.models_integration.session.families import FAMILIES, build, prompt, relative
 from tests.models_integration.session.sessions import CLASSES, PROMPT, small
 
@@ -72,6 +72,11 @@ def test_a_name_gives_what_its_class_gives() -> None:
     assert policy_from_name("snapkv", 0.3, W=8) == NamedPolicy("snapkv", 0.3, W=8)
     other = policy_from_name("crystalcache", 0.3, sentence_ends=ends, parameters=TINY, alpha=0, impact="salience")
     assert other == CrystalCache(0.3, ends, replace(TINY, alpha=0, impact="salience"))
+    essay = policy_from_name("crystalcache", 0.3, sentence_ends=ends, parameters="essay", alpha=2.0)
+    assert essay == CrystalCache(0.3, ends, replace(ESSAY, alpha=2.0))
+    for given in ("esay", 3):
+        with pytest.raises(SpecError, match="must be 'paper' or 'essay'"):
+            policy_from_name("crystalcache", 0.3, sentence_ends=ends, parameters=given)
 
 
 @pytest.mark.law("as-it-is-described")
