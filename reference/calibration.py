@@ -3,6 +3,7 @@
 import hashlib
 import json
 import zipfile
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from io import BufferedIOBase
@@ -15,11 +16,13 @@ import numpy as np
 from spec.arrays import Cube, Float64, Hypercube, Matrix, Vector
 from spec.errors import SpecError
 
-__all__ = ["Calibration", "Identity", "Networks", "load_calibration", "save_calibration"]
+__all__ = ["Calibration", "Gates", "Identity", "Networks", "load_calibration", "save_calibration"]
 
 FORMAT = "kvspec.triattention/3"
 ARRAYS = ("mean", "magnitude", "inv_freq")
-OPTIONAL = ("head_scores", "filters", "covariance", "W_2", "b_2", "W_1", "b_1")
+OPTIONAL = ("head_scores", "filters", "covariance")
+NETWORKS = ("W_2", "b_2", "W_1", "b_1")
+GATES = ("W_q", "b_q", "W_k", "norm_q", "norm_k", "base", "bias")
 
 
 @dataclass(frozen=True)
@@ -57,16 +60,11 @@ class Networks:
     """Biases of the first of two maps, (L, m), or None for a linear map."""
 
     def __post_init__(self) -> None:
-        shapes = {name: x.shape for name, x in self.arrays.items()}
         L, H_kv, m = self.W_2.shape
         wanted: dict[str, tuple[int, ...]] = {"W_2": (L, H_kv, m), "b_2": (L, H_kv)}
         if self.W_1 is not None or self.b_1 is not None:
             wanted |= {"W_1": (L, m, self.width), "b_1": (L, m)}
-        if shapes != wanted:
-            raise SpecError("calibration.networks", shapes, f"must have the shapes {wanted}")
-        for name, x in self.arrays.items():
-            if not np.isfinite(x).all():
-                raise SpecError(f"calibration.{name}", "infinite or NaN", "must be finite")
+        _check_arrays("networks", self.arrays, wanted)
 
     @property
     def arrays(self) -> dict[str, Any]:
@@ -77,6 +75,59 @@ class Networks:
     def width(self) -> int:
         """Number of channels of the hidden states."""
         return (self.W_2 if self.W_1 is None else self.W_1).shape[2]
+
+
+@dataclass(frozen=True)
+class Gates:
+    """Gates of Fast KVzip, one for each layer: queries and keys of r channels from hidden states, and s base keys.
+
+    Raises:
+        SpecError: if shapes do not agree, or if a weight is not finite.
+    """
+
+    W_q: Float64[Hypercube, "_ _ _ _"]
+    """Weights of the gate's queries, (L, H, r, width)."""
+    b_q: Float64[Cube, "_ _ _"]
+    """Biases of the gate's queries, (L, H, r)."""
+    W_k: Float64[Hypercube, "_ _ _ _"]
+    """Weights of the gate's keys, (L, H_kv, r, width)."""
+    norm_q: Float64[Matrix, "_ _"]
+    """Weights of the norm of the queries, (L, r)."""
+    norm_k: Float64[Matrix, "_ _"]
+    """Weights of the norm of the keys, (L, r)."""
+    base: Float64[Hypercube, "_ _ _ _"]
+    """Base keys, (L, H_kv, s, r)."""
+    bias: Float64[Matrix, "_ _"]
+    """Bias of the logit of each query head, (L, H)."""
+
+    def __post_init__(self) -> None:
+        (L, H, r, width), (H_kv, s) = self.W_q.shape, self.base.shape[1:3]
+        _check_arrays("gates", self.arrays, {
+            "W_q": (L, H, r, width), "b_q": (L, H, r), "W_k": (L, H_kv, r, width), "norm_q": (L, r), "norm_k": (L, r),
+            "base": (L, H_kv, s, r), "bias": (L, H),
+        })
+        if H % H_kv:
+            reason = f"must have a multiple of {H_kv} query heads, the number of KV heads"
+            raise SpecError("calibration.gates", H, reason)
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """Arrays by name."""
+        return dict(vars(self))
+
+    @property
+    def width(self) -> int:
+        """Number of channels of the hidden states."""
+        return self.W_q.shape[3]
+
+
+def _check_arrays(part: str, arrays: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...]]) -> None:
+    shapes = {name: x.shape for name, x in arrays.items()}
+    if shapes != wanted:
+        raise SpecError(f"calibration.{part}", shapes, f"must have the shapes {wanted}")
+    for name, x in arrays.items():
+        if not np.isfinite(x).all():
+            raise SpecError(f"calibration.{name}", "infinite or NaN", "must be finite")
 
 
 @dataclass(frozen=True)
@@ -99,13 +150,16 @@ class Calibration:
     """Networks of KVzap for the full-attention layers, or None."""
     covariance: Float64[Hypercube, "_ _ _ _"] | None = None
     """Covariance of the queries before RoPE, (L, H, d, d), or None if the covariance was not computed."""
+    gates: Gates | None = None
+    """Gates of Fast KVzip for the full-attention layers, or None."""
 
     def __post_init__(self) -> None:
         L, H, half = len(self.layers), self.mean.shape[1], len(self.identity.inv_freq)
         if not self.mean.shape[2] and self._optional:
             half = 0
-        if self.networks is not None and len(self.networks.W_2) != L:
-            raise SpecError("calibration.networks", len(self.networks.W_2), f"must be {L}, the number of layers")
+        for part, given in (("networks", self.networks), ("gates", self.gates)):
+            if given is not None and (number := len(next(iter(given.arrays.values())))) != L:
+                raise SpecError(f"calibration.{part}", number, f"must be {L}, the number of layers")
         shapes: dict[str, tuple[int, ...]] = {"mean": (L, H, 2 * half), "magnitude": (L, H, half)}
         if self.head_scores is not None:
             shapes["head_scores"] = (L, *self.head_scores.shape[1:2])
@@ -127,9 +181,10 @@ class Calibration:
     @property
     def _optional(self) -> dict[str, Any]:
         """Arrays that a calibration can lack, by name."""
-        known = {"head_scores": self.head_scores, "filters": self.filters, "covariance": self.covariance}
-        networks = {} if self.networks is None else self.networks.arrays
-        return {name: array for name, array in known.items() if array is not None} | networks
+        known: dict[str, Any] = {name: getattr(self, name) for name in OPTIONAL}
+        for part in (self.networks, self.gates):
+            known |= {} if part is None else part.arrays
+        return {name: array for name, array in known.items() if array is not None}
 
     @property
     def digest(self) -> str:
@@ -193,7 +248,8 @@ def load_calibration(path: str | PathLike[str]) -> Calibration:
             header = json.loads(str(archive["header"]))
             mean, magnitude, inv_freq = (np.asarray(archive[name], dtype=np.float64) for name in ARRAYS)
             optional = {
-                name: np.asarray(archive[name], dtype=np.float64) for name in OPTIONAL if name in archive
+                name: np.asarray(archive[name], dtype=np.float64) for name in (*OPTIONAL, *NETWORKS, *GATES)
+                if name in archive
             }
         form, rope, layers = header["format"], header["rope"], tuple(header["layers"])
         samples = None if header.get("samples") is None else tuple(map(str, header["samples"]))
@@ -205,9 +261,12 @@ def load_calibration(path: str | PathLike[str]) -> Calibration:
         raise SpecError("calibration", str(path), bound)
     if identity.rope != rope:
         raise SpecError("calibration", str(path), f"is damaged: frequencies are {identity.rope}, in the header {rope}")
-    heads, filters, covariance = (optional.pop(name, None) for name in OPTIONAL[:3])
-    networks = Networks(**optional) if optional else None
-    return Calibration(identity, layers, mean, magnitude, heads, samples, filters, networks, covariance)
+    heads, filters, covariance = (optional.get(name) for name in OPTIONAL)
+    networks, gates = ({name: optional[name] for name in part if name in optional} for part in (NETWORKS, GATES))
+    return Calibration(
+        identity, layers, mean, magnitude, heads, samples, filters, Networks(**networks) if networks else None,
+        covariance, Gates(**gates) if gates else None,
+    )
 
 
 def _way_out(path: Path, error: Exception) -> str:

@@ -12,9 +12,14 @@ from spec.policy import DeviceArray
 __all__ = ["kvzap_score"]
 
 
+def width_of(x: Tensor) -> type[np.float64] | type[np.float32]:
+    """Return the dtype of NumPy for weights of a tensor."""
+    return np.float64 if x.dtype == torch.float64 else np.float32
+
+
 def mapped(x: Tensor, W: Matrix, b: Vector) -> Tensor:
     """Return x W^T + b in the dtype of x, (n, outputs)."""
-    wide = np.float64 if x.dtype == torch.float64 else np.float32
+    wide = width_of(x)
     result: Tensor = linear(x, upload(W, wide, x.device), upload(b, wide, x.device))
     return result
 

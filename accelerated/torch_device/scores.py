@@ -23,6 +23,7 @@ from accelerated.torch_device.attention import (
 )
 from accelerated.torch_device.curdkv import curdkv_score
 from accelerated.torch_device.device import block_rows, download, on_device, upload
+from accelerated.torch_device.fast_kvzip import gate_score
 from accelerated.torch_device.kvzap import kvzap_score
 from accelerated.torch_device.received import h2o_score, tova_score
 from accelerated.torch_device.selection import ranks
@@ -374,7 +375,7 @@ SCORES_OF_LAYERS: Mapping[str, Callable[..., Any]] = {
         snapkv_score, adakv_score, morphkv_score, window_members, all_members, knorm_score, caote_score, lagkv_score,
         rkv_score, value_norms, output_size, h2o_score, tova_score, keydiff_score, defensive_score, expected_weights,
         cake_layer, largest_z_scores, value_range, window_attention, curdkv_score, filter_score, kvzap_score,
-        weights_from_statistics,
+        gate_score, weights_from_statistics,
     )
 } | {"expected_attention": expected_weights}
 """Functions that compute the scores of one layer, by name. The scores stay on the device."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from conformance.engine.ops import KeptSets, Op
 from reference import policies
-from reference.calibration import Calibration, Identity, Networks
+from reference.calibration import Calibration, Gates, Identity, Networks
 from reference.policies.describe import example_policy
 from reference.policies.names import BACKEND, POLICIES, make_policy
 from reference.policies.retain import shown_to
@@ -53,6 +53,9 @@ SHARED: Mapping[str, str] = {
     "W_1": "weights of the first of two linear maps of hidden states, or null for one map", "b_1": "biases of W_1",
     "W_2": "weights of the only or the second linear map, which gives the scores; one map has a = e",
     "b_2": "biases of W_2",
+    "W_q": "weights of the queries of a gate", "b_q": "biases of W_q", "W_k": "weights of the keys of a gate",
+    "norm_q": "weights of the norm of the queries of a gate", "norm_k": "weights of the norm of the keys of a gate",
+    "base": "base keys of a gate", "bias": "bias of the logit of each query head of a gate",
 }
 """Meaning of the arguments that are not constants."""
 _OF_MODEL = {"W_o": "float[L, H, d, e]", "inv_freq": "float[f]", "factor": "float"}
@@ -64,6 +67,10 @@ _HEADS = {"head_scores": "float[L, H_kv]"}
 _FILTERS = {"filters": "float[L, H_kv, d]"}
 _NETWORKS = {
     "W_2": "float[L, H_kv, a]", "b_2": "float[L, H_kv]", "W_1": "float[L, a, e] or null", "b_1": "float[L, a] or null",
+}
+_GATES = {
+    "W_q": "float[L, H, r, e]", "b_q": "float[L, H, r]", "W_k": "float[L, H_kv, r, e]", "norm_q": "float[L, r]",
+    "norm_k": "float[L, r]", "base": "float[L, H_kv, s, r]", "bias": "float[L, H]",
 }
 _GAUSSIAN = {
     "mean": "float[L, H, d]", "covariance": "float[L, H, d, d]", "inv_freq": "float[f]", "factor": "float",
@@ -93,7 +100,8 @@ def _calibrated(name: str) -> dict[str, str]:
     if "calibration" not in signature(POLICIES[name].make).parameters:
         return {}
     parts = {
-        "kvzip-heads": _HEADS, "q-filters": _FILTERS, "kvzap": _NETWORKS, "expected-attention-stats": _GAUSSIAN,
+        "kvzip-heads": _HEADS, "q-filters": _FILTERS, "kvzap": _NETWORKS, "fast-kvzip": _GATES,
+        "expected-attention-stats": _GAUSSIAN,
     }
     return parts.get(name, _STATISTICS)
 
@@ -136,7 +144,8 @@ def arguments_of(name: str, observation: Observation, B: int, constants: Mapping
         constants_given["W_o"] = np.stack([constants_given["W_o"][at] for at in sorted(constants_given["W_o"])])
     if "calibration" in constants_given:
         taken = constants_given["calibration"]
-        constants_given |= {**vars(taken), **vars(taken.identity), **(vars(taken.networks) if taken.networks else {})}
+        for part in (taken, taken.identity, taken.networks, taken.gates):
+            constants_given |= {} if part is None else vars(part)
     return {**constants_given, **result}
 
 
@@ -188,9 +197,11 @@ def _constants_from(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def _calibration(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the calibration with the parts in the arguments, and the model of the calibration."""
     parts = {name: given[name] for name in _PARTS if name in given}
+    nothing = np.zeros((*next(given[name] for name in (*_PARTS, "W_2", "W_q") if name in given).shape[:2], 0))
     if "W_2" in given:
         parts["networks"] = Networks(**{name: given[name] for name in _NETWORKS})
-    nothing = np.zeros((*(given["W_2"] if "W_2" in given else next(iter(parts.values()))).shape[:2], 0))
+    if "W_q" in given:
+        parts["gates"] = Gates(**{name: given[name] for name in _GATES})
     served = Identity("", given.get("inv_freq", np.zeros(0)), given.get("factor", 1.0))
     statistics = {"mean": nothing, "magnitude": nothing, **parts}
     return {"served": served, "calibration": Calibration(served, tuple(range(len(nothing))), **statistics)}

@@ -20,7 +20,7 @@ from conformance.strategies.numbers import NESTED
 from conformance.strategies.policy_inputs import TEMPLATE, Inputs, Kept, of_model
 from conformance.vectors.codec import floats
 from conformance.vectors.files import Json
-from reference.calibration import Networks
+from reference.calibration import GATES, NETWORKS, Gates, Networks
 from reference.policies.names import POLICIES
 from spec.policy import LayerView, Policy, Repeat
 
@@ -120,7 +120,7 @@ class Brute:
 
 GIVEN = (
     "q", "k", "v", "n", "scaling", "softcap", "sinks", "W_o", "inv_freq", "B", "chunks", "repeat_q", "repeat_k",
-    "norms", "steps", "hidden", "W_1", "b_1", "W_2", "b_2",
+    "norms", "steps", "hidden", *NETWORKS, *GATES,
 )
 """Inputs of a vector that are not constants of its policy."""
 
@@ -148,9 +148,11 @@ def layers_of(i: Json) -> Inputs:
     ]
     W_o = [floats(i["W_o"])] if "W_o" in i else []
     ids = np.zeros(keys[0].shape[1], np.int64)
-    arrays = {name: floats(i[name]) for name in ("W_2", "b_2", "W_1", "b_1") if name in i}
-    networks = Networks(**arrays) if arrays else None
-    return Inputs(views, floats(i.get("inv_freq", [])), W_o, ids, steps=i.get("steps", 0), networks=networks)
+    networks, gates = ({name: floats(i[name]) for name in part if name in i} for part in (NETWORKS, GATES))
+    return Inputs(
+        views, floats(i.get("inv_freq", [])), W_o, ids, steps=i.get("steps", 0),
+        networks=Networks(**networks) if networks else None, gates=Gates(**gates) if gates else None,
+    )
 
 
 def from_vector(i: Json) -> tuple[Inputs, int, dict[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from conformance.engine.methods import decoded as decoded_sets
-from reference.calibration import Calibration, Identity, Networks
+from reference.calibration import Calibration, Gates, Identity, Networks
 from reference.policies import retain, retain_turn
 from reference.policies.grammar import is_composition
 from reference.policies.kvzip import rehearsal_chunks
@@ -44,6 +44,8 @@ class Inputs:
     """Inputs of which these tokens are a part. A calibration is made from all tokens."""
     networks: Networks | None = None
     """Networks of KVzap. None: those of `networks_of`."""
+    gates: Gates | None = None
+    """Gates of Fast KVzip. None: those of `gates_of`."""
 
     @property
     def places(self) -> list[int]:
@@ -194,11 +196,30 @@ def networks_of(inputs: Inputs) -> Networks:
     return random_networks(len(inputs.layers), inputs.H_kv, width, 5 if inputs.n % 2 else None)
 
 
+def random_gates(L: int, H_kv: int, width: int, G: int = 2, r: int = 4, s: int = 3) -> Gates:
+    """Return gates of Fast KVzip with random weights: r channels, s base keys, and G query heads on each KV head."""
+    rng = np.random.default_rng([L, H_kv, width, G])
+    shapes = {
+        "W_q": (L, H_kv * G, r, width), "b_q": (L, H_kv * G, r), "W_k": (L, H_kv, r, width), "norm_q": (L, r),
+        "norm_k": (L, r), "base": (L, H_kv, s, r), "bias": (L, H_kv * G),
+    }
+    return Gates(**{name: rng.standard_normal(shape) for name, shape in shapes.items()})
+
+
+def gates_of(inputs: Inputs) -> Gates:
+    """Return gates that fit the inputs."""
+    if inputs.gates is not None:
+        return inputs.gates
+    width, G = hidden_states(inputs.layers[0]).shape[1], len(inputs.layers[0].q) // inputs.H_kv
+    return random_gates(len(inputs.layers), inputs.H_kv, width, G)
+
+
 def calibrated(inputs: Inputs) -> Calibration:
     """Return a calibration, as if the queries of the inputs were the unrotated queries of a calibration text."""
-    if inputs.networks is not None:
+    if inputs.networks is not None or inputs.gates is not None:
         nothing = np.empty((len(inputs.layers), 1, 0))
-        return Calibration(identity(inputs), tuple(range(len(nothing))), nothing, nothing, networks=inputs.networks)
+        learned = {"networks": inputs.networks, "gates": inputs.gates}
+        return Calibration(identity(inputs), tuple(range(len(nothing))), nothing, nothing, **learned)
     result = [band_statistics(view.q) for view in inputs.layers]
     mean, magnitude = (np.stack([pair[at] for pair in result]) for at in (0, 1))
     of_heads = np.stack([np.abs(view.k).max(axis=(1, 2)) for view in inputs.layers])
@@ -207,7 +228,7 @@ def calibrated(inputs: Inputs) -> Calibration:
     shape = (*mean.shape, mean.shape[2])
     return Calibration(
         identity(inputs), layers, mean, magnitude, of_heads, filters=filters(inputs), networks=networks_of(inputs),
-        covariance=covariance.reshape(shape),
+        covariance=covariance.reshape(shape), gates=gates_of(inputs),
     )
 
 

@@ -77,8 +77,9 @@ def check_defaults(context: typer.Context, names: Iterable[str], reason: str) ->
 
 def _source_of(policies: Iterable[str]) -> str:
     """Return an example of the file from which `kvspec calibrate` makes the calibration of the policies."""
-    networks = any(home_of(parse_policy(policy)[0]).removeprefix(DIVERSE) == "kvzap" for policy in policies)
-    return "KVzap/model.safetensors" if networks else "some-text.txt"
+    files = {"kvzap": "KVzap/model.safetensors", "fast-kvzip": "gates.safetensors"}
+    names = [home_of(parse_policy(policy)[0]).removeprefix(DIVERSE) for policy in policies]
+    return next((files[name] for name in names if name in files), "some-text.txt")
 
 
 def calibration_of(policies: Iterable[str], path: Path | None) -> Calibration | None:

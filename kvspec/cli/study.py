@@ -286,7 +286,7 @@ def report(
 def calibrate(
     text: Annotated[Path, typer.Argument(metavar="TEXT", help="Text file, rules file (.toml), TriAttention statistics"
                                                               " (.pt), DuoAttention head pattern (.tsv), or filters,"
-                                                              " query statistics or networks (.safetensors).")],
+                                                              " query statistics, networks or gates (.safetensors).")],
     out: Annotated[Path, typer.Option(help="Calibration file to write.")] = Path("calibration.npz"),
     tokens: Annotated[int, typer.Option(help="Maximum number of tokens of the text to use.")] = 4096,
     threshold: Annotated[
@@ -300,11 +300,12 @@ def calibrate(
     model: Model = "pocket", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
     force: Force = False,
 ) -> None:
-    """Write the calibration file that the policies triattention, q-filters, kvzip-heads and kvzap need for a model.
+    """Write the calibration file for triattention, q-filters, kvzip-heads, kvzap and fast-kvzip, for a model.
 
     For triattention the file has statistics of the queries, and for q-filters their main directions. For kvzip-heads
-    the file has a KVzip score for each head. For kvzap the file has the networks of KVzap's model.safetensors. With
-    --covariance the file also has the covariance of the queries, for expected-attention-stats.
+    the file has a KVzip score for each head. For kvzap the file has the networks of KVzap's model.safetensors, and for
+    fast-kvzip the gates of a converted file. With --covariance the file also has the covariance of the queries, for
+    expected-attention-stats.
 
     Calibration takes three forward passes over the text. In one of the three passes the model repeats the text.
 
@@ -313,10 +314,10 @@ def calibrate(
     this context. `kvspec study` raises an error if a calibration file was made from a confirming context.
 
     The command also converts TriAttention's statistics (.pt) and DuoAttention's head patterns (.tsv). A .safetensors
-    file has filters of Q-Filters, query statistics of Expected Attention, or networks of KVzap. These files do not name
-    a model, so kvspec cannot check whether a file belongs to your model. If --out ends in .pt, the calibration file has
-    the format of TriAttention. If --out has a different suffix, the calibration file also stores a hash of the model
-    and of the rotary embedding.
+    file has filters of Q-Filters, query statistics of Expected Attention, networks of KVzap, or gates of Fast KVzip.
+    These files do not name a model, so kvspec cannot check whether a file belongs to your model. If --out ends in .pt,
+    the calibration file has the format of TriAttention. If --out has a different suffix, the calibration file also
+    stores a hash of the model and of the rotary embedding.
 
     To use the calibration file, run kvspec compare --policies triattention --calibration calibration.npz
     """

@@ -18,7 +18,7 @@ from conformance.checks.vector_checks import BOUNDED
 from conformance.methods import brutes
 from conformance.methods.brute import Brute, layers_of
 from conformance.paths import ROOT, SPEC
-from conformance.strategies.policy_inputs import hidden_states, networks_of
+from conformance.strategies.policy_inputs import gates_of, hidden_states, networks_of
 from conformance.vectors import files
 from conformance.vectors.codec import expanded, is_compact
 from conformance.vectors.files import Json, decoded, parameters_of
@@ -151,18 +151,20 @@ def first_tests(brute: Brute, first: int) -> list[Json]:
     }
     if "inv_freq" in POLICIES[brute.name].of_model:
         constants["inv_freq"] = [0.5]  # one pair of channels
-    needs_hidden = example_policy(brute.name).scorer.needs.hidden
     return [
         {"tcId": first + at, "comment": comment, "flags": [flag],
-         "inputs": {**(with_networks(inputs) if needs_hidden else inputs), "B": max(B, brute.floor), **constants}}
+         "inputs": {**with_learned(brute.name, inputs), "B": max(B, brute.floor), **constants}}
         for at, (comment, flag, inputs, B) in enumerate(FIRST_TESTS)
     ]
 
 
-def with_networks(inputs: Json) -> Json:
-    """Return keys, hidden states and networks of KVzap: an even number of tokens has a linear map."""
+def with_learned(policy: str, inputs: Json) -> Json:
+    """Return the inputs. If the policy uses hidden states, return keys, hidden states and networks or gates."""
+    if not example_policy(policy).scorer.needs.hidden:
+        return inputs
     given = layers_of(inputs)
-    arrays = {name: x.round(3).tolist() for name, x in networks_of(given).arrays.items()}
+    learned = gates_of(given) if policy == "fast-kvzip" else networks_of(given)
+    arrays = {name: x.round(3).tolist() for name, x in learned.arrays.items()}
     return {"k": inputs["k"], "hidden": [hidden_states(view).tolist() for view in given.layers], **arrays}
 
 

@@ -1,7 +1,7 @@
 """Calibration of a model: query statistics for TriAttention, head scores for KVzip, and filters for Q-Filters.
 
 kvspec also reads the calibration files of TriAttention (.pt, statistics), DuoAttention (.tsv, head patterns),
-Q-Filters, Expected Attention and KVzap (.safetensors), and writes files of TriAttention.
+Q-Filters, Expected Attention, KVzap and Fast KVzip (.safetensors), and writes files of TriAttention.
 """
 
 import pickle
@@ -22,7 +22,7 @@ from models_integration.model.architecture import Architecture, describe, restor
 from models_integration.model.cache_argument import cache_name
 from models_integration.model.identity import ModelIdentity
 from models_integration.model.layer_kinds import layer_types, of_layer
-from models_integration.policies.networks import holds_networks, read_networks
+from models_integration.policies.networks import has_learned_scores, read_gates, read_networks
 from models_integration.policies.served import heads_served_by, served_by
 from models_integration.policies.tensor_files import STATISTICS, filters_of, load_tensors, statistics_of
 from models_integration.session.verbs import observe
@@ -301,14 +301,16 @@ def read_published(path: Any, model: PreTrainedModel, identity: ModelIdentity | 
     """Read a calibration file of another project, by the suffix of the path.
 
     Raises:
-        SpecError: as in `read_statistics`, `read_head_pattern`, `read_tensors` and `read_networks`.
+        SpecError: as in `read_statistics`, `read_head_pattern`, `read_tensors`, `read_networks` and `read_gates`.
     """
     return _READERS[Path(path).suffix](path, model, identity=identity)
 
 
 def _read_tensors(path: Any, model: PreTrainedModel, identity: ModelIdentity | None = None) -> Calibration:
-    read = read_networks if holds_networks(path) else read_tensors
-    return read(path, model, identity)
+    for prefix, read in (("layers.", read_networks), ("gates.", read_gates)):
+        if has_learned_scores(path, prefix):
+            return read(path, model, identity)
+    return read_tensors(path, model, identity)
 
 
 _READERS: Mapping[str, Callable[..., Calibration]] = {

@@ -23,6 +23,6 @@ def learned_constants(
     if "inv_freq" in wanted:
         learned |= read_rotation(architecture)
     if "served" in wanted:
-        unrotated = home.removeprefix(names.DIVERSE) in ("kvzap", "kvzip-heads", "q-filters")
+        unrotated = home.removeprefix(names.DIVERSE) in ("fast-kvzip", "kvzap", "kvzip-heads", "q-filters")
         learned["served"] = (heads_served_by if unrotated else served_by)(model, identity)
     return learned

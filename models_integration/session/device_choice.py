@@ -24,7 +24,7 @@ from reference.policies.expected_attention import ExpectedAttention
 from reference.policies.expected_attention_stats import ExpectedAttentionStats
 from reference.policies.h2o import HeavyHitters
 from reference.policies.kvcrush import scored_or_representative
-from reference.policies.kvzap import KVzap
+from reference.policies.kvzap import LearnedScorer
 from reference.policies.names import with_twins
 from reference.policies.qfilters import QFilters
 from reference.policies.rkv import QueryCache
@@ -44,8 +44,8 @@ from spec.retention import Granularity, Retention
 __all__ = ["DeviceChoices", "choose", "policy_on_device"]
 
 SCORERS = (
-    LayerScorer, Chunks, Defensive, ExpectedAttention, ExpectedAttentionStats, HeavyHitters, KVzap, QFilters,
-    QueryCache, Sampled, TriAttention,
+    LayerScorer, Chunks, Defensive, ExpectedAttention, ExpectedAttentionStats, HeavyHitters, LearnedScorer,
+    QFilters, QueryCache, Sampled, TriAttention,
 )
 
 
@@ -227,7 +227,7 @@ def _scores(scorer: Scorer, layer: int, view: LayerView, B: int, seen: int) -> T
         return cast(Tensor, scorer.layers({layer: view}, seen)[0])
     if isinstance(scorer, QFilters):
         return cast(Tensor, scorer.of_layer(layer, view))
-    if isinstance(scorer, KVzap):
+    if isinstance(scorer, LearnedScorer):
         return cast(Tensor, scorer.of_layer(layer, view.hidden))
     if isinstance(scorer, Sampled):
         past = view.k.shape[1] - view.q.shape[1]

@@ -18,6 +18,7 @@ from reference.policies.diversity import diverse, scheduled, toward_mean_values
 from reference.policies.epicache import epicache
 from reference.policies.expected_attention import expected_attention
 from reference.policies.expected_attention_stats import expected_attention_stats
+from reference.policies.fast_kvzip import fast_kvzip
 from reference.policies.finch import finch
 from reference.policies.full_cache import full_cache
 from reference.policies.h2o import h2o, h2o_described
@@ -56,9 +57,9 @@ from reference.policies.vatp import vatp, with_value_norms
 __all__ = [
     "adakv", "advance", "advance_turn", "apply_transforms", "cake", "caote", "capkv", "chunkkv", "chunkkv_described",
     "compactor", "compose", "critical_adakv", "criticalkv", "crystalcache", "curdkv", "defensivekv", "diverse",
-    "epicache", "eviction_budget", "expected_attention", "expected_attention_stats", "finch", "full_cache", "h2o",
-    "h2o_described", "in_blocks", "in_chunks", "in_pieces", "keydiff", "knorm", "kvcrush", "kvzap", "kvzip",
-    "kvzip_heads", "kvzip_plus", "kvzip_uniform", "lagkv", "leverage", "morphkv", "named_policy", "nestedkv",
+    "epicache", "eviction_budget", "expected_attention", "expected_attention_stats", "fast_kvzip", "finch",
+    "full_cache", "h2o", "h2o_described", "in_blocks", "in_chunks", "in_pieces", "keydiff", "knorm", "kvcrush", "kvzap",
+    "kvzip", "kvzip_heads", "kvzip_plus", "kvzip_uniform", "lagkv", "leverage", "morphkv", "named_policy", "nestedkv",
     "nestedkv_without_adaptive", "nestedkv_without_both", "nestedkv_without_continuum", "noncausal", "plain_policy",
     "policy_from_score", "policy_from_text", "pyramidkv", "pyramidkv_described", "q_filters", "random_tokens", "retain",
     "retain_turn", "rkv", "scheduled", "simlayerkv", "snapkv", "start", "streaming_llm", "tova", "toward_mean_values",

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from reference.calibration import Calibration, Identity, Networks
+from reference.calibration import Calibration, Gates, Identity, Networks
 from reference.policies.composition import constants_from_text
 from reference.policies.grammar import parse_composition
 from reference.policies.layers import decides_again, is_cascading, is_layerwise
@@ -44,6 +44,7 @@ MEANINGS: Mapping[str, str] = {
     "c": "number of tokens in a chunk",
     "calibration": "file that `kvspec calibrate` writes for your model",
     "kvzap.calibration": "KVzap's model.safetensors for your model, or a file that `kvspec calibrate` made from it",
+    "fast_kvzip.calibration": "gates.safetensors for your model, or a file that `kvspec calibrate` made from it",
     "chunk": "number of prompt tokens that the model repeats in one forward pass",
     "diversity": "weight of a token's similarity to kept tokens; called lambda in the paper",
     "every": "number of tokens between two evictions",
@@ -221,10 +222,11 @@ def example_policy(name: str) -> Policy:
 
 def _example_constants(name: str) -> dict[str, Any]:
     row, identity = POLICIES[home_of(name).removeprefix(DIVERSE)], Identity("example", np.ones(2), 1.0)
+    gates = Gates(*(np.ones((1, *shape)) for shape in ((2, 2, 4), (2, 2), (2, 2, 4), (2,), (2,), (2, 1, 2), (2,))))
     calibration = Calibration(
         identity, (0,), np.zeros((1, 2, 4)), np.zeros((1, 2, 2)), np.ones((1, 2)), filters=np.ones((1, 2, 4)),
         networks=Networks(np.zeros((1, 2, 4)), np.zeros((1, 2))),
-        covariance=np.ones((1, 2, 4, 4)),
+        covariance=np.ones((1, 2, 4, 4)), gates=gates,
     )
     stand_ins: dict[str, Any] = {
         "W_o": {0: np.zeros((2, 4, 4))}, "inv_freq": np.ones(2), "factor": 1.0, "served": identity,

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from reference.calibration import Calibration, Identity, Networks
+from reference.calibration import Calibration, Gates, Identity, Networks
 from reference.policies.attention import wide
 from reference.policies.budgets import even
 from reference.policies.named import named
@@ -20,7 +20,7 @@ from spec.errors import SpecError
 from spec.policy import DeviceArray, Needs, Observation, Policy, Scores
 from spec.retention import Granularity
 
-__all__ = ["KVzap", "kvzap", "kvzap_score"]
+__all__ = ["LearnedScorer", "kvzap", "kvzap_score"]
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])  # NumPy has no error function
 
@@ -52,10 +52,10 @@ def kvzap_score(
 
 
 @dataclass(frozen=True)
-class KVzap:
-    """Scorer of KVzap. `layers` has the index of the layer of each network."""
+class LearnedScorer:
+    """Scorer that computes the scores of a layer from hidden states. `layers` has the layer of each network."""
 
-    networks: Networks
+    networks: Networks | Gates
     layers: tuple[int, ...]
     needs: Needs = Needs("all", 0, hidden=True)
     score: Callable[..., DeviceArray] = kvzap_score
@@ -71,13 +71,13 @@ class KVzap:
     def of_layer(self, layer: int, hidden: DeviceArray | None) -> DeviceArray:
         """Return the scores (H_kv, n) of the tokens of a layer.
 
-        Implements: PO-KVZAP
+        Implements: PO-KVZAP, PO-FAST-KVZIP
 
         Raises:
             SpecError: if the hidden states are missing, or if they or the layer do not belong to the calibrated model.
         """
         if hidden is None:
-            raise SpecError("hidden", None, "is needed, because KVzap scores hidden states: observe a first prompt")
+            raise SpecError("hidden", None, "is needed, because the scores use hidden states: observe a first prompt")
         if layer not in self.layers or hidden.shape[1] != self.networks.width:
             known = f"{self.networks.width} channels, layers {self.layers}"
             reason = f"does not fit layer {layer} of a model with {hidden.shape[1]} channels: use a file for this model"
@@ -108,5 +108,5 @@ def kvzap(calibration: Calibration, served: Identity) -> Policy:
     if calibration.networks is None:
         reason = "has no networks: pass the path of KVzap's model.safetensors as calibration"
         raise SpecError("calibration", calibration.digest, reason)
-    scorer = KVzap(calibration.networks, calibration.layers)
+    scorer = LearnedScorer(calibration.networks, calibration.layers)
     return Policy("kvzap", scorer, even, top_units, SinkAndRecent(0, 0), granularity=Granularity.HEAD)

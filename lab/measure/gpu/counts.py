@@ -24,7 +24,7 @@ from torch.utils.backend_registration import (
 )
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from conformance.strategies.policy_inputs import random_networks
+from conformance.strategies.policy_inputs import random_gates, random_networks
 from models_integration import RetainedCache, Session, calibrate, policy_from_name
 from models_integration.cache.retained_cache import storage_bytes
 from models_integration.session.method import Method
@@ -279,9 +279,10 @@ def text(n: int = TOKENS) -> Tensor:
 def constants(name: str, model: LlamaForCausalLM) -> dict[str, Any]:
     """Return the arguments of the policy that have no default."""
     required = {"calibration", "sentence_ends", "template"} & constants_of(name)
-    networks = random_networks(model.config.num_hidden_layers, H_KV, model.config.hidden_size, 64)
+    shape = (model.config.num_hidden_layers, H_KV, model.config.hidden_size)
+    networks, gates = random_networks(*shape, 64), random_gates(*shape, model.config.num_attention_heads // H_KV)
     return {
-        key: replace(calibrate(model, text(256), template=TEMPLATE, covariance=True), networks=networks)
+        key: replace(calibrate(model, text(256), template=TEMPLATE, covariance=True), networks=networks, gates=gates)
         if key == "calibration"
         else {"template": TEMPLATE, "sentence_ends": frozenset(range(3, VOCABULARY, 9))}[key]
         for key in required

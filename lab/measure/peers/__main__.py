@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 
 from conformance.paths import DOCS
-from lab.measure.peers.differences import OURS, READINGS, needed
+from lab.measure.peers.differences import READINGS
 from lab.measure.peers.inputs import SMALL, Inputs, drawn
 from lab.measure.peers.presses import PRESSES, VERSION, kept_by_press
+from lab.measure.peers.table import OURS, needed
 
 INPUTS = 200
 PAGE = DOCS / "peers.md"

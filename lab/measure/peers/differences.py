@@ -5,7 +5,6 @@ from collections.abc import Callable, Set
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
-from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -101,12 +100,13 @@ def budget(inputs: Inputs, readings: Set[str]) -> int:
     return max(1, math.floor(exact)) if FLOORED in readings else math.ceil(exact)
 
 
-def run(policy: Policy, inputs: Inputs, B: int) -> Kept:
-    """Return the kept sets of the KV heads in the input's layer."""
+def run(policy: Policy, inputs: Inputs, B: int, view: LayerView | None = None) -> Kept:
+    """Return the kept sets of the KV heads in the input's layer. `view` replaces the tensors of the layer."""
     heads = len(inputs.k)
     groups = heads if policy.granularity is Granularity.HEAD else 1
     # A line may give a layer 0 tokens, which is not a valid budget. The protected window raises both budgets.
-    result = policies.retain(policy, Budget(count=max(1, B)), Observation(inputs.n, groups, None, {0: inputs.view}))
+    seen = Observation(inputs.n, groups, None, {0: view or inputs.view})
+    result = policies.retain(policy, Budget(count=max(1, B)), seen)
     return [result.group(g).tolist() for g in range(groups)] * (heads // groups)
 
 
@@ -307,16 +307,25 @@ def kvzip(inputs: Inputs, readings: Set[str], plus: bool = False, uniform: bool 
     if BY_LAYER in readings:
         host = replace(host, budgets=Competition(0))
     views = prompt.views(prompt.prefix if BEHIND_PREFIX in readings else given.sinks)
-    seen, B = Observation(n, L * H_kv, np.arange(n), views), math.ceil(inputs.kept * n)
-    gone, pools = (n - B) * L * H_kv, L if uniform else 1
+    return shared(host, inputs, Observation(n, L * H_kv, np.arange(n), views), readings, given.sinks, uniform)
+
+
+def shared(
+    host: Policy, inputs: Inputs, seen: Observation, readings: Set[str], protected: int, uniform: bool = False,
+) -> Kept:
+    """Return the kept sets of all layers, whose heads share one budget, or one budget for each layer if `uniform`."""
+    n, groups, H_kv, B = inputs.n, seen.groups, len(inputs.k), math.ceil(inputs.kept * inputs.n)
+    L, gone = groups // H_kv, (n - B) * groups
+    pools = L if uniform else 1
     if OF_ALL in readings:
-        gone = int(n * L * H_kv // pools * float(inputs.ratio)) * pools
-        total, shared = L * H_kv * n - gone, host.budgets
-        host = replace(host, budgets=lambda _, scores: shared(max(total, given.sinks * L * H_kv), scores))
+        gone = int(n * groups // pools * float(inputs.ratio)) * pools
+        total, divide = groups * n - gone, host.budgets
+        host = replace(host, budgets=lambda _, scores: divide(max(total, protected * groups), scores))
     if TIES not in readings:
         kept = policies.retain(host, Budget(count=B), seen)
-        return [kept.group(g).tolist() for g in range(L * H_kv)]
-    scores = raised(host.scorer(seen, host.protection(n)).values).reshape(L, -1)
+        return [kept.group(g).tolist() for g in range(groups)]
+    marks = host.protection(n)
+    scores = raised(np.where(marks, np.nan, host.scorer(seen, marks).values)).reshape(L, -1)
     shares = np.full(L, gone // L)
     if not uniform:
         shares = np.bincount(torch.tensor(-scores).reshape(-1).topk(gone).indices // (n * H_kv), minlength=L)
@@ -360,37 +369,3 @@ def observed(inputs: Inputs, readings: Set[str]) -> Kept:
     if NO_RECENT in readings:
         host = replace(host, selector=top_units)
     return run(host, inputs, budget(inputs, readings))
-
-
-# Function that returns kvspec's kept sets, and the readings that explain the press.
-OURS: dict[str, tuple[Callable[[Inputs, Set[str]], Kept], tuple[str, ...]]] = {
-    "StreamingLLM": (streaming, (FLOORED, TRUNCATED, TIES)),
-    "SnapKV": (snapkv, (FLOORED, TRUNCATED, AVERAGE, TIES)),
-    "PyramidKV": (pyramidkv, (FLOORED, TRUNCATED, AVERAGE, TIES, LINE, FLAT)),
-    "ChunkKV": (chunkkv, (FLOORED, TRUNCATED, INNER, IN_CHUNKS)),
-    "TOVA": (tova, (FLOORED, TRUNCATED, PINNED)),
-    "KeyDiff": (plain(policies.keydiff), (FLOORED, TRUNCATED)),
-    "Knorm": (plain(policies.knorm), (FLOORED, TRUNCATED)),
-    "AdaKV": (adakv, (FLOORED, TRUNCATED, AVERAGE, QUOTA, TIES)),
-    "ExpectedAttention": (expected, (FLOORED, TRUNCATED, TIES)),
-    "CriticalKV": (critical, (FLOORED, TRUNCATED, AVERAGE, IN_FIRST)),
-    "CriticalAdaKV": (critical_ada, (FLOORED, TRUNCATED, AVERAGE, SAFE_FIRST)),
-    "LagKV": (lagkv, (FLOORED, TRUNCATED, TIES)),
-    "ObservedAttention": (observed, (FLOORED, TRUNCATED, PER_QUERY, NO_RECENT)),
-    "Chunk of KeyDiff": (chunk, (FLOORED, TRUNCATED, EACH_PIECE, TIES)),
-    "EntropyGatedChunkKV of Knorm": (gated, (FLOORED, TRUNCATED)),
-    "KVzip": (kvzip, (BEHIND_PREFIX, OF_ALL, TIES)),
-    "KVzip by layer": (partial(kvzip, uniform=True), (BEHIND_PREFIX, OF_ALL, BY_LAYER, TIES)),
-    "KVzip+": (partial(kvzip, plus=True), (BEHIND_PREFIX, OF_ALL, TIES)),
-    "DMS of Knorm": (dms, ()),
-}
-
-
-def needed(press: str, inputs: Inputs, theirs: Kept, readings: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Return the fewest of these readings that make the kept sets equal, or None if no combination does."""
-    ours, _ = OURS[press]
-    for number in range(len(readings) + 1):
-        for some in combinations(readings, number):
-            if ours(inputs, frozenset(some)) == theirs:
-                return some
-    return None

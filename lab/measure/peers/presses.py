@@ -10,8 +10,10 @@ from unittest.mock import patch
 import kvpress  # type: ignore[import-not-found]
 import numpy as np
 import torch
+from kvpress.presses.fastkvzip_press import FastKVzipGate  # type: ignore[import-not-found]
 
 from lab.measure.peers.inputs import Constants, Inputs, Rehearsed, positions_of, threshold
+from lab.measure.peers.learned import Learned
 from reference.policies.attention import observed_attention
 
 VERSION = version("kvpress")
@@ -58,6 +60,9 @@ def kept_by_press(make: Make, inputs: Inputs, eager: bool) -> list[list[int]]:
     If the press decides over all layers, return the positions of all layers.
     """
     press: Any = make(float(inputs.ratio), inputs.constants)
+    set_learned(press, Learned(inputs))
+    if isinstance(press, kvpress.FastKVzipPress):
+        return [head for module in gated_by(press, inputs) for head in unmasked(module, inputs)]
     if isinstance(press, kvpress.KVzipPress):
         return [head for module in rehearsed_by(press, inputs) for head in unmasked(module, inputs)]
     module, hidden, keys, *others = given_to(inputs, eager)
@@ -94,6 +99,59 @@ def unmasked(module: Any, inputs: Inputs) -> list[list[int]]:
     marks = module.masked_key_indices or ((), (), ())
     gone = {(int(h), int(i)) for h, i in zip(*marks[1:], strict=True)}
     return [[i for i in range(inputs.n) if (h, i) not in gone] for h in range(len(inputs.k))]
+
+
+def set_learned(press: Any, learned: Learned) -> None:
+    """Set the filters, statistics, networks or gates that a press would download."""
+    taken = learned.calibration
+    if isinstance(press, kvpress.QFilterPress):
+        press.q_filters = -torch.tensor(taken.filters)
+    if isinstance(press, kvpress.ExpectedAttentionStatsPress):
+        press.mu, press.cov = torch.tensor(taken.mean), torch.tensor(taken.covariance)
+    if isinstance(press, kvpress.KVzapPress):
+        arrays = {name: torch.tensor(x) for name, x in learned.networks.arrays.items()}
+        press.kvzap_model = SimpleNamespace(layers=[
+            torch.nn.Sequential(
+                *([linear(arrays["W_1"][at], arrays["b_1"][at]), torch.nn.GELU()] if "W_1" in arrays else []),
+                linear(arrays["W_2"][at], arrays["b_2"][at]),
+            ) for at in range(len(arrays["W_2"]))
+        ])
+    if isinstance(press, kvpress.FastKVzipPress):
+        press.gates = [gate_of(learned, at) for at in range(len(taken.layers))]
+
+
+def linear(weight: Any, bias: Any) -> Any:
+    result = torch.nn.Linear(*weight.shape[::-1], dtype=torch.float64)
+    result.load_state_dict({"weight": weight, "bias": bias})
+    return result
+
+
+def gate_of(learned: Learned, layer: int) -> Any:
+    """Return a gate of kvpress with the weights of a layer. The gate's norms compute in float32."""
+    x = {name: torch.tensor(array[layer]) for name, array in learned.gates.arrays.items()}
+    (H, r, width), (H_kv, s, _) = x["W_q"].shape, x["base"].shape
+    gate = FastKVzipGate(layer, width, H_kv, H // H_kv, torch.float64, r, s).double()
+    gate.load_state_dict({
+        "q_proj.weight": x["W_q"].reshape(-1, width), "q_proj.bias": x["b_q"].flatten(),
+        "k_proj.weight": x["W_k"].reshape(-1, width), "q_norm.weight": x["norm_q"], "k_norm.weight": x["norm_k"],
+        "k_base": x["base"][:, None], "b": x["bias"].reshape(H_kv, 1, -1),
+    })
+    return gate
+
+
+def gated_by(press: Any, inputs: Inputs) -> list[Any]:
+    """Return the masked modules of the layers after a press has scored the hidden states of each layer."""
+    hidden = torch.tensor(Learned(inputs).hidden)
+    modules = [SimpleNamespace(**{**vars(module_of(inputs)), "layer_idx": at}) for at in range(len(hidden))]
+    press.score_val = [None for _ in modules]
+    with torch.no_grad():
+        for module, x in zip(modules, hidden, strict=True):
+            module.masked_key_indices = None
+            press._score_fast(module, x[None])
+        press.compress_post(SimpleNamespace(model=SimpleNamespace(
+            layers=[SimpleNamespace(self_attn=module) for module in modules],
+        )))
+    return modules
 
 
 class Reader(SimpleNamespace):
@@ -149,6 +207,10 @@ def expected_attention(ratio: float, given: Constants) -> Any:
     return kvpress.ExpectedAttentionPress(ratio, n_future_positions=given.future, n_sink=given.sinks)
 
 
+def statistics(ratio: float, given: Constants) -> Any:
+    return kvpress.ExpectedAttentionStatsPress(ratio, n_future_positions=given.future, n_sink=given.sinks)
+
+
 def chunk(ratio: float, given: Constants) -> Any:
     return kvpress.ChunkPress(kvpress.KeyDiffPress(ratio), chunk_length=given.piece)
 
@@ -184,4 +246,8 @@ PRESSES: dict[str, tuple[Make, bool]] = {
     "KVzip by layer": (lambda r, given: kvzip(r, given, layerwise=True), False),
     "KVzip+": (lambda r, given: kvzip(r, given, kvzip_plus_normalization=True), False),
     "DMS of Knorm": (lambda r, given: kvpress.DMSPress(kvpress.KnormPress(), threshold(r), given.window), False),
+    "QFilter": (lambda r, _: kvpress.QFilterPress(r), False),
+    "ExpectedAttentionStats": (statistics, False),
+    "KVzap": (lambda r, _: kvpress.KVzapPress(r), False),
+    "FastKVzip": (lambda r, given: kvpress.FastKVzipPress(r, n_sink=given.sinks), False),
 }

@@ -46,7 +46,7 @@ from spec.tables import result_table
 pytestmark = pytest.mark.law("figures-are-counted-right")
 
 LOADING = Loading("", "numpy")
-CALIBRATED = re.compile("triattention|kvzip-heads|q-filters|attention-stats|kvzap")
+CALIBRATED = re.compile("triattention|kvzip-heads|q-filters|attention-stats|kvzap|fast-kvzip")
 
 
 def rules(

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from typer.testing import CliRunner
 
+from conformance.strategies.policy_inputs import random_gates
 from experiments.studies.evidence.audit import KNOWN, audit
 from experiments.studies.evidence.claims import gate
 from experiments.studies.evidence.kept import read_prompt
@@ -283,7 +284,8 @@ def subject(one_thread: None) -> Subject:
     heads, width = plain.model.config.num_key_value_heads, plain.model.config.hidden_size
     rng, layers = np.random.default_rng(0), len(taken.layers)
     networks = Networks(rng.standard_normal((layers, heads, width)), rng.standard_normal((layers, heads)))
-    return replace(plain, calibration=replace(taken, networks=networks))
+    gates = random_gates(layers, heads, width, taken.mean.shape[1] // heads)
+    return replace(plain, calibration=replace(taken, networks=networks, gates=gates))
 
 
 def told(subject: Subject, sample: Sample, placement: Placement, names: Sequence[str]) -> dict[Cell, tuple[Row, Kept]]:

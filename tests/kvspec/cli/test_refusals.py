@@ -64,6 +64,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         (("--tasks", "haystack"), ("task = 'haystack'",)), (("--placements", "before"), ("placements = 'before'",)),
         (("--policies", "snapkv,triattention"), ("calibration", "triattention", "kvspec calibrate")),
         (("--policies", "snapkv,kvzap"), ("calibration", "kvzap", "kvspec calibrate KVzap/model.safetensors")),
+        (("--policies", "fast-kvzip"), ("calibration", "fast-kvzip", "kvspec calibrate gates.safetensors")),
         (
             ("--policies", "triattention", "--calibration", "nowhere.npz"),
             ("nowhere.npz", "must be a file that kvspec calibrate wrote"),

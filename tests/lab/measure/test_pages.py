@@ -16,8 +16,8 @@ from conformance.methods.method import METHODS
 from conformance.paths import DOCS, SPEC
 from conformance.verify.subject import digest_of
 from lab.measure.certificates import __main__ as certificates
-from lab.measure.peers.differences import OURS
 from lab.measure.peers.inputs import SMALL, drawn, positions_of
+from lab.measure.peers.table import OURS
 from reference import policies
 from reference.policies.names import POLICIES
 from spec.backend import BUILT_IN

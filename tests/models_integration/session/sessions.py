@@ -19,7 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from conformance.strategies.policy_inputs import random_networks
+from conformance.strategies.policy_inputs import random_gates, random_networks
 from models_integration import (
     CrystalCache,
     CustomPolicy,
@@ -138,14 +138,15 @@ CLASSES = ("crystalcache", "streamingllm", "fullcache")
 
 @lru_cache(1)
 def calibration(model: PreTrainedModel) -> Calibration:
-    """Return a calibration of the model with head scores, covariances and networks of KVzap.
+    """Return a calibration of the model with head scores, covariances, networks of KVzap and gates of Fast KVzip.
 
     The calibration text differs from the prompts of the tests.
     """
     taken = calibrate(model, prompt(256, seed=9), template=REHEARSED["template"], covariance=True)
     assert taken.head_scores is not None
-    networks = random_networks(*taken.head_scores.shape, model.config.hidden_size, 6)
-    return replace(taken, networks=networks)
+    shape = (*taken.head_scores.shape, model.config.hidden_size)
+    gates = random_gates(*shape, taken.mean.shape[1] // shape[1])
+    return replace(taken, networks=random_networks(*shape, 6), gates=gates)
 
 
 ONE_SEGMENT = [one.name for one in list_policies() if not one.later_turns]

@@ -1,4 +1,4 @@
-"""Hidden states of a session: the input of each layer's attention, and KVzap's networks from safetensors files."""
+"""Hidden states of a session: the input of each layer's attention, and networks and gates from safetensors files."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,22 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import kvspec
+from conformance.methods import fast_kvzip
 from conformance.methods.kvzap import rows
 from conformance.methods.policies import top
-from conformance.strategies.policy_inputs import Inputs, random_networks
+from conformance.strategies.policy_inputs import Inputs, random_gates, random_networks
 from models_integration import CustomPolicy, NamedPolicy, RetainedCache
 from models_integration.attention.capture import Attended, Recorder
 from models_integration.attention.hidden import hidden_of
 from models_integration.engines.keep import keep
 from models_integration.engines.vllm.arguments import RequestPolicy
 from models_integration.model.architecture import describe
-from models_integration.policies.networks import read_networks
+from models_integration.policies.networks import read_gates, read_networks
 from models_integration.session.verbs import EVERYTHING
-from reference.calibration import Networks, load_calibration, save_calibration
+from reference.calibration import Gates, Networks, load_calibration, save_calibration
 from reference.policies import full_cache
 from spec.budget import parse_budget
 from spec.errors import SpecError
@@ -139,6 +140,67 @@ def test_a_safetensors_file_decides_as_the_brute_force(m: int | None, tmp_path: 
     assert len(run.retentions[0].positions) == 6 * B
     with pytest.raises(SpecError, match=r"pass calibration='model\.safetensors' to policy_from_name"):
         load_calibration(file)
+
+
+def written_gates(path: Path, given: Gates) -> Path:
+    """Write gates under the names of docs/guide/kvpress.md, with the shapes of kvpress's FastKVzipGate."""
+    L, H, r, width = given.W_q.shape
+    H_kv = given.W_k.shape[1]
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {
+        "W_q": ("q_proj.weight", (H * r, width)), "b_q": ("q_proj.bias", (H * r,)),
+        "base": ("k_base", (H_kv, 1, -1, r)),
+        "W_k": ("k_proj.weight", (H_kv * r, width)), "norm_q": ("q_norm.weight", (r,)),
+        "norm_k": ("k_norm.weight", (r,)), "bias": ("b", (H_kv, 1, H // H_kv)),
+    }
+    save_file({
+        f"gates.{at}.{name}": torch.tensor(given.arrays[key][at]).reshape(shape)
+        for key, (name, shape) in shapes.items() for at in range(L)
+    }, path)
+    return path
+
+
+@pytest.mark.spec("PO-FAST-KVZIP")
+def test_a_file_of_gates_decides_as_the_brute_force(tmp_path: Path) -> None:
+    """Read the file and its conversion. Eviction equals masking."""
+    model: Any = build("llama")
+    given, B = random_gates(3, 2, model.config.hidden_size), 15
+    constants: dict[str, Any] = {"N_sink": 2, "N_recent": 3}
+    file = written_gates(tmp_path / "gates.safetensors", given)
+    save_calibration(read_gates(file, model), tmp_path / "own.npz")
+    views = [
+        LayerView(np.zeros((4, N, 1)), np.zeros((2, N, 1)), None, 1.0, None, hidden=x[0].double().numpy())
+        for x in normed(model, prompt(N))
+    ]
+    inputs = Inputs(views, np.ones(1), [], np.zeros(N, np.int64), gates=given)
+    expected = fast_kvzip.kept(inputs, B, **constants)
+    assert len(set(map(len, expected))) > 1
+    for calibration in (file, tmp_path / "own.npz"):
+        cache = RetainedCache(model.config)
+        with kvspec.policy_from_name("fast-kvzip", B, calibration=calibration, **constants)(model):
+            at_once(model, prompt(N), cache)
+        assert [own for heads in live_sets(cache).values() for own in heads] == expected
+    check_continuation(model, NamedPolicy("fast-kvzip", B, calibration=file, **constants))
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize(("change", "words"), [
+    ({"gates.1.b": None}, "lacks gates.1.b: pass the gates.safetensors of Fast KVzip for a model of 3 layers"),
+    ({"gates.3.b": torch.ones(2)}, "has also gates.3.b"),
+    ({f"gates.{at}.b": torch.ones(2, 1, 3) for at in range(3)}, "shapes or numbers are wrong: .*must have the shapes"),
+    ({"gates.2.k_base": torch.ones(5)}, "shapes or numbers are wrong"),
+    ({"gates.0.b": torch.full((2, 1, 2), torch.nan)}, "must be finite"),
+    ({f"gates.{at}.{name}": torch.ones(rows, 5) for at in range(3) for name, rows in (
+        ("q_proj.weight", 16), ("k_proj.weight", 8))}, "has networks from 5 channels to 2 KV heads; the model has"),
+])
+def test_a_file_of_gates_that_does_not_fit_the_model_is_refused(
+    change: dict[str, Tensor | None], words: str, tmp_path: Path,
+) -> None:
+    model: Any = build("llama")
+    file = written_gates(tmp_path / "gates.safetensors", random_gates(3, 2, model.config.hidden_size))
+    tensors = {name: x for name, x in (load_file(file) | change).items() if x is not None}
+    save_file(tensors, file)
+    with pytest.raises(SpecError, match=words):
+        NamedPolicy("fast-kvzip", 0.5, calibration=file).on(model)
 
 
 @pytest.mark.spec("PO-KVZAP", "PO-THRESHOLD")

@@ -1,0 +1,68 @@
+"""Presses of the comparison: kvspec's kept sets, and the readings that explain the press."""
+
+from collections.abc import Callable, Set
+from functools import partial
+from itertools import combinations
+
+from lab.measure.peers import differences as of
+from lab.measure.peers import learned
+from lab.measure.peers.differences import (
+    AVERAGE,
+    BEHIND_PREFIX,
+    BY_LAYER,
+    EACH_PIECE,
+    FLAT,
+    FLOORED,
+    IN_CHUNKS,
+    IN_FIRST,
+    INNER,
+    LINE,
+    NO_RECENT,
+    OF_ALL,
+    PER_QUERY,
+    PINNED,
+    QUOTA,
+    SAFE_FIRST,
+    TIES,
+    TRUNCATED,
+    Kept,
+)
+from lab.measure.peers.inputs import Inputs
+from reference import policies
+
+# Function that returns kvspec's kept sets, and the readings that explain the press.
+OURS: dict[str, tuple[Callable[[Inputs, Set[str]], Kept], tuple[str, ...]]] = {
+    "StreamingLLM": (of.streaming, (FLOORED, TRUNCATED, TIES)),
+    "SnapKV": (of.snapkv, (FLOORED, TRUNCATED, AVERAGE, TIES)),
+    "PyramidKV": (of.pyramidkv, (FLOORED, TRUNCATED, AVERAGE, TIES, LINE, FLAT)),
+    "ChunkKV": (of.chunkkv, (FLOORED, TRUNCATED, INNER, IN_CHUNKS)),
+    "TOVA": (of.tova, (FLOORED, TRUNCATED, PINNED)),
+    "KeyDiff": (of.plain(policies.keydiff), (FLOORED, TRUNCATED)),
+    "Knorm": (of.plain(policies.knorm), (FLOORED, TRUNCATED)),
+    "AdaKV": (of.adakv, (FLOORED, TRUNCATED, AVERAGE, QUOTA, TIES)),
+    "ExpectedAttention": (of.expected, (FLOORED, TRUNCATED, TIES)),
+    "CriticalKV": (of.critical, (FLOORED, TRUNCATED, AVERAGE, IN_FIRST)),
+    "CriticalAdaKV": (of.critical_ada, (FLOORED, TRUNCATED, AVERAGE, SAFE_FIRST)),
+    "LagKV": (of.lagkv, (FLOORED, TRUNCATED, TIES)),
+    "ObservedAttention": (of.observed, (FLOORED, TRUNCATED, PER_QUERY, NO_RECENT)),
+    "Chunk of KeyDiff": (of.chunk, (FLOORED, TRUNCATED, EACH_PIECE, TIES)),
+    "EntropyGatedChunkKV of Knorm": (of.gated, (FLOORED, TRUNCATED)),
+    "KVzip": (of.kvzip, (BEHIND_PREFIX, OF_ALL, TIES)),
+    "KVzip by layer": (partial(of.kvzip, uniform=True), (BEHIND_PREFIX, OF_ALL, BY_LAYER, TIES)),
+    "KVzip+": (partial(of.kvzip, plus=True), (BEHIND_PREFIX, OF_ALL, TIES)),
+    "DMS of Knorm": (of.dms, ()),
+    "QFilter": (learned.q_filters, (FLOORED, TRUNCATED)),
+    "ExpectedAttentionStats": (learned.expected_attention_stats, (FLOORED, TRUNCATED, TIES)),
+    "KVzap": (learned.kvzap, (FLOORED, TRUNCATED)),
+    "FastKVzip": (learned.fast_kvzip, (OF_ALL, TIES)),
+}
+
+
+def needed(press: str, inputs: Inputs, theirs: Kept, readings: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Return the fewest of these readings that make the kept sets equal, or None if no combination does."""
+    ours, _ = OURS[press]
+    for number in range(len(readings) + 1):
+        for some in combinations(readings, number):
+            if ours(inputs, frozenset(some)) == theirs:
+                return some
+    return None
