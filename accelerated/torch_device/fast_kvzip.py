@@ -25,7 +25,7 @@ def gate_score(
     )
     q = rms_norm(x @ to_q.mT + shift[:, None], (r,), of_q, EPSILON).reshape(H_kv, -1, len(x), r)
     k = rms_norm(x @ to_k.mT, (r,), of_k, EPSILON)
-    own = (q * k[:, None]).sum(dim=3) / math.sqrt(r) + biases.reshape(H_kv, -1, 1)
+    logits = (q * k[:, None]).sum(dim=3) / math.sqrt(r) + biases.reshape(H_kv, -1, 1)
     others = q @ keys.mT[:, None] / math.sqrt(r)
-    scores: Tensor = (1 / (1 + (others - own[..., None]).exp().sum(dim=3))).mean(dim=1)
+    scores: Tensor = (1 / (1 + (others - logits[..., None]).exp().sum(dim=3))).mean(dim=1)
     return scores

@@ -45,10 +45,10 @@ def gate_score(
     q = root_mean_square_norm(x @ W_q.swapaxes(1, 2) + b_q[:, None], norm_q)
     k = root_mean_square_norm(x @ W_k.swapaxes(1, 2), norm_k)
     of_head = q.reshape(H_kv, len(q) // H_kv, *q.shape[1:])
-    own = (of_head * k[:, None]).sum(axis=3) / math.sqrt(r) + bias.reshape(H_kv, -1, 1)
+    logits = (of_head * k[:, None]).sum(axis=3) / math.sqrt(r) + bias.reshape(H_kv, -1, 1)
     others = of_head @ base.swapaxes(1, 2)[:, None] / math.sqrt(r)
     with np.errstate(over="ignore"):
-        scores: Matrix = (1 / (1 + np.exp(others - own[..., None]).sum(axis=3))).mean(axis=1)
+        scores: Matrix = (1 / (1 + np.exp(others - logits[..., None]).sum(axis=3))).mean(axis=1)
     return scores
 
 
