@@ -5,7 +5,7 @@ from fractions import Fraction
 from functools import partial
 from typing import Any
 
-from conformance.methods import brutes, kvzip, weighed
+from conformance.methods import brutes, episodes, kvzip, weighed
 from conformance.methods import cake as cake_oracle
 from conformance.methods import policies as oracle
 from conformance.methods.brute import Brute, from_vector
@@ -168,6 +168,10 @@ def scored_later(i: Json) -> Json:
 DIRECT = {
     "PO-PYRAMID-OFFICIAL": ("policies.budgets.pyramidkv_official", "shares"),
     "PO-UNIFORM": ("policies.vase.uniform_numbers", "numbers"),
+    "PO-EPISODES": ("policies.episodes.cluster_windows", "labels centroids"),
+    "PO-EPISODE-PROMPT": ("policies.episodes.prompt_windows", "windows"),
+    "PO-EPISODE-LAYERS": ("policies.episodes.layer_shares", "shares"),
+    "PO-EPISODE-TURN": ("policies.episodes.nearest_episode", "episode"),
 }
 """Function of the reference that is called with the inputs as keyword arguments, and the names of its results."""
 
@@ -236,6 +240,12 @@ RESULTS: Mapping[str, Callable[[Any], Json]] = {
         "shares": cake_oracle.preferred_shares(i["preferences"], i["B"], i["W"], i["n"])
     },
     "PO-UNIFORM": lambda i: {"numbers": uniforms(i["seed"], i["group"], i["seen"], i["n"])},
+    "PO-EPISODES": lambda i: dict(
+        zip(("labels", "centroids"), episodes.clusters(i["x"], i["K"], i["seed"]), strict=False)
+    ),
+    "PO-EPISODE-PROMPT": lambda i: {"windows": episodes.prompts(i["x"], i["labels"], i["centroids"], i["P"])},
+    "PO-EPISODE-LAYERS": lambda i: {"shares": episodes.shares(i["similarity"], i["M"], i["power"])},
+    "PO-EPISODE-TURN": lambda i: {"episode": episodes.nearest(i["question"], i["centroids"])},
     "PO-EPICACHE": lambda i: kept(
         i, oracle.epicache, lambda rows, B: oracle.competition_shares(rows, B, Fraction(0))
     ),

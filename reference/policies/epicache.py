@@ -1,15 +1,17 @@
 """EpiCache: the score of a cached key is the largest attention weight from the queries of a patched prompt."""
 
+from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
 
 from reference.crystalcache.coattention import attention
 from reference.policies.attention import ROWS, group_maximum, wide, wide_sinks
-from reference.policies.budgets import Competition
+from reference.policies.budgets import Competition, LayersThenHeads
 from reference.policies.protections import SinkAndRecent
 from reference.policies.scorers import LayerScorer
 from reference.policies.selectors import top_units
+from reference.policies.tables import Table
 from spec.arrays import Float64, Matrix
 from spec.policy import LayerView, Needs, Policy
 from spec.retention import Granularity
@@ -35,14 +37,17 @@ def epicache_score(view: LayerView) -> Float64[Matrix, "H_kv n"]:
     return largest
 
 
-def epicache() -> Policy:
-    """Return EpiCache: each layer keeps the tokens with the best scores among all KV heads of the layer.
+def epicache(shares: Sequence[int] = ()) -> Policy:
+    """Return EpiCache's eviction: each layer keeps the tokens with the best scores among all KV heads of the layer.
 
-    The observation's queries q must be the queries of the patched prompt. The patched prompt itself is not cached. The
-    policy does not build, embed or choose episodes, because these steps need the dialogue. EpiCache chooses episodes by
-    embeddings. The CrystalCache paper writes that EpiCache chooses episodes by attention.
+    The observation's queries q must be the queries of the patched prompt. The patched prompt itself is not cached.
+    `shares` has the tokens of each layer, such as the result of `layer_shares`. By default, shares are equal.
+
+    EpiCache chooses episodes by embeddings. The CrystalCache paper writes that EpiCache chooses episodes by attention.
     """
+    heads = Competition(Fraction(0))
+    budgets = LayersThenHeads(Table(0, "_".join(map(str, shares))), heads) if len(shares) else heads
     return Policy(
-        "epicache", LayerScorer(Needs("all", None), epicache_score), Competition(Fraction(0)), top_units,
-        SinkAndRecent(0, 0), granularity=Granularity.HEAD,
+        "epicache", LayerScorer(Needs("all", None), epicache_score), budgets, top_units, SinkAndRecent(0, 0),
+        granularity=Granularity.HEAD,
     )
