@@ -106,7 +106,8 @@ def compare(
                           " appendix-a (T_max, s, alpha) or extensions (essay, allocation, ...).")
     ] = "",
     budgets: Annotated[
-        str, typer.Option(help="Comma-separated budgets: fractions of the prompt (0.3, 30%) or token counts (512).")
+        str, typer.Option(help="Comma-separated budgets: fractions of the prompt (0.3, 30%), token counts (512), or"
+                               " memory of the kept tokens (64MiB), which becomes a token count.")
     ] = "0.3,0.5",
     tasks: Tasks = "needle,delayed_association", length: Lengths = "1024",
     samples: Annotated[int, typer.Option(help="Number of samples per combination of task, length and seed.")] = 20,
@@ -145,8 +146,10 @@ def compare(
     from experiments.studies.subject import Loading
     from experiments.studies.workers import Launch
     from kvspec.cli.checks import check_defaults
-    from kvspec.cli.study_runs import Running, grid_policies, run, save_rules, study_of
+    from kvspec.cli.study_runs import Running, budgets_in_tokens, grid_policies, run, save_rules, study_of
 
+    loading = Loading("", backend, device, dtype, attn)
+    budgets = budgets_in_tokens(budgets, names_of("model", model), loading)
     if grid:
         check_defaults(context, ("policies",), "cannot be used with --grid: leave out one of the two")
     names = grid_policies(grid) if grid else names_of("policies", policies)
@@ -170,7 +173,7 @@ def compare(
     running = Running(
         out, batch_size=batch_size, again=again, table=table, figure=figure, force=force, answers=answers
     )
-    run(rules_of(**study), Loading("", backend, device, dtype, attn), running, Launch(workers, engine, address))
+    run(rules_of(**study), loading, running, Launch(workers, engine, address))
 
 
 def demo(

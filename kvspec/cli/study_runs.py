@@ -42,6 +42,7 @@ from kvspec.cli.checks import calibration_of, check_counts, check_folder
 from kvspec.cli.options import names_of
 from kvspec.cli.study_files import PAGE, check_outputs, write_outputs, write_page
 from models_integration.cache.atomic_file import publish_readable
+from models_integration.policies.sizes import is_size, tokens_of_size
 from models_integration.session.method import Method
 from models_integration.session.stages import describe_stages
 from reference.calibration import Calibration
@@ -50,8 +51,8 @@ from spec.files import check_output
 from spec.validate import check_choices
 
 __all__ = [
-    "GRIDS", "STOPPED", "Running", "Work", "finish", "grid_policies", "print_audit", "rules_in", "run", "save_rules",
-    "study_of",
+    "GRIDS", "STOPPED", "Running", "Work", "budgets_in_tokens", "finish", "grid_policies", "print_audit", "rules_in",
+    "run", "save_rules", "study_of",
 ]
 
 def _constants(**changed: object) -> str:
@@ -100,6 +101,24 @@ def study_of(
         "controls": [*((FULL,) if FULL in policies else ()), *checked], "bare": bare,
         **({"calibration": calibration} if calibration else {}),
     }
+
+
+def budgets_in_tokens(budgets: str, models: Sequence[str], loading: Loading) -> str:
+    """Return comma-separated budgets with each memory, such as 64MiB, as the number of tokens of the model.
+
+    Raises:
+        SpecError: if a memory is given for several models, or stores no token.
+    """
+    each = names_of("budgets", budgets)
+    if not any(map(is_size, each)):
+        return budgets
+    if len(models) > 1:
+        reason = "has a memory, whose number of tokens depends on the model: give one model"
+        raise SpecError("budgets", budgets, reason)
+    model = replace(loading, model=models[0]).subject().model
+    counts = {one: str(tokens_of_size(one, model)) for one in each if is_size(one)}
+    say("; ".join(f"budget {one}: {count} tokens" for one, count in counts.items()))
+    return ",".join(counts.get(one, one) for one in each)
 
 
 def _numbers(option: str, text: str) -> list[int]:

@@ -1,12 +1,12 @@
 """Policies with a budget and a backend, as classes and by name."""
 
 import tomllib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Set
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from inspect import signature
-from typing import Any, NoReturn
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -16,10 +16,11 @@ from models_integration.model.identity import ModelIdentity
 from models_integration.policies.calibration import given_calibration, is_published_file, read_published
 from models_integration.policies.fastest import default_device_type, fastest
 from models_integration.policies.learned import learned_constants
+from models_integration.policies.retention_policy import RetentionPolicy
+from models_integration.policies.sizes import SizedPolicy, is_size
 from models_integration.policies.values import repeat_template, sentence_ends
 from models_integration.session.crystal import CrystalMethod
 from models_integration.session.method import Method, method_of
-from models_integration.session.session import Session
 from reference.backend import BACKEND as REFERENCE
 from reference.policies import crystalcache, full_cache, in_blocks, names, streaming_llm
 from reference.policies.kept import warn_small_budget
@@ -36,44 +37,6 @@ __all__ = [
     "CrystalCache", "CustomPolicy", "FullCache", "NamedPolicy", "RetentionPolicy", "StreamingLLM", "check_constants",
     "constants_of", "parse_policy", "policy_from_name",
 ]
-
-
-class RetentionPolicy(ABC):
-    """Policy with a budget. `policy(model)` returns a context manager.
-
-        with policy(model) as run:
-            output = model.generate(**inputs, max_new_tokens=200)
-    """
-
-    @abstractmethod
-    def on(self, model: PreTrainedModel) -> Method:
-        """Prepare the policy for a model, and return the `method` argument of `decide`.
-
-        Raises:
-            SpecError: if the model does not support the policy.
-        """
-
-    def __call__(self, model: PreTrainedModel) -> Session:
-        """Return the context manager of `with policy(model) as run`.
-
-        Args:
-            model: a causal model of transformers.
-
-        Raises:
-            SpecError: if kvspec does not support the model, or the model does not support the policy or its positions.
-        """
-        return Session(self.on(model), model)
-
-    def __enter__(self, *_: object) -> NoReturn:
-        """Raise an error, because the model is missing.
-
-        Raises:
-            SpecError: always. The message says what to type.
-        """
-        raise SpecError("policy", type(self).__name__, "needs a model: type `with policy(model) as run:`")
-
-    __exit__ = __enter__
-    """Python looks up both methods before the block."""
 
 
 @dataclass(frozen=True, init=False)
@@ -313,8 +276,8 @@ def policy_from_name(
     Args:
         name: name of a policy that `kvspec policies` lists, `module:ATTRIBUTE` of your own Policy, or the name of an
             entry point in the group `kvspec.policies`. Case, hyphens and underscores do not matter: "SnapKV".
-        budget: share of the prompt to keep (0.3 or "30%"), or number of tokens to keep (an int). "fullcache" ignores
-            the budget.
+        budget: share of the prompt to keep (0.3 or "30%"), number of tokens to keep (an int), or memory of the kept
+            tokens of each prompt ("64MiB", see `models_integration.policies.sizes`). "fullcache" ignores the budget.
         tokenizer: tokenizer of the model, from which kvspec makes the constants `sentence_ends` and `template` if the
             policy needs them. Policies that need neither ignore the tokenizer.
         constants: constants of the policy as keyword arguments. `describe_policy(name)` lists the constants. Every
@@ -324,6 +287,9 @@ def policy_from_name(
         SpecError: if the name, a constant or the budget is invalid.
         BackendUnavailable: if the backend cannot run on this machine.
     """
+    if is_size(budget):
+        policy_from_name(name, tokenizer=tokenizer, **constants)  # errors are raised before the model is known
+        return SizedPolicy(str(budget), partial(policy_from_name, name, tokenizer=tokenizer, **constants))
     name, named = names.split_name(name)
     constants = _from_tokenizer(name, tokenizer) | check_constants(name, named | constants)
     if name not in _CLASSES:

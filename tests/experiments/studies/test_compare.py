@@ -38,6 +38,7 @@ from kvspec.cli.app import app
 from kvspec.cli.options import names_of
 from kvspec.cli.study_runs import GRIDS, Running, run, study_of
 from models_integration import ObservedSegment, observe
+from models_integration.policies.sizes import bytes_per_token
 from reference.policies.names import NAMES
 from reference.statistics import wilson
 from spec.errors import SpecError
@@ -187,6 +188,17 @@ def test_options_and_the_rules_that_they_write_are_one_run(tmp_path: Path) -> No
     assert (study.source, again.source) == (str(file), "")
     assert replace(study, digest="", title="t", source="") == replace(again, digest="")
     assert (study.lengths, study.seeds, study.policies) == ((200, 220), (1, 2), ("h2o", "snapkv(W=16)"))
+
+
+@pytest.mark.law("as-it-is-described")
+def test_a_memory_becomes_tokens_of_the_model(tmp_path: Path) -> None:
+    file, each = tmp_path / "rules.toml", bytes_per_token(Loading().subject().model)
+    options = ["compare", "--policies", "snapkv", "--write-rules", str(file), "--budgets", f"0.3,{90 * each}B"]
+    written = CliRunner().invoke(app, options)
+    assert written.exit_code == 0, written.output
+    assert load_rules(file).budgets == ("0.3", "90")
+    two = CliRunner().invoke(app, [*options, "--model", "pocket,chat", "--force"])
+    assert "depends on the model: give one model" in " ".join(f"{two.output} {two.exception}".split())
 
 
 @pytest.mark.law("as-it-is-described")

@@ -1,0 +1,82 @@
+"""Budgets as memory, such as "64MiB". A model determines how many tokens the memory stores."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import torch
+from transformers import PreTrainedModel
+
+from models_integration.cache.retained_cache import RetainedCache
+from models_integration.model.architecture import describe
+from models_integration.model.cache_argument import cache_name
+from models_integration.policies.retention_policy import RetentionPolicy
+from models_integration.session.method import Method
+from spec.budget import Budget
+from spec.errors import SpecError
+
+__all__ = ["SizedPolicy", "bytes_per_token", "is_size", "tokens_of_size"]
+
+_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_SIZE = re.compile(rf" *([0-9]+(?:\.[0-9]+)?) ?({'|'.join(_UNITS)}) *")
+
+
+def is_size(budget: object) -> bool:
+    """Return True if a budget is a number with a unit of memory: B, kB, MB, GB, KiB, MiB or GiB."""
+    return isinstance(budget, str) and _SIZE.fullmatch(budget) is not None
+
+
+@torch.no_grad()
+def bytes_per_token(model: PreTrainedModel) -> int:
+    """Return the bytes of the keys and values that all full-attention layers store for one token.
+
+    The function runs the model on one token, because families differ in what they store.
+    """
+    architecture = describe(model)
+    cache, decoder = RetainedCache(architecture.config), architecture.decoder
+    ids = torch.zeros(1, 1, dtype=torch.long, device=next(decoder.parameters()).device)
+    decoder(input_ids=ids, use_cache=True, **{cache_name(decoder): cache})
+    stored = [tensor for layer in cache.full_layers for tensor in (layer.keys, layer.values)]
+    return sum(tensor.nbytes for tensor in stored if tensor is not None)
+
+
+def tokens_of_size(size: str, model: PreTrainedModel, least: int = 1) -> int:
+    """Return the number of tokens of a prompt that the full-attention layers of a model store in a memory.
+
+    Sliding windows and recurrent states are not counted, because eviction cannot free them.
+
+    Args:
+        size: number with a unit, such as "64MiB".
+        model: model whose cache stores the tokens.
+        least: smallest number of tokens that a policy keeps.
+
+    Raises:
+        SpecError: if the memory stores fewer than `least` tokens. The message has the smallest memory.
+    """
+    parsed, each = _SIZE.fullmatch(size), bytes_per_token(model)
+    if parsed is None:
+        raise SpecError("budget", size, f"must be a number with a unit of memory: {', '.join(_UNITS)}")
+    tokens = int(Fraction(parsed[1]) * _UNITS[parsed[2]]) // each
+    if tokens < least:
+        reason = f"stores {tokens} tokens of {each} bytes, and the policy keeps at least {least}"
+        raise SpecError("budget", size, f"{reason}: give at least {least * each}B")
+    return tokens
+
+
+@dataclass(frozen=True)
+class SizedPolicy(RetentionPolicy):
+    """Policy whose budget is the memory of the kept tokens of each prompt. The budget becomes a number of tokens."""
+
+    size: str
+    make: Callable[[Budget], RetentionPolicy] = field(repr=False)
+    """Function that returns the policy with a budget in tokens."""
+
+    def on(self, model: PreTrainedModel) -> Method:
+        """Prepare the policy for a model, with the number of tokens that the memory stores.
+
+        Raises:
+            SpecError: if the model or the policy is not supported, or if the policy keeps more than the memory stores.
+        """
+        floor = self.make(Budget(fraction=Fraction(1))).on(model).policy.floor
+        return self.make(Budget(count=tokens_of_size(self.size, model, max(1, floor)))).on(model)
