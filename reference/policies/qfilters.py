@@ -53,7 +53,9 @@ def filter_score(k: DeviceArray, filters: Float64[Matrix, "H_kv d"]) -> Float64[
 class QFilters:
     """Scorer with one calibrated direction for each layer and KV head. The scorer reads only cached keys."""
 
-    calibration: Calibration
+    filters: Float64[Cube, "L H_kv d"]
+    layers: tuple[int, ...]
+    """Index of the layer of each row of filters."""
     needs: Needs = Needs("all", 0)
     separable: bool = True
     score: Callable[..., DeviceArray] = filter_score
@@ -86,10 +88,9 @@ class QFilters:
         Raises:
             SpecError: if the calibration has no filters for this layer, or filters of a different shape.
         """
-        layers, filters = self.calibration.layers, self.calibration.filters
-        assert filters is not None
-        if layer not in layers:
-            raise SpecError("calibration", layers, f"has no filters for layer {layer}; run `kvspec calibrate`")
+        filters = self.filters
+        if layer not in self.layers:
+            raise SpecError("calibration", self.layers, f"has no filters for layer {layer}; run `kvspec calibrate`")
         (heads, _, d), H_kv = view.k.shape, filters.shape[1]
         if heads not in (1, H_kv) or d != filters.shape[2]:
             raise SpecError(
@@ -97,7 +98,7 @@ class QFilters:
                 f"does not fit keys with shape {tuple(view.k.shape)}; run `kvspec calibrate` with this model",
             )
         at = first % H_kv if heads == 1 else 0
-        return self.score(view.k, filters[layers.index(layer), at : at + heads])
+        return self.score(view.k, filters[self.layers.index(layer), at : at + heads])
 
 
 @named(
@@ -118,6 +119,5 @@ def q_filters(calibration: Calibration, served: Identity) -> Policy:
     calibration.check(served)
     if calibration.filters is None:
         raise SpecError("calibration", calibration.digest, "has no filters: `kvspec calibrate` writes them")
-    return Policy(
-        "q-filters", QFilters(calibration), even, top_units, SinkAndRecent(0, 0), granularity=Granularity.HEAD,
-    )
+    scorer = QFilters(calibration.filters, calibration.layers)
+    return Policy("q-filters", scorer, even, top_units, SinkAndRecent(0, 0), granularity=Granularity.HEAD)

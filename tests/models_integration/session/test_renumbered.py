@@ -341,11 +341,12 @@ def test_a_chunk_is_not_spliced_into_renumbered_tokens() -> None:
 
 
 @pytest.mark.spec("POS-RENUMBERED", "POS-BASE")
-@pytest.mark.parametrize("policy", ["streamingllm", "snapkv", "adakv"])
+@pytest.mark.parametrize("policy", ["streamingllm", "snapkv", "adakv", "q-filters"])
 def test_one_observation_and_several_turns_follow_the_rule(policy: str) -> None:
     """`observe`, `decide`, `compact` and `read` give the oracle's logits, and refuse a policy of the other rule."""
     model, ids = prepared("Llama", **SMALL), prompt(40)
-    oracle, made = Oracle(model), POLICIES[policy]().on(model)
+    filtered = {"q-filters": lambda: policy_from_name(policy, 12, positions=RENUMBERED, calibration=calibration(model))}
+    oracle, made = Oracle(model), {**POLICIES, **filtered}[policy]().on(model)
     observed = observe(model, ids)
     cache = compact(observed.cache, decide(made, observed))
     assert observed.cache.numbering is None
