@@ -1,5 +1,6 @@
 """Sessions under policies from text equal the masked model. A text keeps the tokens that its name keeps."""
 
+from collections import Counter
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -10,21 +11,26 @@ import torch
 from experiments.studies.subject import policy_in_rows
 from kvspec.cli.serve import server_settings
 from models_integration.engines.vllm.arguments import parse_request
-from models_integration.policies.methods import parse_policy, policy_from_name
+from models_integration.policies.methods import RetentionPolicy, constants_of, parse_policy, policy_from_name
 from models_integration.session.device_choice import policy_on_device
+from reference.policies.grammar import parse_composition
 from reference.policies.layers import is_layerwise
 from reference.policies.names import make_policy
 from spec.backend import resolve
+from spec.budget import Budget
 from spec.errors import SpecError
+from tests.conformance.random_texts import policy_texts
 from tests.models_integration.session.families import at_once, build, prompt, step_by_step
-from tests.models_integration.session.running_cache import POLICIES
-from tests.models_integration.session.sessions import PROMPT, live_sets
+from tests.models_integration.session.running_cache import POLICIES, subject
+from tests.models_integration.session.sessions import PROMPT, REHEARSED, calibration, live_sets
 from tests.models_integration.session.test_oracle import converse, run
 from tests.models_integration.session.test_session_machine import SessionMachine
 
+SEED = 62
 LAYERS_AND_HEADS = "snapkv:W=4/layers=pyramid:beta=4/heads=adaptive:safeguard=0.5"
 STEPS = (
     "snapkv:W=4/every=3", "keydiff/recent=2/every=3", "snapkv:W=4/steps=keydiff/every=3", "knorm/recent=1/steps=h2o",
+    "q-filters/every=3",
 )
 
 
@@ -36,7 +42,7 @@ STEPS = (
 def test_a_conversation_under_a_composed_policy_equals_the_masked_model(
     text: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(POLICIES, text, policy_from_name(text, 12))
+    monkeypatch.setitem(POLICIES, text, policy_from_name(text, 12, **data_of(text)))
     met = run(partial(converse, policy=text))
     assert met["a segment that evicts"] > 0
     assert (met["a step that evicts"] > 0) == (text in STEPS)
@@ -68,6 +74,51 @@ def test_a_later_turn_is_not_evicted_in_pieces(budget: float) -> None:
         assert session.cache is not None
         with pytest.raises(SpecError, match="evicts from the first prompt only"):
             at_once(model, prompt(12, seed=6), session.cache)
+
+
+def read_turns(machine: SessionMachine, policy: str) -> None:
+    """Run a prompt, 40 steps, two turns and more steps. The machine compares each result with the masked model."""
+    life: Any = machine.prompt(policy, 45)
+    if life.dead:  # a part multiplies scores by norms, and some scores are below 0
+        assert {"values", "critical"} & parse_composition(policy).parts.keys()
+        return
+    machine.steps(life, 40)
+    machine.turn(life, 12)
+    machine.turn(life, 9)
+    machine.steps(life, 3)
+    assert not life.dead
+
+
+def data_of(text: str) -> dict[str, Any]:
+    """Return the constants of a text that depend on the model: a calibration, and the template of a rehearsal."""
+    known = constants_of(text)
+    template = {"template": REHEARSED["template"]} if "template" in known else {}
+    return template | ({"calibration": calibration(subject("llama").model)} if "calibration" in known else {})
+
+
+def sized(text: str, at: int) -> RetentionPolicy:
+    """Return the policy of a text with a budget between its smallest number of tokens and 14 tokens more."""
+    data = data_of(text)
+    policy = policy_from_name(text, 1.0, **data).on(subject("llama").model).policy
+    least = max(1, policy.floor, int(policy.protection(45).sum()))
+    return policy_from_name(text, Budget(count=least + at * 7 % 15), **data)
+
+
+@pytest.mark.law("eviction-equals-masking")
+@pytest.mark.spec("PO-COMPOSE")
+@pytest.mark.parametrize("number", [8, pytest.param(300, marks=pytest.mark.nightly)])
+def test_sessions_under_random_texts_equal_the_masked_model(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare accepted texts until `number` prompts were read. Scores below 0 can refuse a prompt."""
+    met = Counter[str]()
+    for at, text in enumerate(policy_texts(SEED)):
+        monkeypatch.setitem(POLICIES, text, sized(text, at))
+        actual = run(partial(read_turns, policy=text))
+        decides = POLICIES[text].on(subject("llama").model).decode
+        met.update(["decides in steps"] * decides, **{name: int(count > 0) for name, count in actual.items()})
+        if met["a prompt in one forward"] == number:
+            break
+    assert met["a segment that evicts"] > 0.9 * number
+    assert met["a step that evicts"] > 0.5 * met["decides in steps"]
 
 
 @pytest.mark.spec("PO-COMPOSE")
