@@ -106,7 +106,7 @@ def sized(text: str, at: int) -> RetentionPolicy:
 
 @pytest.mark.law("eviction-equals-masking")
 @pytest.mark.spec("PO-COMPOSE")
-@pytest.mark.parametrize("number", [8, pytest.param(300, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("number", [4, pytest.param(300, marks=pytest.mark.nightly)])
 def test_sessions_under_random_texts_equal_the_masked_model(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare accepted texts until `number` prompts were read. Scores below 0 can refuse a prompt."""
     met = Counter[str]()
