@@ -276,8 +276,8 @@ def policy_from_name(
     Args:
         name: name of a policy that `kvspec policies` lists, `module:ATTRIBUTE` of your own Policy, or the name of an
             entry point in the group `kvspec.policies`. Case, hyphens and underscores do not matter: "SnapKV".
-        budget: share of the prompt to keep (0.3 or "30%"), number of tokens to keep (an int), or memory of the kept
-            tokens of each prompt ("64MiB"). "fullcache" ignores the budget.
+        budget: share of the prompt to keep (0.3 or "30%"), number of tokens (an int), or memory of the kept tokens of
+            each prompt ("64MiB"). "fullcache" ignores the budget.
         tokenizer: tokenizer of the model, from which kvspec makes the constants `sentence_ends` and `template` if the
             policy needs them. Policies that need neither ignore the tokenizer.
         constants: constants of the policy as keyword arguments. `describe_policy(name)` lists the constants. Every
