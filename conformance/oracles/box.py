@@ -91,7 +91,9 @@ class Box:
 
     def __mul__(self, other: "Number") -> "Box":
         b = box(other)
-        ends = (self.lo * b.lo, self.lo * b.hi, self.hi * b.lo, self.hi * b.hi)
+        ends = (self.lo * b.lo, self.hi * b.lo)
+        if b.lo != b.hi:
+            ends += (self.lo * b.hi, self.hi * b.hi)
         return widened(min(ends), max(ends), ("*", self.tag, b.tag))
 
     __rmul__ = __mul__
@@ -165,7 +167,7 @@ Number: TypeAlias = Union[float, Box]  # noqa: UP007
 
 
 def box(x: Any) -> Box:
-    if isinstance(x, Box):
+    if type(x) is Box:
         return x
     return Box(float(x), float(x), float(x))
 
@@ -176,5 +178,5 @@ def exact(x: Any, *values: Any) -> bool:
 
 
 def widened(lo: float, hi: float, tag: Any, times: float = 1.0) -> Box:
-    unit = times * State.unit
-    return Box(lo - unit * abs(lo) - State.tiny, hi + unit * abs(hi) + State.tiny, hash(tag))
+    unit, tiny = times * State.unit, State.tiny
+    return Box(lo - unit * abs(lo) - tiny, hi + unit * abs(hi) + tiny, hash(tag))

@@ -6,7 +6,8 @@ For floats, they are the functions of `math`.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from itertools import count
+from itertools import chain, count
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,22 @@ def leaves(array: Any) -> Any:
     return part(np.asarray(array, np.float64), names)
 
 
-def _leaves(x: Any) -> Any:
-    return [_leaves(inner) for inner in x] if isinstance(x, list) else Box(x, x, ("leaf", next(State.names)))
+class Vector(list[Box]):
+    """Boxes of input numbers, with the numbers. A dot product of two vectors needs no operation for each box."""
+
+    __slots__ = ("chooses", "numbers", "tags", "whole")
+
+    def __init__(self, numbers: list[float]) -> None:
+        self.numbers, self.tags = numbers, [("leaf", next(State.names)) for _ in numbers]
+        self.whole = all(x.is_integer() for x in numbers)
+        self.chooses = self.whole and numbers.count(0) == len(numbers) - 1 and 1 in numbers
+        super().__init__(map(Box, numbers, numbers, self.tags))
+
+
+def _leaves(x: list[Any]) -> Any:
+    if x and isinstance(x[0], float):
+        return Vector(x)
+    return [_leaves(inner) if isinstance(inner, list) else Box(inner, inner, ("leaf", next(State.names))) for inner in x]
 
 
 def fsum(terms: Iterable[Any]) -> Any:
@@ -49,6 +64,8 @@ def dot(a: Sequence[Any], b: Sequence[Any]) -> Any:
     """Return the sum of products."""
     if isinstance(a, Row) and isinstance(b, Row):
         return dots(a, Table(b.lo[None], b.tags[None]))[0] if a.exact and b.exact else (a * b).totals()
+    if type(a) is Vector and type(b) is Vector and not a.chooses:
+        return _dot_of_numbers(a.numbers, b.numbers, a.tags, b.tags, a.whole and b.whole)
     if not (a and (isinstance(a[0], Box) or isinstance(b[0], Box))):
         return math.fsum(x * y for x, y in zip(a, b, strict=True))
     pairs = [(box(x), box(y)) for x, y in zip(a, b, strict=True)]
@@ -57,22 +74,28 @@ def dot(a: Sequence[Any], b: Sequence[Any]) -> Any:
         return telling[0][1]
     if any(x.lo != x.hi or y.lo != y.hi for x, y in pairs):
         return fsum([x * y for x, y in pairs])
-    products = [x.lo * y.lo for x, y in pairs]
+    firsts, seconds = zip(*pairs, strict=True)
+    numbers, tags = ([[getattr(x, name) for x in each] for each in (firsts, seconds)] for name in ("lo", "tag"))
+    return _dot_of_numbers(*numbers, *tags, exact(0, *firsts, *seconds))
+
+
+def _dot_of_numbers(a: Sequence[float], b: Sequence[float], tags: Sequence[Any], others: Sequence[Any], whole: bool) -> Box:
+    """Return the sum of products of numbers. It is exact if the numbers are whole, and the products are small."""
+    products = list(map(mul, a, b))
     size, total = math.fsum(map(abs, products)), math.fsum(products)
-    whole = exact(size, *(x for pair in pairs for x in pair))
-    error = 0.0 if whole else State.unit * (len(pairs) + 1) * size + State.tiny
-    return Box(total - error, total + error, hash(("dot", *(x.tag for pair in pairs for x in pair))))
+    error = 0.0 if whole and size < WHOLE else State.unit * (len(products) + 1) * size + State.tiny
+    return Box(total - error, total + error, hash(("dot", *chain.from_iterable(zip(tags, others, strict=True)))))
 
 
 def _function(of: Callable[[float], float]) -> Callable[[Any], Any]:
     """Extend an increasing function of `math` to boxes and rows."""
     def applied(x: Any) -> Any:
+        if isinstance(x, Box):
+            return widened(of(x.lo), of(x.hi), (of.__name__, x.tag), FUNCTION)
         if isinstance(x, Row):
             with np.errstate(over="ignore"):
                 return x.mapped(getattr(np, of.__name__))
-        if not isinstance(x, Box):
-            return of(x)
-        return widened(of(x.lo), of(x.hi), (of.__name__, x.tag), FUNCTION)
+        return of(x)
 
     return applied
 

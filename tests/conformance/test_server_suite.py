@@ -310,9 +310,10 @@ def test_a_fault_is_told_by_name(model: PreTrainedModel, name: str) -> None:
 def test_a_server_that_stops_to_evict_does_not_keep_what_its_policy_keeps(model: PreTrainedModel, budget: str) -> None:
     """TOVA evicts a token for each token of the answer, and the server evicts after the prompt alone."""
     with serving(Evicting(model, "tova", budget)) as url:
-        actual = verdicts(Witness(model, Server.of(url, "tiny")), SHARED)
-    assert actual["policy"]
-    assert all("must be evicted" in one for one in actual["policy"]), actual["policy"]
+        readings = Witness(model, Server.of(url, "tiny")).readings(SHARED)
+        actual = [verdict(RULES["policy"], reading) for reading in readings]
+    assert actual
+    assert all("must be evicted" in one for one in actual), actual
 
 
 @pytest.mark.parametrize(("fault", "expected"), [

@@ -104,12 +104,17 @@ def test_what_is_missing_is_named_with_its_extra(command: str, missing: str, ext
     assert actual.stderr.endswith(f"kvspec: {missing} is missing; pip install 'kvspec[{extra}]'\n")
 
 
-def test_serve_without_vllm_says_what_to_install() -> None:
-    actual = started("serve model --policy snapkv --budget 0.3 --port 8000", ["vllm"])
-    assert actual.returncode == 2
-    assert actual.stderr.startswith("kvspec: vllm")
-    assert actual.stderr.count("\n") == 1
-    assert actual.stderr.endswith("is not installed; install vLLM 0.30 to 0.32 for your device in this environment\n")
+def test_serve_without_vllm_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.setattr("sys.argv", "kvspec serve model --policy snapkv --budget 0.3 --port 8000".split())
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    message = capsys.readouterr().err
+    assert message.startswith("kvspec: vllm")
+    assert message.count("\n") == 1
+    assert message.endswith("is not installed; install vLLM 0.30 to 0.32 for your device in this environment\n")
 
 
 @pytest.mark.parametrize(
