@@ -40,10 +40,10 @@ class Vector(list[Box]):
         super().__init__(map(Box, numbers, numbers, self.tags))
 
 
-def _leaves(x: list[Any]) -> Any:
-    if x and isinstance(x[0], float):
-        return Vector(x)
-    return [_leaves(inner) if isinstance(inner, list) else Box(inner, inner, ("leaf", next(State.names))) for inner in x]
+def _leaves(x: Any) -> Any:
+    if not isinstance(x, list):
+        return Box(x, x, ("leaf", next(State.names)))
+    return Vector(x) if x and isinstance(x[0], float) else [_leaves(inner) for inner in x]
 
 
 def fsum(terms: Iterable[Any]) -> Any:
@@ -79,7 +79,9 @@ def dot(a: Sequence[Any], b: Sequence[Any]) -> Any:
     return _dot_of_numbers(*numbers, *tags, exact(0, *firsts, *seconds))
 
 
-def _dot_of_numbers(a: Sequence[float], b: Sequence[float], tags: Sequence[Any], others: Sequence[Any], whole: bool) -> Box:
+def _dot_of_numbers(
+    a: Sequence[float], b: Sequence[float], tags: Sequence[Any], others: Sequence[Any], whole: bool,
+) -> Box:
     """Return the sum of products of numbers. It is exact if the numbers are whole, and the products are small."""
     products = list(map(mul, a, b))
     size, total = math.fsum(map(abs, products)), math.fsum(products)

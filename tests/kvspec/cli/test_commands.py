@@ -108,7 +108,7 @@ def test_serve_without_vllm_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
-    monkeypatch.setattr("sys.argv", "kvspec serve model --policy snapkv --budget 0.3 --port 8000".split())
+    monkeypatch.setattr("sys.argv", ["kvspec", "serve", "model", "--policy", "snapkv", "--budget", "0.3"])
     with pytest.raises(SystemExit, match="2"):
         main()
     message = capsys.readouterr().err
