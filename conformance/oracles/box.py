@@ -91,9 +91,9 @@ class Box:
 
     def __mul__(self, other: "Number") -> "Box":
         b = box(other)
-        ends = (self.lo * b.lo, self.hi * b.lo)
+        ends = [self.lo * b.lo, self.hi * b.lo]
         if b.lo != b.hi:
-            ends += (self.lo * b.hi, self.hi * b.hi)
+            ends += [self.lo * b.hi, self.hi * b.hi]
         return widened(min(ends), max(ends), ("*", self.tag, b.tag))
 
     __rmul__ = __mul__

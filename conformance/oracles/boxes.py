@@ -74,9 +74,11 @@ def dot(a: Sequence[Any], b: Sequence[Any]) -> Any:
         return telling[0][1]
     if any(x.lo != x.hi or y.lo != y.hi for x, y in pairs):
         return fsum([x * y for x, y in pairs])
-    firsts, seconds = zip(*pairs, strict=True)
-    numbers, tags = ([[getattr(x, name) for x in each] for each in (firsts, seconds)] for name in ("lo", "tag"))
-    return _dot_of_numbers(*numbers, *tags, exact(0, *firsts, *seconds))
+    firsts, seconds = ([pair[at] for pair in pairs] for at in (0, 1))
+    return _dot_of_numbers(
+        [x.lo for x in firsts], [y.lo for y in seconds], [x.tag for x in firsts], [y.tag for y in seconds],
+        exact(0, *firsts, *seconds),
+    )
 
 
 def _dot_of_numbers(
