@@ -64,7 +64,10 @@ def run_serve(model: str, settings: Settings, options: Sequence[str]) -> None:
     os.environ.setdefault(_RUNNER, "0")  # kvspec was tested with vLLM's first model runner alone
     from vllm.entrypoints.cli.main import main
 
+    from models_integration.engines.vllm.seams import end_promptly
+
     register()
+    end_promptly()
     config = json.dumps({KEY: json.loads(settings.text())})
     named = [] if folder == model or _NAME in names else [_NAME, model]
     sys.argv = ["vllm", "serve", folder, _CONFIG, config, *named, *options]

@@ -6,10 +6,11 @@ in vLLM 0.30 to 0.32. Other versions are refused, because vLLM calls none of the
 
 import inspect
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -35,12 +36,14 @@ else:
 
 __all__ = [
     "AdapterLogitsProcessor", "AsyncScheduler", "FullAttentionManager", "FullAttentionSpec", "GPUModelRunner",
-    "Scheduler", "Worker", "attention_layers", "check_configuration", "check_layout", "check_version", "layer_facts",
-    "only_manager", "output_projection", "preempt", "replace_block_table", "replace_front_end", "rotary_frequencies",
-    "shift_lengths", "spec_registry", "undrawn_chunks", "watch_queries",
+    "Scheduler", "Worker", "attention_layers", "check_configuration", "check_layout", "check_version", "end_promptly",
+    "layer_facts", "only_manager", "output_projection", "preempt", "replace_block_table", "replace_front_end",
+    "rotary_frequencies", "shift_lengths", "spec_registry", "undrawn_chunks", "watch_queries",
 ]
 
 OLDEST, NEWEST = (0, 30), (0, 32)
+_STOPPED = 130
+"""Exit code of a server that was stopped while it started."""
 
 Methods = Mapping[tuple[type, str], tuple[str, ...]]
 """Methods, each with the first parameters."""
@@ -109,6 +112,30 @@ def _around(original: Callable[..., Any], new: Callable[..., Any]) -> Callable[.
 
     setattr(method, KEY, True)
     return method
+
+
+def end_promptly() -> None:
+    """Let `vllm serve` end within seconds after SIGTERM: while it starts, and if clients do not read their streams."""
+    from vllm.entrypoints.cli import serve
+    from vllm.v1.engine import utils
+
+    # vLLM 0.32 gives these arguments to uvicorn, which otherwise waits for a client until the client reads.
+    serve.run_server = partial(serve.run_server, timeout_graceful_shutdown=3)
+    # During the start of vLLM 0.32, SIGTERM raises a KeyboardInterrupt. This context manager ignores the exception, so
+    # that the start goes on, and the server serves.
+    utils.zmq_socket_ctx = _interruptible(utils.zmq_socket_ctx)
+
+
+def _interruptible(original: Callable[..., Any]) -> Callable[..., Any]:
+    @contextmanager
+    def context(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        with original(*args, **kwargs) as socket:
+            try:
+                yield socket
+            except KeyboardInterrupt:
+                sys.exit(_STOPPED)
+
+    return context
 
 
 def check_version() -> None:

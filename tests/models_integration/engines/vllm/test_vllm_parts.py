@@ -245,6 +245,8 @@ def test_a_model_of_kvspec_has_the_same_name_in_the_server(monkeypatch: pytest.M
     started: list[list[str]] = []
     main = SimpleNamespace(main=lambda: started.append(sys.argv))
     monkeypatch.setitem(sys.modules, "vllm.entrypoints.cli.main", main)
+    seams = SimpleNamespace(end_promptly=lambda: None)
+    monkeypatch.setitem(sys.modules, "models_integration.engines.vllm.seams", seams)
     monkeypatch.setattr(serve, "find_spec", lambda name: name)
     monkeypatch.setattr(serve, "register", lambda: None)
     monkeypatch.setattr(sys, "argv", [])

@@ -1,0 +1,199 @@
+"""`kvspec serve` with SmolLM2, OpenAI's client and curl: chats, streams, tools, and hundreds of requests."""
+
+import asyncio
+import json
+import math
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import pytest
+
+from conformance.paths import ROOT
+from models_integration.pocket import model_folder
+from spec.errors import SpecError
+from tests.models_integration.engines.vllm.engine import NEEDS_VLLM
+from tests.models_integration.engines.vllm.test_vllm_server import (
+    ask_unread,
+    kvspec_serve,
+    metrics,
+    serving,
+    wait_until,
+)
+
+openai: Any = pytest.importorskip("openai")
+pytestmark = [pytest.mark.law("as-it-is-described"), pytest.mark.nightly, *NEEDS_VLLM]
+
+MODEL, BUDGET, WINDOW = "smollm2", 0.3, 16
+TEXT = (ROOT / "docs" / "examples" / "lighthouse.txt").read_text(encoding="utf-8")
+REQUESTS, AT_ONCE = int(os.environ.get("KVSPEC_VLLM_LOAD", "500")), 16
+"""Number of requests, and of requests at once."""
+PARTS, WARM = 10, 4
+"""Number of measurements of the memory, and of the measurement from which the memory must not grow."""
+GROWTH = 2**25
+"""Largest growth of the memory after the warm-up, in bytes."""
+FAILING = json.dumps({"policy": "crystalcache", "budget": BUDGET, "sentence_ends": [5], "observed_layer": 99})
+"""Arguments of a policy that fails in the worker, because the model has no such layer."""
+JSON = json.dumps({"backend": "xgrammar", "disable_any_whitespace": True})
+TOOLS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+LAMP = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"], "additionalProperties": False}
+
+
+class Running(NamedTuple):
+    """Server in a separate process."""
+
+    url: str
+    session: int
+
+    def client(self) -> Any:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=600, max_retries=0)
+
+    def memory(self) -> dict[str, int]:
+        """Return the resident bytes of each process of the server."""
+        total = dict[str, int]()
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                name, _, fields = (process / "stat").read_text().rpartition(")")
+                pages = int((process / "statm").read_text().split()[1])
+            except OSError:  # the process has ended
+                continue
+            if int(fields.split()[3]) == self.session:
+                total[name] = pages * os.sysconf("SC_PAGE_SIZE")
+        return total
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Yield a server that must end within 10 s after SIGTERM, also if four clients do not read their streams."""
+    try:
+        model_folder(MODEL)
+    except SpecError as error:
+        pytest.skip(str(error))
+    folder = tmp_path_factory.mktemp("server")
+    command = kvspec_serve(f"snapkv(W={WINDOW})", str(BUDGET), MODEL)
+    with serving(folder, *command, "--structured-outputs-config", JSON, *TOOLS) as url:
+        yield Running(url, int((folder / "pid").read_text(encoding="ascii")))
+        body = {"model": MODEL, "prompt": TEXT[:180], "max_tokens": 900, "logprobs": 5}
+        unread = [ask_unread(url, **body) for _ in range(4)]
+        wait_until(lambda: count(metrics(url), "vllm:num_requests_running") == len(unread))
+    for one in unread:
+        one.close()
+
+
+def count(values: dict[str, float], name: str) -> float:
+    """Return the sum of a metric over all labels."""
+    found = [value for key, value in values.items() if key.split("{")[0] == name]
+    assert found, f"no metric {name}"
+    return sum(found)
+
+
+def check_statement(body: Any, tokens: int) -> None:
+    """Check that the prompt of an answer was evicted to the budget. The window is always kept."""
+    assert body["policy"] == f"snapkv(W={WINDOW})"
+    (one,) = body["evictions"]
+    assert one["seen"] == tokens
+    assert {sum(b - a for a, b in own) for own in one["sets"]} == {max(WINDOW, math.ceil(BUDGET * tokens))}
+
+
+async def answer(client: Any, at: int, **options: Any) -> Any:
+    """Ask for an answer, by a chat or by a completion, in a stream or whole, and return the statement."""
+    start = 7 * at % (len(TEXT) - 180)
+    part = TEXT[start : start + 180]
+    asked: dict[str, Any] = {"model": MODEL, "max_tokens": 6, "temperature": 0, **options}
+    if streams := at % 2:
+        asked |= {"stream": True, "stream_options": {"include_usage": True}}
+    if at % 4 < 2:
+        response = await client.completions.create(prompt=part, **asked)
+    else:
+        response = await client.chat.completions.create(messages=[{"role": "user", "content": part}], **asked)
+    if not streams:
+        return response.kv_transfer_params["kvspec"], response.usage.prompt_tokens
+    stated: Any = None
+    usage: Any = None
+    async for event in response:
+        stated = (event.model_extra or {}).get("kvspec", stated)
+        usage = event.usage or usage
+    return stated, usage.prompt_tokens
+
+
+async def outcome(client: Any, at: int) -> str:
+    """Send one request of the load, and return how it ended."""
+    if at % 5 == 0:  # the client leaves before, while or after the prompt is read
+        leaving = answer(client, at, max_tokens=400, extra_body={"ignore_eos": True})
+        try:
+            await asyncio.wait_for(leaving, Random(at).uniform(0, 4))
+        except TimeoutError:
+            return "cancelled"
+    if at % 20 == 3:
+        body, _ = await answer(client, at, extra_body={"vllm_xargs": {"kvspec": FAILING}})
+        assert not body["evictions"]
+        return str(body["reason"].partition(":")[0])
+    check_statement(*await answer(client, at))
+    return "answered"
+
+
+async def load(server: Running) -> tuple[list[str], list[dict[str, int]]]:
+    """Send all requests, and return how they ended, and the memory of the server after each part."""
+    places, memory, ends, part = asyncio.Semaphore(AT_ONCE), list[dict[str, int]](), list[str](), REQUESTS // PARTS
+
+    async def limited(client: Any, at: int) -> str:
+        async with places:
+            return await outcome(client, at)
+
+    async with server.client() as client:
+        for first in range(0, REQUESTS, part):
+            ends += await asyncio.gather(*(limited(client, at) for at in range(first, first + part)))
+            memory.append(server.memory())
+    return ends, memory
+
+
+def test_each_kind_of_answer_has_a_statement(server: Running) -> None:
+    async def ask_all() -> list[Any]:
+        async with server.client() as client:
+            return [await answer(client, at) for at in range(4)]
+
+    for one in asyncio.run(ask_all()):
+        check_statement(*one)
+
+
+def test_tools_are_called_after_an_eviction(server: Running) -> None:
+    # Unless a function is strict, vLLM 0.32 accepts any JSON value as its arguments.
+    function = {"name": "lamp", "description": "Switch the lamp on or off.", "strict": True, "parameters": LAMP}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        actual = client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": TEXT[:180]}], max_tokens=64, temperature=0,
+            tools=[{"type": "function", "function": function}],
+            tool_choice={"type": "function", "function": {"name": "lamp"}},
+        )
+    (call,) = actual.choices[0].message.tool_calls
+    assert call.function.name == "lamp"
+    assert json.loads(call.function.arguments) in ({"on": True}, {"on": False}), call.function.arguments
+    check_statement(actual.kv_transfer_params["kvspec"], actual.usage.prompt_tokens)
+
+
+def test_curl_gets_a_statement(server: Running) -> None:
+    body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": TEXT[:180]}], "max_tokens": 4})
+    command = ["curl", "-sS", f"{server.url}/v1/chat/completions", "-H", "Content-Type: application/json", "-d", body]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
+    actual = json.loads(done.stdout)
+    check_statement(actual["kv_transfer_params"]["kvspec"], actual["usage"]["prompt_tokens"])
+
+
+def test_nothing_is_left_of_five_hundred_requests(server: Running) -> None:
+    """One in five requests is cancelled, and the policy of one in twenty fails."""
+    before = metrics(server.url)
+    ends, memory = asyncio.run(load(server))
+    assert {end: ends.count(end) for end in ends} == {
+        "answered": REQUESTS * 3 // 4, "cancelled": REQUESTS // 5, "SpecError": REQUESTS // 20,
+    }
+    names = [f"vllm:{name}" for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")]
+    wait_until(lambda: not any(count(metrics(server.url), name) for name in names))
+    after = metrics(server.url)
+    failed = 'kvspec_full_cache_requests_total{reason="SpecError"}'
+    assert after[failed] - before.get(failed, 0) == REQUESTS // 20
+    total = [sum(one.values()) for one in memory]
+    print([one >> 20 for one in total], "MiB")
+    assert max(total[WARM:]) - total[WARM - 1] < GROWTH, memory
