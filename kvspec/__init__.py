@@ -50,10 +50,12 @@ if TYPE_CHECKING:
         calibrate,
         compact,
         decide,
+        layer_similarities,
         load_cache,
         observe,
         policy_from_name,
         prefill,
+        prefill_episodes,
         repeat_template,
         save_cache,
         sentence_ends,
@@ -68,8 +70,8 @@ __version__ = spec.SPEC_VERSION
 __all__ = [
     "CrystalCache", "CustomPolicy", "FullCache", "NamedPolicy", "Needs", "PolicyDescription", "RetainedCache",
     "Session", "SinkAndRecent", "StreamingLLM", "Verdict", "__version__", "calibrate", "compact", "compare", "decide",
-    "describe_policy", "list_policies", "load_cache", "observe", "policy_from_name", "policy_from_score", "prefill",
-    "repeat_template", "save_cache", "sentence_ends", "verify",
+    "describe_policy", "layer_similarities", "list_policies", "load_cache", "observe", "policy_from_name",
+    "policy_from_score", "prefill", "prefill_episodes", "repeat_template", "save_cache", "sentence_ends", "verify",
 ]
 
 _ELSEWHERE = {

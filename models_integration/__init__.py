@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from models_integration.cache.retained_cache import RetainedCache
     from models_integration.cache.snapshot import load_cache, save_cache
     from models_integration.policies.calibration import calibrate
+    from models_integration.policies.epicache import Episodes, layer_similarities, prefill_episodes
     from models_integration.policies.methods import (
         CrystalCache,
         CustomPolicy,
@@ -34,9 +35,10 @@ if TYPE_CHECKING:
     from models_integration.session.verbs import compact, observe
 
 __all__ = [
-    "CrystalCache", "CustomPolicy", "Decision", "FullCache", "NamedPolicy", "ObservedSegment", "Prefilled",
+    "CrystalCache", "CustomPolicy", "Decision", "Episodes", "FullCache", "NamedPolicy", "ObservedSegment", "Prefilled",
     "RetainedCache", "RetentionPolicy", "Session", "StreamingLLM", "calibrate", "compact", "decide",
-    "load_cache", "observe", "policy_from_name", "prefill", "repeat_template", "save_cache", "sentence_ends",
+    "layer_similarities", "load_cache", "observe", "policy_from_name", "prefill", "prefill_episodes", "repeat_template",
+    "save_cache", "sentence_ends",
 ]
 
 _HOME = {
@@ -46,6 +48,8 @@ _HOME = {
     "observe": "session.verbs", "Prefilled": "policies.prefill", "prefill": "policies.prefill",
     "NamedPolicy": "policies.methods", "policy_from_name": "policies.methods",
     "calibrate": "policies.calibration", "Session": "session.session",
+    "Episodes": "policies.epicache", "layer_similarities": "policies.epicache",
+    "prefill_episodes": "policies.epicache",
     "RetainedCache": "cache.retained_cache", "load_cache": "cache.snapshot", "save_cache": "cache.snapshot",
     "sentence_ends": "policies.values", "repeat_template": "policies.values",
 }

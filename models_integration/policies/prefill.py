@@ -13,7 +13,7 @@ from models_integration.policies.methods import RetentionPolicy
 from models_integration.session.session import Session
 from spec.errors import SpecError
 
-__all__ = ["Prefilled", "prefill"]
+__all__ = ["Prefilled", "blocks_of", "prefill"]
 
 
 class Prefilled(NamedTuple):
@@ -61,14 +61,18 @@ def prefill(
     if block is not None:
         run.check_blocks()
     with torch.no_grad(), run:
-        for part in _parts(input_ids, block):
+        for part in blocks_of(input_ids, block):
             output = model(input_ids=part, use_cache=True, **{cache_name(model): run.cache})
     assert run.cache is not None
     return Prefilled(output.logits[:, -1:], run.cache, run)
 
 
-def _parts(input_ids: Tensor, block: int | None) -> list[Tensor]:
-    """Return the blocks of a prompt. No block has one token, because one token is a decode step."""
+def blocks_of(input_ids: Tensor, block: int | None) -> list[Tensor]:
+    """Return the blocks of a prompt. No block has one token, because one token is a decode step.
+
+    Raises:
+        SpecError: if `block` is neither a number of at least 2 nor None.
+    """
     if block is None:
         return [input_ids]
     if not isinstance(block, Integral) or int(block) < 2:

@@ -41,7 +41,8 @@ def epicache(shares: Sequence[int] = ()) -> Policy:
     """Return EpiCache's eviction: each layer keeps the tokens with the best scores among all KV heads of the layer.
 
     The observation's queries q must be the queries of the patched prompt. The patched prompt itself is not cached.
-    `shares` has the tokens of each layer, such as the result of `layer_shares`. By default, shares are equal.
+    `models_integration.prefill_episodes` reads a dialogue and calls this policy after each block. `shares` has the
+    tokens of each layer, such as the result of `layer_shares`. By default, shares are equal.
 
     EpiCache chooses episodes by embeddings. The CrystalCache paper writes that EpiCache chooses episodes by attention.
     """

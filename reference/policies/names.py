@@ -118,7 +118,7 @@ _WRITTEN = {
 _EVERY_TOKEN = "keeps every token, so it evicts nothing; to compare it, use fullcache"
 LEFT_OUT: Mapping[str, str] = {
     "scissorhands": "is not specified: the paper, the official code and the ports are three different rules; use h2o",
-    "epicache": "is not a named policy: its score needs queries of a patched prompt; use kvzip or snapkv",
+    "epicache": "is not a named policy, because it needs the utterances of a dialogue: call kvspec.prefill_episodes",
     **dict.fromkeys(("think", "kivi", "kvquant", "xkv", "quest", "nsa", "dsa"), _EVERY_TOKEN),
 }
 """Methods that have no name, with the reasons of "What is not specified" in spec/policies.md."""
