@@ -20,6 +20,7 @@ from reference.policies import advance, advance_turn, retain, retain_turn, start
 from reference.policies.cadences import join, take_up
 from reference.policies.kept import excess_tokens
 from reference.policies.layers import decides_again
+from reference.policies.pieces import PieceScores
 from spec.backend import Backend
 from spec.budget import Budget
 from spec.errors import SpecError
@@ -78,11 +79,12 @@ class Method:
         """Check that the policy can decide about a later segment.
 
         Raises:
-            SpecError: if the policy needs the ids or hidden states of all stored tokens, if layers or heads store
-                different tokens than the policy's sets of kept tokens, or if the scores compare neighbouring tokens and
-                tokens in between were evicted.
+            SpecError: if the policy needs the ids or hidden states of all stored tokens, if the policy evicts in pieces
+                of a prompt, if layers or heads store different tokens than the policy's sets of kept tokens, or if the
+                scores compare neighbouring tokens and tokens in between were evicted.
         """
-        if self.policy.scorer.needs.token_ids or self.policy.scorer.needs.hidden:
+        scorer = self.policy.scorer
+        if scorer.needs.token_ids or scorer.needs.hidden or isinstance(scorer, PieceScores):
             reason = "evicts from the first prompt only: read later text inside `with run.reading():`"
             raise SpecError("policy", self.policy.name, reason)
         if cache.layers_differ:

@@ -74,6 +74,9 @@ def test_a_later_turn_is_not_evicted_in_pieces(budget: float) -> None:
         assert session.cache is not None
         with pytest.raises(SpecError, match="evicts from the first prompt only"):
             at_once(model, prompt(12, seed=6), session.cache)
+        with session.reading():  # the refusal left the cache as it was
+            at_once(model, prompt(12, seed=6), session.cache)
+        assert session.cache.get_seq_length() == PROMPT + 12
 
 
 def read_turns(machine: SessionMachine, policy: str) -> None:
