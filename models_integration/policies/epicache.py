@@ -192,6 +192,9 @@ def layer_similarities(
 ) -> list[float]:
     """Measure how much the keys of each layer stay the same if the model reads a text in windows.
 
+        similarities = kvspec.layer_similarities(model, ids, window=1024)
+        episodes = kvspec.prefill_episodes(model, utterances, budget=512, similarities=similarities)
+
     The model reads the text twice: with causal attention, and in windows of which each overlaps half of the next. The
     number of a layer is the mean cosine of the keys of both passes. Both passes need the full cache, and the second
     pass needs a mask of all pairs of tokens.
