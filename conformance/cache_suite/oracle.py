@@ -21,6 +21,8 @@ __all__ = ["Masked", "PositionRule", "UnknownRotation", "check_rotation", "frequ
 
 Sets = Sequence[Sequence[Sequence[int]]]
 """Visible positions by full-attention layer, one set or one for each KV head."""
+Snapshot = tuple[DynamicCache, int, dict[int, Tensor]]
+"""Cache, number of tokens and visible tokens by layer, from `Masked.snapshot`."""
 
 # Visible positions of each attention module of a copy, (sets, seen).
 _VISIBLE: dict[nn.Module, Tensor] = {}
@@ -115,6 +117,16 @@ class Masked:
         config = self.model.config.get_text_config(decoder=True)
         self.cache, self.seen = DynamicCache(config=config) if cache_class is None else cache_class(), 0
         self.visible = {layer: torch.zeros(1, 0, dtype=torch.bool) for layer in full_layers(self.model)}
+
+    def snapshot(self) -> Snapshot:
+        """Return a copy of the cache, for `restore`."""
+        return copy.deepcopy(self.cache), self.seen, dict(self.visible)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Continue after the tokens of a snapshot, without a shift of the positions of later tokens."""
+        self.shift = 0
+        cache, self.seen, visible = snapshot
+        self.cache, self.visible = copy.deepcopy(cache), dict(visible)
 
     def read(self, ids: Tensor, last: int = 0, **images: Tensor) -> Tensor:
         """Read the next tokens (1, q), and images if given. Return the logits.

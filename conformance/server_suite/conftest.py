@@ -7,17 +7,35 @@ import pytest
 
 from conformance.cache_suite.conftest import loadable_model
 from conformance.plugin import precision_of
+from conformance.witness.client import Server
+from spec.errors import SpecError
+
+_file = pytest.StashKey[str]()
+"""Name of the file whose tests apply to the server. Empty without --kvspec-server."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Collect nothing without --kvspec-server."""
-    return True if config.getoption("--kvspec-server") is None else None
+    """Collect only the tests for token ids, or only those for text. Without --kvspec-server, collect nothing."""
+    return True if collection_path.is_file() and collection_path.name != config.stash.get(_file, "") else None
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Check that the weights of --kvspec-model are on this machine before pytest collects tests."""
+    """Choose the tests, and check that the weights of --kvspec-model are on this machine.
+
+    Raises:
+        pytest.UsageError: if the weights are not on this machine, or if the server completes neither ids nor text.
+    """
+    config.stash[_file] = ""
     if config.getoption("--kvspec-server") is not None:
         loadable_model(config.getoption("--kvspec-model"))
+        try:
+            config.stash[_file] = "test_server.py" if _server(config).completes_ids() else "test_text.py"
+        except SpecError as error:
+            raise pytest.UsageError(str(error)) from error
+
+
+def _server(config: pytest.Config) -> Server:
+    return Server.of(config.getoption("--kvspec-server"), config.getoption("--kvspec-model"))
 
 
 @pytest.fixture(scope="session")
@@ -33,11 +51,21 @@ def witness(request: pytest.FixtureRequest) -> Any:
     from transformers import AutoModelForCausalLM
 
     from conformance.server_suite.judge import Witness
-    from conformance.witness.client import Server
     from models_integration.pocket import model_folder
 
     option = request.config.getoption
     folder = str(model_folder(option("--kvspec-model")))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-    server = Server.of(option("--kvspec-server"), option("--kvspec-model"))
-    return Witness(model, server, precision_of(request.config), int(option("--hypothesis-seed", None) or 0))
+    seed = int(option("--hypothesis-seed", None) or 0)
+    return Witness(model, _server(request.config), precision_of(request.config), seed)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    """Return the tokenizer of --kvspec-model."""
+    from transformers import AutoTokenizer
+
+    from models_integration.pocket import model_folder
+
+    folder = str(model_folder(request.config.getoption("--kvspec-model")))
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)

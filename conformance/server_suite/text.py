@@ -1,27 +1,20 @@
 """Black-box test of a server that accepts only text: does the server evict tokens?
 
-    python -m conformance.server_suite.text --server http://127.0.0.1:8000 --model pocket
-
 The witness searches prompts whose greedy answer changes under every eviction of `EVICTIONS`, and does not depend on
 rounding. Then the witness compares the greedy answers of the server with those of the full cache.
 """
 
-import argparse
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
-from conformance.witness.client import Server
 from models_integration import compact, decide, observe, policy_from_name
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.pocket import model_folder
 from models_integration.session.verbs import read
-from spec.errors import SpecError
 
 __all__ = ["EVICTIONS", "MARGINS", "Question", "evicts", "questions"]
 
@@ -136,27 +129,3 @@ def evicts(asked: Sequence[Question], answer: Callable[[str, int], str]) -> tupl
     if len(different) == 1:
         return None, about
     return bool(different), about
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Print whether a server evicts. The exit code is 0 if it does, 1 if it does not, and 2 if that is undecided."""
-    parser = argparse.ArgumentParser(prog="python -m conformance.server_suite.text")
-    parser.add_argument("--server", required=True, help="address of the server, such as http://127.0.0.1:8000")
-    parser.add_argument("--model", required=True, help="folder or name of the weights that the server runs")
-    parser.add_argument("--precision", choices=MARGINS, default="float32", help="dtype of the server. Default: float32")
-    parser.add_argument("--seed", type=int, default=0, help="random seed of the prompts. Default: 0")
-    given = parser.parse_args(arguments)
-    try:
-        server, folder = Server.of(given.server, given.model), str(model_folder(given.model))
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        asked = questions(model, AutoTokenizer.from_pretrained(folder), given.precision, given.seed)
-        verdict, reason = evicts(asked, server.complete_text)
-    except SpecError as error:
-        print("kvspec:", error, file=sys.stderr)
-        return 2
-    print({True: "evicts", False: "does not evict", None: "undecided"}[verdict], reason, sep=": ")
-    return {True: 0, False: 1, None: 2}[verdict]
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

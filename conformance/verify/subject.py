@@ -137,13 +137,13 @@ def of_server(named: str, model: str) -> Subject:
 
     Raises:
         SpecError: if torch or transformers is not installed, or if no server answers. Also if the server has no model
-            of this name, or does not complete a prompt of token ids.
+            of this name, or completes neither token ids nor text.
     """
     for needed in ("torch", "transformers"):
         if find_spec(needed) is None:
             raise SpecError("server", named, f"needs {needed}, which is not installed: pip install 'kvspec[models]'")
     server = Server.of(named, model)
-    server.check()
+    server.completes_ids()
     models, about = server.models(), server.version()
     digest = hashlib.sha256(json.dumps([models, about]).encode()).hexdigest()
     return Subject("server", ", ".join(models) or named, "", named, "GET /v1/models and /version", digest)

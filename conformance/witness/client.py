@@ -19,13 +19,9 @@ _LONGEST = 300
 """Maximum number of characters of a server's error message."""
 _REFUSED = (
     "use a server that accepts token ids as the prompt of POST /v1/completions, with the options logprobs, ignore_eos"
-    " and return_token_ids, such as `vllm serve`"
+    " and return_token_ids, such as `vllm serve`, or a server that accepts text as the prompt"
 )
 _CHAT = "a server of chat completions alone cannot be tested, because it tokenizes the prompt itself"
-_TEXT = (
-    "to ask a server that accepts only text whether it evicts, run `python -m conformance.server_suite.text` with the"
-    " same --server and --model"
-)
 _NEEDED = {404: f"{_CHAT}; {_REFUSED}", 405: f"{_CHAT}; {_REFUSED}"}
 """What to type instead, by HTTP status."""
 
@@ -51,6 +47,11 @@ class Answer:
     digests: list[tuple[int, str]] = field(default_factory=list)
     text: str = ""
     times: list[float] = field(default_factory=list)
+
+    @property
+    def can_be_read(self) -> bool:
+        """True if the answer has token ids and log-probabilities, or a statement."""
+        return self.stated is not None or bool(self.answer_ids and self.logprobs)
 
     def statement(self) -> Statement:
         """Return the statement, checked by the rules of spec/witness.md.
@@ -192,18 +193,24 @@ class Server:
         except (OSError, HTTPException, ValueError, TypeError, AttributeError) as error:
             raise SpecError("server", self.url, f"did not answer a prompt of {about}: {error}") from error
 
-    def check(self) -> None:
-        """Ask for one token, so that a server that cannot be tested is an error before the tests.
+    def completes_ids(self) -> bool:
+        """Ask for one token. Return True if the server completes token ids, and False if it completes only text.
 
         Raises:
-            SpecError: if the server does not complete a prompt of token ids. The error has the server's response.
+            SpecError: if the server completes neither. The error has the server's response to token ids.
         """
         try:
-            self.complete([1, 2, 3], 1)
+            if self.complete([1, 2, 3], 1).can_be_read:
+                return True
+            refusal = SpecError("server", self.url, "sends no token ids or no log-probabilities of its answer")
         except SpecError as error:
-            code = int(getattr(error.__cause__, "code", 0))
-            needed = _NEEDED.get(code, f"{_REFUSED}; {_TEXT}")
-            raise SpecError("server", self.url, f"{error.bound}; {needed}") from error
+            refusal = error
+        try:
+            self.complete_text("a b c", 1)
+        except SpecError as error:
+            needed = _NEEDED.get(int(getattr(refusal.__cause__, "code", 0)), _REFUSED)
+            raise SpecError("server", self.url, f"{refusal.bound}; {needed}") from error
+        return False
 
     def complete_all(
         self, prompts: Sequence[Sequence[int]], tokens: int, seed: int = 0, stream: bool | None = None,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from conformance.server_suite.judge import ANSWER, prompts_of
+from conformance.server_suite.prompts import ANSWER, prompts_of
 from conformance.server_suite.reading import BOUNDS, Event, HeadSets, Reader
 from models_integration import RetentionPolicy, policy_from_name
 from models_integration.model.cache_argument import cache_name
@@ -102,9 +102,11 @@ def measure(folder: str, dtype: str, groups: Sequence[str] = GROUPS) -> list[Mea
         if len(ids) >= SHORTEST
     ]
     reader = Reader(model)
-    return [
-        measured(reader, ids, answer(served, policy, ids, seed), dtype) for seed, ids in enumerate(prompts)
-    ]
+    result = []
+    for seed, ids in enumerate(prompts):
+        result.append(measured(reader, ids, answer(served, policy, ids, seed), dtype))
+        print(f"{dtype}: {len(result)} of {len(prompts)} answers", file=sys.stderr, flush=True)
+    return result
 
 
 def table(results: Mapping[str, Sequence[Measured]]) -> str:

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from conformance.cache_suite.judge import save_tiny
 from conformance.server_suite.judge import RULES, Reading, Witness
 from conformance.witness.client import Server
-from tests.conformance.test_server_suite import FAULTS, Evicting, Fault, serving, verdict
+from tests.conformance.server_verdicts import verdict
+from tests.conformance.test_server_suite import FAULTS, Evicting, Fault, serving
 
 pytestmark = pytest.mark.nightly
 

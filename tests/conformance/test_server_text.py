@@ -3,16 +3,23 @@
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from transformers import PreTrainedModel
 
+from conformance.server_suite import test_text as suite
 from conformance.server_suite.reading import WEIGHT_NOISE, with_noise
-from conformance.server_suite.text import Question, evicts, main, questions
+from conformance.server_suite.text import Question, evicts, questions
+from conformance.verify.__main__ import run, seeded
+from conformance.verify.request import parsed
+from conformance.verify.runs import prepared
 from conformance.witness.client import Server
 from models_integration import policy_from_name
 from models_integration.pocket import load_pocket
+from spec.errors import SpecError
 from tests.conformance.test_other_servers import replying
 
 POLICIES = ("streamingllm", "snapkv", "knorm", "chunkkv", "adakv", "keydiff", "tova")
@@ -80,9 +87,52 @@ def test_text_is_sent_without_options_of_vllm() -> None:
     assert sent == [{"model": "tiny", "prompt": "a b a", "max_tokens": 7, "temperature": 0}]
 
 
-def test_a_server_that_does_not_answer_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--server", "http://127.0.0.1:1", "--model", "pocket"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+def test_verify_chooses_text_if_the_server_refuses_token_ids(
+    pocket: tuple[PreTrainedModel, Any], tmp_path: Path,
+) -> None:
+    def reply(request: Any) -> tuple[int, object]:
+        if not isinstance(request["prompt"], str):
+            return 422, {"detail": "prompt must be a string."}
+        text = answer(*pocket, ("adakv", 0.3), request["prompt"], request["max_tokens"])
+        return 200, {"choices": [{"text": text}]}
+
+    with replying(reply) as url:
+        request = seeded(parsed(["--server", url, "--model", "pocket", "--out", str(tmp_path)]))
+        record, _ = run(request, prepared(request), "log.txt")
+    assert {item: row["verdict"] for item, row in record["items"].items()} == {
+        "server: size": "not run", "server: masking": "not run", "server: eviction": "pass",
+        "server: policy": "not run", "server: commitment": "not run",
+    }
+    assert record["verdict"] == "not certified"
+
+
+def no_answer(text: str, tokens: int) -> str:
+    raise SpecError("server", "http://127.0.0.1:1", "did not answer")
+
+
+@pytest.mark.parametrize(("server", "outcome", "words"), [
+    (lambda text, tokens: "b c", AssertionError, "0 of 2 answers differ .*: nothing was evicted"),
+    (lambda text, tokens: "x y", pytest.skip.Exception, "different weights"),
+    (no_answer, pytest.skip.Exception, "did not answer"),
+])
+def test_the_suite_of_text_fails_without_eviction_and_skips_if_undecided(
+    monkeypatch: pytest.MonkeyPatch, server: Callable[[str, int], str], outcome: type[BaseException], words: str,
+) -> None:
+    monkeypatch.setattr(suite, "questions", lambda *args: [FULL] * 2)
+    witness = SimpleNamespace(model=None, dtype="float32", seed=0, server=SimpleNamespace(complete_text=server))
+    with pytest.raises(outcome, match=words):
+        suite.test_greedy_answers_are_not_those_of_the_full_cache(witness, None)
+
+
+@pytest.mark.parametrize(("reply", "expected"), [
+    ({"choices": [{"text": "a", "token_ids": [7], "logprobs": {"token_logprobs": [-0.5]}}]}, True),
+    ({"choices": [{"text": "a", "logprobs": {"token_logprobs": [-0.5]}}]}, False),
+    ({"choices": [{"text": "a"}]}, False),
+    ({"choices": [{"text": "a"}], "kvspec": {"evictions": []}}, True),
+])
+def test_a_server_without_ids_or_log_probabilities_is_asked_for_text(reply: object, expected: bool) -> None:
+    with replying(lambda request: (200, reply)) as url:
+        assert Server(url, "tiny").completes_ids() is expected
 
 
 @pytest.mark.nightly
