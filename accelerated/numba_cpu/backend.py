@@ -18,6 +18,7 @@ from accelerated.numba_cpu.hebbian import hebbian
 from accelerated.numba_cpu.impact import impact, impact_of_counts, trunk_impact, unit_trunk_impact
 from accelerated.numba_cpu.nestedkv import anomaly_score
 from accelerated.numba_cpu.resonance import resonance
+from accelerated.numba_cpu.rkv import SCORES
 from accelerated.numba_cpu.score import score
 from accelerated.numba_cpu.segments import segment_crystallization, segment_graph
 from accelerated.numba_cpu.selectors import best_tokens
@@ -155,5 +156,5 @@ class _PolicyStages:
 
 BACKEND = Backend(
     "numba", crystal=_CrystalStages(), breath=_BreathStages(), diversity=_DiversityStages(),
-    nestedkv=_NestedKVStages(), policies=_PolicyStages(),
+    nestedkv=_NestedKVStages(), policies=_PolicyStages(), scores=SCORES,
 )

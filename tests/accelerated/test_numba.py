@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from numba.core.caching import IndexDataCacheFile
 
 from accelerated.numba_cpu import coattention as s1
-from accelerated.numba_cpu import kernels
+from accelerated.numba_cpu import kernels, rkv
+from accelerated.numba_cpu.backend import BACKEND
 from accelerated.numba_cpu.compiled import Files, digest_of
 from accelerated.numba_cpu.diversity import diverse
 from accelerated.numba_cpu.nestedkv import anomalies, measured
@@ -26,10 +27,15 @@ from conformance.checks import stage_checks
 from conformance.oracles import s1 as oracle
 from conformance.paths import ROOT
 from conformance.plugin import sparingly
+from conformance.strategies.policy_inputs import decided, drawn, with_sinks
 from conformance.strategies.prompts import AttentionInputs, attention_inputs, hot_sets, later_segments
 from lab.measure.first_layer import first_layer
+from lab.policy_cases import CASES
 from reference.diversity import unit_rows
+from reference.policies.names import with_twins
+from reference.policies.rkv import rkv_score
 from spec.parameters import PAPER
+from spec.policy import LayerView
 from spec.records import CoAttention
 
 Array = np.ndarray[Any, Any]
@@ -335,3 +341,40 @@ def test_a_window_whose_keys_cancel_has_no_direction(rise: float, directed: bool
     k = np.tile(np.array([[1.0, 0.0], [-1.0, rise]], np.float32), (n // 2, 1))
     actual = anomalies(k, *measured(k, 2), 2, window)[2]
     assert (actual[-1] == -k[1, 1]) == directed == bool(actual[-1])
+
+
+@pytest.mark.judges("numba")
+@pytest.mark.spec("PO-RKV")
+@pytest.mark.parametrize("seed", range(30))
+def test_rkv_keeps_the_tokens_of_brute_force(seed: int) -> None:
+    case, inputs = CASES["rkv"], with_sinks(drawn(seed), seed)
+    policy, B = case.policy(inputs), max(case.floor, (inputs.n + 1) // 2)
+    twin = with_twins(policy, BACKEND)
+    assert twin is not policy
+    assert decided(twin, inputs, B) == case.expected(inputs, B)
+
+
+@pytest.mark.judges("numba")
+@pytest.mark.spec("PO-RKV")
+@pytest.mark.parametrize(("kind", "bits"), [(np.float32, 15), (np.float64, 40)])
+def test_scores_of_rkv_are_those_of_the_reference_in_several_blocks(kind: type[np.floating], bits: int) -> None:
+    """Groups of similar keys cross the blocks. No cosine is within rounding of 1/2, and the keys are of any length."""
+    rng = np.random.default_rng(0)
+    k = (rng.standard_normal((2, 5, 8))[:, rng.integers(0, 5, 90)] + 0.3 * rng.standard_normal((2, 90, 8))).astype(kind)
+    k *= kind(2.0) ** rng.integers(-20, 20, (2, 90, 1)).astype(kind)
+    view = LayerView(rng.standard_normal((4, 90, 8)).astype(kind), k, k, 0.4, 5.0)
+    unit = k.astype(np.float64) / np.linalg.norm(k.astype(np.float64), axis=2, keepdims=True)
+    cosines = unit @ unit.transpose(0, 2, 1)
+    assert np.abs(cosines - 0.5).min() > 2.0**-20
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rkv, "FLOATS", 0)
+        actual = rkv.rkv_score(view, 8, 7, 0.1)
+    np.testing.assert_allclose(actual, rkv_score(view, 8, 7, 0.1), rtol=0, atol=2.0**-bits)
+
+
+@pytest.mark.judges("numba")
+@pytest.mark.spec("PO-RKV")
+@pytest.mark.parametrize(("more", "last"), [(0.0, 0), (2.0**-40, 0), (2.0**-20, 1)])
+def test_cosines_are_compared_with_a_half_in_float32(more: float, last: int) -> None:
+    cosine = 0.5 + more
+    assert rkv.last_similar(np.array([[1.0, 0.0], [cosine, (1 - cosine * cosine) ** 0.5]]))[0] == last

@@ -123,6 +123,7 @@ def test_a_run_says_which_backend_decided() -> None:
     [
         ("snapkv", "numba", "numpy"), ("chunkkv", "numba", "numpy"), ("snapkv", "torch", "torch"),
         ("tova", "numba", "numba"), ("nestedkv", "numba", "scores: numba, selection: numpy"),
+        ("rkv", "numba", "scores: numba, selection: numpy"),
         ("diverse-snapkv", "torch", "scores: torch, selection: numba"),
         ("kvzip-heads", "numba", "numpy"), ("vatp", "numba", "scores: numba + numpy, selection: numba"),
     ],
