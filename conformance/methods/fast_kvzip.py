@@ -63,6 +63,6 @@ BRUTES = [
     Brute(
         "PO-FAST-KVZIP", "fast-kvzip", kept, {"N_sink": SINK, "N_recent": W}, SINK + W, both_ends,
         published={"N_sink": 4, "N_recent": 32}, slips={"norm": ("mean", "length"), "base": ("all", "largest")},
-        parts=Parts("sink=N_sink/recent=N_recent/layers=global", rows=all_rows),
+        parts=Parts("sink=N_sink/recent=N_recent/layers=global", rows=all_rows, unscored=""),
     ),
 ]
