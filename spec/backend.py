@@ -14,7 +14,7 @@ from spec.errors import BackendUnavailable, SpecError
 from spec.parameters import CrystalCacheParameters, NestedKVParameters
 from spec.plugins import load, load_from_folder, target_of
 from spec.policy import DeviceArray, Selection
-from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
+from spec.records import CoAttention, CrystalRetention, Dissolution, TrunkGraph, Trunks
 
 __all__ = [
     "BUILT_IN", "ENTRY_POINTS", "Backend", "BreathStages", "CrystalStages", "DiversityStages", "NestedKVStages",
@@ -239,6 +239,13 @@ class Backend:
     diversity: DiversityStages | None = None
     nestedkv: NestedKVStages | None = None
     policies: PolicyStages | None = None
+    prefill: Callable[..., CrystalRetention] | None = None
+    """Function that runs the stages S1 to S6 on a prompt and reads the device once, or None.
+
+    The arguments are q, k, token_ids (n,), a mask `ends` (n,) of the tokens that end a sentence, a mask `protected`
+    (n,) of the protected tokens, the budget B in tokens, and then parameters, scaling, softcap, lse and sinks as for
+    `CrystalStages.coattention`. The stages of `crystal` give the same retention. `inverse_norms` of the retention has
+    the results of `BreathStages.inverse_key_norms`."""
     takes: Callable[[DeviceArray], bool] | None = None
     """Function that returns True if the stages accept a given tensor without a copy to the host.
 

@@ -8,7 +8,7 @@ import numpy as np
 from spec.arrays import BoolVector, Float64, Int64, IntMatrix, IntVector, Matrix, Vector
 from spec.retention import Retention
 
-__all__ = ["CoAttention", "CrystalRetention", "Dissolution", "Edges", "TrunkGraph", "Trunks"]
+__all__ = ["CoAttention", "CrystalRecords", "CrystalRetention", "Dissolution", "Edges", "TrunkGraph", "Trunks"]
 
 
 class Edges(NamedTuple):
@@ -113,6 +113,8 @@ class CrystalRetention(Retention):
     """Impact M_i of each token (Eq. 22)."""
     trunks: Trunks
     graph: TrunkGraph
+    inverse_norms: Float64[Vector, " n"] | None = None
+    """Mean of 1 / ||k|| over the KV heads for each token, or None if the backend has not computed the means."""
 
     @property
     def over_budget(self) -> int:
@@ -121,3 +123,17 @@ class CrystalRetention(Retention):
         The result is 0 unless the protected trunks alone contain more than B tokens.
         """
         return max(0, len(self.kept) - self.budget)
+
+
+@dataclass(frozen=True)
+class CrystalRecords:
+    """Results of stages S1 to S5, from which a `CrystalRetention` is built after S6."""
+
+    coattention: CoAttention
+    impact: Float64[Vector, " n"]
+    trunks: Trunks
+    graph: TrunkGraph
+    scores: Float64[Vector, " m"]
+    protected: BoolVector
+    decided: CrystalRetention | None = None
+    """Result of S1 to S6 with these records, if the backend has already run S6."""

@@ -1,6 +1,6 @@
-"""The backend `torch`: attention stages and scores of policies, in PyTorch.
+"""The backend `torch`: CrystalCache's stages of a prompt, attention stages and scores of policies, in PyTorch.
 
-S2 to S6, decoding and set-conditioned selection run on the host, because these steps are sequential and small.
+Decoding and set-conditioned selection run on the host, because these steps are sequential and small.
 """
 
 from collections.abc import Callable, Mapping
@@ -8,8 +8,10 @@ from typing import Any
 
 from accelerated.torch_device.attention import expected_attention, largest_attention, received_attention
 from accelerated.torch_device.coattention import coattention, inverse_key_norms
+from accelerated.torch_device.crystal import CrystalStages
 from accelerated.torch_device.device import takes
 from accelerated.torch_device.nestedkv import anomaly_score, nestedkv_score
+from accelerated.torch_device.prefill import prefill
 from accelerated.torch_device.scores import SCORES, SCORES_OF_LAYERS
 from accelerated.torch_device.selection import (
     adaptive_shares,
@@ -23,7 +25,7 @@ from accelerated.torch_device.selection import (
 from spec.backend import Backend, resolve
 from spec.errors import BackendUnavailable
 
-__all__ = ["BACKEND", "with_host"]
+__all__ = ["BACKEND", "with_stages"]
 
 
 def _host() -> Backend:
@@ -44,9 +46,9 @@ class _Stages:
         vars(self).update(stages)
 
 
-def with_host(host: object, **stages: Callable[..., Any]) -> Any:
-    """Return a stage family of the host, with some stages replaced by stages of the device."""
-    return _Stages({name: getattr(host, name) for name in dir(host) if not name.startswith("_")} | stages)
+def with_stages(family: object, **stages: Callable[..., Any]) -> Any:
+    """Return a stage family with some stages replaced by stages of the device."""
+    return _Stages({name: getattr(family, name) for name in dir(family) if not name.startswith("_")} | stages)
 
 
 class _PolicyStages:
@@ -70,7 +72,7 @@ TENSORS: Mapping[str, Callable[..., Any]] = {
     "Competition": competition_shares,
 }
 BACKEND = Backend(
-    "torch", crystal=with_host(HOST.require_crystal(), coattention=coattention),
-    breath=with_host(HOST.require_breath(), inverse_key_norms=inverse_key_norms), diversity=HOST.diversity,
+    "torch", crystal=with_stages(CrystalStages(), coattention=coattention), prefill=prefill,
+    breath=with_stages(HOST.require_breath(), inverse_key_norms=inverse_key_norms), diversity=HOST.diversity,
     policies=_PolicyStages(), nestedkv=_NestedKVStages(), takes=takes, scores=SCORES, tensors=TENSORS,
 )

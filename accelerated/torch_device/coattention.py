@@ -1,6 +1,6 @@
 """Stage S1 (Section 3.2) and the norms of cached keys in PyTorch, on the device of the tensors.
 
-The result is copied to the host once. Weights are float32, or float64 if q and k are float64. Sums over queries are
+`coattention` copies the result to the host once. Weights are float32, or float64 if q and k are float64. Sums over queries are
 float64. The working memory contains two blocks of weights (for `block_rows` queries each), the keys in float32, and
 four (C, C) matrices for a chunk.
 """
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from accelerated.torch_device.attention import softmax
 from accelerated.torch_device.device import block_rows, download, on_device
+from accelerated.torch_device.records import Neighbours
 from spec.arrays import IntVector, Vector
 from spec.errors import SpecError
 from spec.parameters import CrystalCacheParameters
@@ -25,7 +26,7 @@ from spec.validate import (
     check_sinks,
 )
 
-__all__ = ["coattention", "inverse_key_norms"]
+__all__ = ["coattention", "inverse_key_norms", "inverse_norms", "neighbours"]
 
 
 def coattention(
@@ -39,25 +40,52 @@ def coattention(
     Raises:
         SpecError: if q, k, lse or sinks have a wrong shape, type or value.
     """
+    finite, rows = _rows(q, k, parameters, scaling, softcap, lse, sinks)
+    result = download(torch.cat([finite.to(rows).expand(len(rows), 1), rows], dim=1), np.float64)
+    if not result[0, 0]:
+        check_attention_tensors(q, k)
+    S, intra, intra_weight, cross, cross_weight = np.split(result[:, 1:], np.cumsum(_widths(parameters))[:-1], axis=1)
+    slots = (np.where(one < 0, -1, positions[one.astype(np.int64)]) for one in (intra, cross))
+    start = int(positions[k.shape[1] - q.shape[1]])
+    return CoAttention(start, S[:, 0].copy(), next(slots), intra_weight.copy(), next(slots), cross_weight.copy())
+
+
+def neighbours(
+    q: DeviceArray, k: DeviceArray, parameters: CrystalCacheParameters, scaling: float, softcap: float | None,
+    lse: DeviceArray | None, sinks: DeviceArray | None,
+) -> tuple[Neighbours, Tensor]:
+    """Return the result of S1 of a prompt as tensors, and a mask (1,) that is True if q and k are finite.
+
+    Implements: CC-COATTENTION
+
+    Raises:
+        SpecError: if q, k, lse or sinks have a wrong shape or type, or if an array has a wrong value.
+    """
+    finite, rows = _rows(q, k, parameters, scaling, softcap, lse, sinks)
+    S, intra, intra_weight, cross, cross_weight = rows.split(_widths(parameters), dim=1)
+    return Neighbours(S[:, 0], intra.long(), intra_weight, cross.long(), cross_weight), finite
+
+
+def _widths(p: CrystalCacheParameters) -> list[int]:
+    """Return the numbers of columns of salience, neighbours and weights in the rows of `_rows`."""
+    return [1, p.k_intra, p.k_intra, p.k_cross, p.k_cross]
+
+
+def _rows(
+    q: DeviceArray, k: DeviceArray, p: CrystalCacheParameters, scaling: float, softcap: float | None,
+    lse: DeviceArray | None, sinks: DeviceArray | None,
+) -> tuple[Tensor, Tensor]:
+    """Return a mask (1,) that is True if q and k are finite, and the columns of `_chunk` for all tokens."""
     _check_form(q, k, lse)
     check_sinks(sinks, q)
-    n, p, keys = q.shape[1], parameters, on_device(k)
+    n, keys = q.shape[1], on_device(k)
     before = k.shape[1] - n
     queries = q if isinstance(q, Tensor) else on_device(q, keys.device)
-    rows = torch.cat([
+    finite = (queries.isfinite().all() & keys.isfinite().all())[None]
+    return finite, torch.cat([
         _chunk(queries[:, c : c + p.C], keys[:, : before + min(n, c + p.C)], p, scaling, softcap, sinks)
         for c in range(0, n, p.C)
     ])
-    finite = (queries.isfinite().all() & keys.isfinite().all()).to(rows).expand(n, 1)
-    result = download(torch.cat([finite, rows], dim=1), np.float64)
-    if not result[0, 0]:
-        check_attention_tensors(q, k)
-    S, *lists = np.split(result[:, 1:], np.cumsum([1, p.k_intra, p.k_intra, p.k_cross]), axis=1)
-    intra, intra_weight, cross, cross_weight = lists
-    slots = (np.where(one < 0, -1, positions[one.astype(np.int64)]) for one in (intra, cross))
-    return CoAttention(
-        int(positions[before]), S[:, 0].copy(), next(slots), intra_weight.copy(), next(slots), cross_weight.copy()
-    )
 
 
 def _check_form(q: DeviceArray, k: DeviceArray, lse: DeviceArray | None) -> None:
@@ -142,8 +170,13 @@ def inverse_key_norms(k: DeviceArray) -> Vector:
     """
     if not isinstance(k, Tensor):
         check_keys(k)
-    keys = on_device(k).double()
-    largest = keys.abs().amax(dim=2)
-    inverse = 1.0 / torch.linalg.vector_norm(keys / largest[:, :, None], dim=2) / largest
-    result: Vector = download(torch.where(largest > 0, inverse, torch.inf).mean(dim=0), np.float64)
+    result: Vector = download(inverse_norms(on_device(k)), np.float64)
     return result
+
+
+def inverse_norms(keys: Tensor) -> Tensor:
+    """Return the result of `inverse_key_norms` as a tensor."""
+    wide = keys.double()
+    largest = wide.abs().amax(dim=2)
+    inverse = 1.0 / torch.linalg.vector_norm(wide / largest[:, :, None], dim=2) / largest
+    return torch.where(largest > 0, inverse, torch.inf).mean(dim=0)

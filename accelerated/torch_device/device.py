@@ -8,7 +8,7 @@ from torch import Tensor
 
 from spec.policy import DeviceArray
 
-__all__ = ["block_rows", "default_device", "download", "on_device", "takes", "upload"]
+__all__ = ["block_rows", "default_device", "download", "download_together", "on_device", "takes", "upload"]
 
 
 def default_device() -> torch.device:
@@ -45,3 +45,12 @@ def on_device(x: DeviceArray, device: torch.device | None = None) -> Tensor:
 def download(tensor: Tensor, dtype: Any) -> Any:
     """Copy a tensor to the host as a NumPy array."""
     return tensor.detach().cpu().numpy().astype(dtype, copy=False)
+
+
+def download_together(*tensors: Tensor) -> list[Any]:
+    """Copy tensors to the host with a single wait, and return a NumPy array for each."""
+    with torch.no_grad():
+        packed = download(torch.cat([x.contiguous().view(torch.uint8).flatten() for x in tensors]), np.uint8)
+    parts = np.split(packed, np.cumsum([x.numel() * x.element_size() for x in tensors])[:-1])
+    kinds = (torch.empty(0, dtype=x.dtype, device="cpu").numpy().dtype for x in tensors)
+    return [part.copy().view(kind).reshape(x.shape) for part, kind, x in zip(parts, kinds, tensors, strict=True)]

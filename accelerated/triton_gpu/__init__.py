@@ -1,1 +1,1 @@
-"""Backend `triton` for CUDA devices and for Triton's interpreter. S1 uses float32. S2 to S6 run on the host."""
+"""Backend `triton` for CUDA devices and for Triton's interpreter. S1 uses float32, and S2 to S6 use float64."""

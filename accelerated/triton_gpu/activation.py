@@ -11,7 +11,7 @@ from accelerated.triton_gpu.launch import FLOAT64, NORMS
 from spec.arrays import Vector
 from spec.policy import DeviceArray
 
-__all__ = ["inverse_key_norms"]
+__all__ = ["inverse_key_norms", "inverse_norms"]
 
 SMALL: tl.constexpr = tl.constexpr(2.0**-400)
 LARGE: tl.constexpr = tl.constexpr(2.0**500)
@@ -52,12 +52,16 @@ def inverse_key_norms(k: DeviceArray) -> Vector:
     Raises:
         SpecError: if the kernels do not accept the type, shape, dtype, device or a value of the keys.
     """
-    keys = key_tensor(k)
+    result: Vector = download(inverse_norms(key_tensor(k)), np.float64)
+    return result
+
+
+def inverse_norms(keys: torch.Tensor) -> torch.Tensor:
+    """Return the result of `inverse_key_norms` as a tensor."""
     heads, n, d = keys.shape
     norms = torch.empty(n, dtype=torch.float64, device=keys.device)
     with torch.cuda.device_of(keys):
         mean_inverse_norms[triton.cdiv(n, NORMS),](
             keys, norms, heads, n, d, *keys.stride(), NORMS=NORMS, WIDTH=triton.next_power_of_2(d), **FLOAT64
         )
-    result: Vector = download(norms, np.float64)
-    return result
+    return norms

@@ -2,11 +2,12 @@
 
 from accelerated.numba_cpu.backend import BACKEND as NUMBA
 from accelerated.torch_device.backend import BACKEND as TORCH
-from accelerated.torch_device.backend import with_host
+from accelerated.torch_device.backend import with_stages
 from accelerated.triton_gpu.activation import inverse_key_norms
 from accelerated.triton_gpu.coattention import coattention
 from accelerated.triton_gpu.device import require_device, takes
 from accelerated.triton_gpu.nestedkv import anomaly_score
+from accelerated.triton_gpu.prefill import prefill
 from spec.backend import Backend
 
 __all__ = ["BACKEND"]
@@ -20,13 +21,13 @@ class _NestedKVOnDevice:
     anomaly_score = staticmethod(anomaly_score)
 
 
-# S2 to S6 and decoding run on the host, because the data is small and the scans are sequential. On an H100 and an H200,
-# kernels for S2 to S6 were not faster than the host (docs/results/gpu.md).
+# S2 to S6 are the stages of the backend torch: sorts, scans and sums of segments, for which PyTorch has kernels.
+# Decoding runs on the host, because the data is small and the steps are sequential.
 # Set-conditioned selection runs on the host, because each selected token depends on all tokens selected before. A
 # device would need k launches, each with a reduction over all tokens. A lazy greedy search on the host updates only a
 # few tokens for each selected token. The search reads only host data: one signature per token, and the scores.
 BACKEND = Backend(
-    "triton", crystal=with_host(NUMBA.require_crystal(), coattention=coattention),
-    breath=with_host(NUMBA.require_breath(), inverse_key_norms=inverse_key_norms), diversity=NUMBA.diversity,
+    "triton", crystal=with_stages(TORCH.require_crystal(), coattention=coattention), prefill=prefill,
+    breath=with_stages(NUMBA.require_breath(), inverse_key_norms=inverse_key_norms), diversity=NUMBA.diversity,
     nestedkv=_NestedKVOnDevice(), policies=TORCH.policies, takes=takes, scores=TORCH.scores, tensors=TORCH.tensors,
 )

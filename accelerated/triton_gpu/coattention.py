@@ -2,7 +2,7 @@
 
 Attention is streamed, so no (n, n) array is made. The two large buffers (maxima of tiles, and attention inside chunks)
 cover only a stripe of the segment. The size of the buffers therefore does not depend on the segment's length. The host
-waits for the device only once, for the result.
+waits for the device only for checks of values and for the result.
 """
 
 import math
@@ -11,8 +11,17 @@ import numpy as np
 import torch
 import triton
 
+from accelerated.torch_device.records import Neighbours
 from accelerated.triton_gpu import kernels, launch
-from accelerated.triton_gpu.device import INTERPRETED, attention_tensors, download, lse_tensor, upload
+from accelerated.triton_gpu.device import (
+    INTERPRETED,
+    attention_tensors,
+    download,
+    lse_tensor,
+    shaped_lse,
+    shaped_tensors,
+    upload,
+)
 from accelerated.triton_gpu.launch import FLOAT32, AttentionTiles, Shape
 from spec.arrays import IntVector
 from spec.errors import SpecError
@@ -21,7 +30,7 @@ from spec.policy import DeviceArray
 from spec.records import CoAttention
 from spec.validate import check_sinks
 
-__all__ = ["coattention", "coattention_of"]
+__all__ = ["coattention", "coattention_of", "neighbours", "tiles_of"]
 
 Tensor = torch.Tensor
 LONGEST_LIST = 64
@@ -162,27 +171,47 @@ def coattention(
         SpecError: if the kernels do not accept an input. The error is raised before any kernel is launched.
     """
     on_device = attention_tensors(q, k)
-    width = max(16, triton.next_power_of_2(on_device[0].shape[2]))
-    tiles = launch.attention_tiles(width, on_device[0].element_size(), INTERPRETED)
     given = lse_tensor(lse, on_device[0])
     check_sinks(sinks, q)
-    if isinstance(sinks, np.ndarray):
-        sinks = upload(sinks, np.float32, on_device[0].device)
-    return coattention_of(*on_device, positions, parameters, scaling, softcap, tiles, given, sinks)
+    return coattention_of(*on_device, positions, parameters, scaling, softcap, tiles_of(on_device[0]), given, sinks)
+
+
+def neighbours(
+    q: DeviceArray, k: DeviceArray, parameters: CrystalCacheParameters, scaling: float, softcap: float | None,
+    lse: DeviceArray | None, sinks: DeviceArray | None,
+) -> tuple[Neighbours, Tensor]:
+    """Return the result of S1 of a prompt as tensors, and a mask (1,) that is True if q, k and lse are finite.
+
+    Implements: CC-COATTENTION
+
+    Raises:
+        SpecError: if the kernels do not accept the type, shape, dtype or device of an input.
+    """
+    on_device = shaped_tensors(q, k)
+    given = shaped_lse(lse, on_device[0])
+    check_sinks(sinks, q)
+    read = [*on_device] if given is None else [*on_device, given]
+    largest = torch.stack([torch.linalg.vector_norm(x, ord=float("inf"), dtype=torch.float32) for x in read])
+    segment = _attended(*on_device, parameters, scaling, softcap, tiles_of(on_device[0]), given, sinks)
+    (intra, intra_weight), (cross, cross_weight) = segment.intra, segment.cross
+    wide = (x.double() for x in (segment.salience, intra_weight, cross_weight))
+    salience, intra_weight, cross_weight = wide
+    return Neighbours(salience, intra, intra_weight, cross, cross_weight), largest.isfinite().all()[None]
+
+
+def tiles_of(q: Tensor) -> AttentionTiles:
+    """Return the tiles of the launch table for queries (H, n, d)."""
+    width = max(16, triton.next_power_of_2(q.shape[2]))
+    return launch.attention_tiles(width, q.element_size(), INTERPRETED)
 
 
 def coattention_of(
     q: Tensor, k: Tensor, positions: IntVector, p: CrystalCacheParameters, scaling: float,
-    softcap: float | None, tiles: AttentionTiles, lse: Tensor | None = None, sinks: Tensor | None = None,
+    softcap: float | None, tiles: AttentionTiles, lse: Tensor | None = None, sinks: DeviceArray | None = None,
 ) -> CoAttention:
     """Return the result of S1 for tensors that are already checked, computed with the given tiles."""
-    for name in ("k_intra", "k_cross"):
-        if getattr(p, name) > LONGEST_LIST:
-            raise SpecError(name, getattr(p, name), f"must be at most {LONGEST_LIST} with the backend triton")
-    beside = None if sinks is None else sinks.to(q.device, torch.float32)
-    segment = _Segment(q, k, p, scaling, softcap, tiles, lse, beside)
+    segment = _attended(q, k, p, scaling, softcap, tiles, lse, sinks)
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
-        segment.run()
         at = upload(positions, np.int64, q.device)
         intra, cross = (torch.where(i >= 0, at[i], -1) for i, _ in (segment.intra, segment.cross))
     return CoAttention(
@@ -190,3 +219,24 @@ def coattention_of(
         download(intra, np.int64), download(segment.intra[1].double(), np.float64),
         download(cross, np.int64), download(segment.cross[1].double(), np.float64),
     )
+
+
+def _attended(
+    q: Tensor, k: Tensor, p: CrystalCacheParameters, scaling: float, softcap: float | None, tiles: AttentionTiles,
+    lse: Tensor | None, sinks: DeviceArray | None,
+) -> _Segment:
+    """Run the kernels, and return the segment with its outputs.
+
+    Raises:
+        SpecError: if a list of neighbours is too long for the kernels.
+    """
+    for name in ("k_intra", "k_cross"):
+        if getattr(p, name) > LONGEST_LIST:
+            raise SpecError(name, getattr(p, name), f"must be at most {LONGEST_LIST} with the backend triton")
+    if isinstance(sinks, np.ndarray):
+        sinks = upload(sinks, np.float32, q.device)
+    beside = None if sinks is None else sinks.to(q.device, torch.float32)
+    segment = _Segment(q, k, p, scaling, softcap, tiles, lse, beside)
+    with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
+        segment.run()
+    return segment

@@ -16,7 +16,7 @@ from spec.validate import check_shapes
 
 __all__ = [
     "INTERPRETED", "attention_tensors", "default_device", "download", "key_tensor", "lse_tensor", "require_device",
-    "shared_memory", "takes", "upload",
+    "shaped_lse", "shaped_tensors", "shared_memory", "takes", "upload",
 ]
 
 # Triton reads the variable when a kernel is decorated, so the variable applies to the whole process.
@@ -79,6 +79,20 @@ def takes(x: DeviceArray) -> bool:
     return x.dtype in (torch.float32, torch.float16) or (x.dtype == torch.bfloat16 and not INTERPRETED)
 
 
+def shaped_tensors(q: DeviceArray, k: DeviceArray) -> tuple[Tensor, Tensor]:
+    """Return the tensors of `attention_tensors`, whose values are not checked.
+
+    Raises:
+        SpecError: if the kernels do not accept the type, shape, dtype or device.
+    """
+    if isinstance(q, torch.Tensor) != isinstance(k, torch.Tensor):
+        raise SpecError("k", type(k).__name__, f"must have the type of q, {type(q).__name__}")
+    kept = KEPT if getattr(q, "dtype", None) == getattr(k, "dtype", None) else ()
+    pair = (_checked("q", q, kept), _checked("k", k, kept))
+    _check_together(*pair)
+    return pair
+
+
 def attention_tensors(q: DeviceArray, k: DeviceArray) -> tuple[Tensor, Tensor]:
     """Return q (H, n, d) and k (H_kv, live, d) as tensors of one device and dtype. Tensors are not copied.
 
@@ -87,24 +101,18 @@ def attention_tensors(q: DeviceArray, k: DeviceArray) -> tuple[Tensor, Tensor]:
     Raises:
         SpecError: if the kernels do not accept the type, shape, dtype, device or a value.
     """
-    if isinstance(q, torch.Tensor) != isinstance(k, torch.Tensor):
-        raise SpecError("k", type(k).__name__, f"must have the type of q, {type(q).__name__}")
-    kept = KEPT if getattr(q, "dtype", None) == getattr(k, "dtype", None) else ()
-    pair = (_checked("q", q, kept), _checked("k", k, kept))
-    _check_together(*pair)
+    pair = shaped_tensors(q, k)
     if not bool(torch.stack([_largest(x) for x in pair]).isfinite().all()):
         for name, x, given in zip("qk", pair, (q, k), strict=True):
             _check_finite(name, x, given)
     return pair
 
 
-def lse_tensor(lse: DeviceArray | None, q: Tensor) -> Tensor | None:
-    """Return lse (H, n) as a float32 tensor on the device of q (H, n, d), or None if lse is None.
-
-    A tensor is not copied.
+def shaped_lse(lse: DeviceArray | None, q: Tensor) -> Tensor | None:
+    """Return the tensor of `lse_tensor`, whose values are not checked.
 
     Raises:
-        SpecError: if the kernels do not accept the type, shape, dtype, device or a value.
+        SpecError: if the kernels do not accept the type, shape, dtype or device.
     """
     if lse is None:
         return None
@@ -117,8 +125,21 @@ def lse_tensor(lse: DeviceArray | None, q: Tensor) -> Tensor | None:
         lse = upload(lse, np.float32, q.device)
     if lse.dtype != torch.float32 or lse.device != q.device:
         raise SpecError("lse", (lse.dtype, str(lse.device)), f"must be {torch.float32} on {q.device}")
-    _check_finite("lse", lse, lse)
     return lse
+
+
+def lse_tensor(lse: DeviceArray | None, q: Tensor) -> Tensor | None:
+    """Return lse (H, n) as a float32 tensor on the device of q (H, n, d), or None if lse is None.
+
+    A tensor is not copied.
+
+    Raises:
+        SpecError: if the kernels do not accept the type, shape, dtype, device or a value.
+    """
+    given = shaped_lse(lse, q)
+    if given is not None:
+        _check_finite("lse", given, given)
+    return given
 
 
 def key_tensor(k: DeviceArray) -> Tensor:

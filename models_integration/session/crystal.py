@@ -67,7 +67,9 @@ class CrystalMethod(Method):
             return None
         assert observation.token_ids is not None
         (view,) = observation.layers.values()
-        norms = self.engine.breath.inverse_key_norms(view.k)
+        norms = retention.inverse_norms
+        if norms is None:
+            norms = self.engine.breath.inverse_key_norms(view.k)
         return start_state(retention, observation.token_ids, norms, self.budget, self.parameters)
 
     def check_blocks(self) -> None:

@@ -83,12 +83,18 @@ def prefill(
     factor = q.shape[2] ** -0.5 if scaling is None else scaling
     check_scaling(factor, softcap)
 
+    B = effective_budget(share, n, parameters.N_sink, parameters.W_recent)
+    if engine.prefill is not None:
+        at = np.arange(n)
+        held = (at < parameters.N_sink) | (at >= n - parameters.W_recent)
+        return engine.prefill(
+            q, k, ids, np.isin(ids, sorted(ends)), held, B, parameters, factor, softcap, None, sinks
+        )
     coattention, M, trunks, graph = observe(
         stages, q, k, ids, ends, parameters, factor, softcap, sinks=sinks
     )
     protected = protected_trunks(trunks.offsets, n, parameters.N_sink, parameters.W_recent)
     score = stages.score(graph.D, trunks.impact, protected, parameters)
-    B = effective_budget(share, n, parameters.N_sink, parameters.W_recent)
     result = stages.dissolve(score, trunks, M, graph.D, protected, B, parameters)
     return CrystalRetention(
         result.kept, np.array([0, len(result.kept)]), n, ratio=result.ratio, scores=score, D=result.D,

@@ -1,7 +1,10 @@
 """CrystalCache as a policy: stages S1 to S5 score the trunks, and stage S6 (dissolution) selects the tokens."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
+
+import numpy as np
 
 from reference.crystalcache.dissolution import dissolved_D
 from reference.crystalcache.pipeline import observe
@@ -14,46 +17,50 @@ from spec.backend import Backend, CrystalStages, resolve
 from spec.composition import MODEL_SETS, Provided
 from spec.parameters import PAPER, CrystalCacheParameters
 from spec.policy import Needs, Observation, Policy, Promises, Scores
-from spec.records import CoAttention, CrystalRetention, TrunkGraph, Trunks
+from spec.records import CrystalRecords, CrystalRetention
 from spec.retention import Retention
 from spec.validate import check_sentence_ends, check_token_ids
 
-__all__ = ["CrystalRecords", "crystal_retention", "crystalcache"]
-
-
-@dataclass(frozen=True)
-class CrystalRecords:
-    """Results of stages S1 to S5, from which `crystal_retention` builds the full result of the prefill."""
-
-    coattention: CoAttention
-    impact: Vector
-    trunks: Trunks
-    graph: TrunkGraph
-    scores: Vector
-    protected: BoolVector
+__all__ = ["crystal_retention", "crystalcache"]
 
 
 @dataclass(frozen=True)
 class CrystalScorer:
-    """Scorer that runs CrystalCache's stages S1 to S5 on the observed layer."""
+    """Scorer that runs CrystalCache's stages S1 to S5 on the observed layer.
+
+    If the backend runs all stages together, and the budget is known, the scorer runs S6 too.
+    """
 
     stages: CrystalStages
     sentence_ends: frozenset[int]
     parameters: CrystalCacheParameters
     needs: Needs
+    prefill: Callable[..., CrystalRetention] | None = None
     provided: ClassVar[Provided] = Provided("trunks", MODEL_SETS)
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         (view,) = observation.layers.values()
         ids = check_token_ids(observation.token_ids, observation.seen)
+        if self.prefill is not None and observation.B is not None:
+            decided = self.prefill(
+                view.q, view.k, ids, np.isin(ids, sorted(self.sentence_ends)), protected, observation.B,
+                self.parameters, view.scaling, view.softcap, view.lse, view.sinks,
+            )
+            return _scores_of(CrystalRecords(
+                decided.coattention, decided.impact, decided.trunks, decided.graph, decided.scores, decided.protected,
+                decided,
+            ))
         coattention, M, trunks, graph = observe(
             self.stages, view.q, view.k, ids, self.sentence_ends, self.parameters, view.scaling, view.softcap,
             view.lse, view.sinks,
         )
         pinned = touched_units(protected, trunks.offsets)
         scores = self.stages.score(graph.D, trunks.impact, pinned, self.parameters)
-        records = CrystalRecords(coattention, M, trunks, graph, scores, pinned)
-        return Scores(scores[None], trunks.offsets, M[None], records)
+        return _scores_of(CrystalRecords(coattention, M, trunks, graph, scores, pinned))
+
+
+def _scores_of(records: CrystalRecords) -> Scores:
+    return Scores(records.scores[None], records.trunks.offsets, records.impact[None], records)
 
 
 @named(
@@ -77,7 +84,7 @@ def crystalcache(
     )
     return Policy(
         "crystalcache",
-        CrystalScorer(stages, check_sentence_ends(sentence_ends), parameters, needs),
+        CrystalScorer(stages, check_sentence_ends(sentence_ends), parameters, needs, engine.prefill),
         even,
         Dissolve(stages, parameters),
         SinkAndRecent(parameters.N_sink, parameters.W_recent),
@@ -93,4 +100,5 @@ def crystal_retention(
         retention.positions, retention.offsets, retention.seen, ratio=ratio, scores=records.scores,
         D=dissolved_D(records.graph.D, ratio), protected=records.protected, budget=B, coattention=records.coattention,
         impact=records.impact, trunks=records.trunks, graph=records.graph,
+        inverse_norms=None if records.decided is None else records.decided.inverse_norms,
     )

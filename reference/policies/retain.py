@@ -7,14 +7,14 @@ from typing import Any, NoReturn, cast
 import numpy as np
 
 from reference.policies.budgets import tokens_of
-from reference.policies.crystalcache import CrystalRecords, crystal_retention
+from reference.policies.crystalcache import crystal_retention
 from reference.policies.selectors import touched_units
 from spec.arrays import BoolVector, Int64, IntVector
 from spec.budget import Budget
 from spec.composition import required_by
 from spec.errors import SpecError
 from spec.policy import Budgets, LayerView, Needs, Observation, Policy, Scores, Selection
-from spec.records import Dissolution
+from spec.records import CrystalRecords, Dissolution
 from spec.retention import Retention
 
 __all__ = ["chosen", "retain", "retain_each", "retain_turn", "shown_to"]

@@ -13,7 +13,7 @@ from spec.composition import MODEL_SETS, Required, requires
 from spec.errors import SpecError
 from spec.parameters import CrystalCacheParameters
 from spec.policy import Scores, Selection
-from spec.records import Trunks
+from spec.records import CrystalRecords, CrystalRetention, Dissolution, Trunks
 
 __all__ = [
     "Choice", "Dissolve", "best_blocks", "best_tokens", "fill_units", "marked", "recent_half", "staged", "top_tokens",
@@ -180,8 +180,23 @@ class Dissolve:
             raise SpecError("scores", scores.values.shape, reason)
         units = Trunks(scores.offsets, scores.values[0])
         no_D = np.zeros(len(units.impact))
+        decided = scores.carry.decided if isinstance(scores.carry, CrystalRecords) else None
+        if decided is not None and _decides(decided, scores, int(budgets[0])):
+            kept = Dissolution(decided.kept, decided.ratio, no_D)
+            return Selection(kept.kept, decided.offsets, kept)
         result = self.stages.dissolve(
             scores.values[0], units, scores.members[0], no_D, touched_units(protected, scores.offsets),
             int(budgets[0]), self.parameters,
         )
         return Selection(result.kept, np.array([0, len(result.kept)], dtype=np.int64), result)
+
+
+def _decides(decided: CrystalRetention, scores: Scores, B: int) -> bool:
+    """Return True if the retention is the result of S6 for these scores and this budget."""
+    pairs = (
+        (scores.values, decided.scores[None]), (scores.members, decided.impact[None]),
+        (scores.offsets, decided.trunks.offsets),
+    )
+    return decided.budget == B and all(
+        np.array_equal(given, own, equal_nan=True) for given, own in pairs if given is not None
+    )

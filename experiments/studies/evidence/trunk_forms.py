@@ -13,10 +13,10 @@ from typing import TypeAlias
 import numpy as np
 
 from reference.crystalcache.impact import impact, rarity, token_counts, trunk_impact
-from reference.policies.crystalcache import CrystalRecords
 from spec.arrays import BoolVector, Float64, Vector
 from spec.parameters import PAPER
 from spec.policy import Needs, Observation, Policy, Scorer, Scores
+from spec.records import CrystalRecords
 
 __all__ = ["NEIGHBOURS", "TRUNK_FORMS", "TrunkForm", "local_salience", "seed_of", "shuffled_in_runs"]
 

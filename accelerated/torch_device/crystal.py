@@ -1,0 +1,158 @@
+"""Stages S2 to S6 of CrystalCache on the device: each stage for NumPy arrays, and all of them after S1 for tensors."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from accelerated.torch_device import impact as s3
+from accelerated.torch_device import trunks as s2
+from accelerated.torch_device.device import download, download_together, upload
+from accelerated.torch_device.dissolution import dissolve, ranked_members
+from accelerated.torch_device.graph import Graph, crystallization, trunk_graph
+from accelerated.torch_device.records import DeferredCoAttention, Neighbours
+from accelerated.torch_device.score import score
+from accelerated.torch_device.sums import token_trunks
+from spec.arrays import BoolVector, IntVector, Vector
+from spec.parameters import CrystalCacheParameters
+from spec.records import CoAttention, CrystalRetention, Dissolution, TrunkGraph, Trunks
+
+__all__ = ["CrystalStages", "Decided", "decide", "retention_of"]
+
+
+class Decided(NamedTuple):
+    """Results of S2 to S6 as tensors. An array of trunks has one place for each token; unused places are at the end."""
+
+    M: Tensor
+    offsets: Tensor
+    M_bar: Tensor
+    indptr: Tensor
+    weights: Tensor
+    degree: Tensor
+    D: Tensor
+    score: Tensor
+    ratio: Tensor
+    indices: Tensor
+    """Columns of the trunk graph, int32."""
+    protected: Tensor
+    keep: Tensor
+    """Mask (n,) of the kept tokens."""
+
+
+@torch.no_grad()
+def decide(
+    S1: Neighbours, ids: IntVector, ends: BoolVector, protected: BoolVector, B: int,
+    parameters: CrystalCacheParameters,
+) -> Decided:
+    """Run S3, S2, S4, S5 and S6 on a prompt. The host waits for no result.
+
+    Args:
+        S1: result of S1.
+        ids: token ids, (n,).
+        ends: mask (n,) that is True for each token that ends a sentence.
+        protected: mask (n,) of the protected tokens. The trunk of a protected token is protected.
+        B: number of tokens to keep.
+    """
+    p, n, where = parameters, len(ids), S1.salience.device
+    M = s3.impact(S1.salience, upload(ids, np.int64, where), p)
+    offsets = s2.trunk_offsets(S1, upload(ends, np.bool_, where), p)
+    trunk, sizes = token_trunks(offsets, n), offsets.diff()
+    order = ranked_members(M, trunk)
+    M_bar = mean_impact(M[order], offsets, p)
+    graph = trunk_graph(S1, offsets, p.tau_edge)
+    D = crystallization(graph.degree, trunk[-1:] + 1, p)
+    pinned = torch.zeros_like(sizes).scatter_add(0, trunk, upload(protected, np.int64, where)) > 0
+    scores = score(D, M_bar, pinned | (sizes == 0), p)
+    keep, ratio = dissolve(scores, offsets, trunk, order, pinned, B, p)
+    return Decided(
+        M, offsets, M_bar, graph.indptr, graph.weights, graph.degree, D, scores, ratio, graph.indices.int(), pinned,
+        keep,
+    )
+
+
+def mean_impact(descending: Tensor, offsets: Tensor, parameters: CrystalCacheParameters) -> Tensor:
+    """Return the impact of each trunk. `parameters.trunk_impact` selects the formula."""
+    M_bar = s3.trunk_impact(descending, offsets)
+    unit = parameters.trunk_impact == "unit"
+    return s3.unit_trunk_impact(M_bar, offsets.diff(), parameters.epsilon) if unit else M_bar
+
+
+def retention_of(
+    S1: Neighbours, decided: Decided, norms: Tensor, finite: Tensor, B: int,
+) -> CrystalRetention | None:
+    """Copy the results to the host with a single wait, or return None if `finite` (1,) is False.
+
+    The result of S1 remains on the device until it is read. `norms` are the inverse norms of the keys.
+    """
+    *arrays, inverse_norms, usable = download_together(*decided, norms, finite)
+    if not usable[0]:
+        return None
+    host = Decided(*arrays)
+    n, m = len(host.M), int((host.offsets < len(host.M)).sum())
+    graph = _graph(Graph(host.indptr, host.indices.astype(np.int64), host.weights, host.degree), host.D, m)
+    kept, ratio = np.flatnonzero(host.keep), host.ratio[:m].copy()
+    return CrystalRetention(
+        kept, np.array([0, len(kept)]), n, ratio=ratio, scores=host.score[:m].copy(), D=ratio * graph.D,
+        protected=host.protected[:m].copy(), budget=B, coattention=DeferredCoAttention(S1), impact=host.M,
+        trunks=_trunks(host.offsets, host.M_bar, m), graph=graph, inverse_norms=inverse_norms,
+    )
+
+
+def _trunks(offsets: IntVector, M_bar: Vector, m: int, start: int = 0) -> Trunks:
+    return Trunks(offsets[: m + 1] + start, M_bar[:m].copy())
+
+
+def _graph(graph: Graph, D: Vector, m: int) -> TrunkGraph:
+    """Return the used parts of arrays of the host as a record."""
+    indptr, indices, weights, degree = graph
+    edges = int(indptr[m])
+    return TrunkGraph(
+        indptr[: m + 1].copy(), indices[:edges].copy(), weights[:edges].copy(), degree[:m].copy(), D[:m].copy()
+    )
+
+
+class CrystalStages:
+    """Stages S2 to S6 for NumPy arrays. A stage copies its arguments to the device, and its result to the host."""
+
+    def impact(self, salience: Vector, token_ids: IntVector, parameters: CrystalCacheParameters, /) -> Vector:
+        M: Vector = download(
+            s3.impact(upload(salience, np.float64), upload(token_ids, np.int64), parameters), np.float64
+        )
+        return M
+
+    def trunks(
+        self, coattention: CoAttention, impact: Vector, ends: BoolVector, parameters: CrystalCacheParameters, /,
+    ) -> Trunks:
+        S1, M = Neighbours.of_host(coattention), upload(impact, np.float64)
+        offsets = s2.trunk_offsets(S1, upload(ends, np.bool_), parameters)
+        M_bar = mean_impact(M[ranked_members(M, token_trunks(offsets, len(M)))], offsets, parameters)
+        bounds, means = download_together(offsets, M_bar)
+        return _trunks(bounds, means, int((bounds < len(M)).sum()), coattention.start)
+
+    def graph(self, coattention: CoAttention, trunks: Trunks, parameters: CrystalCacheParameters, /) -> TrunkGraph:
+        offsets = upload(trunks.offsets - coattention.start, np.int64)
+        graph = trunk_graph(Neighbours.of_host(coattention), offsets, parameters.tau_edge)
+        D = crystallization(graph.degree, torch.full_like(offsets[:1], len(trunks.impact)), parameters)
+        *arrays, crystallized = download_together(*graph, D)
+        return _graph(Graph(*arrays), crystallized, len(trunks.impact))
+
+    def score(
+        self, D: Vector, impact: Vector, protected: BoolVector, parameters: CrystalCacheParameters, /,
+    ) -> Vector:
+        scores = score(*(upload(x, np.float64) for x in (D, impact)), upload(protected, np.bool_), parameters)
+        result: Vector = download(scores, np.float64)
+        return result
+
+    def dissolve(
+        self, score: Vector, trunks: Trunks, impact: Vector, D: Vector, protected: BoolVector, budget: int,
+        parameters: CrystalCacheParameters, /,
+    ) -> Dissolution:
+        M, start = upload(impact, np.float64), int(trunks.offsets[0])
+        offsets = upload(trunks.offsets - start, np.int64)
+        trunk = token_trunks(offsets, len(M))
+        pinned = upload(protected, np.bool_)
+        keep, ratio = download_together(*dissolve(
+            upload(score, np.float64), offsets, trunk, ranked_members(M, trunk), pinned, budget, parameters
+        ))
+        return Dissolution(start + np.flatnonzero(keep), ratio, ratio * D)
