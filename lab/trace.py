@@ -42,8 +42,8 @@ MUTANTS = 2  # minimum for each item
 # Stages that a device backend runs on the host: their inputs are only a few thousand trunks, tokens or scores.
 # accelerated/triton_gpu/backend.py explains this.
 ON_HOST = {
-    "impact", "trunks", "graph", "score", "dissolve", "decay", "activation", "resonance", "hebbian", "segment_graph",
-    "segment_crystallization", "diverse", "best_tokens",
+    "decay", "activation", "resonance", "hebbian", "segment_graph", "segment_crystallization", "diverse",
+    "best_tokens",
 }
 DEVICES = ("accelerated/triton_gpu",)
 TORCH = "accelerated/torch_device"

@@ -1,8 +1,8 @@
 """Stage S1 (Section 3.2) and the norms of cached keys in PyTorch, on the device of the tensors.
 
-`coattention` copies the result to the host once. Weights are float32, or float64 if q and k are float64. Sums over queries are
-float64. The working memory contains two blocks of weights (for `block_rows` queries each), the keys in float32, and
-four (C, C) matrices for a chunk.
+`coattention` copies the result to the host once. Weights are float32, or float64 if q and k are float64. Sums over
+queries are float64. The working memory contains two blocks of weights (for `block_rows` queries each), the keys in
+float32, and four (C, C) matrices for a chunk.
 """
 
 import numpy as np
@@ -62,7 +62,7 @@ def neighbours(
         SpecError: if q, k, lse or sinks have a wrong shape or type, or if an array has a wrong value.
     """
     finite, rows = _rows(q, k, parameters, scaling, softcap, lse, sinks)
-    S, intra, intra_weight, cross, cross_weight = rows.split(_widths(parameters), dim=1)
+    S, intra, intra_weight, cross, cross_weight = torch.split(rows, _widths(parameters), dim=1)
     return Neighbours(S[:, 0], intra.long(), intra_weight, cross.long(), cross_weight), finite
 
 

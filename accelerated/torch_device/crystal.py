@@ -1,18 +1,18 @@
 """Stages S2 to S6 of CrystalCache on the device: each stage for NumPy arrays, and all of them after S1 for tensors."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from accelerated.torch_device import impact as s3
+from accelerated.torch_device import score as s5
 from accelerated.torch_device import trunks as s2
 from accelerated.torch_device.device import download, download_together, upload
 from accelerated.torch_device.dissolution import dissolve, ranked_members
-from accelerated.torch_device.graph import Graph, crystallization, trunk_graph
+from accelerated.torch_device.graph import crystallization, trunk_graph
 from accelerated.torch_device.records import DeferredCoAttention, Neighbours
-from accelerated.torch_device.score import score
 from accelerated.torch_device.sums import token_trunks
 from spec.arrays import BoolVector, IntVector, Vector
 from spec.parameters import CrystalCacheParameters
@@ -63,7 +63,7 @@ def decide(
     graph = trunk_graph(S1, offsets, p.tau_edge)
     D = crystallization(graph.degree, trunk[-1:] + 1, p)
     pinned = torch.zeros_like(sizes).scatter_add(0, trunk, upload(protected, np.int64, where)) > 0
-    scores = score(D, M_bar, pinned | (sizes == 0), p)
+    scores = s5.score(D, M_bar, pinned | (sizes == 0), p)
     keep, ratio = dissolve(scores, offsets, trunk, order, pinned, B, p)
     return Decided(
         M, offsets, M_bar, graph.indptr, graph.weights, graph.degree, D, scores, ratio, graph.indices.int(), pinned,
@@ -88,9 +88,9 @@ def retention_of(
     *arrays, inverse_norms, usable = download_together(*decided, norms, finite)
     if not usable[0]:
         return None
-    host = Decided(*arrays)
+    host: Any = Decided(*arrays)
     n, m = len(host.M), int((host.offsets < len(host.M)).sum())
-    graph = _graph(Graph(host.indptr, host.indices.astype(np.int64), host.weights, host.degree), host.D, m)
+    graph = _graph(host.indptr, host.indices.astype(np.int64), host.weights, host.degree, host.D, m)
     kept, ratio = np.flatnonzero(host.keep), host.ratio[:m].copy()
     return CrystalRetention(
         kept, np.array([0, len(kept)]), n, ratio=ratio, scores=host.score[:m].copy(), D=ratio * graph.D,
@@ -103,9 +103,10 @@ def _trunks(offsets: IntVector, M_bar: Vector, m: int, start: int = 0) -> Trunks
     return Trunks(offsets[: m + 1] + start, M_bar[:m].copy())
 
 
-def _graph(graph: Graph, D: Vector, m: int) -> TrunkGraph:
+def _graph(
+    indptr: IntVector, indices: IntVector, weights: Vector, degree: Vector, D: Vector, m: int,
+) -> TrunkGraph:
     """Return the used parts of arrays of the host as a record."""
-    indptr, indices, weights, degree = graph
     edges = int(indptr[m])
     return TrunkGraph(
         indptr[: m + 1].copy(), indices[:edges].copy(), weights[:edges].copy(), degree[:m].copy(), D[:m].copy()
@@ -134,14 +135,16 @@ class CrystalStages:
         offsets = upload(trunks.offsets - coattention.start, np.int64)
         graph = trunk_graph(Neighbours.of_host(coattention), offsets, parameters.tau_edge)
         D = crystallization(graph.degree, torch.full_like(offsets[:1], len(trunks.impact)), parameters)
-        *arrays, crystallized = download_together(*graph, D)
-        return _graph(Graph(*arrays), crystallized, len(trunks.impact))
+        indptr, indices, weights, degree, crystallized = download_together(*graph, D)
+        return _graph(indptr, indices, weights, degree, crystallized, len(trunks.impact))
 
     def score(
         self, D: Vector, impact: Vector, protected: BoolVector, parameters: CrystalCacheParameters, /,
     ) -> Vector:
-        scores = score(*(upload(x, np.float64) for x in (D, impact)), upload(protected, np.bool_), parameters)
-        result: Vector = download(scores, np.float64)
+        held = upload(protected, np.bool_)
+        result: Vector = download(
+            s5.score(upload(D, np.float64), upload(impact, np.float64), held, parameters), np.float64
+        )
         return result
 
     def dissolve(

@@ -31,8 +31,8 @@ def trunk_pairs(S1: Neighbours, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor
     m, keys, weights = len(offsets) - 1, list[Tensor](), list[Tensor]()
     trunk = token_trunks(offsets, len(S1.intra))
     for index, weight in ((S1.intra, S1.intra_weight), (S1.cross, S1.cross_weight)):
-        own, other = trunk[:, None], trunk[index.clamp(min=0)]
-        low, high = torch.minimum(own, other), torch.maximum(own, other)
+        pair = trunk[:, None], trunk[index.clamp(min=0)]
+        low, high = torch.minimum(*pair), torch.maximum(*pair)
         keys.append(torch.where((index >= 0) & (low < high), low * m + high, m * m).flatten())
         weights.append(weight.flatten())
     none = torch.full_like(offsets[:1], m * m)  # without it, a prompt without neighbours would have no place
@@ -41,8 +41,8 @@ def trunk_pairs(S1: Neighbours, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor
     first = torch.cat([torch.ones_like(key[:1], dtype=torch.bool), key[1:] != key[:-1]])
     bounds = torch.minimum(segment_offsets(first), (key < m * m).sum())
     number = bounds.diff()
-    pair = torch.where(number > 0, key[bounds[:-1].clamp(max=len(key) - 1)], 0)
-    return pair, number, left_to_right_sums(weight, bounds)
+    code = torch.where(number > 0, key[bounds[:-1].clamp(max=len(key) - 1)], 0)
+    return code, number, left_to_right_sums(weight, bounds)
 
 
 def trunk_weights(number: Tensor, total: Tensor, product: Tensor) -> Tensor:

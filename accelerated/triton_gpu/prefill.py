@@ -1,4 +1,4 @@
-"""Stages S1 to S6 of a prompt: S1 and the norms of keys by kernels, all other stages by PyTorch. The host waits once."""
+"""Stages S1 to S6 of a prompt: S1 and the norms of keys by kernels, all others by PyTorch. The host waits once."""
 
 import torch
 

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 
 from reference.backend import BACKEND as REFERENCE
+from reference.crystalcache import prefill
 from reference.policies.names import DIVERSE, NAMES, families_of, home_of
 from spec.backend import Backend, resolve
 from spec.errors import BackendUnavailable
-from spec.parameters import NESTEDKV, PAPER
+from spec.parameters import NESTEDKV, PAPER, TINY
 
 __all__ = ["MEASURED", "default_device_type", "fastest", "stage_that_differs"]
 
@@ -113,8 +114,17 @@ def _coattention(engine: Backend) -> Any:
     return np.concatenate([seen.salience, seen.intra_weight.ravel(), seen.cross_weight.ravel()])
 
 
+def _prefill(engine: Backend) -> Any:
+    q, k = _inputs()
+    ids = np.random.default_rng(1).integers(0, 40, 96)
+    decided = prefill(q, k, ids, frozenset(range(8)), 0.5, TINY, engine)
+    D = np.repeat(decided.D, decided.trunks.sizes)
+    return np.concatenate([np.isin(np.arange(96), decided.kept), decided.impact, D])
+
+
 _RUNS: Mapping[str, Callable[[Backend], Any]] = {
     "crystal.coattention": _coattention,
+    "prefill": _prefill,
     "nestedkv.anomaly_score": lambda engine: engine.require_nestedkv().anomaly_score(_inputs()[1], NESTEDKV),
     "breath.inverse_key_norms": lambda engine: engine.require_breath().inverse_key_norms(_inputs()[1]),
 }

@@ -1,6 +1,7 @@
 """Scores in torch: what each policy keeps by brute force, and how far a score of float32 is from the oracle's."""
 
 import math
+import pickle
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,12 +26,14 @@ from conformance.strategies.numbers import keys
 from conformance.strategies.policy_inputs import Inputs, decided, drawn, observation, with_sinks
 from conformance.strategies.prompts import AttentionInputs
 from conformance.tolerances import scores_agree
+from lab.measure.gpu.counts import DeviceTensor, HostReads
 from lab.mutants.edits import Edit, replaced
 from lab.policy_cases import CASES
 from models_integration.cache.device_compaction import read_retentions
 from models_integration.session.device_choice import choose, policy_on_device
 from reference import policies
 from reference.backend import BACKEND as REFERENCE
+from reference.crystalcache import prefill
 from reference.policies.keydiff import keydiff_score
 from reference.policies.layers import is_layerwise, policy_of_layer
 from reference.policies.names import with_twins
@@ -38,6 +41,7 @@ from spec.budget import Budget
 from spec.errors import SpecError
 from spec.parameters import TINY
 from spec.policy import LayerView, Policy
+from spec.records import CoAttention, CrystalRetention
 from tests.models_integration.session import test_device as sessions
 
 pytestmark = pytest.mark.usefixtures('reference_items')
@@ -197,6 +201,67 @@ def test_equal_remainders_go_to_the_lower_heads() -> None:
     assert adaptive_shares(values, 5, 1, 1).tolist() == [1 + 2, 1 + 2, 1 + 1]
 
 
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {}, {"merge": "median"}, {"coverage": 0.3}, {"allocation": "tiers"}, {"T_max": 1}, {"T_max": 32, "N_min": 0},
+    {"k_intra": 0, "k_cross": 0}, {"graph": "zero"}, {"impact": "unit", "trunk_impact": "unit", "coverage": 0.5},
+)
+
+
+@pytest.mark.spec("CC-PREFILL")
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_a_prompt_is_decided_on_the_device_with_one_wait(changes: dict[str, Any]) -> None:
+    """Compare all results of S2 to S6 with the reference. The neighbours of S1 are read only when they are used."""
+    p = replace(TINY, **changes)
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        n = int(rng.integers(2, 90))
+        q, k, ids = rng.normal(size=(4, n, 8)) * 2, rng.normal(size=(2, n, 8)), rng.integers(0, 12, n)
+        budget = float(rng.uniform(0.1, 1.0))
+        want = prefill(q, k, ids, frozenset({1, 2, 3}), budget, p)
+        at = np.arange(n)
+        held = (at < p.N_sink) | (at >= n - p.W_recent)
+        assert BACKEND.prefill is not None
+        with HostReads() as reads:
+            actual = BACKEND.prefill(
+                *(DeviceTensor(torch.from_numpy(x)) for x in (q, k)), ids, np.isin(ids, [1, 2, 3]), held,
+                want.budget, p, 8**-0.5, None,
+            )
+            assert sum(reads.counts.values()) == 1
+            assert np.array_equal(actual.coattention.intra, want.coattention.intra)
+            assert sum(reads.counts.values()) == 2
+        pairs = [
+            (actual.kept, want.kept), (actual.trunks.offsets, want.trunks.offsets), (actual.ratio, want.ratio),
+            (actual.graph.indptr, want.graph.indptr), (actual.graph.indices, want.graph.indices),
+            (actual.protected, want.protected), (actual.coattention.cross, want.coattention.cross),
+        ]
+        assert all(np.array_equal(x, y) for x, y in pairs)
+        norms = REFERENCE.require_breath().inverse_key_norms(k)
+        for x, y in (
+            (actual.graph.weights, want.graph.weights), (actual.graph.degree, want.graph.degree),
+            (actual.D, want.D), (actual.scores, want.scores), (actual.impact, want.impact),
+            (actual.inverse_norms, norms), (actual.trunks.impact, want.trunks.impact),
+        ):
+            np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.spec("CC-PREFILL")
+def test_a_prompt_with_nan_is_refused_after_the_wait() -> None:
+    q, k = torch.ones(4, 6, 4), torch.ones(2, 6, 4).index_fill_(1, torch.tensor(3), torch.nan)
+    with pytest.raises(SpecError, match=r"^k "):
+        prefill_of(q, k)
+    record = prefill_of(q, torch.ones(2, 6, 4)).coattention
+    assert type(pickle.loads(pickle.dumps(record))) is CoAttention
+    with pytest.raises(AttributeError, match="tokens"):
+        record.tokens  # type: ignore[attr-defined]  # noqa: B018
+
+
+def prefill_of(q: torch.Tensor, k: torch.Tensor) -> CrystalRetention:
+    """Return the retention of six tokens."""
+    assert BACKEND.prefill is not None
+    mask = np.zeros(6, dtype=np.bool_)
+    return BACKEND.prefill(q, k, np.arange(6), mask, mask, 3, TINY, 0.5, None)
+
+
 MUTANTS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("mutants.toml").read_text(encoding="utf-8"))
 
 
@@ -208,6 +273,9 @@ def check(kind: str, name: str) -> None:
         for seed in range(4):
             with pytest.MonkeyPatch.context() as patch:
                 test_s1_of_tensors_lies_in_the_certified_box(seed, patch)
+    elif kind == "prefill":
+        for changes in VARIANTS:
+            test_a_prompt_is_decided_on_the_device_with_one_wait(changes)
     elif kind == "shares":
         test_equal_remainders_go_to_the_lower_heads()
     elif kind == "padded":

@@ -41,13 +41,13 @@ N = 40
 
 
 class Spy:
-    """Triton's stages, which note what S1 is given."""
+    """S1 of Triton, which notes what it is given, and the other stages of Numba."""
 
     def __init__(self) -> None:
         self.given: list[tuple[Any, Any, Any]] = []
 
     def __getattr__(self, stage: str) -> Any:
-        return getattr(BACKEND.require_crystal(), stage)
+        return getattr(resolve("numba").require_crystal(), stage)
 
     def coattention(self, q: Any, k: Any, positions: Any, p: Any, *rest: Any) -> Any:
         self.given.append((q, k, rest[2]))
