@@ -236,6 +236,7 @@ def test_a_prompt_is_decided_on_the_device_with_one_wait(changes: dict[str, Any]
         ]
         assert all(np.array_equal(x, y) for x, y in pairs)
         norms = REFERENCE.require_breath().inverse_key_norms(k)
+        assert actual.inverse_norms is not None
         for x, y in (
             (actual.graph.weights, want.graph.weights), (actual.graph.degree, want.graph.degree),
             (actual.D, want.D), (actual.scores, want.scores), (actual.impact, want.impact),
