@@ -239,13 +239,6 @@ class Backend:
     diversity: DiversityStages | None = None
     nestedkv: NestedKVStages | None = None
     policies: PolicyStages | None = None
-    prefill: Callable[..., CrystalRetention] | None = None
-    """Function that runs the stages S1 to S6 on a prompt and reads the device once, or None.
-
-    The arguments are q, k, token_ids (n,), a mask `ends` (n,) of the tokens that end a sentence, a mask `protected`
-    (n,) of the protected tokens, the budget B in tokens, and then parameters, scaling, softcap, lse and sinks as for
-    `CrystalStages.coattention`. The stages of `crystal` give the same retention. `inverse_norms` of the retention has
-    the results of `BreathStages.inverse_key_norms`."""
     takes: Callable[[DeviceArray], bool] | None = None
     """Function that returns True if the stages accept a given tensor without a copy to the host.
 
@@ -262,6 +255,14 @@ class Backend:
     - `Adaptive` and `Competition` take a score (NaN for protected tokens), the number of tokens to divide among the
       sets, the number of protected tokens in each set, and the safeguard. Both functions return the share of each
       set."""
+    prefill: Callable[..., CrystalRetention] | None = None
+    """Function that runs the stages S1 to S6 on a prompt and reads the device once, or None.
+
+    The arguments are q, k, token_ids (n,), a mask `ends` (n,) of the tokens that end a sentence, a mask `protected`
+    (n,) of the protected tokens, the budget B in tokens, and then parameters, scaling, softcap, lse and sinks as for
+    `CrystalStages.coattention`. The check of sinks waits for the device a second time. The stages of `crystal` give the
+    same retention: if you replace stages of `crystal`, replace `prefill` too, or set it to None. `inverse_norms` of the
+    retention has the results of `BreathStages.inverse_key_norms`."""
 
     def require_crystal(self) -> CrystalStages:
         """Return the CrystalCache stages.

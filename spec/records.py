@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spec.arrays import BoolVector, Float64, Int64, IntMatrix, IntVector, Matrix, Vector
+from spec.parameters import CrystalCacheParameters
 from spec.retention import Retention
 
 __all__ = ["CoAttention", "CrystalRecords", "CrystalRetention", "Dissolution", "Edges", "TrunkGraph", "Trunks"]
@@ -137,3 +138,5 @@ class CrystalRecords:
     protected: BoolVector
     decided: CrystalRetention | None = None
     """Result of S1 to S6 with these records, if the backend has already run S6."""
+    parameters: CrystalCacheParameters | None = None
+    """Parameters of `decided`."""

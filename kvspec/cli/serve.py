@@ -64,8 +64,9 @@ def run_serve(model: str, settings: Settings, options: Sequence[str]) -> None:
     os.environ.setdefault(_RUNNER, "0")  # kvspec was tested with vLLM's first model runner alone
     from vllm.entrypoints.cli.main import main
 
-    from models_integration.engines.vllm.seams import end_promptly
+    from models_integration.engines.vllm.seams import check_version, end_promptly
 
+    check_version()
     register()
     end_promptly()
     config = json.dumps({KEY: json.loads(settings.text())})

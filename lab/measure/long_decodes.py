@@ -111,7 +111,7 @@ TASKS = {"late": late_question, "copy": copy_and_count}
 
 @torch.no_grad()
 def row_of(subject: Subject, task: str, index: int, policy: str) -> Row:
-    """Return the score of one sample with a policy, its generated tokens, and the most tokens that a layer held."""
+    """Return the score and the length of an answer with a policy, and the most tokens that the first layer held."""
     sample = TASKS[task](subject, index)
     with subject.policy(policy, BUDGET)(subject.model):
         cache, token = _next(subject.model, sample.prompt, None)
@@ -155,18 +155,19 @@ def table(rows: Sequence[Row]) -> str:
     """Return a Markdown table of the policies: scores, differences from the full cache, lengths, and tokens held."""
     tasks = [task for task in TASKS if _column(rows, task, FULL, "score").mean() >= 0.7]
     heads = [cell for task in tasks for cell in (f"{task}, score", f"{task}, over full")]
-    lines = [["policy", *heads, "length of a copy", "over full", "tokens held"]]
+    lengths = ["length of a copy", "length, over full"] if "copy" in tasks else []
+    lines = [["policy", *heads, *lengths, "tokens held"]]
     lines.append(["---"] * len(lines[0]))
     for policy in POLICIES:
         cells = [
             cell for task in tasks
             for cell in (f"{_column(rows, task, policy, 'score').mean():.2f}", _over(rows, task, policy, "score"))
         ]
-        lengths = _column(rows, "copy", policy, "length")
+        if lengths:
+            mean = _column(rows, "copy", policy, "length").mean()
+            cells += [f"{mean:.2f}", _over(rows, "copy", policy, "length")]
         held = max(row["held"] for row in rows if row["policy"] == policy)
-        lines.append([
-            f"`{policy}`", *cells, f"{lengths.mean():.2f}", _over(rows, "copy", policy, "length"), f"{held}",
-        ])
+        lines.append([f"`{policy}`", *cells, f"{held}"])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

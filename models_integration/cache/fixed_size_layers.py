@@ -63,7 +63,10 @@ class StatefulCache(DynamicCache):
         return [*filter(is_recurrent, self.layers), *self.beside.values()]
 
     def branch(self) -> Self:
-        """Return a cache that shares keys and values with this cache, and has separate states."""
+        """Return a cache that shares keys and values with this cache, and has separate states.
+
+        A layer whose heads store different positions appends in place. Compact such a branch before it grows.
+        """
         branch = copy.copy(self)
         branch.layers = _copies(self.layers)
         branch.beside = dict(zip(self.beside, _copies(self.beside.values()), strict=True))

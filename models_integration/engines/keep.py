@@ -22,6 +22,7 @@ from models_integration.model.architecture import check_positions, describe
 from models_integration.model.layer_kinds import FULL, layer_types
 from models_integration.model.seams import attention_of, replace_attention
 from models_integration.policies.methods import NamedPolicy, RetentionPolicy
+from models_integration.policies.sizes import SizedPolicy
 from models_integration.session.method import Method, decide
 from models_integration.session.observed import ObservedSegment
 from reference.crystalcache.observed_layer import observed_layer
@@ -93,6 +94,9 @@ def _checked(policy: RetentionPolicy, model: PreTrainedModel, full: Sequence[int
     Raises:
         SpecError: if the policy needs more than the first layer. The message contains the additional need.
     """
+    if isinstance(policy, SizedPolicy):
+        reason = "is the memory of all layers, and only the first layer is read; give a share or a number of tokens"
+        raise SpecError("budget", policy.size, reason)
     if isinstance(policy, NamedPolicy) and (wanted := constants_of_model(policy.name)):
         raise SpecError(
             "policy", policy.name, f"needs {', '.join(sorted(wanted))} from the whole model; use `with policy(model)`"

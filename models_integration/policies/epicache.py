@@ -1,7 +1,7 @@
 """EpiCache: one cache for each episode of a dialogue, read in blocks, and the cache of the episode of a question."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from models_integration.attention.handover import check_handover
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.model.architecture import Architecture, describe
+from models_integration.model.architecture import Architecture, describe, device_of
 from models_integration.policies.prefill import blocks_of
 from models_integration.session.method import Method, decide, method_of
 from models_integration.session.verbs import NOTHING, observe, read
@@ -50,13 +50,25 @@ class Episodes:
     centroids: Float64[Matrix, "episodes d"]
     prompts: tuple[tuple[int, ...], ...]
     _embed: Embed
+    _architecture: Architecture
 
     def nearest(self, question: Ids) -> int:
-        """Return the episode of a question, from the token ids of the question."""
+        """Return the episode of a question, from the token ids of the question.
+
+        Raises:
+            SpecError: if the question has no token, or a token id that the model does not have.
+        """
+        if len(question) == 0:
+            raise SpecError("question", "no token ids", "must have at least one token id")
+        _check_ids(self._architecture, question=question)
         return stages.nearest_episode(_unit_rows(self._embed, [question])[0], self.centroids)
 
     def cache(self, question: Ids) -> RetainedCache:
-        """Return a copy of the cache of the question's episode. Answers do not change the caches of the episodes."""
+        """Return a copy of the cache of the question's episode. Answers do not change the caches of the episodes.
+
+        Raises:
+            SpecError: if the question has no token, or a token id that the model does not have.
+        """
         return copy.deepcopy(self.caches[self.nearest(question)])
 
 
@@ -97,8 +109,10 @@ def prefill_episodes(
     shared = parse_budget(budget)
     architecture = _check_model(model)
     _check_sizes(dialogue, shared, {"window": window, "prompt_windows": prompt_windows})
+    _check_ids(architecture, dialogue=chain.from_iterable(dialogue), instruction=instruction)
     texts = [list(chain.from_iterable(dialogue[at : at + window])) for at in range(0, len(dialogue), window)]
     embed = embed or _MeanEmbedding(model)
+    device = device_of(architecture.decoder)
     x = _unit_rows(embed, texts)
     labels, centroids = stages.cluster_windows(x, episodes, seed)
     prompts = tuple(
@@ -106,10 +120,10 @@ def prefill_episodes(
         for chosen in stages.prompt_windows(x, labels, centroids, prompt_windows)
     )
     method = method_of(epicache(_shares(architecture, shared, similarities, power)), shared)
-    history = torch.tensor([list(chain.from_iterable(dialogue))], device=model.device)
+    history = torch.tensor([list(chain.from_iterable(dialogue))], device=device)
     parts = blocks_of(history, block)
-    caches = tuple(_episode(model, method, parts, torch.tensor([ids], device=model.device)) for ids in prompts)
-    return Episodes(history, caches, tuple(labels.tolist()), centroids, prompts, embed)
+    caches = tuple(_episode(model, method, parts, torch.tensor([ids], device=device)) for ids in prompts)
+    return Episodes(history, caches, tuple(labels.tolist()), centroids, prompts, embed, architecture)
 
 
 def _episode(model: PreTrainedModel, method: Method, parts: Sequence[Tensor], prompt: Tensor) -> RetainedCache:
@@ -143,6 +157,13 @@ def _check_sizes(dialogue: Sequence[Ids], budget: Budget, sizes: Mapping[str, in
     for name, value in sizes.items():
         if value < 1:
             raise SpecError(name, value, "must be at least 1")
+
+
+def _check_ids(architecture: Architecture, **texts: Iterable[int]) -> None:
+    size = architecture.vocabulary
+    for name, ids in texts.items():
+        if outside := [one for one in ids if not 0 <= one < size]:
+            raise SpecError(name, outside[0], f"must have token ids of the model, from 0 to {size - 1}")
 
 
 def _shares(
@@ -226,7 +247,7 @@ def _with_mask(architecture: Architecture, visible: Tensor) -> Iterator[None]:
     def masked(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         states = options["hidden_states"] if "hidden_states" in options else args[0]
         lowest = torch.full(visible.shape, torch.finfo(states.dtype).min, dtype=states.dtype, device=states.device)
-        return args, {**options, "attention_mask": lowest.masked_fill(visible, 0.0)[None, None]}
+        return args, {**options, "attention_mask": lowest.masked_fill(visible.to(states.device), 0.0)[None, None]}
 
     with ExitStack() as undo:
         for module in architecture.attention.values():

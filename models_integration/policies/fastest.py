@@ -38,8 +38,8 @@ def fastest(name: str, device: str, *families: str) -> Backend:
     for the policy, the backend is Numba on a CPU if Numba has code for the scores of the policy, and otherwise torch.
     The backend is NumPy if neither Numba nor torch has the stages, and for your own policies on a CPU.
 
-    triton is used only if the kernels of triton agree with the reference on small inputs. kvspec compares the kernels
-    once per process. If a kernel differs from the reference, a warning names the kernel.
+    triton, and on a GPU also torch for CrystalCache, is used only if its stages agree with the reference on small
+    inputs. kvspec compares the stages once per process. If a stage differs from the reference, a warning names it.
 
     Args:
         name: name of the policy. A variant `diverse-NAME` has the row of NAME.
@@ -55,7 +55,9 @@ def fastest(name: str, device: str, *families: str) -> Backend:
             engine = resolve(backend)
         except BackendUnavailable:
             continue
-        if all(getattr(engine, family) is not None for family in needed) and (backend != KERNELS or _trusted(engine)):
+        # On a GPU, triton shares CrystalCache's stages after S1 with torch.
+        checked = backend == KERNELS or (backend == TENSORS and device not in ("cpu", "meta") and "crystal" in needed)
+        if all(getattr(engine, family) is not None for family in needed) and (not checked or _trusted(engine)):
             return engine
     raise BackendUnavailable(f"no backend with the stages of {name} can run on this machine")
 
@@ -84,7 +86,7 @@ def _measured() -> Mapping[str, Mapping[str, Mapping[str, float]]]:
 def _trusted(engine: Backend) -> bool:
     stage = stage_that_differs(engine)
     if stage is not None:
-        reason = f"the kernel {stage!r} differs from the reference on this device, so backend='auto' skips the backend"
+        reason = f"the stage {stage!r} differs from the reference on this device, so backend='auto' skips the backend"
         warn(f"backend {engine.name!r}: {reason}", stacklevel=4)
     return stage is None
 

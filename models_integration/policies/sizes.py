@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import describe
-from models_integration.model.cache_argument import cache_name
+from models_integration.model.isolated_forward import isolated_forward, read_tokens
 from models_integration.policies.retention_policy import RetentionPolicy
 from models_integration.session.method import Method
 from spec.budget import Budget
@@ -34,9 +34,9 @@ def bytes_per_token(model: PreTrainedModel) -> int:
     The function runs the model on one token, because families differ in what they store.
     """
     architecture = describe(model)
-    cache, decoder = RetainedCache(architecture.config), architecture.decoder
-    ids = torch.zeros(1, 1, dtype=torch.long, device=next(decoder.parameters()).device)
-    decoder(input_ids=ids, use_cache=True, **{cache_name(decoder): cache})
+    cache = RetainedCache(architecture.config)
+    with isolated_forward(architecture):
+        read_tokens(architecture, cache, 1)
     stored = [tensor for layer in cache.full_layers for tensor in (layer.keys, layer.values)]
     return sum(tensor.nbytes for tensor in stored if tensor is not None)
 

@@ -48,7 +48,7 @@ class CrystalScorer:
             )
             return _scores_of(CrystalRecords(
                 decided.coattention, decided.impact, decided.trunks, decided.graph, decided.scores, decided.protected,
-                decided,
+                decided, self.parameters,
             ))
         coattention, M, trunks, graph = observe(
             self.stages, view.q, view.k, ids, self.sentence_ends, self.parameters, view.scaling, view.softcap,

@@ -113,4 +113,3 @@ def nearest_episode(question: Float64[Vector, " d"], centroids: Float64[Matrix, 
     Implements: PO-EPISODE-TURN
     """
     return int((centroids * question).sum(axis=1).argmax())
-

@@ -180,23 +180,24 @@ class Dissolve:
             raise SpecError("scores", scores.values.shape, reason)
         units = Trunks(scores.offsets, scores.values[0])
         no_D = np.zeros(len(units.impact))
-        decided = scores.carry.decided if isinstance(scores.carry, CrystalRecords) else None
-        if decided is not None and _decides(decided, scores, int(budgets[0])):
+        records = scores.carry if isinstance(scores.carry, CrystalRecords) else None
+        decided, pinned = records and records.decided, touched_units(protected, scores.offsets)
+        same = records is not None and records.parameters == self.parameters
+        if decided is not None and same and _decides(decided, scores, pinned, int(budgets[0])):
             kept = Dissolution(decided.kept, decided.ratio, no_D)
             return Selection(kept.kept, decided.offsets, kept)
         result = self.stages.dissolve(
-            scores.values[0], units, scores.members[0], no_D, touched_units(protected, scores.offsets),
-            int(budgets[0]), self.parameters,
+            scores.values[0], units, scores.members[0], no_D, pinned, int(budgets[0]), self.parameters,
         )
         return Selection(result.kept, np.array([0, len(result.kept)], dtype=np.int64), result)
 
 
-def _decides(decided: CrystalRetention, scores: Scores, B: int) -> bool:
-    """Return True if the retention is the result of S6 for these scores and this budget."""
+def _decides(decided: CrystalRetention, scores: Scores, pinned: BoolVector, B: int) -> bool:
+    """Return True if the retention is the result of S6 for these scores, protected trunks and this budget."""
     pairs = (
         (scores.values, decided.scores[None]), (scores.members, decided.impact[None]),
-        (scores.offsets, decided.trunks.offsets),
+        (scores.offsets, decided.trunks.offsets), (pinned, decided.protected),
     )
     return decided.budget == B and all(
-        np.array_equal(given, own, equal_nan=True) for given, own in pairs if given is not None
+        np.array_equal(given, used, equal_nan=True) for given, used in pairs if given is not None
     )

@@ -37,10 +37,12 @@ from reference.crystalcache import prefill
 from reference.policies.keydiff import keydiff_score
 from reference.policies.layers import is_layerwise, policy_of_layer
 from reference.policies.names import with_twins
+from reference.policies.protections import SinkAndRecent
+from reference.policies.selectors import Dissolve
 from spec.budget import Budget
 from spec.errors import SpecError
 from spec.parameters import TINY
-from spec.policy import LayerView, Policy
+from spec.policy import LayerView, Observation, Policy
 from spec.records import CoAttention, CrystalRetention
 from tests.models_integration.session import test_device as sessions
 
@@ -205,6 +207,24 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {}, {"merge": "median"}, {"coverage": 0.3}, {"allocation": "tiers"}, {"T_max": 1}, {"T_max": 32, "N_min": 0},
     {"k_intra": 0, "k_cross": 0}, {"graph": "zero"}, {"impact": "unit", "trunk_impact": "unit", "coverage": 0.5},
 )
+
+
+@pytest.mark.spec("CC-DISSOLVE")
+def test_a_selector_with_other_parameters_decides_again() -> None:
+    """A retention of the device is used only with the parameters and the protection that it was decided with."""
+    rng = np.random.default_rng(5)
+    q, k, ids = rng.normal(size=(4, 60, 8)) * 2, rng.normal(size=(2, 60, 8)), rng.integers(0, 12, 60)
+    seen = Observation(60, 1, ids, {0: LayerView(q, k, None, 8**-0.5, None)}, B=25)
+    different = Dissolve(REFERENCE.require_crystal(), replace(TINY, N_min=5, T_max=32))
+    kept = []
+    for engine in (BACKEND, REFERENCE):
+        policy = policies.crystalcache(frozenset({1, 2, 3}), TINY, engine)
+        kept.append([
+            policies.retain(one, Budget(count=25), seen).positions.tolist()
+            for one in (policy, replace(policy, selector=different), replace(policy, protection=SinkAndRecent(0, 9)))
+        ])
+    assert kept[0] == kept[1]
+    assert len({tuple(one) for one in kept[0]}) == 3
 
 
 @pytest.mark.spec("CC-PREFILL")

@@ -91,11 +91,27 @@ def test_auto_leaves_a_kernel_out_that_differs_on_this_device(monkeypatch: pytes
         return replace(found_as(name), nestedkv=Wrong()) if name == "triton" else found_as(name)
 
     monkeypatch.setattr(fastest, "resolve", found)
-    with pytest.warns(UserWarning, match=r"'triton': the kernel 'nestedkv.anomaly_score' differs from the reference"):
+    with pytest.warns(UserWarning, match=r"'triton': the stage 'nestedkv.anomaly_score' differs from the reference"):
         assert fastest.fastest("crystalcache", "cuda").name == "numpy"
     monkeypatch.setattr(fastest, "resolve", lambda name: Backend("bare"))
     with pytest.raises(BackendUnavailable, match="no backend with the stages of crystalcache"):
         CrystalCache(0.5, ENDS)
+
+
+def test_auto_does_not_use_torch_for_the_stages_that_failed_in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU both backends run the same stages after S1. On a CPU torch needs no check."""
+    def no_result(*args: Any) -> Any:
+        raise RuntimeError
+
+    def shared(name: str | Backend) -> Backend:
+        return replace(BACKEND, name=str(name), prefill=no_result if name in ("triton", "torch") else None)
+
+    monkeypatch.setattr(fastest, "resolve", shared)
+    with pytest.warns(UserWarning, match="the stage 'prefill' differs") as caught:
+        assert fastest.fastest("crystalcache", "cuda").name == "numba"
+    assert {str(one.message).split("'")[1] for one in caught} == {"triton", "torch"}
+    monkeypatch.setattr(fastest, "_order", lambda *_: ["torch"])
+    assert fastest.fastest("crystalcache", "cpu").name == "torch"
 
 
 def test_auto_is_numba_where_there_is_no_cuda_and_the_reference_does_not_know_it() -> None:

@@ -143,6 +143,16 @@ def test_two_turns_retrieve_different_episodes_and_answer_as_the_masked_model() 
         assert relative(other, masked) > VISIBLE_EFFECT
 
 
+@pytest.mark.parametrize(("question", "shown"), [
+    ([], "question = 'no token ids': must have at least one token id"),
+    ([10**6], "question = 1000000: must have token ids of the model"),
+])
+def test_a_question_that_the_model_cannot_read_is_refused(question: list[int], shown: str) -> None:
+    for ask in (episodes().nearest, episodes().cache):
+        with pytest.raises(SpecError, match=shown):
+            ask(question)
+
+
 def test_generate_answers_from_the_cache_of_an_episode() -> None:
     oracle, wanted = expected()
     question = QUESTIONS[0]
@@ -204,6 +214,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"budget": 0.3}, "budget = '0.3': must be a number of tokens"),
     ({"dialogue": []}, "dialogue = '0 utterances': must have utterances"),
     ({"dialogue": [[5], []]}, "dialogue = '2 utterances': must have utterances"),
+    ({"dialogue": [[5], [10**6]]}, "dialogue = 1000000: must have token ids of the model, from 0 to"),
+    ({"instruction": [-1]}, "instruction = -1: must have token ids of the model, from 0 to"),
     ({"block": 1}, "block = 1: must be a number of tokens, at least 2"),
     ({"episodes": 9}, "episodes = 9: must be a number from 1 to 8, the number of windows"),
     ({"window": 0}, "window = 0: must be at least 1"),

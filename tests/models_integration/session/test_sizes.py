@@ -1,11 +1,13 @@
 """Budgets as memory: the number of tokens follows from what the full-attention layers of a model store."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import kvspec
+from models_integration.engines.keep import keep
 from models_integration.policies.sizes import bytes_per_token, is_size, tokens_of_size
 from spec.errors import SpecError
 from tests.models_integration.session.families import build
@@ -63,6 +65,14 @@ def test_a_memory_below_the_floor_is_refused() -> None:
     assert read_prompt(model, kvspec.policy_from_name("snapkv", f"{32 * each}B", W=32))[0].kept_tokens[0].most == 32
     with pytest.raises(SpecError, match="stores 0 tokens"):
         kvspec.policy_from_name("knorm", "1B")(model)
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_a_memory_is_refused_where_only_the_first_layer_is_read(tmp_path: Path) -> None:
+    """`keep` loads one layer, and the memory is that of all layers."""
+    build("llama").save_pretrained(tmp_path)
+    with pytest.raises(SpecError, match="budget = '64KiB': is the memory of all layers"):
+        keep(tmp_path, kvspec.policy_from_name("streamingllm", "64KiB"), [5, 6, 7, 8])
 
 
 @pytest.mark.law("refused-before-anything-changes")

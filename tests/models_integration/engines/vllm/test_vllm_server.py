@@ -65,7 +65,8 @@ def serving(tmp_path: Path, *command: str, wait: str | None = None) -> Iterator[
 
 
 def _wait(url: str, process: Any, log: Path, text: str | None) -> None:
-    for _ in range(START):
+    pause = 1 if text is None else 0.1
+    for _ in range(round(START / pause)):
         if text is not None and text in log.read_text():
             return
         try:
@@ -74,7 +75,7 @@ def _wait(url: str, process: Any, log: Path, text: str | None) -> None:
                 return
         except OSError:
             assert process.poll() is None, log.read_text()[-3000:]
-            time.sleep(1 if text is None else 0.1)
+            time.sleep(pause)
     raise AssertionError(f"no server after {START} s: {log.read_text()[-3000:]}")
 
 
