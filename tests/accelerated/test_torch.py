@@ -215,7 +215,7 @@ def test_a_selector_with_other_parameters_decides_again() -> None:
     rng = np.random.default_rng(5)
     q, k, ids = rng.normal(size=(4, 60, 8)) * 2, rng.normal(size=(2, 60, 8)), rng.integers(0, 12, 60)
     seen = Observation(60, 1, ids, {0: LayerView(q, k, None, 8**-0.5, None)}, B=25)
-    different = Dissolve(REFERENCE.require_crystal(), replace(TINY, N_min=5, T_max=32))
+    different = Dissolve(REFERENCE.require_crystal(), replace(TINY, allocation="tiers", coverage=0.4))
     kept = []
     for engine in (BACKEND, REFERENCE):
         policy = policies.crystalcache(frozenset({1, 2, 3}), TINY, engine)
