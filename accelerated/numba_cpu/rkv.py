@@ -22,7 +22,7 @@ FLOATS = 2**18  # numbers in a product: 1 MiB stays in the cache of a core
 
 
 def rkv_score(view: LayerView, W: int, kernel: int, lam: float) -> Matrix:
-    """Implements: PO-RKV"""
+    """Return R-KV's score, as `rkv_score` of the reference does."""
     k, q = np.asarray(view.k), np.asarray(view.q)[:, -W:]
     k = k.astype(np.promote_types(k.dtype, np.float32), copy=False)
     past = k.shape[1] - q.shape[1]

@@ -369,7 +369,8 @@ def test_scores_of_rkv_are_those_of_the_reference_in_several_blocks(kind: type[n
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rkv, "FLOATS", 0)
         actual = rkv.rkv_score(view, 8, 7, 0.1)
-    np.testing.assert_allclose(actual, rkv_score(view, 8, 7, 0.1), rtol=0, atol=2.0**-bits)
+    error = np.abs(actual - rkv_score(view, 8, 7, 0.1))
+    assert np.nanmax(error) <= 2.0**-bits
 
 
 @pytest.mark.judges("numba")

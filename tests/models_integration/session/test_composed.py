@@ -121,7 +121,7 @@ def test_sessions_under_random_texts_equal_the_masked_model(number: int, monkeyp
         if met["a prompt in one forward"] == number:
             break
     assert met["a segment that evicts"] > 0.9 * number
-    assert met["a step that evicts"] > 0.5 * met["decides in steps"]
+    assert met["a step that evicts"] >= 0.5 * met["decides in steps"]
 
 
 @pytest.mark.spec("PO-COMPOSE")
