@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     Gemma3TextConfig,
-    GemmaConfig,
     GPTNeoXConfig,
     LlamaConfig,
     PreTrainedConfig,
@@ -62,7 +62,9 @@ TINY: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_GROUPED),
     "qwen3": lambda: Qwen3Config(**_EIGHT),
     "gpt_neox": lambda: GPTNeoXConfig(**_SIZES),
-    "gemma": lambda: GemmaConfig(**_ONE),
+    "gemma2": lambda: Gemma2Config(**{
+        **_ONE, "layer_types": ["full_attention"] * 5, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 4.0,
+    }),
     "gemma3_text": lambda: Gemma3TextConfig(**{
         **_GROUPED, "sliding_window": 16, "query_pre_attn_scalar": 64,
         "layer_types": ["sliding_attention", "full_attention", "full_attention"],
@@ -71,8 +73,8 @@ TINY: Mapping[str, Callable[[], PreTrainedConfig]] = {
 """Configurations of tiny models, by family.
 
 "llama" has grouped queries. "qwen3" has eight wide KV heads and normalised keys. "gpt_neox" has separate keys for each
-query head, which are partly rotated. "gemma" has one KV head for seven query heads, five layers and token ids above
-2^16. "gemma3_text" has sliding layers.
+query head, which are partly rotated. "gemma2" has one KV head for seven query heads, five layers, token ids above 2^16,
+logits with a soft cap, and a scaling that is not d^-0.5. "gemma3_text" has sliding layers.
 """
 
 

@@ -20,6 +20,13 @@ SMALL_KEYS = 2.0**-18
 """Factor of float32 keys, and divisor of the queries. In half precision both would lose digits."""
 
 
+LONG_KEYS = 2.0**6
+"""Size of keys and values. The square of the norm of a key exceeds the largest number of float16, 65 504.
+
+The biases of the keys of a model such as Qwen2 cause such norms.
+"""
+
+
 class Shape(NamedTuple):
     """Sizes of a model's inputs, dtype of the arrays, and share of tokens to keep."""
 
@@ -33,9 +40,12 @@ class Shape(NamedTuple):
     dtype: str
     sinks: bool
     share: float
+    size: float = 1.0
+    """Factor of keys and values, and divisor of queries."""
 
     def __str__(self) -> str:
         capped = f", softcap {self.softcap:g}" if self.softcap else ""
+        capped += f", keys and values times {self.size:g}" if self.size != 1 else ""
         return (
             f"{self.tokens} tokens, layers x KV heads = {self.layers} x {self.kv_heads}, groups of {self.group},"
             f" width {self.width}, scaling {self.scaling:g}{capped}"
@@ -48,9 +58,9 @@ class Shape(NamedTuple):
         n, d, H = self.tokens, self.width, self.kv_heads * self.group
         layers = [
             LayerView(
-                self._in_dtype(2 * rng.standard_normal((H, n, d)), 1 / SMALL_KEYS),
-                self._in_dtype(rng.standard_normal((self.kv_heads, n, d)), SMALL_KEYS),
-                self._in_dtype(rng.standard_normal((self.kv_heads, n, d))), self.scaling, self.softcap,
+                self._in_dtype(2 * rng.standard_normal((H, n, d)) / self.size, 1 / SMALL_KEYS),
+                self._in_dtype(self.size * rng.standard_normal((self.kv_heads, n, d)), SMALL_KEYS),
+                self._in_dtype(self.size * rng.standard_normal((self.kv_heads, n, d))), self.scaling, self.softcap,
                 sinks=self._sinks(rng) if self.sinks else None,
             ) for _ in range(self.layers)
         ]
@@ -85,7 +95,7 @@ class Shape(NamedTuple):
 
 SHAPES = (
     Shape(300, 1, 8, 4, 64, 0.2, None, "float64", False, 0.3),
-    Shape(520, 1, 8, 1, 128, 0.5, 50.0, "bfloat16", False, 0.5),
+    Shape(520, 1, 8, 1, 128, 0.5, 50.0, "bfloat16", False, 0.5, size=LONG_KEYS),
     Shape(1100, 1, 1, 4, 64, 0.3, 30.0, "float32", False, 0.2),
     Shape(300, 5, 1, 8, 128, 0.2, 30.0, "float64", True, 0.6),
     Shape(600, 3, 4, 1, 64, 0.25, 50.0, "float32", False, 0.2),

@@ -4,6 +4,7 @@ A quick run has these tests too. The scale lane has thousands of tokens.
 """
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -129,6 +130,22 @@ def test_nestedkv(nestedkv_stages: NestedKVStages, precision: str, H_kv: int, d:
         want = oracle.nestedkv(head_keys, SOFT)
         off = np.abs(got - want.score)
         assert off.max() <= nestedkv_radius(want, k.shape, SOFT, precision), f"KV head {head}, token {off.argmax()}"
+
+
+@large
+@pytest.mark.spec("NK-CURRENT", "NK-SCORE")
+def test_windows_after_a_long_prefix(nestedkv_stages: NestedKVStages, precision: str) -> None:
+    """Check windows of three keys, at which float32 sums over 33 000 keys have lost too many digits.
+
+    The keys are within 90 degrees, and nearly all weight is on the current memory, so that the radius is small.
+    """
+    n = 33_000
+    angle = np.pi / 2 * Numbers(n).fractions(n)
+    k = np.stack([np.cos(angle), np.sin(angle)], axis=1)[None].astype(np.float32)
+    p = replace(SOFT, W=3, b_min=4, b_max=4, w0=(1e-9, 1e-9, 1.0), beta=0.1, kappa=0.1)
+    want = oracle.nestedkv(k[0], p)
+    off = np.abs(nestedkv_stages.anomaly_score(k, p)[0] - want.score)
+    assert off.max() <= nestedkv_radius(want, k.shape, p, precision), f"token {off.argmax()}"
 
 
 @pytest.mark.spec("DV-GREEDY")

@@ -311,6 +311,25 @@ def test_no_reading_is_named_that_the_failing_input_refutes() -> None:
     assert "it agrees" not in str(failure.value)
 
 
+DECLARED = [
+    (name, reading, value) for name, brute in METHODS.items()
+    for reading, values in brute.readings.items() for value in values[1:]
+]
+
+
+@pytest.mark.parametrize(("name", "reading", "value"), DECLARED)
+def test_a_fixed_input_separates_each_reading(name: str, reading: str, value: str) -> None:
+    """Check that the equation of a different reading fails on an input that every run has."""
+    method = Method(name, {"pin_prompt": 2} if reading == "prompt" else {})  # The reading is about pinned tokens.
+    other = method.changed(**{reading: value})
+    for draw in test_method.SMALL:
+        inputs, B = test_method.on_draw(method, draw)
+        with suppress(Undecided):
+            if test_method.difference(other.wanted(inputs, B), method.wanted(inputs, B)):
+                return
+    pytest.fail(f"no fixed input separates {other} from {method}")
+
+
 def refused(name: str, keeps: Any) -> None:
     """Check that a subject is rejected as the method."""
     method = Method(name, {"N_future": 8} if name == "expected-attention" else {})

@@ -12,7 +12,9 @@ import pytest
 from conformance.suite import test_model_shapes as quick
 from conformance.suite import test_scale_policies as scale
 from conformance.suite.test_scale_policies import SOFT
+from reference import nestedkv as nk
 from reference.backend import BACKEND
+from reference.directions import unit_keys
 from tests.engine.planted import Over
 
 pytestmark = pytest.mark.law("the-proof-has-teeth")
@@ -57,6 +59,18 @@ class FourKVHeads(Over):
         return self._right.anomaly_score(k, p)[np.minimum(np.arange(len(k)), 3)]
 
 
+class RunningSums(Over):
+    """NestedKV whose windows are differences of running sums in float32."""
+
+    def anomaly_score(self, k: Any, p: Any, /) -> Any:
+        unit = unit_keys(np.asarray(k, np.float64))
+        sums = np.cumsum(unit, axis=1, dtype=np.float32)
+        window = np.concatenate([sums[:, : p.W], sums[:, p.W :] - sums[:, : -p.W]], axis=1).astype(np.float64)
+        memories = (nk.stable_memory(unit), nk.episodic_memory(unit, nk.block_size(k.shape[1], p)), window)
+        a = np.stack([nk.min_max(nk.anomalies(unit, memory)) for memory in memories])
+        return nk.routed_score(a, nk.blend(a, nk.gap(a, p.p), p), nk.rectified_surprise(a), p)
+
+
 class WholeBlocks(Over):
     """Backend in which the last key of a whole block has the score of the previous key."""
 
@@ -95,6 +109,9 @@ FOUND: dict[str, tuple[Callable[..., None], Any]] = {
     "sums in float16": (partial(ATTENTION, H=32, H_kv=8, d=64, n=300), HalfSums(BACKEND.policies)),
     "groups of three": (partial(ATTENTION, H=9, H_kv=3, d=64, n=300), GroupsOfPowersOfTwo(BACKEND.policies)),
     "four KV heads": (partial(NESTEDKV, H_kv=8, d=64, n=300), FourKVHeads(BACKEND.nestedkv)),
+    "running sums": (
+        partial(quick.test_windows_after_a_long_prefix, precision="float32"), RunningSums(BACKEND.nestedkv),
+    ),
     "whole blocks": (partial(NESTEDKV, H_kv=1, d=128, n=512), WholeBlocks(BACKEND.nestedkv)),
     "narrow values": (
         partial(quick.test_attention_that_is_expected, precision="float32", H=8, H_kv=1, d=128, n=256),

@@ -322,8 +322,8 @@ def beyond_4096_kept(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
 @pytest.mark.parametrize(("engine", "family", "calls"), [
     (whole_pages_kept, "llama", [(EQUAL, 3, length) for length in BLOCKS]),
     (whole_tiles_kept, "llama", [(EQUAL, 3, length) for length in BLOCKS]),
-    (one_kv_head_kept, "gemma", [(EQUAL, 5, PROMPT)]), (late_layers_shared, "gemma", [(EQUAL, 5, PROMPT)]),
-    (short_ids, "gemma", [(EQUAL, 5, PROMPT)]), (beyond_4096_kept, "llama", [("one set for all", 3, LONGER)]),
+    (one_kv_head_kept, "gemma2", [(EQUAL, 5, PROMPT)]), (late_layers_shared, "gemma2", [(EQUAL, 5, PROMPT)]),
+    (short_ids, "gemma2", [(EQUAL, 5, PROMPT)]), (beyond_4096_kept, "llama", [("one set for all", 3, LONGER)]),
     (long_prompts_of_one_set, "llama", [(EQUAL, 3, LONG)]),
 ])
 def test_an_engine_that_is_wrong_on_shapes_of_real_models_is_found(
@@ -333,6 +333,27 @@ def test_an_engine_that_is_wrong_on_shapes_of_real_models_is_found(
     with pytest.raises(AssertionError, match="away from"):
         for kind, new, length in calls:
             check(engine, place, kind, new, length=length)
+
+
+def constant_changed(
+    keys: Tensor, sets: list[list[int]], model: PreTrainedModel, layer: int, name: str, value: float | None,
+) -> Tensor:
+    """Change a constant of a layer's attention after the prompt is read."""
+    attention: Any = model.model.layers[layer].self_attn
+    assert getattr(attention, name) != value
+    setattr(attention, name, value)
+    return keys
+
+
+@pytest.mark.parametrize(("name", "value"), [("attn_logit_softcapping", None), ("scaling", 32**-0.5)])
+def test_attention_with_another_constant_after_the_prompt_is_found(
+    name: str, value: float | None, tmp_path: Path,
+) -> None:
+    place = str(save_tiny("gemma2", tmp_path))
+    for engine in (after_eviction, plain):
+        check(engine, place, EQUAL, 5)
+    with pytest.raises(AssertionError, match="away from"):
+        check(partial(plain, turn=partial(constant_changed, name=name, value=value)), place, EQUAL, 5)
 
 
 def rows_share_sets(prompt: Any, kept: Any, following: Any, folder: str, batch: bool = False, **more: Any) -> Tensor:
