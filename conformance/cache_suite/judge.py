@@ -55,7 +55,7 @@ _SIZES: dict[str, Any] = {
 _GROUPED = {**_SIZES, "num_key_value_heads": 2, "head_dim": 64}
 _EIGHT = {**_SIZES, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
 _ONE = {
-    **_SIZES, "vocab_size": 70_000, "hidden_size": 64, "initializer_range": 1.2 / 64**0.5, "num_hidden_layers": 5,
+    **_SIZES, "vocab_size": 70_000, "hidden_size": 56, "initializer_range": 1.2 / 56**0.5, "num_hidden_layers": 5,
     "num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 32,
 }
 TINY: Mapping[str, Callable[[], PreTrainedConfig]] = {

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from conformance.cache_suite import oracle
+from conformance.cache_suite import judge, oracle
 from conformance.cache_suite.conftest import loadable_model
 from conformance.cache_suite.judge import (
     ABILITIES,
@@ -347,8 +347,10 @@ def constant_changed(
 
 @pytest.mark.parametrize(("name", "value"), [("attn_logit_softcapping", None), ("scaling", 32**-0.5)])
 def test_attention_with_another_constant_after_the_prompt_is_found(
-    name: str, value: float | None, tmp_path: Path,
+    name: str, value: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A failure has no explanation, because trying all of them takes half a minute."""
+    monkeypatch.setattr(judge, "site", lambda *given: "")
     place = str(save_tiny("gemma2", tmp_path))
     for engine in (after_eviction, plain):
         check(engine, place, EQUAL, 5)
