@@ -44,7 +44,7 @@ SMALL += [
 
 The inputs at the end show readings that are hidden otherwise. They have equal scores, equal remainders of three heads,
 equal ranks of two partitions, keys without similar keys, expectations over many positions, or attention sinks. In the
-last two, a weight is nearly the same for adjacent positions of a query.
+last two, FINCH's number of visible keys decides.
 """
 SLOW = 2.0**-10
 """Factor that makes rotary frequencies slow. The mean rotation over 512 positions nearly cancels fast frequencies."""

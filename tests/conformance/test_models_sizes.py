@@ -95,7 +95,8 @@ def first_keys(values: Any, seen: Observation) -> Any:
 WRONG: list[tuple[str, str, View, Table]] = [
     ("knorm", "of the first 4 channels", lambda view, seen: replace(view, k=view.k[..., :4]), same_table),
     ("knorm", "of sums of squares in float16", same_view, lambda values, seen: np.maximum(values, -(65_504.0**0.5))),
-    ("vatp", "of values up to 64", lambda view, seen: replace(view, v=np.clip(view.v, -64, 64)), same_table),
+    ("vatp", "of values up to 64",
+     lambda view, seen: replace(view, v=np.clip(np.asarray(view.v), -64, 64)), same_table),
     ("snapkv", "that ignores the scaling",
      lambda view, seen: replace(view, scaling=view.q.shape[-1] ** -0.5), same_table),
     ("snapkv", "with every softcap as 5", lambda view, seen: replace(view, softcap=view.softcap and 5.0), same_table),

@@ -339,7 +339,7 @@ def constant_changed(
     keys: Tensor, sets: list[list[int]], model: PreTrainedModel, layer: int, name: str, value: float | None,
 ) -> Tensor:
     """Change a constant of a layer's attention after the prompt is read."""
-    attention: Any = model.model.layers[layer].self_attn
+    attention = model.get_submodule(f"model.layers.{layer}.self_attn")
     assert getattr(attention, name) != value
     setattr(attention, name, value)
     return keys
