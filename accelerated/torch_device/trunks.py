@@ -14,6 +14,8 @@ from spec.parameters import CrystalCacheParameters
 __all__ = ["interface_sums", "jumps", "median_strength", "pieces", "reached", "trunk_offsets"]
 
 WINDOW = 5  # fixed by Eq. 16
+TOKENS = 2**18
+"""Number of tokens whose edges are summed at once. An interface needs about a kilobyte of memory."""
 REACH = 2 * WINDOW - 1
 """Largest distance between the two tokens of an edge across an interface."""
 
@@ -58,8 +60,15 @@ def interface_sums(S1: Neighbours, after: Tensor) -> tuple[Tensor, Tensor]:
 
     Implements: CC-INTERFACE, CC-INTERFACE-EDGES
     """
-    table, present = forward_edges(S1)
-    at, near = (torch.arange(size, device=after.device) for size in (len(after), WINDOW))
+    edges, tokens = forward_edges(S1), torch.arange(len(after), device=after.device)
+    parts = [_sums_at(at, until, *edges) for at, until in zip(*(torch.split(x, TOKENS) for x in (tokens, after)), strict=True)]
+    total, number = (torch.cat(part) for part in zip(*parts, strict=True))
+    return total, number
+
+
+def _sums_at(at: Tensor, after: Tensor, table: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the results of `interface_sums` for the tokens `at`."""
+    near = torch.arange(WINDOW, device=at.device)
     before, behind = (near - WINDOW).repeat_interleave(WINDOW), near.repeat(WINDOW)
     inside = (at[:, None] + before >= 0) & (at[:, None] + behind < after[:, None])
     place = (at[:, None] * REACH + before * REACH + behind - before - 1).clamp(0, len(table) - 1)

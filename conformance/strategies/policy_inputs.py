@@ -218,8 +218,10 @@ def calibrated(inputs: Inputs) -> Calibration:
     """Return a calibration, as if the queries of the inputs were the unrotated queries of a calibration text."""
     if inputs.networks is not None or inputs.gates is not None:
         nothing = np.empty((len(inputs.layers), 1, 0))
-        learned = {"networks": inputs.networks, "gates": inputs.gates}
-        return Calibration(identity(inputs), tuple(range(len(nothing))), nothing, nothing, **learned)
+        layers = tuple(range(len(nothing)))
+        return Calibration(
+            identity(inputs), layers, nothing, nothing, networks=inputs.networks, gates=inputs.gates,
+        )
     result = [band_statistics(view.q) for view in inputs.layers]
     mean, magnitude = (np.stack([pair[at] for pair in result]) for at in (0, 1))
     of_heads = np.stack([np.abs(view.k).max(axis=(1, 2)) for view in inputs.layers])

@@ -181,9 +181,9 @@ class Dissolve:
         units = Trunks(scores.offsets, scores.values[0])
         no_D = np.zeros(len(units.impact))
         records = scores.carry if isinstance(scores.carry, CrystalRecords) else None
-        decided, pinned = records and records.decided, touched_units(protected, scores.offsets)
-        same = records is not None and records.parameters == self.parameters
-        if decided is not None and same and _decides(decided, scores, pinned, int(budgets[0])):
+        decided = records.decided if records is not None and records.parameters == self.parameters else None
+        pinned = touched_units(protected, scores.offsets)
+        if decided is not None and _decides(decided, scores, pinned, int(budgets[0])):
             kept = Dissolution(decided.kept, decided.ratio, no_D)
             return Selection(kept.kept, decided.offsets, kept)
         result = self.stages.dissolve(

@@ -262,7 +262,7 @@ def test_a_prompt_is_decided_on_the_device_with_one_wait(changes: dict[str, Any]
             (actual.D, want.D), (actual.scores, want.scores), (actual.impact, want.impact),
             (actual.inverse_norms, norms), (actual.trunks.impact, want.trunks.impact),
         ):
-            assert scores_agree(x, y)
+            assert scores_agree(x, y.tolist())
 
 
 @pytest.mark.spec("CC-PREFILL")

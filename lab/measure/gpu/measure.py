@@ -92,11 +92,11 @@ def peak_bytes(run: Callable[[], object]) -> tuple[int, int] | None:
 
 
 class Watch:
-    """Wrapper that measures the stages of a backend. `backend` is the backend to pass on."""
+    """Wrapper that measures the stages of a backend, one by one. `backend` is the backend to pass on."""
 
     def __init__(self, backend: Backend) -> None:
         self._stages = backend.require_crystal()
-        self.backend = replace(backend, crystal=cast(CrystalStages, self))
+        self.backend = replace(backend, crystal=cast(CrystalStages, self), prefill=None)
         self.seconds: dict[str, float] = defaultdict(float)
         self.given: tuple[Any, ...] = ()
         """Arguments of the last S1."""

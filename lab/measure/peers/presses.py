@@ -121,7 +121,8 @@ def set_learned(press: Any, learned: Learned) -> None:
 
 
 def linear(weight: Any, bias: Any) -> Any:
-    result = torch.nn.Linear(*weight.shape[::-1], dtype=torch.float64)
+    outputs, inputs = weight.shape
+    result = torch.nn.Linear(inputs, outputs, dtype=torch.float64)
     result.load_state_dict({"weight": weight, "bias": bias})
     return result
 

@@ -345,8 +345,9 @@ def test_a_chunk_is_not_spliced_into_renumbered_tokens() -> None:
 def test_one_observation_and_several_turns_follow_the_rule(policy: str) -> None:
     """`observe`, `decide`, `compact` and `read` give the oracle's logits, and refuse a policy of the other rule."""
     model, ids = prepared("Llama", **SMALL), prompt(40)
-    filtered = {"q-filters": lambda: policy_from_name(policy, 12, positions=RENUMBERED, calibration=calibration(model))}
-    oracle, made = Oracle(model), {**POLICIES, **filtered}[policy]().on(model)
+    constants = {"calibration": calibration(model)} if policy == "q-filters" else {}
+    given = policy_from_name(policy, 12, positions=RENUMBERED, **constants) if constants else POLICIES[policy]()
+    oracle, made = Oracle(model), given.on(model)
     observed = observe(model, ids)
     cache = compact(observed.cache, decide(made, observed))
     assert observed.cache.numbering is None
