@@ -61,7 +61,8 @@ def interface_sums(S1: Neighbours, after: Tensor) -> tuple[Tensor, Tensor]:
     Implements: CC-INTERFACE, CC-INTERFACE-EDGES
     """
     edges, tokens = forward_edges(S1), torch.arange(len(after), device=after.device)
-    parts = [_sums_at(at, until, *edges) for at, until in zip(*(torch.split(x, TOKENS) for x in (tokens, after)), strict=True)]
+    pieces_of = (torch.split(x, TOKENS) for x in (tokens, after))
+    parts = [_sums_at(at, until, *edges) for at, until in zip(*pieces_of, strict=True)]
     total, number = (torch.cat(part) for part in zip(*parts, strict=True))
     return total, number
 

@@ -60,12 +60,18 @@ def on_random_inputs(method: Method, keeps: Any) -> None:
     test_method.test_the_kept_sets_are_those_of_the_method(method, keeps, "float64", {str(method): []}, set())
 
 
-def on_fixed_inputs(method: Method, keeps: Any, scored: set[str] | None = None) -> None:
-    """Run the property on its fixed inputs alone. If rounding decides the kept sets, the property rejects the input."""
+def on_fixed_inputs(method: Method, keeps: Any, scored: set[str] | None = None) -> int:
+    """Run the property on its fixed inputs alone, and return the number of inputs that the property accepts.
+
+    If rounding decides the kept sets, the property rejects the input.
+    """
+    accepted = 0
     on_input = test_method.test_the_kept_sets_are_those_of_the_method.hypothesis.inner_test  # type: ignore[attr-defined]
     for draw in test_method.SMALL:
         with suppress(UnsatisfiedAssumption):
             on_input(method, keeps, "float64", {str(method): []}, set() if scored is None else scored, draw)
+            accepted += 1
+    return accepted
 
 
 def swapped(kept: Kept, n: int, rng: random.Random) -> Kept | None:
@@ -296,7 +302,7 @@ def test_another_reading_is_named(name: str, old: str, new: str, said: str) -> N
     policy = replace(policy, cadence=Cadence() if "never" in said else policy.cadence)
     actual = explanations(lambda inputs, B: decided(policy, inputs, B), Method(name, short))
     assert any(said in one for one in actual), actual
-    on_fixed_inputs(method_of(f"{name}({said})").changed(**short), subject(lambda inputs: policy))
+    assert on_fixed_inputs(method_of(f"{name}({said})").changed(**short), subject(lambda inputs: policy))
 
 
 def test_no_reading_is_named_that_the_failing_input_refutes() -> None:
@@ -380,7 +386,7 @@ class Scaled(Served):
 def test_scores_that_an_engine_answers_are_compared() -> None:
     for times, scored in ((1.0, {"knorm"}), (None, set[str]())):
         there = set[str]()
-        on_fixed_inputs(Method("knorm"), partial(asked, Scaled(times)), there)
+        assert on_fixed_inputs(Method("knorm"), partial(asked, Scaled(times)), there)
         assert there == scored
     with pytest.raises(AssertionError, match=r"not knorm with 2 tokens, B = 2, .*: kept set 0 of 1 has the score"):
         on_fixed_inputs(Method("knorm"), partial(asked, Scaled(1 + 2.0**-40)))
