@@ -99,7 +99,7 @@ def test_auto_leaves_a_kernel_out_that_differs_on_this_device(monkeypatch: pytes
 
 
 def test_auto_does_not_use_torch_for_the_stages_that_failed_in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU both backends run the same stages after S1. On a CPU torch needs no check."""
+    """Both backends run the same stages after S1 on a GPU. Torch needs no check on a CPU."""
     def no_result(*args: Any) -> Any:
         raise RuntimeError
 
