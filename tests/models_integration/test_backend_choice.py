@@ -99,7 +99,7 @@ def test_auto_leaves_a_kernel_out_that_differs_on_this_device(monkeypatch: pytes
 
 
 def test_auto_does_not_use_torch_for_the_stages_that_failed_in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that both backends are left out on a GPU, where they run the same stages. On a CPU torch is not checked."""
+    """Check that both backends are left out on a GPU, because they share the stages. On a CPU torch is not checked."""
     def no_result(*args: Any) -> Any:
         raise RuntimeError
 
