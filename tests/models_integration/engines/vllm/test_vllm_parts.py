@@ -245,7 +245,10 @@ def test_a_model_of_kvspec_has_the_same_name_in_the_server(monkeypatch: pytest.M
     started: list[list[str]] = []
     main = SimpleNamespace(main=lambda: started.append(sys.argv))
     monkeypatch.setitem(sys.modules, "vllm.entrypoints.cli.main", main)
-    seams = SimpleNamespace(end_promptly=lambda: None)
+    called: list[str] = []
+    seams = SimpleNamespace(
+        check_version=lambda: called.append("version"), end_promptly=lambda: called.append("end"),
+    )
     monkeypatch.setitem(sys.modules, "models_integration.engines.vllm.seams", seams)
     monkeypatch.setattr(serve, "find_spec", lambda name: name)
     monkeypatch.setattr(serve, "register", lambda: None)
@@ -253,6 +256,7 @@ def test_a_model_of_kvspec_has_the_same_name_in_the_server(monkeypatch: pytest.M
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     for options in (["--port", "1"], ["--served-model-name=mine"]):
         run_serve("pocket", DEFAULT, options)
+    assert called == ["version", "end"] * 2
     assert [one[2] for one in started] == [str(ASSETS)] * 2
     assert started[0][5:] == ["--served-model-name", "pocket", "--port", "1"]
     assert started[1][5:] == ["--served-model-name=mine"]
