@@ -3,8 +3,8 @@
 Two tasks. "late": the model reads a prompt of 96 tokens, then 288 tokens of the text one by one, as if it had
 generated them. One sentence of these is a fact. The question follows, also one by one. "copy": the model copies a
 list of words in numbered lines. Each policy keeps to its budget while tokens are decoded. The command appends a row
-for each sample and policy to FOLDER/rows.jsonl. If the command was stopped, the next call continues. `--page` writes
-the table of docs/results/long-decodes.md.
+for each sample and policy to FOLDER/rows.jsonl, and prints a table at the end. If the command was stopped, the next
+call continues.
 
 Rules, committed before any row. A task is shown only if the full cache answers 0.7 of its samples. The paired
 differences of each policy from the full cache are shown with 95 % bootstrap intervals over samples; the seed is fixed.
@@ -13,8 +13,6 @@ and its copies are longer. A statement holds if the interval excludes 0.
 """
 
 import argparse
-import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,9 +44,6 @@ LENGTH, PROMPT, DEPTHS = 384, 96, (0.4, 0.5, 0.6, 0.7)
 """Number of tokens of a text with a fact, of which the first are the prompt, and places of the fact."""
 ITEMS = 16
 ROWS = "rows.jsonl"
-PAGE = DOCS / "results" / "long-decodes.md"
-"""Page of the measurement. The rows are a file with the same name and a different ending."""
-_MARKED = re.compile(r"(<!-- table long-decodes -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -188,29 +183,17 @@ def _column(rows: Sequence[Row], task: str, policy: str, measured: str) -> np.nd
     return np.array([float(chosen[index]) for index in sorted(chosen)])
 
 
-def write_page(rows: Sequence[Row], page: Path = PAGE) -> None:
-    """Write the rows and the table of the page."""
-    rows = sorted(rows, key=lambda row: (row["task"], row["index"], POLICIES.index(row["policy"])))
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    page.with_suffix(".jsonl").write_text(lines, encoding="utf-8")
-    text = _MARKED.sub(lambda marks: f"{marks[1]}{table(rows)}{marks[2]}", page.read_text(encoding="utf-8"))
-    page.write_text(text, encoding="utf-8")
-
-
 def main() -> None:
-    """Measure all samples, or write the page."""
+    """Measure all samples, and print the table."""
     parser = argparse.ArgumentParser(prog="python -m lab.measure.long_decodes", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the rows")
-    parser.add_argument("--page", action="store_true", help="write the page from the rows, and measure nothing")
     given = parser.parse_args()
-    if given.page:
-        write_page(load_rows(given.out / ROWS))
-        return
     given.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     subject = replace(Loading("smollm2").subject(), calibration=load_calibration(CALIBRATION))
     for row in measure(subject, given.out):
         print(row, flush=True)
+    print(table(load_rows(given.out / ROWS)))
 
 
 if __name__ == "__main__":
