@@ -1,5 +1,6 @@
 """Metrics of answers, from 0 to 1: metrics of kvspec, and metrics of RULER v1 and LongBench v1.
 
+LoCoMo's F1 follows snap-research/locomo `task_eval/evaluation.py`, with the Porter stemmer of nltk.
 The benchmark metrics follow NVIDIA/RULER `scripts/eval/synthetic/constants.py` and THUDM/LongBench
 `LongBench/metrics.py`. If LongBench calls a package, kvspec computes
 the same value: summary-level ROUGE-L over sets of words as in `rouge` 1.0, and the ratio of `fuzzywuzzy` without
@@ -17,12 +18,13 @@ from spec.errors import SpecError
 from spec.validate import check_choices
 
 __all__ = [
-    "BOXED", "CONTAINS", "FIRST_NUMBER", "GRADES", "MATH_BOXED", "METRICS", "OPTION", "REGEX", "RIGHT_OR_WRONG",
-    "ROUGE_L", "STRING_MATCH_ALL", "boxed", "is_exact_match", "judge",
+    "BOXED", "CONTAINS", "FIRST_NUMBER", "GRADES", "LOCOMO_F1", "LOCOMO_PARTS", "MATH_BOXED", "METRICS", "OPTION",
+    "REGEX", "RIGHT_OR_WRONG", "ROUGE_L", "STRING_MATCH_ALL", "boxed", "is_exact_match", "judge",
 ]
 
 FIRST_NUMBER, CONTAINS, STRING_MATCH_ALL, BOXED = "first number", "contains", "string_match_all", "boxed number"
 MATH_BOXED, OPTION, ROUGE_L = "boxed, by math-verify", "option letter", "rouge_l"
+LOCOMO_F1, LOCOMO_PARTS = "locomo_f1", "locomo_f1 of parts"
 RIGHT_OR_WRONG = (FIRST_NUMBER, CONTAINS)
 """Metrics with results 0 or 1. An answer that begins with the gold answer's tokens is right."""
 REGEX = "regex"
@@ -115,9 +117,31 @@ def _words(text: str) -> list[str]:
 
 
 def _qa_f1(answer: str, truth: str) -> float:
-    candidate, gold = _words(answer), _words(truth)
+    return _f1(_words(answer), _words(truth))
+
+
+def _f1(candidate: Sequence[str], gold: Sequence[str]) -> float:
     same = sum((Counter(candidate) & Counter(gold)).values())
     return 2 * same / (len(candidate) + len(gold)) if same else 0.0
+
+
+def _locomo_f1(answer: str, truth: str) -> float:
+    """Return the F1 of LoCoMo: of stems of words, without "and" besides the articles."""
+    try:
+        from nltk.stem import PorterStemmer
+    except ModuleNotFoundError as error:
+        raise SpecError("metric", LOCOMO_F1, "needs nltk: pip install 'kvspec[locomo]'") from error
+    stem = PorterStemmer().stem
+    return _f1(*([stem(word) for word in _words(text) if word != "and"] for text in (answer, truth)))
+
+
+def _locomo_parts(answer: str, truth: str) -> float:
+    """Return the mean over the parts of the reference of the best F1 with a part of the answer.
+
+    Commas separate parts. LoCoMo uses this metric for questions of category 1, about several sessions.
+    """
+    candidates, parts = answer.split(","), truth.split(",")
+    return sum(max(_locomo_f1(one, part) for one in candidates) for part in parts) / len(parts)
 
 
 def _same_words(answer: str, truth: str) -> bool:
@@ -216,6 +240,8 @@ METRICS: Mapping[str, Metric] = {
     "string_match_part": _match_part,
     "qa_f1": _best(_qa_f1),
     "qa_f1 of a line": _best(_qa_f1, first_line=True),
+    LOCOMO_F1: _best(_locomo_f1),
+    LOCOMO_PARTS: _best(_locomo_parts),
     GRADES["contains"]: _best(_has_words),
     GRADES["exact"]: _best(_same_words, first_line=True),
     GRADES[REGEX]: _best(lambda answer, pattern: re.search(pattern, answer) is not None),

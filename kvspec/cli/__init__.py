@@ -16,7 +16,7 @@ _STOPPED = 130
 BROUGHT_BY = {
     "cryptography": "archive", "bm25s": "archive", "wordllama": "wordllama", "ray": "ray", "lm_eval": "lm-eval",
     "gguf": "weights", "matplotlib": "plots", "accelerate": "weights", "llama_cpp": "llamacpp",
-    "math_verify": "math",
+    "math_verify": "math", "nltk": "locomo",
 } | dict.fromkeys(
     ("typer", "pytest", "hypothesis"), "conformance"
 ) | dict.fromkeys(

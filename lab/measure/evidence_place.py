@@ -40,6 +40,13 @@ FORMS = {
     "streamingllm(N_sink=60)": KEPT["streamingllm(N_sink=60)"],
 }
 """Policies and controls of the study of the local salience, with their titles."""
+ANSWERS = "place-answers"
+ANSWERED = {
+    "fullcache": "full cache", "evidence": "the fact, then random tokens", "snapkv": "SnapKV",
+    **{policy: KEPT[policy] for policy in ("crystalcache", 'crystalcache(graph="zero")', "random-trunks")},
+    "random": "random tokens in each head", "blind": "question alone",
+}
+"""Policies and controls of the study of answers, with their titles."""
 BUDGET = "0.3"
 PICTURES = {"place": "place", "place-2048": "place-2048"}
 """Files beside the page, each with the study that it shows."""
@@ -73,6 +80,23 @@ def kept_common_facts() -> list[list[str]]:
         tokens = f"{some.prompt_kept((form, BUDGET)):.0f}"
         lines.append([title, *(f"{kept} of {n}" for kept, n in counts), tokens])
     return lines
+
+
+def answers() -> list[list[str]]:
+    """Return the right answers by policy, mentions and place of the fact."""
+    some = samples_of(ANSWERS)
+    lines = [["policy", "mentions", *(f"fact at {depth:g}" for depth in DEPTHS)]]
+    for policy, title in ANSWERED.items():
+        for mentions, text in MENTIONS.items():
+            rights = (right_answers(some, policy, depth, mentions) for depth in DEPTHS)
+            lines.append([title, text, *(f"{sum(right)} of {len(right)}" for right in rights)])
+    return lines
+
+
+def right_answers(samples: Samples, policy: str, depth: float, mentions: str) -> list[bool]:
+    """Return for each sample whether a policy's answer is right. In these rows, each policy has one budget."""
+    rows = samples.about("depth", depth).about("mentions", mentions).rows
+    return [cell["right"] for row in rows for cell in row["cells"] if cell["policy"] == policy]
 
 
 def kept_tokens(study: str) -> list[list[str]]:
@@ -126,4 +150,7 @@ PLACE_TABLES: dict[str, Callable[[], list[list[str]]]] = {
         f"{study}-kept": partial(kept_facts, study, "paper"), f"{study}-after": partial(kept_facts, study, "after"),
         f"{study}-tokens": partial(kept_tokens, study), f"{study}-claims": partial(claims, study),
     }.items()
-} | {f"{LOCAL}-kept": kept_common_facts, f"{LOCAL}-claims": partial(claims, LOCAL)}
+} | {
+    f"{LOCAL}-kept": kept_common_facts, f"{LOCAL}-claims": partial(claims, LOCAL),
+    ANSWERS: answers, f"{ANSWERS}-claims": partial(claims, ANSWERS),
+}

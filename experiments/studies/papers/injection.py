@@ -148,7 +148,7 @@ class Scene:
         return self._probe(session) if session.probe else self._answer(session)
 
     def _answer(self, session: Session) -> dict[str, Any]:
-        """Return the greedy answer, whether it contains the value, the F1 of its words, and seconds to the first token.
+        """Return the greedy answer, whether it contains the value, the F1 of words, and seconds to the first token.
 
         The clock begins when the system prompt is read and the chunks are computed, except chunks that are read as
         text.
@@ -156,7 +156,7 @@ class Scene:
         cache, ids, start = self._opened(session)
         answer, seconds = answered(self.subject.model, cache, ids, self.subject.stop_ids, NEW_TOKENS, start)
         text, value = str(self.subject.tokenizer.decode(answer)), self.talk.value
-        return {"answer": text, "right": value in text, "f1": judge("qa_f1", text, [value]), "seconds": seconds}
+        return {"answer": text, "right": value in text, "f1": judge(self.talk.metric, text, [value]), "seconds": seconds}
 
     def _probe(self, session: Session) -> dict[str, list[float]]:
         """Return the attention of the question's tokens, and cosines of the chunks' keys with keys of the same text."""

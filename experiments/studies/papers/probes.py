@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from experiments.tasks.metrics import LOCOMO_F1, LOCOMO_PARTS, judge
 from experiments.tasks.needle import DEFAULT_FILLER, generator
 from models_integration.archive.splice import Chunk
 from models_integration.model.architecture import restored_rotation
@@ -32,8 +33,8 @@ __all__ = [
 
 TURNS = 18
 """Number of turns of a generated conversation."""
-_ADVERSARIAL = 5
-"""LoCoMo's category of questions without an answer. The paper does not use these questions."""
+_SEVERAL_SESSIONS, _INFERENCE, _ADVERSARIAL = 1, 3, 5
+"""LoCoMo's categories with a metric, a form of the answer, or no answer. The paper does not use the last."""
 _ROLES = ("Agent", "Project", "Doctor", "Captain", "Mission", "Station")
 _NAMES = (
     "Adler", "Amber", "Apollo", "Atlas", "Beacon", "Blaine", "Briar", "Cedar", "Comet", "Coral", "Echo",
@@ -46,12 +47,13 @@ _QUANTITIES = ("secret code", "access key", "serial number", "room number", "bad
 
 @dataclass(frozen=True)
 class Talk:
-    """Conversation: texts of turns and of unrelated turns, a question about one turn, and the right value."""
+    """Conversation: texts of turns and of unrelated turns, a question about one turn, the right value, and a metric."""
 
     turns: Sequence[str]
     fillers: Sequence[str]
     question: str
     value: str
+    metric: str = "qa_f1"
 
 
 def draw_talk(index: int) -> Talk:
@@ -80,11 +82,12 @@ def draw_talk(index: int) -> Talk:
 def read_locomo(path: Path) -> list[Talk]:
     """Return the questions of a file `locomo10.json` without adversarial questions, alternating between conversations.
 
-    A turn has the form "(date) speaker: text". `value` is the gold answer.
+    A turn has the form "(date) speaker: text". `value` is the gold answer. The metrics are those of LoCoMo.
 
     Raises:
-        SpecError: if the file does not have the format of LoCoMo's repository.
+        SpecError: if the file does not have the format of LoCoMo's repository, or if nltk is missing.
     """
+    judge(LOCOMO_F1, "", [""])
     try:
         conversations = [_talks(sample) for sample in json.loads(path.read_bytes())]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -100,10 +103,16 @@ def _talks(sample: Mapping[str, Any]) -> list[Talk]:
         date = held[f"session_{number}_date_time"]
         turns += [f"({date}) {turn['speaker']}: {turn['text']}" for turn in session]
         number += 1
-    return [
-        Talk(turns, (), str(asked["question"]), str(asked["answer"])) for asked in sample["qa"]
-        if asked["category"] != _ADVERSARIAL
-    ]
+    return [_talk(turns, asked) for asked in sample["qa"] if asked["category"] != _ADVERSARIAL]
+
+
+def _talk(turns: Sequence[str], asked: Mapping[str, Any]) -> Talk:
+    """Return a conversation with a question. The answer of an inference ends before the first semicolon."""
+    answer, category = str(asked["answer"]), asked["category"]
+    if category == _INFERENCE:
+        answer = answer.split(";")[0].strip()
+    metric = LOCOMO_PARTS if category == _SEVERAL_SESSIONS else LOCOMO_F1
+    return Talk(turns, (), str(asked["question"]), answer, metric)
 
 
 @contextmanager

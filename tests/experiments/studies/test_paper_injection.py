@@ -166,6 +166,7 @@ LOCOMO = [
             {"question": "Who paints?", "answer": "Ann", "category": 4},
             {"question": "Who flies?", "adversarial_answer": "Bob", "category": 5},
             {"question": "When?", "answer": 2, "category": 2},
+            {"question": "Why?", "answer": "Ann; she paints", "category": 3},
         ],
     },
     {"conversation": {"session_1_date_time": "3 May", "session_1": [{"speaker": "Eve", "text": "Hi."}]},
@@ -176,16 +177,19 @@ LOCOMO = [
 def test_locomo_s_questions_are_read_and_counted_by_f1(one_thread: None, tmp_path: Path) -> None:
     (file := tmp_path / "locomo10.json").write_text(json.dumps(LOCOMO))
     talks = read_locomo(file)
-    assert [(talk.question, talk.value) for talk in talks] == [("Who paints?", "Ann"), ("Who?", "Eve"), ("When?", "2")]
+    assert [(talk.question, talk.value, talk.metric) for talk in talks] == [
+        ("Who paints?", "Ann", "locomo_f1"), ("Who?", "Eve", "locomo_f1 of parts"), ("When?", "2", "locomo_f1"),
+        ("Why?", "Ann", "locomo_f1"),
+    ]
     assert talks[2].turns == ["(1 May) Ann: I paint.", "(2 May) Bob: I run."]
     asked = ["paper", "injection", "--quick", "--backend", "numpy", "--model", "chat", "--part", "locomo"]
     done = CliRunner().invoke(app, [*asked, "--file", str(file), "--out", str(tmp_path)], env={"COLUMNS": "300"})
     assert done.exit_code == 0, done.output
     rows = [json.loads(line) for line in (tmp_path / "injection.jsonl").read_text("utf-8").splitlines()]
-    assert len(rows) == 2 * 3
+    assert len(rows) == 2 * 4
     line = pd.read_csv(tmp_path / "tables.csv").set_index("arm").loc["per_chunk"]
     figure = fmean(row["f1"] for row in rows if row["session"] == '{"wrapper": "short"}')
-    assert (line["n"], line["r@1 or F1 [95 %]"][:5]) == (3, f"{figure:.3f}")
+    assert (line["n"], line["r@1 or F1 [95 %]"][:5]) == (4, f"{figure:.3f}")
     done = CliRunner().invoke(app, [*asked, "--out", str(tmp_path / "none")], env={"COLUMNS": "300"})
     assert "not run: give --file locomo10.json" in done.output
     file.write_text("[3]")

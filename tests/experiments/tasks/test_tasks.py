@@ -279,6 +279,11 @@ CASES: list[tuple[str, str, tuple[str, ...], tuple[str, ...], float]] = [
     ("qa_f1", "paris", ("london", "in paris"), (), 2 / 3),
     ("qa_f1", "", ("london",), (), 0),
     ("qa_f1 of a line", "\nparis\nlondon", ("paris",), (), 1),
+    # LoCoMo: {he, paint, poni} and {he, paint, two, poni} after stems and without "and" and articles: F1 = 6/7.
+    ("locomo_f1", "He painted, and the ponies", ("he paints two pony",), (), 6 / 7),
+    ("locomo_f1", "and", ("the and",), (), 0),
+    # Of the parts "ponies" and "blue cats", the best answers have F1 1 and 2/3.
+    ("locomo_f1 of parts", "a pony, cat", ("ponies, blue cats",), (), 5 / 6),
     # Questions of users: words as in SQuAD, in lower case without articles and punctuation. "exact" reads the first
     # line.
     *(("exact words of a line", said, ("the Old Mill", "mill"), (), right) for said, right in (
