@@ -97,9 +97,15 @@ def _sessions(tables: Sequence[InjectionTable]) -> dict[str, Session]:
     return {session.name: session for one in tables for session in one.arms.values()}
 
 
+def _digest(talk: Talk) -> str:
+    """Return the hash of a conversation, without the default metric: older rows were written before the metric."""
+    held = {key: value for key, value in asdict(talk).items() if (key, value) != ("metric", Talk.metric)}
+    return hashlib.sha256(json.dumps(held).encode()).hexdigest()
+
+
 def _identities(subject: Subject, talks: Sequence[Talk], sessions: Iterable[str]) -> dict[tuple[int, str], Row]:
     """Return the columns that identify the answer to each question in each session."""
-    digests = [hashlib.sha256(json.dumps(asdict(talk)).encode()).hexdigest() for talk in talks]
+    digests = [_digest(talk) for talk in talks]
     return {
         (index, session): dict(zip(
             _IDENTITY, ("injection", subject.name, SPEC_VERSION, index, digest, session), strict=True

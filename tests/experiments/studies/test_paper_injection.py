@@ -19,6 +19,7 @@ from experiments.studies.papers.injection_tables import filled_lines, tables_of
 from experiments.studies.papers.probes import draw_talk, read_locomo
 from experiments.studies.subject import Loading
 from kvspec.cli.app import app
+from lab.measure.evidence_rows import rows_of
 from models_integration.model.rotation import plain_layers, prefilled
 from spec.errors import SpecError
 
@@ -33,6 +34,7 @@ def test_the_study_of_injection_counts_its_rows_and_continues(tmp_path: Path, mo
         assert done.exit_code == 0, done.output
     rows = [json.loads(line) for line in (tmp_path / "injection.jsonl").read_text("utf-8").splitlines()]
     assert len({(row["question"], row["session"]) for row in rows}) == len(rows) == 2 * (4 + 4 + 4 + 8)
+    assert {row["talk"] for row in rows} <= {row["talk"] for row in rows_of("paper-injection")}
     assert f"{2} answers stored" in done.output  # This is the short wrapper of table 7a.
     right = [row["right"] for row in rows if row["session"] == '{"wrapper": "short"}']
     line = pd.read_csv(tmp_path / "tables.csv").set_index("arm").loc["pc_bf16"]
