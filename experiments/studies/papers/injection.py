@@ -156,7 +156,8 @@ class Scene:
         cache, ids, start = self._opened(session)
         answer, seconds = answered(self.subject.model, cache, ids, self.subject.stop_ids, NEW_TOKENS, start)
         text, value = str(self.subject.tokenizer.decode(answer)), self.talk.value
-        return {"answer": text, "right": value in text, "f1": judge(self.talk.metric, text, [value]), "seconds": seconds}
+        f1 = judge(self.talk.metric, text, [value])
+        return {"answer": text, "right": value in text, "f1": f1, "seconds": seconds}
 
     def _probe(self, session: Session) -> dict[str, list[float]]:
         """Return the attention of the question's tokens, and cosines of the chunks' keys with keys of the same text."""
