@@ -14,16 +14,13 @@ from hypothesis import strategies as st
 from conformance.methods import nestedkv as policy_oracle
 from conformance.methods import policies as oracle
 from conformance.methods import signatures as signed
-from conformance.methods import weighed
-from conformance.methods.adakv import adakv as brute_adakv
-from conformance.methods.brute import BLOCK, KERNEL, SAFEGUARD, W, plain
+from conformance.methods.brute import BLOCK, KERNEL, W, plain
 from conformance.methods.knorm import knorm as brute_knorm
 from conformance.methods.policies import crushed
 from conformance.plugin import sparingly
 from conformance.strategies.numbers import Numbers, keys, seeds
-from conformance.strategies.policy_inputs import Inputs, decided, drawn, retained
+from conformance.strategies.policy_inputs import decided, drawn, retained
 from lab.policy_cases import (
-    CASES,
     LAM,
     PROMPT,
     SEEN,
@@ -121,24 +118,6 @@ def test_numba_chooses_the_same_blocks() -> None:
         shares = rng.integers(0, n + 2, 2)
         actual = best_blocks(values, shares, pinned, b, numba.best_tokens)
         assert lists(actual) == lists(best_blocks(values, shares, pinned, b))
-
-
-@pytest.mark.spec("PO-BLOCKS")
-@sparingly
-@given(seed=seeds, B=st.integers(1, 30))
-def test_heads_share_tokens_and_each_makes_blocks_of_its_own(seed: int, B: int) -> None:
-    """Check Ada-KV, in two stages."""
-    inputs = drawn(seed)
-    host = policies.critical_adakv(dict(enumerate(inputs.W_o)), W, KERNEL, SAFEGUARD)
-    want = []
-    for view, W_o in zip(inputs.layers, inputs.W_o, strict=True):
-        layer = plain(view)
-        rows = brute_adakv(layer, W, KERNEL)
-        shares = oracle.adaptive_shares(rows, max(B, BLOCK), SAFEGUARD)
-        for row, size, share in zip(rows, weighed.output_sizes(layer, W_o.tolist()), shares, strict=True):
-            second = [None if a is None else (a + 1e-4) * x for a, x in zip(row, size, strict=True)]
-            want.append(oracle.two_stages(row, second, BLOCK, share, Fraction(1, 2)))
-    assert decided(policies.in_blocks(host, BLOCK), inputs, B) == want
 
 
 @pytest.mark.parametrize("compose", [
@@ -248,27 +227,6 @@ def test_the_anchor_reaches_the_choice() -> None:
     assert actual[0] == decided(policies.kvcrush(W, KERNEL, BLOCK, Fraction(1, 2)), inputs, 60)
 
 
-Host = Callable[[Inputs], Policy]
-HOSTS: dict[str, Host] = {
-    "tova": lambda i: policies.tova(), "knorm": lambda i: policies.knorm(),
-    "pyramidkv": lambda i: policies.pyramidkv(W, KERNEL), "streamingllm": lambda i: policies.streaming_llm(2),
-    "adakv": lambda i: policies.adakv(W, KERNEL), "defensivekv": CASES["defensivekv"].policy,
-    "triattention": CASES["triattention"].policy, "rkv": lambda i: policies.rkv(W, KERNEL),
-    "adakv(keydiff)": lambda i: policies.with_adaptive_budgets(policies.keydiff(), Fraction(1, 5)),
-}
-
-
-@pytest.mark.spec("DV-POLICY")
-@pytest.mark.parametrize("name", HOSTS)
-@sparingly
-@given(seed=seeds, B=st.integers(1, 24))
-def test_without_penalty_the_hosts_set_stays(name: str, seed: int, B: int) -> None:
-    """Check that lambda = 0 gives the set of the host policy, including ties and protection."""
-    inputs = drawn(seed)
-    host = HOSTS[name](inputs)
-    assert decided(policies.diverse(host, 0.0), inputs, B) == decided(host, inputs, B)
-
-
 @pytest.mark.spec("DV-POLICY")
 @pytest.mark.parametrize("lam", [0.0, LAM])
 def test_a_host_sees_what_it_sees_alone(lam: float) -> None:
@@ -336,17 +294,6 @@ def test_a_budget_below_the_sinks_is_raised_to_them(make: Callable[[], Policy], 
     assert make().floor == 4
     kept = policies.retain(make(), budget, seen)
     assert [kept.group(h).tolist() for h in range(2)] == [[0, 1, 2, 3][:n]] * 2
-
-
-@pytest.mark.spec("NK-NESTEDKV")
-@given(seed=seeds, r=st.sampled_from(["0.25", "0.5", "0.75", "0.8", "0.9"]), n=st.integers(60, 90))
-def test_a_layer_keeps_its_budget_exactly_and_every_head_its_quota(seed: int, r: str, n: int) -> None:
-    inputs = drawn(seed, n, L=2, heads=(3, 1))
-    B = policies.eviction_budget(r, n)
-    kept = decided(policies.nestedkv(), inputs, B)
-    assert [sum(map(len, kept[layer:][:3])) for layer in (0, 3)] == [3 * B, 3 * B]
-    assert min(map(len, kept)) >= max(4, int(Fraction(1, 5) * B))
-    assert all(group[:4] == [0, 1, 2, 3] for group in kept)
 
 
 @pytest.mark.spec("NK-TOKENS")

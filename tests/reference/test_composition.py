@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.methods.method import method_of
-from conformance.oracles.choices import fits
 from conformance.strategies.policy_inputs import Inputs, decided, drawn, observation, of_model
 from reference.policies import in_blocks, snapkv, with_representatives
 from reference.policies.budgets import Above, Adaptive, Competition, Pyramid, across_layers, even, everything
@@ -106,21 +104,6 @@ def check_count(policy: Policy, kept: np.ndarray[Any, Any], n: int) -> None:
 
 def _units(policy: Policy) -> set[str]:
     return {policy.scorer.provided.units}  # type: ignore[attr-defined]
-
-
-@pytest.mark.spec("PO-COMPOSE")
-@pytest.mark.parametrize("text", [
-    "snapkv:W=3/layers=global/heads=adaptive:safeguard=1of3", "snapkv:W=3/layers=global/heads=quota:safeguard=0.5",
-    "kvzip:N_sink=1:N_recent=2:chunk=5/heads=adaptive:safeguard=0.5", "adakv:W=3:safeguard=0.5/block=4",
-    "snapkv:W=3/layers=pyramid:beta=3/heads=quota:safeguard=0.2/block=3", "cake:W=3/heads=adaptive/sink=0",
-], ids=lambda text: text.replace("/", " "))
-def test_remainders_and_blocks_belong_to_one_layer_and_one_set(text: str) -> None:
-    """Compare budgets whose layers have sums that the heads cannot divide, and shares that blocks do not fill."""
-    method = method_of(text)
-    for seed, B in enumerate((7, 8, 10, 11, 13)):
-        inputs = drawn(8 * seed + 1, INPUTS.n, 3, (2, 2))
-        wanted = method.brute.kept(inputs, B, **method.constants, **method.readings)
-        assert all(map(fits, decided(method.reference(inputs), inputs, B), wanted)), (text, B)
 
 
 @pytest.mark.spec("PO-COMPOSE")

@@ -135,14 +135,6 @@ def test_layers_then_heads_equals_the_rules_of_the_papers_one_after_the_other(
     assert shares(text, values, H, B) == [share for part in parts for share in part]
 
 
-def test_with_the_safeguard_1_the_heads_have_the_shares_of_the_layers() -> None:
-    values = np.random.default_rng(1).normal(size=(6, 30))
-    values[:, -2:] = np.nan
-    plain = shares("snapkv:W=2/layers=pyramid:beta=3", values, 2, 9)
-    assert shares("snapkv:W=2/layers=pyramid:beta=3/heads=adaptive:safeguard=1", values, 2, 9) == plain
-    assert shares("snapkv:W=2/layers=even/heads=adaptive", values, 2, 9) != plain
-
-
 @pytest.mark.parametrize(("text", "part", "way_out"), [
     ("snapkv/layer=pyramid", "'layer'", "sink, recent, select, layers"),
     ("snapkv/layers=piramid", "/layers=piramid", "even, full, global, pyramid"),

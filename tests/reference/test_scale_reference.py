@@ -140,15 +140,6 @@ def plain(values: Matrix) -> list[list[float | None]]:
 
 
 @pytest.mark.spec("PO-TOP-UNITS")
-@pytest.mark.parametrize("n", [*SIZES, 66_000])
-@pytest.mark.parametrize("values", [1, 7])
-def test_the_best_tokens_of_many(n: int, values: int) -> None:
-    v = rows(2, n, values, 5)
-    actual = top_units(Scores(v, np.arange(n + 1)), np.array([n // 2, n // 3]), np.arange(n) < 5)
-    assert sets(actual) == [oracle.top(row, B) for row, B in zip(plain(v), (n // 2, n // 3), strict=True)]
-
-
-@pytest.mark.spec("PO-TOP-UNITS")
 @pytest.mark.parametrize("m", SIZES)
 def test_protected_tokens_hold_their_unit(m: int) -> None:
     """Check units of 1 to 4 tokens. One token is protected in the last unit and in one unit of forty."""
@@ -181,35 +172,6 @@ def test_scores_that_lie_close(n: int, kind: str) -> None:
 def halved(row: list[float | None], B: int) -> list[int]:
     """Return the kept set of H2O."""
     return oracle.top([*row[: len(row) - B // 2], *[None] * (B // 2)], B)
-
-
-@pytest.mark.spec("PO-H2O")
-@pytest.mark.parametrize("n", [*SIZES, 66_000])
-def test_half_of_a_large_budget(n: int) -> None:
-    """Check budgets of a third, of nine tenths and of all tokens. The oldest tokens have the best scores."""
-    v = np.tile(np.arange(n, 0, -1) // 3 / n, (3, 1))
-    budgets = [n // 3, 9 * n // 10, n]
-    actual = recent_half(Scores(v, np.arange(n + 1)), np.array(budgets), np.zeros(n, dtype=np.bool_))
-    assert sets(actual) == [halved(row, B) for row, B in zip(plain(v), budgets, strict=True)]
-
-
-@pytest.mark.spec("PO-FILL-UNITS")
-@pytest.mark.parametrize(("chunk", "chunks"), [
-    (1, 5_000), (3, 1_100), (10, 300), (17, 140), (33, 70), (65, 40), (129, 40), (257, 40),
-])
-def test_whole_chunks_of_any_length(chunk: int, chunks: int) -> None:
-    """Check chunks of equal length. Totals and members are dyadic and tie. The last tokens are protected."""
-    n = chunks * chunk
-    members = Numbers(chunk).integers(0, 4, n) / 4
-    totals = np.add.reduceat(members, np.arange(0, n, chunk))
-    window = np.arange(n + 70) >= n
-    scores = Scores(
-        np.append(totals, np.nan)[None], np.append(np.arange(0, n + 1, chunk), n + 70),
-        np.where(window, np.nan, np.pad(members, (0, 70)))[None],
-    )
-    B = n // 3 + chunk // 2 + 70
-    actual = fill_units(scores, np.array([B]), window)
-    assert sets(actual) == [oracle.chunk_selection([*members.tolist(), *[None] * 70], chunk, B)]
 
 
 @pytest.mark.spec("PO-STREAMINGLLM")

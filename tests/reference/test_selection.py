@@ -1,6 +1,5 @@
 """Tests of budgets and selectors on given scores, and of policies from a function or a file of scores."""
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
@@ -12,7 +11,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from conformance.methods import policies as oracle
 from conformance.strategies.policy_inputs import decided, drawn, observation, retained
 from lab.policy_cases import CASES
 from reference import policies
@@ -62,17 +60,6 @@ def test_the_two_safeguards_differ() -> None:
     assert Competition(Fraction(1, 4))(8, scores).tolist() == [7, 1]
     assert Adaptive(Fraction(1, 2))(8, scores).tolist() == [6, 2]
     assert Competition(1)(8, scores).tolist() == Adaptive(1)(8, scores).tolist() == [4, 4]
-
-
-@pytest.mark.spec("PO-PYRAMID-BUDGET", "PO-ADAPTIVE-BUDGET", "PO-COMPETITION-BUDGET")
-@given(total=st.integers(18, 120), seed=st.integers(0, 2**32 - 1))
-def test_a_total_that_does_not_divide_is_met(total: int, seed: int) -> None:
-    """Check two layers of three heads. The remainder goes to the lower layer, or to the pyramids of the lower heads."""
-    scores = Scores(np.random.default_rng(seed).random((6, 20)), np.arange(21), heads=3)
-    for budgets in (Adaptive(Fraction(1, 5)), Competition(Fraction(1, 5))):
-        assert budgets(total, scores).reshape(2, 3).sum(axis=1).tolist() == [total - total // 2, total // 2]
-    by_head = Pyramid(2)(total, scores).reshape(2, 3).sum(axis=0)
-    assert by_head.tolist() == oracle.whole([Fraction(total, 3)] * 3)
 
 
 @pytest.mark.spec("PO-PYRAMID-OFFICIAL")
@@ -193,20 +180,6 @@ def test_heads_may_compete_under_adaptive_budgets() -> None:
     kept = decided(policy, INPUTS, 5)
     assert [sum(map(len, kept[first : first + 3])) for first in (0, 3)] == [15, 15]
     assert len({len(group) for group in kept}) > 1
-
-
-@pytest.mark.spec("PO-RETAIN")
-@pytest.mark.spec("PO-THRESHOLD")
-@given(seed=st.integers(0, 2**32 - 1), B=st.integers(2, 14), tau=st.floats(0, 4))
-def test_what_scores_no_more_than_the_threshold_goes(seed: int, B: int, tau: float) -> None:
-    inputs = drawn(seed, n=14, L=2)
-    policy = policy_from_score(value_norms, protection=SinkAndRecent(1, 1), threshold=tau)
-    expected = []
-    for head in (head for view in inputs.layers for head in np.asarray(view.v).tolist()):
-        norms = [math.sqrt(math.fsum(x * x for x in value)) for value in head]
-        above = sorted((at for at in range(1, 13) if norms[at] > tau), key=lambda at: (-norms[at], at))
-        expected.append(sorted([0, 13, *above[: B - 2]]))
-    assert decided(policy, inputs, B) == expected
 
 
 @pytest.mark.spec("PO-RETAIN")

@@ -1,9 +1,5 @@
 """TriAttention: equations, modes, cadence and pinned prompt compared with brute force, and its calibration file."""
 
-import json
-import re
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +16,6 @@ from conformance.strategies.policy_inputs import calibrated, decided, drawn, ide
 from conformance.tolerances import scores_agree
 from lab.policy_cases import PROMPT, decoded, long, triattention
 from reference import policies
-from reference.calibration import Calibration, Identity, load_calibration, save_calibration
 from reference.triattention import Mode, band_statistics, joined, z_scores
 from spec.budget import Budget
 from spec.errors import SpecError
@@ -138,94 +133,3 @@ def test_a_prompt_on_top_of_the_budget_is_a_reading(one: Brute) -> None:
     assert theirs == one.kept(inputs, 4, pin_prompt=3, prompt="on top")
     assert ours == one.kept(inputs, 4, pin_prompt=3)
     assert [(own[:3], len(own)) for own in theirs] == [([0, 1, 2], 7)] * len(theirs)
-
-
-def a_calibration() -> Calibration:
-    return calibrated(drawn(11, n=9, L=2, heads=(2, 2)))
-
-
-@pytest.mark.spec("TA-CALIBRATION")
-def test_a_file_brings_back_every_bit(tmp_path: Path) -> None:
-    before = a_calibration()
-    save_calibration(before, tmp_path / "mine.npz")
-    after = load_calibration(tmp_path / "mine.npz")
-    assert (after.layers, after.identity.model, after.identity.factor) == (
-        before.layers, before.identity.model, before.identity.factor
-    )
-    for name in ("mean", "magnitude"):
-        assert getattr(after, name).tobytes() == getattr(before, name).tobytes()
-    assert after.identity.inv_freq.tobytes() == before.identity.inv_freq.tobytes()
-    with np.load(tmp_path / "mine.npz") as archive:
-        assert json.loads(str(archive["header"]))["format"] == "kvspec.triattention/3"
-
-
-@pytest.mark.spec("TA-CALIBRATION")
-def test_a_digest_is_of_the_statistics_alone() -> None:
-    """Check 8 digits that are independent of the name. A different bit of any statistic changes them."""
-    actual = a_calibration()
-    plain = Identity("other", actual.identity.inv_freq)
-    assert plain.rope == replace(plain, factor=1.0).rope
-    renamed = replace(actual, identity=plain)
-    assert re.fullmatch("[0-9a-f]{8}", actual.digest)
-    assert renamed.digest == actual.digest
-    for name in ("mean", "magnitude", "head_scores", "filters"):
-        changed = replace(actual, **{name: np.nextafter(getattr(actual, name), np.inf)})
-        assert changed.digest != actual.digest
-
-
-@pytest.mark.spec("TA-CALIBRATION")
-def test_another_models_calibration_is_refused_by_name() -> None:
-    actual = a_calibration()
-    here = Identity("llama@1", actual.identity.inv_freq, actual.identity.factor)
-    with pytest.raises(SpecError, match=r"calibration = 'drawn': was made for a different model, not for 'llama@1'"):
-        policies.triattention(actual, here)
-
-
-@pytest.mark.spec("TA-CALIBRATION")
-@pytest.mark.parametrize("change", ["frequency", "factor", "fewer"])
-def test_another_rotation_is_refused_by_name(change: str) -> None:
-    """Check the last bit of one frequency, the factor, and the number of frequencies."""
-    mine = a_calibration().identity
-    frequencies = mine.inv_freq.copy()
-    if change == "frequency":
-        frequencies[1] = np.nextafter(frequencies[1], 1.0)
-    factor = mine.factor + (0.5 if change == "factor" else 0.0)
-    here = Identity("drawn", frequencies[:1] if change == "fewer" else frequencies, factor)
-    with pytest.raises(SpecError, match="different rotary frequencies") as caught:
-        policies.triattention(a_calibration(), here)
-    assert caught.value.argument == "calibration"
-
-
-@pytest.mark.spec("TA-CALIBRATION")
-@pytest.mark.parametrize("kind", ["text", "prose", "empty", "archive", "format", "frequencies", "scores"])
-def test_a_file_that_is_no_calibration_is_refused(kind: str, tmp_path: Path) -> None:
-    """Check that the error names the argument for each kind of file."""
-    path = tmp_path / "mine.npz"
-    save_calibration(a_calibration(), path)
-    with np.load(path) as archive:
-        parts = dict(archive)
-    if kind in ("text", "prose", "empty"):
-        path = path.with_suffix(".txt") if kind == "prose" else path
-        path.write_text("{}" if kind == "text" else "Once upon a time" if kind == "prose" else "", encoding="ascii")
-    else:
-        if kind == "archive":
-            del parts["mean"]
-        if kind == "format":
-            parts["header"] = np.array(str(parts["header"]).replace("triattention/3", "triattention/2"))
-        if kind == "frequencies":
-            parts["inv_freq"] = parts["inv_freq"] * 2
-        if kind == "scores":
-            parts["mean"][0, 0, -1] = np.nan
-        np.savez(path, **parts)
-    with pytest.raises(SpecError) as caught:
-        load_calibration(path)
-    assert caught.value.argument == ("calibration.mean" if kind == "scores" else "calibration")
-    assert ("make it again with kvspec calibrate" in str(caught.value)) is (kind == "format")
-    assert ("run `kvspec calibrate mine.txt --model NAME --out" in str(caught.value)) is (kind == "prose")
-
-
-@pytest.mark.spec("TA-CALIBRATION")
-def test_statistics_of_a_wrong_shape_are_refused() -> None:
-    actual = a_calibration()
-    with pytest.raises(SpecError, match=r"calibration\.magnitude"):
-        Calibration(actual.identity, actual.layers, actual.mean, actual.magnitude[:, :1])
