@@ -1,9 +1,12 @@
-"""Pairs of models that differ in one field, value or module and answer differently.
+"""Pairs of models that differ in one field, value, module, type, order or registry, and answer differently.
 
 Further changes change no answer.
 """
 
 import copy
+import types
+import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial, wraps
 from pathlib import Path
@@ -15,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tests.models_integration.archive.block_mask import LATENT
@@ -31,15 +35,10 @@ _OWN: dict[str, dict[str, Any]] = {
 
 # Family, field, its two values.
 FIELDS: list[tuple[str, str, Any, Any]] = [
-    ("Llama", "hidden_act", "silu", "gelu"), ("Llama", "rms_norm_eps", 1e-6, 1e-1),
-    ("Granite", "embedding_multiplier", 1.0, 2.0), ("Granite", "attention_multiplier", 1.0, 0.3),
-    ("Granite", "residual_multiplier", 1.0, 0.5), ("Granite", "logits_scaling", 1.0, 4.0),
-    ("Olmo", "clip_qkv", None, 0.1), ("Mixtral", "num_experts_per_tok", 2, 1),
-    ("Qwen3Moe", "norm_topk_prob", False, True), ("GPTNeoX", "use_parallel_residual", True, False),
-    ("GPTNeoX", "layer_norm_eps", 1e-5, 1.0), ("Cohere", "logit_scale", 0.0625, 0.5),
-    ("Gemma2", "final_logit_softcapping", 30.0, 1.0), ("Gemma2", "attn_logit_softcapping", 50.0, 0.5),
-    ("Gemma2", "query_pre_attn_scalar", 8, 64), ("Gemma2", "sliding_window", 4, 7),
-    ("DeepseekV3", "routed_scaling_factor", 2.5, 1.0), ("DeepseekV3", "norm_topk_prob", True, False),
+    ("Llama", "hidden_act", "silu", "gelu"), ("Llama", "rms_norm_eps", 1e-6, 1e-1), ("Olmo", "clip_qkv", None, 0.1),
+    ("Granite", "attention_multiplier", 1.0, 0.3), ("Mixtral", "num_experts_per_tok", 2, 1),
+    ("GPTNeoX", "use_parallel_residual", True, False), ("Gemma2", "attn_logit_softcapping", 50.0, 0.5),
+    ("Gemma2", "sliding_window", 4, 7), ("DeepseekV3", "routed_scaling_factor", 2.5, 1.0),
 ]
 
 
@@ -246,7 +245,6 @@ CHANGES: dict[str, tuple[str, Change, Change]] = {
     "frequencies": ("Llama", _nothing, _written("model.rotary_emb.inv_freq")),
     "another activation": ("Llama", _nothing, _set(f"{_MLP}.act_fn", nn.GELU())),
     "a norm's epsilon": ("Llama", _nothing, _set("model.norm.variance_epsilon", 5.0)),
-    "a scale of attention": ("Llama", _nothing, _set("model.layers.1.self_attn.scaling", 0.01)),
     "a multiplier": ("Granite", _nothing, _set("model.embedding_multiplier", 2.0)),
     "experts of a token": ("Mixtral", _nothing, _set("model.layers.0.mlp.gate.top_k", 1)),
     "a norm left out": ("Llama", _nothing, _set("model.layers.0.input_layernorm", nn.Identity())),
@@ -358,4 +356,274 @@ SAME: dict[str, Change] = {
     "renamed": lambda model: vars(model.config).update(_name_or_path="elsewhere"),
     "forward that is its own": _exchanged("model.forward", lambda forward: forward),
     "accelerated": _accelerated,
+}
+
+
+class Named(nn.Module):
+    """Layer times a number, which is an attribute with a given name."""
+
+    def __init__(self, base: nn.Module, name: str) -> None:
+        super().__init__()
+        self.base, self.name = base, name
+        vars(self)[name] = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        actual: Tensor = self.base(x) * vars(self)[self.name]
+        return actual
+
+
+class Buffered(nn.Module):
+    """Layer times a function of a buffer."""
+
+    def __init__(self, base: nn.Module, tensor: Tensor, use: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.base, self.use = base, use
+        self.register_buffer("tensor", tensor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        actual: Tensor = self.base(x) * self.use(self.get_buffer("tensor"))
+        return actual
+
+
+class Packed(nn.Module):
+    """Layer whose weights have a scale as an attribute, as quantised weights do."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        weight: Any = nn.Parameter(base.weight.detach().clone(), requires_grad=False)
+        weight.scale = {"by": 1.0}
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.weight
+        actual: Tensor = x @ (weight * weight.scale["by"]).T
+        return actual
+
+
+class Settings(list[int]):
+    """List with an attribute."""
+
+    def __init__(self, by: float) -> None:
+        super().__init__([1])
+        self.by = by
+
+
+def _module(by: float) -> types.ModuleType:
+    actual = types.ModuleType(f"factor_{by}")
+    vars(actual)["by"] = by
+    return actual
+
+
+def _times(x: Tensor, value: Any) -> Tensor:
+    actual: Tensor = x * value.by
+    return actual
+
+
+def _stepped(x: Tensor, steps: Any) -> Tensor:
+    for step in steps.values():
+        x = step(x)
+    return x
+
+
+def _named(name: str) -> tuple[str, Change, Change]:
+    wrap = _exchanged(_UP, partial(Named, name=name))
+    return "Llama", wrap, lambda model: vars(model.get_submodule(_UP)).update({name: 3.0})
+
+
+def _buffered(use: Callable[[Tensor], Tensor], one: Callable[[], Tensor], other: Callable[[], Tensor]) -> Any:
+    wrap = _exchanged(_UP, lambda base: Buffered(base, one(), use))
+    return "Llama", wrap, lambda model: vars(model.get_submodule(_UP))["_buffers"].update(tensor=other())
+
+
+def _quantised(by: float) -> Tensor:
+    actual: Tensor = torch.quantize_per_tensor(torch.ones(48) * by, by / 10, 0, torch.qint8)
+    return actual
+
+
+def _reversed_layers(model: Any) -> None:
+    parts = model.model.layers._modules
+    for name in list(reversed(parts))[1:]:
+        parts[name] = parts.pop(name)
+
+
+def _hot_experts(module: nn.Module, *tensors: Any, **options: Any) -> Any:
+    return batched_mm_experts_forward(module, *tensors, **options) * 3.0
+
+
+def _experts(model: Any) -> None:
+    ALL_EXPERTS_FUNCTIONS.register("hot", _hot_experts)
+    for part in model.modules():
+        if hasattr(part, "config"):
+            part.config._experts_implementation = "hot"
+
+
+def _half_dynamic(model: Any) -> None:
+    model.config.rope_parameters.update(rope_type="dynamic", factor=4.0)
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    model.to(torch.bfloat16)
+
+
+def _add_one(x: Tensor) -> Tensor:
+    return x + 1
+
+
+def _by_key(x: Tensor, table: Any) -> Tensor:
+    actual: Tensor = x * table.get(1, 1.0)
+    return actual
+
+
+def _first_of(x: Tensor, values: Any) -> Tensor:
+    actual: Tensor = x * values[0]
+    return actual
+
+
+def _by_kind(x: Tensor, kind: object) -> Tensor:
+    return x * (1 + isinstance(kind, str))
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x.to_dense()
+
+
+def _sum_of_parts(x: Tensor) -> Tensor:
+    return x.real + x.imag
+
+
+# Family, change of both models, and change of the second model alone.
+DISGUISED: dict[str, tuple[str, Change, Change]] = {
+    "the order of a dict": _holding(
+        _stepped, {"add": _add_one, "cut": torch.relu}, {"cut": torch.relu, "add": _add_one},
+    ),
+    "the type of a key": _holding(_by_key, {1: 3.0}, {"1": 3.0}),
+    "a dtype and its name": _holding(_by_kind, torch.half, "torch.float16"),
+    "an attribute of a list": _holding(_times, Settings(0.5), Settings(2.0)),
+    "a range": _holding(_first_of, range(1, 5), range(2, 5)),
+    "a default dictionary": _holding(_by_key, defaultdict(float, {1: 0.5}), defaultdict(float, {1: 2.0})),
+    "a module of Python": _holding(_times, _module(0.5), _module(2.0)),
+    "an object": _holding(_times, Times(0.5), Times(2.0)),
+    **{
+        f"an attribute called {name}": _named(name)
+        for name in ("generate", "gradient_checkpointing", "_private", "my_inv_freq")
+    },
+    "the order of layers": ("Llama", _nothing, _reversed_layers),
+    "a weight's scale": (
+        "Llama", _exchanged(_UP, Packed), lambda model: model.get_submodule(_UP).weight.scale.update(by=2.0),
+    ),
+    "a quantised buffer": _buffered(torch.dequantize, partial(_quantised, 1.0), partial(_quantised, 2.0)),
+    "a sparse buffer": _buffered(
+        _dense, lambda: torch.ones(48).to_sparse(), lambda: torch.full((48,), 2.0).to_sparse(),
+    ),
+    "a conjugate buffer": _buffered(
+        _sum_of_parts, lambda: torch.full((48,), 1 + 2j), lambda: torch.full((48,), 1 + 2j).conj(),
+    ),
+    "a negative buffer": _buffered(
+        _unchanged, lambda: torch.ones(48), lambda: torch.full((48,), 1j).conj().imag,
+    ),
+    "a registered experts' function": ("Qwen3Moe", _nothing, _experts),
+    "rounded dynamic frequencies": (
+        "Llama", _half_dynamic, lambda model: model.model.rotary_emb.inv_freq.mul_(1.02),
+    ),
+}
+
+
+class _Hook(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, module: Any, inputs: Any, output: Any) -> Any:
+        return output * 2
+
+
+class _Watcher(nn.Module):
+    def forward(self, module: Any, inputs: Any, output: Any) -> Any:
+        return output * 2
+
+
+def _hooked(hook: Callable[..., Any]) -> Change:
+    return lambda model: model.get_submodule(_UP).register_forward_hook(hook)
+
+
+def _over(name: str, prepare: Change = _nothing) -> Change:
+    """Return a change that replaces a method of a layer by one that doubles its result."""
+
+    def change(model: Any) -> None:
+        layer = model.get_submodule(_UP)
+        prepare(layer)
+        before = getattr(layer, {"_compiled_call_impl": "_call_impl"}.get(name, name))
+        vars(layer)[name] = lambda *inputs: before(*inputs) * 2
+
+    return change
+
+
+def _move(layer: Any) -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    hooks.add_hook_to_module(layer, hooks.AlignDevicesHook(execution_device="cpu"))
+
+
+def _cast(model: Any) -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    cast = hooks.LayerwiseCastingHook(torch.float32, torch.bfloat16, non_blocking=False)
+    vars(model.model.norm)["_parameters"]["weight"].data.fill_(0.3)
+    hooks.add_hook_to_module(model.model.norm, cast)
+
+
+# Foreign code in place of a method, or in hooks with the names of torch's hooks. Such models are refused.
+EXCHANGED: dict[str, Change] = {
+    "forward over accelerate's": _over("forward", _move), "_call_impl": _over("_call_impl"),
+    "_compiled_call_impl": _over("_compiled_call_impl"), "casting": _cast,
+    "function's hook": _hooked(_Hook.apply), "module's hook": _hooked(_Watcher().__call__),
+    "call of a module": _hooked(partial(nn.Module.__call__, _Watcher())),
+}
+
+
+def _dispatched(model: Any) -> None:
+    pytest.importorskip("accelerate").dispatch_model(model, {"": "cpu"}, main_device="cpu", force_hooks=True)
+
+
+def _answered(model: Any) -> None:
+    with torch.no_grad():
+        model(torch.arange(3, 9)[None])
+
+
+def _generated(model: Any) -> None:
+    model.generate(torch.arange(3, 9)[None], max_new_tokens=2, cache_implementation="static")
+
+
+def _normed(model: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nn.utils.spectral_norm(model.get_submodule(_UP))
+    model.eval()
+
+
+def _weighed_before(model: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nn.utils.weight_norm(model.get_submodule(_UP))
+
+
+def _weighed(model: Any) -> None:
+    nn.utils.parametrizations.weight_norm(model.get_submodule(_UP))
+
+
+def _pruned_and_back(model: Any) -> None:
+    layer = model.get_submodule(_UP)
+    layer.weight = nn.Parameter(layer._parameters.pop("weight"))
+
+
+# Changes of a model that change no answer.
+EQUAL: dict[str, tuple[Change, Change]] = {
+    "dispatched": (_nothing, _dispatched),
+    "legacy spectral norm": (_normed, _answered), "legacy weight norm": (_weighed_before, _answered),
+    "parametrized, copied": (_weighed, copy.deepcopy),
+    "noted by a compiler": (
+        _nothing, lambda model: setattr(model.get_submodule(_UP).weight, "_dynamo_static_input_type", "unguarded"),
+    ),
+    "dropout in training": (_nothing, lambda model: made("Llama", attention_dropout=0.1)),
+    "dropout stated later": (_nothing, lambda model: setattr(model.config, "attention_dropout", 0.1)),
+    "generated with a static cache": (_nothing, _generated),
+    "tagged": (_nothing, lambda model: model.add_model_tags(["mine"])),
+    "parameters in another order": (_nothing, _pruned_and_back),
 }
