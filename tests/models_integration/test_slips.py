@@ -1,6 +1,7 @@
 """Tests of common spellings of names, and of likely mistakes in Python: the error contains the correct input."""
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -13,9 +14,7 @@ from transformers import PreTrainedTokenizerFast
 import kvspec
 from conformance.paths import SPEC
 from models_integration import NamedPolicy, RetainedCache
-from models_integration.policies.calibration import read_head_pattern, read_statistics, write_statistics
 from models_integration.policies.methods import parse_policy
-from reference.calibration import load_calibration
 from reference.policies import snapkv
 from reference.policies.describe import describe_policy
 from reference.policies.names import LEFT_OUT, NAMES, check_name
@@ -111,6 +110,11 @@ def slips() -> dict[str, tuple[Any, str]]:
         "save, swapped": (lambda: call.save_cache("f", observed.cache, model), r"type kvspec.save_cache\(run.cache, "),
         "save, no prompt": (lambda: call.save_cache(None, model, "f"), "cache = None: is empty before a prompt"),
         "load, swapped": (lambda: call.load_cache(model, "f"), r"type kvspec.load_cache\(path, model\)"),
+        **{f"a tokenizer as ends, by {way}": (partial(make, sentence_ends=tokenizer()), (
+            r"^sentence_ends = .*Tokenizer.*: must be a set of token ids; .*sentence_ends\(tokenizer\) makes the set$"
+        )) for way, make in {
+            "class": partial(call.CrystalCache, 0.5), "name": partial(call.policy_from_name, "crystalcache", 0.5),
+        }.items()},
         "generate text": (generating("text"), r"inputs = 'text': .*model.generate\(\*\*tokenizer\(text, return_ten"),
         "generate a dict": (generating({"input_ids": prompt(9)}), r"inputs = 'dict': .*model.generate\(\*\*"),
         "generate a list": (generating([1, 2, 3]), r"inputs = 'list': .*model.generate\(\*\*"),
@@ -134,31 +138,6 @@ def test_decide_takes_a_policy_as_people_hold_it() -> None:
         direct, prepared = (kvspec.decide(one, observed) for one in (policy, policy.on(model)))
         for ours, theirs in zip(direct.retentions, prepared.retentions, strict=True):
             assert ours.positions.tolist() == theirs.positions.tolist()
-
-
-@pytest.mark.spec("TA-CALIBRATION")
-def test_files_of_triattention_and_duoattention_are_calibrations(tmp_path: Path) -> None:
-    model: Any = build("llama")
-    taken = kvspec.calibrate(model, prompt(256))
-    write_statistics(taken, tmp_path / "stats.pt")
-    (tmp_path / "full_attention_heads.tsv").write_text("0.1\t0.9\n0.8\t0.2\n0.3\t0.4\n", encoding="utf-8")
-    readers: dict[str, Any] = {"stats.pt": read_statistics, "full_attention_heads.tsv": read_head_pattern}
-    for name, (file, reader) in zip(("triattention", "kvzip-heads"), readers.items(), strict=True):
-        more: dict[str, Any] = {} if name == "triattention" else {"N_sink": 2, "N_recent": 4}
-        sets = []
-        for given in (tmp_path / file, str(tmp_path / file), reader(tmp_path / file, model)):
-            with kvspec.policy_from_name(name, 0.5, calibration=given, **more)(model) as run, torch.no_grad():
-                model(input_ids=prompt(40))
-            sets.append([one.positions.tolist() for one in run.retentions])
-        assert sets[0] == sets[1] == sets[2]
-    with pytest.raises(SpecError, match=r"pass calibration='stats.pt' to policy_from_name"):
-        load_calibration(tmp_path / "stats.pt")
-    wrong = kvspec.policy_from_name("triattention", 0.5, calibration=tmp_path / "full_attention_heads.tsv")
-    with pytest.raises(SpecError, match="has no query statistics"):
-        wrong(model)
-    absent = kvspec.policy_from_name("triattention", 0.5, calibration=tmp_path / "absent.pt")
-    with pytest.raises(SpecError, match=r"absent\.pt"):
-        absent(model)
 
 
 @pytest.mark.law("as-it-is-described")

@@ -107,8 +107,9 @@ def test_a_chunk_of_another_model_or_tenant_is_refused_by_name(archive: Archive)
     other = build("Llama")
     with torch.no_grad():
         next(other.parameters()).mul_(2)
-    with pytest.raises(WrongModel):
-        Library(archive, other, VOCABULARY, "alice").inject(cache, [key])
+    for wrong in (other, build("Llama", rms_norm_eps=1e-3)):
+        with pytest.raises(WrongModel):
+            Library(archive, wrong, VOCABULARY, "alice").inject(cache, [key])
     with pytest.raises(OtherFrequencies):
         Library(archive, build("Llama", rope_parameters=ROTATIONS["yarn"]), VOCABULARY, "alice").inject(cache, [key])
     rounded = build("Llama")

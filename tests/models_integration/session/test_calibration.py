@@ -299,16 +299,20 @@ def payload() -> dict[str, Any]:
 @pytest.mark.spec("TA-CALIBRATION")
 @pytest.mark.parametrize("name", ["triattention", "triattention-by-layer-and-head"])
 def test_statistics_decide_as_our_file_does(name: str, payload: dict[str, Any], tmp_path: Path) -> None:
-    model = build("llama")
-    torch.save(payload, tmp_path / "stats.pt")
-    actual = read_statistics(tmp_path / "stats.pt", model)
-    save_calibration(actual, tmp_path / "mine.npz")
+    model, file, made = build("llama"), tmp_path / "stats.pt", tmp_path / "mine.npz"
+    torch.save(payload, file)
+    actual = read_statistics(file, model)
+    save_calibration(actual, made)
     sets = []
-    for calibration in (actual, load_calibration(tmp_path / "mine.npz"), calibrate(model, prompt(LEAST))):
+    for calibration in (actual, load_calibration(made), file, str(file), calibrate(model, prompt(LEAST))):
         with NamedPolicy(name, 20, calibration=calibration)(model) as run:
             greedy(model, prompt(60), 4)
         sets.append(run.retentions[0].positions.tolist())
-    assert sets[0] == sets[1] != sets[2]
+    assert sets[0] == sets[1] == sets[2] == sets[3] != sets[4]
+    with pytest.raises(SpecError, match=r"pass calibration='stats.pt' to policy_from_name"):
+        load_calibration(file)
+    with pytest.raises(SpecError, match=r"absent\.pt"):
+        NamedPolicy(name, 20, calibration=tmp_path / "absent.pt")(model)
 
 
 @pytest.mark.spec("TA-CALIBRATION")
