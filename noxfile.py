@@ -64,12 +64,11 @@ FEW = ["--kvspec-profile", "few"]
 
 # All that judges a backend. Only this is collected for one: the rest takes each worker half a minute to import.
 JUDGING = ["conformance/suite", "tests/spec/test_resolve.py"]
-SAVED_LIVES = "tests/models_integration/session/test_snapshots.py"
-OF_NUMBA = [*JUDGING, SAVED_LIVES, "tests/accelerated/test_numba.py"]
+OF_NUMBA = [*JUDGING, "tests/accelerated/test_numba.py"]
 OF_TRITON = [*JUDGING, "tests/accelerated/triton"]
 
 # Torch and Triton have all stages of CrystalCache's prefill; of decode, they have the key norms, which
-# test_activation.py judges. The rest is Numba's, as are diversity and saved lives.
+# test_activation.py judges. The rest is Numba's, as is diversity.
 OF_HOST = ("decode", "resonance", "segments", "diversity", "scale_decode")
 ON_HOST = [
     *(f"--ignore-glob=*/suite/test_{name}.py" for name in OF_HOST),

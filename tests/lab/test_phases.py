@@ -17,9 +17,8 @@ from conformance.plugin import judges
 
 GIVEN = {
     "numba": noxfile.OF_NUMBA,
-    # The tests of `SAVED_LIVES` need decode, which torch and Triton leave to Numba.
-    "torch": [*noxfile.JUDGING, noxfile.SAVED_LIVES],
-    "triton": [*noxfile.OF_TRITON, noxfile.SAVED_LIVES],
+    "torch": noxfile.JUDGING,
+    "triton": noxfile.OF_TRITON,
 }
 
 

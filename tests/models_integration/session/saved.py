@@ -94,5 +94,7 @@ def same(a: RetainedCache, b: RetainedCache) -> None:
     if not isinstance(a.continuation, CrystalStates):
         return
     assert all(same_bits(x, y) for x, y in zip(states_of(a).rows, states_of(b).rows, strict=True))
-    assert (states_of(a).columns, states_of(a).kind) == (states_of(b).columns, states_of(b).kind)
+    assert states_of(a).columns == states_of(b).columns
     assert states_of(a).ids() == states_of(b).ids()
+    # Without pending tokens, a file does not contain their kind.
+    assert states_of(a).kind == states_of(b).kind or not states_of(a).pending_tokens

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache, PreTrainedModel
 
@@ -124,18 +124,6 @@ def test_it_is_the_sum_over_what_each_query_sees(family: str, dtype: torch.dtype
         assert np.abs(seen.lse - expected).max() < bound * max(1.0, np.abs(expected).max())
 
 
-@pytest.mark.law("the-model-stays-as-it-was")
-@pytest.mark.parametrize(("family", "dtype"), [
-    *((family, torch.float32) for family in FAMILIES), ("llama", torch.float64), ("gemma3", torch.bfloat16),
-    ("llama", torch.float16),
-])
-def test_the_model_s_numbers_keep_their_bits(family: str, dtype: torch.dtype) -> None:
-    model, ids = build(family, dtype=dtype), prompt(N)
-    expected = at_once(model, ids, DynamicCache(config=model.config))
-    with method_of(Looking(Needs("observed", None)))(model):
-        assert torch.equal(at_once(model, ids, RetainedCache(model.config)), expected)
-
-
 def in_chunks(model: PreTrainedModel) -> LayerView:
     scorer, cache = Looking(Needs("observed", None)), RetainedCache(model.config)
     with method_of(scorer)(model) as run, run.prompt():
@@ -202,26 +190,3 @@ def test_layers_with_windows_are_not_counted(family: str) -> None:
     for which, layer in enumerate(full):
         assert architecture.watched(Needs("observed", observed=which)) == (layer,)
     assert architecture.watched(Needs("observed", observed=-1)) == (full[-1],)
-
-
-@pytest.mark.spec("CC-OBSERVED-LAYER")
-@pytest.mark.parametrize("which", [0, 1, 2])
-def test_layers_up_to_it_wait_and_later_ones_do_not(which: int) -> None:
-    """Check the number of stored tokens of every layer at the end of each block of the model."""
-    model = build("llama")
-    cache, seen = RetainedCache(model.config), list[list[int]]()
-
-    def look(module: nn.Module, args: object, output: object) -> None:
-        seen.append([layer.stored_length for layer in cache.full_layers])
-
-    blocks = [model.get_submodule(f"model.layers.{layer}") for layer in range(3)]
-    handles = [block.register_forward_hook(look) for block in blocks]
-    with observing(which)(model) as run:
-        at_once(model, prompt(N), cache)
-    for handle in handles:
-        handle.remove()
-    assert run.kept is not None
-    assert len(run.kept) < N
-    for layer, slots in enumerate(seen):
-        held = len(run.kept) if layer >= which else N
-        assert slots == [held] * (layer + 1) + [0] * (2 - layer)

@@ -23,7 +23,16 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from conformance.strategies.numbers import seeds
-from models_integration import CustomPolicy, FullCache, RetainedCache, RetentionPolicy, Session, StreamingLLM, prefill
+from models_integration import (
+    CrystalCache,
+    CustomPolicy,
+    FullCache,
+    RetainedCache,
+    RetentionPolicy,
+    Session,
+    StreamingLLM,
+    prefill,
+)
 from models_integration.cache.dense_layer import DenseLayer, RetainedLayer
 from models_integration.cache.fixed_size_layers import GappedSlidingLayer
 from models_integration.cache.retained_cache import storage_bytes
@@ -34,11 +43,13 @@ from reference.policies import cake, diverse, in_blocks, pyramidkv, retain
 from reference.policies.layers import is_cascading
 from spec.budget import Budget
 from spec.errors import SpecError
+from spec.parameters import TINY
 from spec.policy import LayerView, Observation, Policy
 from spec.retention import Granularity
 from tests.models_integration.session.families import (
     _ALTERNATING,
     _GQA,
+    ENDS,
     METHODS,
     WINDOW,
     at_once,
@@ -48,7 +59,7 @@ from tests.models_integration.session.families import (
     relative,
     states_of,
 )
-from tests.models_integration.session.sessions import method, published
+from tests.models_integration.session.sessions import method
 
 pytestmark = pytest.mark.law("freed-memory")
 
@@ -196,28 +207,27 @@ def test_the_length_is_never_read_from_a_sliding_layer() -> None:
     assert cache.get_seq_length() == cache.get_seq_length(0) == N
 
 
-@pytest.mark.law("a-cache-like-any-other")
-def test_the_caller_s_own_retained_cache_is_the_one_that_is_compacted() -> None:
-    model, cache = build("gemma3"), RetainedCache(build("gemma3").config)
-    with METHODS["crystalcache"]()(model) as run, torch.no_grad():
-        output = model(input_ids=prompt(N), past_key_values=cache)
-    assert run.cache is cache
-    assert output.past_key_values is cache
-    assert [type(layer).__name__ for layer in cache.layers] == [
-        "DynamicSlidingWindowLayer", "DenseLayer", "DynamicSlidingWindowLayer", "DenseLayer"
-    ]
-
-
 def streamed(session: Session) -> AbstractContextManager[None]:
     """Return an empty context. Without `session.prompt()`, each layer is compacted during the forward pass."""
     return nullcontext()
 
 
-@pytest.mark.parametrize(
-    ("family", "method"), [("llama", "crystalcache"), ("gemma3", "streamingllm"), ("llama", "snapkv")],
-)
-def test_one_layer_at_most_is_whole(family: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that all earlier layers are compacted and their full tensors freed before a layer's keys are stored."""
+def observing(layer: int) -> RetentionPolicy:
+    return CrystalCache(0.5, ENDS, replace(TINY, observed_layer=layer), backend="numpy")
+
+
+@pytest.mark.spec("CC-OBSERVED-LAYER")
+@pytest.mark.parametrize(("family", "make", "whole"), [
+    *(("llama", partial(observing, layer), [0, 2, 4][: layer + 1] + [0] * (2 - layer)) for layer in range(3)),
+    ("gemma3", METHODS["streamingllm"], [0, 0]), ("llama", partial(method, "snapkv"), [0, 0, 0]),
+])
+def test_one_layer_at_most_is_whole(
+    family: str, make: Callable[[], RetentionPolicy], whole: list[int], monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Check that earlier layers are compacted and their full tensors freed before a layer's keys are stored.
+
+    Layers up to the observed layer of CrystalCache wait for its decision.
+    """
     alive: list[weakref.ref[Tensor]] = []
     counts: list[int] = []
     update = DenseLayer.update
@@ -229,11 +239,10 @@ def test_one_layer_at_most_is_whole(family: str, method: str, monkeypatch: pytes
         return keys, values
 
     monkeypatch.setattr(DenseLayer, "update", watched)
-    model = build(family)
-    policy = METHODS[method]() if method in METHODS else published(method, model)
+    model, policy = build(family), make()
     policy(model)  # The policy runs forward passes once for each model. Run them before the prompt.
     full = len(describe(model).full_layers)
-    for block, expected in ((streamed, [0] * full), (Session.prompt, [2 * done for done in range(full)])):
+    for block, expected in ((streamed, whole), (Session.prompt, [2 * done for done in range(full)])):
         alive.clear()
         counts.clear()
         with policy(model) as run, block(run):

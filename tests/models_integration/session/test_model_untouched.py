@@ -56,12 +56,14 @@ FULL: dict[str, Callable[[], RetentionPolicy]] = {
 
 
 @pytest.mark.law("the-model-stays-as-it-was")
-@pytest.mark.parametrize(("family", "name"), [
-    *product(["llama"], FULL), *product([family for family in FAMILIES if family != "llama"], ["crystalcache"]),
-    ("gemma3", "snapkv"),
+@pytest.mark.parametrize(("family", "name", "dtype"), [
+    *product(["llama"], FULL, [torch.float32]), ("gemma3", "snapkv", torch.float32),
+    *product([family for family in FAMILIES if family != "llama"], ["crystalcache"], [torch.float32]),
+    ("llama", "crystalcache", torch.float64), ("gemma3", "crystalcache", torch.bfloat16),
+    ("llama", "crystalcache", torch.float16),
 ])
-def test_a_full_budget_changes_no_bit(family: str, name: str) -> None:
-    model, ids, following = build(family), prompt(50), prompt(6, seed=9)
+def test_a_full_budget_changes_no_bit(family: str, name: str, dtype: torch.dtype) -> None:
+    model, ids, following = build(family, dtype=dtype), prompt(50), prompt(6, seed=9)
     cache = DynamicCache(config=model.config)
     plain = torch.cat([at_once(model, ids, cache), step_by_step(model, following, cache)], dim=1)
     tokens = greedy(model, ids, 10)
@@ -117,17 +119,6 @@ def test_the_model_is_as_it_was_after_an_error(family: str, error: BaseException
     if handle is not None:
         handle.remove()
     check_as_it_was(before, model)
-
-
-@pytest.mark.law("the-model-stays-as-it-was")
-@pytest.mark.law("refused-before-anything-changes")
-def test_nan_in_the_observed_layer_is_named() -> None:
-    model, ids, cache = build("llama"), prompt(40), RetainedCache(build("llama").config)
-    model.get_parameter("model.layers.0.self_attn.q_proj.weight").data[0, 0] = float("nan")
-    with METHODS["crystalcache"]()(model), pytest.raises(SpecError, match=r"^q = .*nan.*: must be finite"):
-        at_once(model, ids, cache)
-    with pytest.raises(SpecError, match="unusable cache"):
-        cache.get_seq_length()
 
 
 @pytest.mark.law("the-model-stays-as-it-was")

@@ -27,12 +27,12 @@ from models_integration.model.architecture import describe
 from spec.errors import SpecError
 from tests.models_integration.session import (
     test_capture,
-    test_crafted_caches,
     test_memory,
     test_model_untouched,
     test_other_architectures,
     test_ragged,
     test_renumbered,
+    test_snapshots,
     test_streams,
     test_turns,
 )
@@ -97,6 +97,7 @@ def converse_in_rows(machine: SessionMachine, policy: str) -> None:
     machine.reading(life, 2)
     machine.turn(life, 9, padding=(0, 4, 0), cuts=(3, 5), holes=(2, 7))
     machine.generate(life, 5, 6)
+    machine.outside(life, 1)
     other = machine.copy(life)
     machine.choose_rows(life, "reorder", [1, 1, 0])
     machine.steps(life, 4)
@@ -104,6 +105,8 @@ def converse_in_rows(machine: SessionMachine, policy: str) -> None:
     machine.choose_rows(other, "repeat", [])
     machine.steps(other, 2)
     machine.steps(life, 1)
+    machine.save(other, WELL)
+    machine.save(life, WELL)
 
 
 def converse_with_chunks(machine: SessionMachine, policy: str) -> None:
@@ -154,6 +157,20 @@ def test_rows_equal_the_masked_model(family: str, policy: str) -> None:
     check_rows(policy, family)
 
 
+@pytest.mark.law("saved-is-what-was")
+@pytest.mark.parametrize("policy", ["adakv", "chunkkv"])
+def test_rows_that_differ_are_saved_beside_columns_without_a_token(policy: str) -> None:
+    def program(machine: SessionMachine) -> None:
+        life = machine.prompt("fullcache", 45, rows=3, padding=(20, 0, 1))
+        machine.turn(life, 9, padding=(0, 4, 2))
+        machine.turn(life, 20, other=policy)
+        machine.save(life, WELL)
+        machine.steps(life, 1)
+
+    met = run(program)
+    assert met["a padded turn"] == met["a cache is saved and loaded"] == 1
+
+
 @pytest.mark.law("a-splice-equals-a-block-mask")
 @pytest.mark.parametrize(
     "policy", ["breathing", "crystalcache", "streamingllm", "snapkv", "chunkkv", "adakv", "nestedkv"],
@@ -196,7 +213,7 @@ def test_a_failure_leaves_the_cache_as_it_was_or_unusable(policy: str, place: st
     assert any(state.startswith("unusable") for state in met), met
 
 
-@pytest.mark.parametrize(("family", "policy"), [("llama", "adakv"), ("gemma3", "breathing")])
+@pytest.mark.parametrize(("family", "policy"), [("llama", "adakv"), ("gemma3", "breathing"), ("gemma3", "chunkkv")])
 def test_eager_attention_is_served_as_it_is(family: str, policy: str) -> None:
     run(partial(converse, policy=policy), f"{family} eager")
 
@@ -312,7 +329,7 @@ CHECKS: dict[str, Callable[[], object]] = {
     "a renumbered stream": (
         lambda: test_renumbered.test_an_endless_text_stays_in_the_range_of_the_model("streamingllm")
     ),
-    "the bits": lambda: test_capture.test_the_model_s_numbers_keep_their_bits("llama", torch.float32),
+    "the bits": lambda: test_model_untouched.test_a_full_budget_changes_no_bit("llama", "crystalcache", torch.float32),
 }
 WORDS: dict[str, Callable[[str], object]] = {
     "converse": lambda policy: run(partial(converse, policy=policy)),
@@ -337,7 +354,7 @@ def run_test(name: str) -> None:
     test = getattr(import_module(f"{__package__}.{module}"), function)
     arguments = json.loads(text) if text.startswith("[") else [text] * bool(text)
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        fixtures = {"tmp_path": Path(folder), "monkeypatch": patch, "saved": test_crafted_caches.saving(Path(folder))}
+        fixtures = {"tmp_path": Path(folder), "monkeypatch": patch, "saved": test_snapshots.saving(Path(folder))}
         test(*arguments, **{name: fixtures[name] for name in fixtures if name in signature(test).parameters})
 
 

@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from conformance.cache_suite.oracle import Masked
 from models_integration import CustomPolicy, RetainedCache, RetentionPolicy, decide, load_cache, save_cache
+from models_integration.model.architecture import describe
 from models_integration.session.verbs import compact, observe, read
 from reference.policies import snapkv
 from reference.policies.protections import protecting
@@ -34,6 +35,7 @@ from tests.models_integration.session.families import (
     prompt,
     relative,
 )
+from tests.models_integration.session.masked import head_sets
 from tests.models_integration.session.sessions import Looking, live_sets, method, method_of
 
 pytestmark = [pytest.mark.law("eviction-equals-masking"), pytest.mark.filterwarnings("ignore")]
@@ -102,6 +104,11 @@ IMAGES: Models = {
         "text_config": {"model_type": "llama", **_SIZES, "num_hidden_layers": 2}, "image_token_index": IMAGE,
     }),
 }
+_AXES = {**SMALL, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+WRAPPERS: Models = {**IMAGES, "qwen2_vl": ("Qwen2VLForConditionalGeneration", {
+    "text_config": _AXES, "vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2},
+    "image_token_id": IMAGE, "video_token_id": 8, "vision_start_token_id": 9, "vision_end_token_id": 10,
+})}
 _PLAIN: dict[str, Any] = {"vocab_size": 131, "n_embd": 32, "n_layer": 2, "n_head": 4}
 OTHER_POSITIONS: Models = {
     "ctrl": ("CTRLLMHeadModel", {**_PLAIN, "dff": 48}),
@@ -129,7 +136,7 @@ def build(name: str) -> PreTrainedModel:
     """Return a tiny model. No test changes the model."""
     if name in SHARED and not hasattr(Gemma3nTextConfig, "kv_sharing_modes"):
         pytest.skip("layers that share a cache are supported in later releases of transformers")
-    every = {**MODELS, **JAMBA, **LATENT, **INDEXED, **SHARED, **IMAGES, **OTHER_POSITIONS, **WHISPER, **SINKS}
+    every = {**MODELS, **JAMBA, **LATENT, **INDEXED, **SHARED, **WRAPPERS, **OTHER_POSITIONS, **WHISPER, **SINKS}
     made, sizes = every[name]
     return prepared(made, **sizes)
 
@@ -223,6 +230,26 @@ def test_an_image_that_is_pinned_stays(name: str) -> None:
     pinned = protecting(METHODS["streamingllm"]().on(build(name)).policy, positions)
     for sets in check_image(name, CustomPolicy(pinned, 0.4)).values():
         assert all(set(positions) <= set(own) for own in sets)
+
+
+@pytest.mark.parametrize(("name", "policy"), [
+    ("qwen2_vl", "snapkv"), ("qwen2_vl", "keydiff"), ("llava", "streamingllm"), ("gemma3", "keydiff"),
+    ("gemma3", "snapkv"),
+])
+def test_text_is_generated_in_two_turns(name: str, policy: str) -> None:
+    """Check wrappers with text alone. transformers 5.24 passes an empty dict of encodings."""
+    model, ids = build(name), prompt(N)
+    masked = Masked(model)
+    full, heads = describe(model).full_layers, SMALL["num_key_value_heads"]
+    with method(policy)(model) as run:
+        for number in range(2):
+            ids = torch.where(ids < 11, ids + 20, ids)  # without ids of an image
+            new = greedy(model, ids, 4, past_key_values=run.cache)
+            assert torch.equal(masked.read(ids[:, masked.seen :])[:, -1].argmax(dim=-1), new[:, 0])
+            masked.keep(list(head_sets(run.retentions[0], full, heads).values()))
+            assert torch.equal(masked.read(new[:, :-1]).argmax(dim=-1), new[:, 1:])
+            ids = torch.cat([ids, new, prompt(6, seed=number)], dim=1)
+    assert run.bytes_freed > 0
 
 
 @pytest.mark.parametrize("policy", ["streamingllm", "pyramidkv", "adakv"])

@@ -27,6 +27,7 @@ from lab.faults import FAULTS, Fault, Killed
 from models_integration import Decision, RetainedCache, Session, compact, load_cache, save_cache
 from models_integration.archive.splice import compacted, computed, splice
 from models_integration.cache.continuation import Continuation
+from models_integration.cache.retained_cache import storage_bytes
 from models_integration.model.rotation import frequencies_at
 from spec.retention import Retention
 from tests.models_integration.session.families import FAMILIES, VOCABULARY, WHOLE
@@ -41,6 +42,7 @@ from tests.models_integration.session.running_cache import (
     mask_of,
     retentions,
 )
+from tests.models_integration.session.saved import same
 from tests.models_integration.session.sessions import NOWHERE, PLACES, Trip
 
 pytestmark = pytest.mark.law("eviction-equals-masking")
@@ -214,6 +216,8 @@ class SessionMachine(RuleBasedStateMachine):
                 self.judge.read(life, ids, evicts=False)
 
         if (ended := self.judge.attempt(life, act)) == "done":
+            assert not life.cache.layers_differ, "layers or heads that differ were read outside the context"
+            assert life.cache.full_layers[0].rows.shared, "rows that differ were read outside the context"
             self.met("tokens are read outside the context")
         self.judge.follow_alone(life, ended, None, [[own] for own in ids])
 
@@ -291,7 +295,7 @@ class SessionMachine(RuleBasedStateMachine):
 
     @rule(life=caches, fault=FAULTS)
     def save(self, life: RunningCache, fault: Fault) -> None:
-        """Save the cache to a file, and load it. The session continues from the loaded cache."""
+        """Save the cache to a file, and load it. The loaded cache is the same, and the session continues from it."""
         if not self.runs(life):
             return
 
@@ -300,7 +304,10 @@ class SessionMachine(RuleBasedStateMachine):
                 path = Path(folder) / "cache"
                 with fault.happening():
                     save_cache(life.cache, self.model, path, self.judge.subject.identity)
-                life.cache = load_cache(path, self.model, self.judge.subject.identity)
+                loaded = load_cache(path, self.model, self.judge.subject.identity)
+            same(loaded, life.cache)
+            assert storage_bytes(loaded.layers) <= storage_bytes(life.cache.layers)
+            life.cache = loaded
 
         try:
             if self.judge.attempt(life, act) == "done":

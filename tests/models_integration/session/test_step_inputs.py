@@ -96,8 +96,9 @@ def check_refused(model: PreTrainedModel, cache: RetainedCache, given: dict[str,
     assert cache.get_seq_length() == N
 
 
-@pytest.mark.parametrize("reading", [False, True], ids=["step", "reading"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "reading"), [
+    *((policy, bool(at % 2)) for at, policy in enumerate(POLICIES)), ("one set", True), ("a set for each layer", False),
+])
 def test_what_does_not_continue_is_refused_and_changes_nothing(policy: str, reading: bool) -> None:
     """Check each mistake in turn. Then the right token gives the logits of an untouched cache."""
     model = build("llama")
@@ -139,19 +140,6 @@ def padded_batch(policy: str) -> tuple[PreTrainedModel, RetainedCache]:
     return model, run.cache
 
 
-@pytest.mark.law("parts-equal-the-whole")
-def test_heads_of_padded_rows_get_their_positions_through_layer_masks() -> None:
-    """Check positions that the caller omits, with layer masks and inside the context."""
-    model, cache = padded_batch("a set for each head")
-    step: dict[str, Any] = {"input_ids": torch.tensor([[7], [8]])}
-    with POLICIES["a set for each head"]()(model):
-        expected = told(model, copy.deepcopy(cache), **step)
-    with layer_masks(model, cache):
-        with pytest.raises(SpecError, match="position_ids = '40 to 40': must be 35 to"):
-            told(model, cache, **step, position_ids=torch.tensor([[N], [N]]))
-        assert torch.equal(told(model, cache, **step), expected)
-
-
 @pytest.mark.parametrize("policy", ["one set", "a set for each layer"])
 def test_rows_that_differ_have_no_mask_by_layer(policy: str) -> None:
     model, cache = padded_batch(policy)
@@ -161,19 +149,23 @@ def test_rows_that_differ_have_no_mask_by_layer(policy: str) -> None:
 
 
 @pytest.mark.law("parts-equal-the-whole")
-@pytest.mark.parametrize("policy", ["one set", "a set for each head"])
-def test_of_padded_rows_the_mask_says_what_the_prompt_s_did(policy: str) -> None:
-    """Check the padding of each row, and a separate position for each row."""
+@pytest.mark.parametrize(("policy", "masks"), [
+    ("one set", False), ("a set for each head", False), ("a set for each head", True),
+])
+def test_padded_rows_have_padding_and_positions_of_their_own(policy: str, masks: bool) -> None:
+    """Check the padding and a separate position of each row, in the context. Layer masks add omitted positions."""
     model, cache = padded_batch(policy)
     following, step = torch.ones(2, N + 1, dtype=torch.int64), {"input_ids": torch.tensor([[7], [8]])}
     following[1, :5] = 0
+    wrong = [{"position_ids": torch.tensor([[N], [N]])}, {"attention_mask": torch.ones_like(following)}]
+    right = {"attention_mask": following, "position_ids": torch.tensor([[N], [N - 5]])}
     with POLICIES[policy]()(model):
         expected = told(model, copy.deepcopy(cache), **step)
-        for wrong in ({"attention_mask": torch.ones_like(following)}, {"position_ids": torch.tensor([[N], [N]])}):
+    with layer_masks(model, cache) if masks else POLICIES[policy]()(model):
+        for given in wrong[:1] if masks else wrong:
             with pytest.raises(SpecError, match=r"attention_mask = \[0, 0\]|position_ids = .40 to 40.: must be 35 to"):
-                told(model, cache, **step, **wrong)
-        right = {"attention_mask": following, "position_ids": torch.tensor([[N], [N - 5]])}
-        assert torch.equal(told(model, cache, **step, **right), expected)
+                told(model, cache, **step, **given)
+        assert torch.equal(told(model, cache, **step, **({} if masks else right)), expected)
 
 
 def test_a_stream_s_step_is_checked_before_its_segment_ends() -> None:
