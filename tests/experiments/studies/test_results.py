@@ -236,6 +236,26 @@ def test_the_sentences_about_places_are_those_of_the_rows(study: str, n: int) ->
 
 
 @pytest.mark.law("figures-are-counted-right")
+def test_the_sentences_about_answers_by_place_are_those_of_the_rows() -> None:
+    """Check docs/results/place.md: right answers about facts at the start, and about later facts by mentions."""
+    right: dict[str, Counter[str]] = {}
+    for row in rows_of("place-answers"):
+        if row["part"] == "confirm":
+            place = row["metadata"]["mentions"] if row["metadata"]["depth"] else "start"
+            for cell in row["cells"]:
+                right.setdefault(cell["policy"], Counter())[place] += cell["right"]
+    later = {policy: count.total() - count["start"] for policy, count in right.items()}
+    assert {policy: (right[policy]["start"], later[policy]) for policy in ("fullcache", "crystalcache")} == {
+        "fullcache": (38, 168), "crystalcache": (36, 9),
+    }
+    assert (later["random-trunks"], later["snapkv"]) == (26, 149)
+    assert (right["crystalcache"]["high"], right["crystalcache"]["none"]) == (2, 4)
+    assert right["evidence"] == right["fullcache"]
+    claims = evidence_place.claims("place-answers")[1:]
+    assert [line[4:] for line in claims] == [["holds", "screening"]] * 3 + [["holds", "confirmatory"]]
+
+
+@pytest.mark.law("figures-are-counted-right")
 def test_the_sentences_about_the_local_salience_are_those_of_the_rows() -> None:
     """Check docs/results/place.md: no form beats random trunks at its claims, and rarity keeps fewest facts."""
     whole: dict[str, list[int]] = {}
