@@ -10,7 +10,7 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeAlias, get_args, get_type_hints
@@ -22,6 +22,7 @@ from conformance.engine.values import CLASSES
 from conformance.paths import ROOT, SPEC
 from conformance.vectors import files
 from conformance.vectors.codec import STATE, is_compact
+from lab import pages
 from spec import backend
 from spec.backend import Backend
 from spec.errors import SpecError
@@ -32,11 +33,6 @@ from spec.parameters import nestedkv as nestedkv_module
 PAGE = SPEC / "implementing.md"
 DATA = SPEC / "implementing.json"
 EXPORTS = ROOT / "reference" / "policies" / "__init__.py"
-
-
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def meanings(path: str) -> Mapping[str, str]:
@@ -86,7 +82,7 @@ def parameters(module: str, profiles: Profiles) -> str:
         [f"`{name}`", *(shown(row[title]) for title in profiles), row["admitted"], row["what"]]
         for name, row in result.items()
     ]
-    return table(["Parameter", *(title[0].upper() + title[1:] for title in profiles), "Admitted", "What"], rows)
+    return pages.table(["Parameter", *(title[0].upper() + title[1:] for title in profiles), "Admitted", "What"], rows)
 
 
 @cache
@@ -193,7 +189,7 @@ def state_members() -> Mapping[str, str]:
 
 
 def state() -> str:
-    return typed(state_members()) + "."
+    return typed(state_members()) + ".\n"
 
 
 def typed(members: Mapping[str, str]) -> str:
@@ -216,46 +212,30 @@ def asked() -> str:
     for op, row in OPS.items():
         family, _, stage = op.partition(".")
         rows.append([f"`{op}`", typed(row.arguments), row.result, says(getattr(FAMILIES[family], stage))])
-    return table(["Operation", "Arguments", "Result", "What"], rows)
+    return pages.table(["Operation", "Arguments", "Result", "What"], rows)
 
 
 def shared() -> str:
     """Return the table of the arguments that have the same meaning in all operations."""
     rows = {name: kind for row in method_ops().values() for name, kind in row.arguments.items() if name in SHARED}
-    return table(["Argument", "Type", "What"], [[f"`{name}`", kind, SHARED[name]] for name, kind in rows.items()])
+    return pages.table(["Argument", "Type", "What"], [[f"`{name}`", kind, SHARED[name]] for name, kind in rows.items()])
 
 
 def members() -> str:
     """Return the table of the records in the protocol."""
     rows = [[name, typed(row), says(CLASSES[name])] for name, row in RECORDS.items()]
-    return table(["Record", "Members", "What"], rows)
+    return pages.table(["Record", "Members", "What"], rows)
 
 
 PAGES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
     PAGE: {
-        "crystalcache parameters": partial(parameters, *CRYSTAL),
-        "nestedkv parameters": partial(parameters, *NESTED), "state": state,
+        "crystalcache-parameters": partial(parameters, *CRYSTAL),
+        "nestedkv-parameters": partial(parameters, *NESTED), "state": state,
     },
     SPEC / "protocol.md": {
-        "operations": asked, "records": members, "arguments of methods": shared,
+        "operations": asked, "records": members, "arguments": shared,
     },
 }
-
-
-def marks(name: str) -> Iterator[str]:
-    yield f"<!-- {name}: made by lab.implementer_tables -->\n"
-    yield f"\n<!-- end of {name} -->"
-
-
-def filled(page: Path) -> str:
-    """Return the text of the page with current tables."""
-    text = page.read_text(encoding="utf-8")
-    for name, make in PAGES[page].items():
-        first, last = marks(name)
-        before, _, rest = text.partition(first)
-        _, _, after = rest.partition(last)
-        text = before + first + make() + last + after
-    return text
 
 
 RUNS = {"advance", "advance_turn", "eviction_budget", "retain", "retain_turn", "scheduled", "start"}
@@ -295,8 +275,8 @@ def exports(package: Path = EXPORTS.parent) -> str:
 def main() -> int:
     """Write the exports, the tables in their pages, and the same data as JSON."""
     EXPORTS.write_text(exports(), encoding="utf-8")
-    for page in PAGES:
-        page.write_text(filled(page), encoding="utf-8")
+    for page, tables in PAGES.items():
+        pages.write(page, lambda name, tables=tables: tables[name]())  # type: ignore[misc]
     DATA.write_text(for_programs(), encoding="utf-8")
     return 0
 

@@ -1,6 +1,6 @@
 """Measure llama.cpp's context shift against renumbered positions: `python -m lab.measure.context_shift`.
 
-The command writes docs/results/llama_cpp.md. It needs llama-cpp-python (`nox -s lab -- extra llamacpp`
+The command writes the table of docs/results/llama_cpp.md. It needs llama-cpp-python (`nox -s lab -- extra llamacpp`
 makes the environment). Between two shifts both engines read the same tokens. The oracle masks what the shifts removed,
 and turns each key once, from the position at which the key was computed.
 """
@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from conformance.cache_suite.oracle import Masked
 from conformance.paths import DOCS
+from lab import pages
 from lab.measure.gguf_files import write_gguf
 from models_integration.pocket import model_folder
 
@@ -37,31 +38,10 @@ class Case(NamedTuple):
 
 CASES = (Case(20, 4, 8), Case(512, 4, 1), Case(1024, 4, 1))
 """The first case removes half of the cells after `keep`, as llama-server does with `--context-shift`."""
-
-
-TEXT = """# llama.cpp's context shift
-
-llama.cpp's context shift follows [POS-RENUMBERED](../../spec/positions.md) for one kept set. The
-[certificate](certificates/llama-cpp-shift.toml) covers one shift of a float32 cache that removes random tokens.
-
-- **Chain of turns.** POS-TURN turns each key once, from the key as it was computed. llama.cpp turns the stored key
-  again at each shift. A float32 cache stays exact. A float16 cache rounds the key at each turn.
-- **Default of the server.** `llama-server --context-shift` removes half of the cells after the first `n_keep`. Each key
-  is turned at most once before its cell is removed, so the error does not grow.
-- **One cell at a time.** A key is turned as often as the context has cells. In a float16 cache the error after hundreds
-  of turns is larger than the difference between the two rules in the float32 rows.
-- **Without kept cells at the start** (`n_keep` = 0), both rules are equal. Only differences of positions matter.
-- **llama-cpp-python.** Its class `Llama` and its server do not shift. Your program calls `llama_memory_seq_rm` and
-  `llama_memory_seq_add`.
-
-The table shows the largest difference of log-probabilities from the masked model, divided by the largest
-log-probability. Rows with 0 shifts compare all tokens of the context, and show the rounding of the cache alone. Other
-rows compare the tokens that are read after the last shift. The pocket model has float32 weights. llama-cpp-python
-0.3.36 runs on a CPU with one thread, without flash attention. After 8 000 tokens the oracle rounds its own angles by
-up to 5e-4. `python -m lab.measure.context_shift` measures again.
-
-| cells | kept at the start | removed by a shift | cache | shifts | from renumbered | from kept | most turns of a key |
-|---|---|---|---|---|---|---|---|"""
+HEAD = (
+    "cells", "kept at the start", "removed by a shift", "cache", "shifts", "from renumbered", "from kept",
+    "most turns of a key",
+)
 
 
 class Context:
@@ -142,26 +122,26 @@ def measure(model: PreTrainedModel, file: Path, case: Case, dtype: str, shifts: 
     llama.close()
 
 
-def page(model: PreTrainedModel, file: Path) -> Iterator[str]:
-    """Yield the lines of the page."""
-    yield TEXT
+def rows(model: PreTrainedModel, file: Path) -> Iterator[list[str]]:
+    """Yield the rows of the table."""
     for case in CASES:
         for dtype in DTYPES:
             for one in measure(model, file, case, dtype, SHIFTS):
-                about = f"{case.cells} | {case.keep} | {case.discard} | {dtype} | {one.shifts}"
-                yield f"| {about} | {one.renumbered:.1e} | {one.kept:.1e} | {one.turns} |"
+                yield [
+                    *map(str, case), dtype, str(one.shifts), f"{one.renumbered:.1e}", f"{one.kept:.1e}", str(one.turns),
+                ]
 
 
 def main() -> None:
-    """Measure the pocket model, and write the page."""
+    """Measure the pocket model, and write the table of the page."""
     torch.set_num_threads(1)
     folder = str(model_folder("pocket"))
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with TemporaryDirectory() as home:
         file = Path(home, "pocket.gguf")
         write_gguf(file, model, GGMLQuantizationType.F32)
-        lines = list(page(model, file))
-    (DOCS / "results" / "llama_cpp.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        table = pages.table(HEAD, rows(model, file))
+    pages.write(DOCS / "results" / "llama_cpp.md", {"shifts": table}.__getitem__)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from experiments.studies.evidence.samples import ENDS, Samples
 from experiments.studies.evidence.splits import FEWEST, ORDER, SPLITS
 from experiments.studies.evidence.tables import lost_at
 from experiments.studies.report import SAME_CACHE, format_p
+from lab import pages
 from lab.measure.evidence_papers import PAPER_TABLES
 from lab.measure.evidence_place import PLACE_PAGE, PLACE_TABLES, write_pictures
 from lab.measure.evidence_rows import (
@@ -316,7 +317,6 @@ TABLES: dict[str, Callable[[], list[list[str]]]] = {
     **{name: partial(split, *asked) for name, asked in SPLIT.items()}, "paper-templates": templates,
 }
 TABLES |= PAPER_TABLES | PLACE_TABLES
-_MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def answers_nothing(lines: Sequence[Sequence[str]]) -> bool:
@@ -332,21 +332,16 @@ def markdown(name: str) -> str:
     head, *lines = TABLES[name]()
     if answers_nothing(lines):
         return "The full cache answers none of the samples, so the table is not printed.\n"
-    return "".join(f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *lines))
+    return pages.table(head, lines)
 
 
-def written(text: str) -> str:
-    """Return a page with current tables between the marks."""
-    return _MARKED.sub(lambda match: f"{match[1]}{markdown(match[2])}{match[3]}", text)
-
-
-def stale(pages: Sequence[Path] = PAGES) -> Iterator[str]:
+def stale(files: Sequence[Path] = PAGES) -> Iterator[str]:
     """Yield the tables of pages that differ from the rows, and the tables that are on no page."""
     shown = set()
-    for page in pages:
-        for match in _MARKED.finditer(page.read_text(encoding="utf-8")):
+    for page in files:
+        for match in pages.BLOCK.finditer(page.read_text(encoding="utf-8")):
             shown.add(match[2])
-            if match[0] != written(match[0]):
+            if match[0] != pages.fill(match[0], markdown):
                 yield f"{page.relative_to(ROOT)}: table {match[2]}"
     yield from (f"no page: table {name}" for name in TABLES if name not in shown)
 
@@ -355,7 +350,7 @@ def main(arguments: Sequence[str]) -> int:
     """Write the tables and pictures if asked, and print the tables that differ. Return 1 if there is one."""
     if "--write" in arguments:
         for page in PAGES:
-            page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")
+            pages.write(page, markdown)
         write_pictures()
     differing = list(stale())
     print("\n".join(differing) or "every table of the pages is that of the rows")

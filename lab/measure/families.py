@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, logging
 from conformance.cache_suite.oracle import Masked
 from conformance.paths import DOCS
 from experiments.studies.report import progress_bar
+from lab import pages
 from lab.measure.family_models import VOCABULARY, Family, NotBuilt, families
 from models_integration import (
     CrystalCache,
@@ -42,7 +43,7 @@ from spec.parameters import TINY
 
 PAGE = DOCS / "results" / "families.md"
 BOUND = 1e-5
-"""Largest difference of logits, relative to the largest logit."""
+"""Largest difference of logits, relative to the largest logit. The page states it."""
 VISIBLE_EFFECT = 1e-3
 PROMPT, STEPS, TURN, PADDING = 48, 20, 12, 7
 
@@ -262,29 +263,26 @@ def cell(outcome: Outcome) -> str:
     return f"{outcome.verdict} ({outcome.detail})".replace("|", "/").replace("\n", " ")
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = [f"| {' | '.join(fields)} |" for fields in (header, ["---"] * len(header), *rows)]
-    return [*lines, ""]
-
-
 def cells(outcomes: Iterable[Outcome]) -> str:
     """Return the table of all families in all columns."""
-    rows = by_family(outcomes)
-    body = [[family, *(cell(verdicts[column]) for column in COLUMNS)] for family, verdicts in rows.items()]
-    return "\n".join(table(["family", *COLUMNS], body))
+    rows = by_family(outcomes).items()
+    return pages.table(
+        ["family", *COLUMNS], [[family, *(cell(verdicts[column]) for column in COLUMNS)] for family, verdicts in rows],
+    )
 
 
-def counts(outcomes: Sequence[Outcome]) -> list[str]:
+VERDICTS = ("holds", "refused", "fails", "not built")
+
+
+def counts(outcomes: Sequence[Outcome]) -> str:
     """Return the table of sums by column."""
     body = []
     for column in COLUMNS:
         of_policy = [outcome for outcome in outcomes if outcome.policy == column]
-        verdicts = ("holds", "refused", "fails", "not built")
-        each = [sum(one.verdict == verdict for one in of_policy) for verdict in verdicts]
+        each = [sum(one.verdict == verdict for one in of_policy) for verdict in VERDICTS]
         worst = max((one for one in of_policy if one.verdict == "holds"), key=lambda one: one.worst, default=None)
-        shown = "" if worst is None else f"{worst.worst:.1e} ({worst.family})"
-        body.append([column, *map(str, each), shown])
-    return table(["column", "holds", "refused", "fails", "not built", "worst error"], body)
+        body.append([column, *map(str, each), "" if worst is None else f"{worst.worst:.1e} ({worst.family})"])
+    return pages.table(["column", *VERDICTS, "worst error"], body)
 
 
 def reason(outcome: Outcome) -> str:
@@ -295,7 +293,7 @@ def reason(outcome: Outcome) -> str:
     return words
 
 
-def _grouped(refused: Iterable[Outcome]) -> list[str]:
+def _grouped(refused: Iterable[Outcome]) -> str:
     """Return the table of refused families, grouped by reason, with whether the refusal is necessary."""
     families: dict[str, list[str]] = defaultdict(list)
     for outcome in refused:
@@ -304,48 +302,34 @@ def _grouped(refused: Iterable[Outcome]) -> list[str]:
     for why, members in sorted(families.items(), key=lambda item: (-len(item[1]), item[0])):
         necessary = next((words for first, words in _NECESSARY.items() if why.startswith(first)), "no")
         body.append([why, ", ".join(dict.fromkeys(members)), necessary])
-    return table(["reason", "families", "necessary"], body)
+    return pages.table(["reason", "families", "necessary"], body)
 
 
-def page(outcomes: Sequence[Outcome]) -> str:
-    """Return the text of docs/results/families.md."""
+def tables(outcomes: Sequence[Outcome]) -> dict[str, str]:
+    """Return the tables and lists of docs/results/families.md by name."""
     rows = by_family(outcomes)
     refused = {family for family, verdicts in rows.items() if verdicts["model"].verdict == "refused"}
     unbuilt = [family for family, verdicts in rows.items() if verdicts["model"].verdict == "not built"]
     every = [family for family, verdicts in rows.items() if {one.verdict for one in verdicts.values()} == {"holds"}]
     some = [family for family in rows if family not in {*refused, *unbuilt, *every}]
     parts = [one for family in some for one in rows[family].values() if one.verdict == "refused"]
-    return "\n".join([
-        "# Every causal family of transformers", "",
-        f"`python -m lab.measure.families --write` tested {len(rows)} model classes of AutoModelForCausalLM"
-        f" with transformers {version('transformers')} and torch {version('torch')}. Each model is tiny, with random"
-        " weights in float32. The command writes the reason for each cell to results/families.md.", "",
-        "In the first four columns the model reads a prompt and 20 decode steps. The policies keep one set for the"
-        " model, read attention, keep a set per layer, or a set per head. A copy of the model reads the same tokens"
-        " with the full cache of transformers, and the evicted tokens are masked in attention.", "",
-        "- *Turn*: several tokens after a step. A full cache that is read in pieces must also equal one forward.",
-        "- *Padded batch*: two rows, one with padding on its left.",
-        "- *Save*: a saved and loaded cache continues with equal logits.",
-        "- *Decode*: a policy that evicts in each step.", "",
-        f"A family holds (+) if no logit differs by more than {BOUND:.0e} of the largest logit. A family is refused (-)"
-        " if kvspec raises `SpecError` with the model and the reason. The command exits with 1 for any different"
-        " outcome.", "",
-        "If a family has sliding and full layers, the tested model has both. Families with a window in all layers are"
-        " tested without the window. A family may be refused in a different configuration.", "",
-        *counts(outcomes),
-        "## Families that people run", "", *_marks(rows, [family for family in USED if family in rows]),
-        f"## Hold in every column ({len(every)})", "",
-        "```text", *wrap(", ".join(sorted(every)), 120), "```", "",
-        f"## Hold in some columns ({len(some)})", "", *_marks(rows, sorted(some)), *_grouped(parts),
-        f"## Refused ({len(refused)})", "", *_grouped(rows[family]["model"] for family in sorted(refused)),
-        f"Not built: {', '.join(unbuilt)}.", "",
-    ])
+    return {
+        "versions": pages.table(
+            ["model classes", "hold in every column", "hold in some columns", "refused", "transformers", "torch"],
+            [[*(str(len(one)) for one in (rows, every, some, refused)), version("transformers"), version("torch")]],
+        ),
+        "counts": counts(outcomes), "used": _marks(rows, [family for family in USED if family in rows]),
+        "every": "\n".join(["```text", *wrap(", ".join(sorted(every)), 120), "```", ""]),
+        "some": _marks(rows, sorted(some)), "parts": _grouped(parts),
+        "refused": _grouped(rows[family]["model"] for family in sorted(refused)),
+        "unbuilt": f"Not built: {', '.join(unbuilt)}.\n",
+    }
 
 
-def _marks(rows: Rows, families: Iterable[str]) -> list[str]:
+def _marks(rows: Rows, families: Iterable[str]) -> str:
     """Return a table of families with one sign in each column."""
     signs = {"holds": "+", "refused": "-", "fails": "fails", "not built": "not built"}
-    return table(["family", *COLUMNS], [
+    return pages.table(["family", *COLUMNS], [
         [family, *(signs[rows[family][column].verdict] for column in COLUMNS)] for family in families
     ])
 
@@ -366,8 +350,8 @@ def main(arguments: list[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "families.md").write_text(cells(result), encoding="utf-8")
     if options.write:
-        PAGE.write_text(page(result), encoding="utf-8")
-    print("\n".join(counts(result)))
+        pages.write(PAGE, tables(result).__getitem__)
+    print(counts(result))
     third = [one for one in result if one.verdict == "fails"]
     for one in third:
         print(f"{one.family}, {one.policy}: {one.detail}", file=sys.stderr)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from conformance.paths import ROOT
+from lab import pages
 
 Counts = dict[str, tuple[int, int]]
 
@@ -33,10 +34,10 @@ def counts_at(commit: str, without: str = "") -> Counts:
 def table(commits: Sequence[str], without: str = "") -> str:
     """Return a Markdown table with a column for each commit."""
     each = [counts_at(commit, without) for commit in commits]
-    rows = [["room", *(f"lines (files), {commit}" for commit in commits)], ["---"] * (1 + len(commits))]
-    for package in dict.fromkeys(package for one in each for package in one):
-        rows.append([package, *("{} ({})".format(*one.get(package, (0, 0))) for one in each)])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return pages.table(["room", *(f"lines (files), {commit}" for commit in commits)], [
+        [package, *("{} ({})".format(*one.get(package, (0, 0))) for one in each)]
+        for package in dict.fromkeys(package for one in each for package in one)
+    ])
 
 
 if __name__ == "__main__":
@@ -44,4 +45,4 @@ if __name__ == "__main__":
     parser.add_argument("commits", nargs="*", metavar="COMMIT", help="commits to compare with HEAD")
     parser.add_argument("--without", metavar="REGEX", default="", help="leave out files whose path matches")
     given = parser.parse_args()
-    print(table([*given.commits, "HEAD"], given.without))
+    print(table([*given.commits, "HEAD"], given.without), end="")

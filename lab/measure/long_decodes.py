@@ -30,6 +30,7 @@ from experiments.tasks.context import Ground, read_prose
 from experiments.tasks.in_prose import WORDS
 from experiments.tasks.needle import generator
 from experiments.tasks.registry import resolve_task
+from lab import pages
 from models_integration import RetainedCache
 from models_integration.model.cache_argument import cache_name
 from models_integration.model.frame import bare, decode, encode
@@ -151,8 +152,7 @@ def table(rows: Sequence[Row]) -> str:
     tasks = [task for task in TASKS if _column(rows, task, FULL, "score").mean() >= 0.7]
     heads = [cell for task in tasks for cell in (f"{task}, score", f"{task}, over full")]
     lengths = ["length of a copy", "length, over full"] if "copy" in tasks else []
-    lines = [["policy", *heads, *lengths, "tokens held"]]
-    lines.append(["---"] * len(lines[0]))
+    lines = []
     for policy in POLICIES:
         cells = [
             cell for task in tasks
@@ -163,7 +163,7 @@ def table(rows: Sequence[Row]) -> str:
             cells += [f"{mean:.2f}", _over(rows, "copy", policy, "length")]
         held = max(row["held"] for row in rows if row["policy"] == policy)
         lines.append([f"`{policy}`", *cells, f"{held}"])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return pages.table(["policy", *heads, *lengths, "tokens held"], lines)
 
 
 def difference(rows: Sequence[Row], task: str, policy: str, measured: str) -> Estimate:

@@ -1,20 +1,20 @@
 """Measure requests inside vLLM with and without eviction: `nox -s vllm -- gain`.
 
-The command writes docs/results/vllm.md. One process measures all rows of a table, with one pool of blocks and the same
-prompts.
+The command writes the tables of docs/results/vllm.md. One process measures all rows of a table, with one pool of blocks
+and the same prompts.
 """
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer
 
-from conformance.paths import ROOT
+from conformance.paths import DOCS
+from lab import pages
 from models_integration.pocket import model_folder
 
 BLOCK, BUDGET = 32, 0.3
@@ -25,6 +25,8 @@ LONG, REPEATS = 1024, 3
 ROWS: Sequence[tuple[str, str | None]] = (
     ("full cache", None), ("streamingllm", "streamingllm"), ("snapkv", "snapkv"), ("full cache, again", None),
 )
+
+Rows = list[list[str]]
 
 
 class Load(NamedTuple):
@@ -92,12 +94,12 @@ def _timed(model: Any, name: str, spent: list[float]) -> None:
 
 def text(model: str) -> list[int]:
     """Return token ids of a long text."""
-    written = (ROOT / "docs" / "examples" / "lighthouse.txt").read_text(encoding="utf-8")
+    written = (DOCS / "examples" / "lighthouse.txt").read_text(encoding="utf-8")
     ids: list[int] = AutoTokenizer.from_pretrained(str(model_folder(model)))(written).input_ids
     return ids * 8
 
 
-def many_requests(cached: bool) -> list[str]:
+def many_requests(cached: bool) -> Rows:
     """Return the rows of a table about requests that are sent at once to the pocket model."""
     ids, llm = text("pocket"), engine("pocket", BLOCKS, cached)
     starts = (SHARED + 13 * number for number in range(REQUESTS))
@@ -105,13 +107,13 @@ def many_requests(cached: bool) -> list[str]:
     for _, policy in ROWS:  # warm-up for code that compiles on the first call
         measure(llm, policy, prompts[:1])
     return [
-        f"| {name} | {one.most} | {one.mean:.1f} | {one.steps} | {one.seconds:.1f} s | {REQUESTS / one.seconds:.2f}"
-        f" | {one.first:.1f} s | {one.decision:.2f} s |"
+        [name, str(one.most), f"{one.mean:.1f}", str(one.steps), f"{one.seconds:.1f} s",
+         f"{REQUESTS / one.seconds:.2f}", f"{one.first:.1f} s", f"{one.decision:.2f} s"]
         for name, policy in ROWS for one in [measure(llm, policy, prompts)]
     ]
 
 
-def single_requests() -> list[str]:
+def single_requests() -> Rows:
     """Return the rows of the table about single requests to SmolLM2."""
     ids, llm = text("smollm2"), engine("smollm2", 2 * LONG // BLOCK, False)
     for _, policy in ROWS:
@@ -122,49 +124,32 @@ def single_requests() -> list[str]:
     }
     prefill = sum(one.first for one in measured["full cache"]) / REPEATS
     return [
-        f"| {name} | {sum(one.first for one in loads) / REPEATS:.2f} s | {1000 * decision:.0f} ms |"
-        f" {100 * decision / prefill:.1f} % |"
+        [name, f"{sum(one.first for one in loads) / REPEATS:.2f} s", f"{1000 * decision:.0f} ms",
+         f"{100 * decision / prefill:.1f} %"]
         for name, loads in measured.items() for decision in [sum(one.decision for one in loads) / REPEATS]
     ]
 
 
-def apart(function: Any, *arguments: Any) -> list[str]:
+def apart(function: Callable[..., Rows], *arguments: Any) -> Rows:
     """Return the rows of a function that runs in a separate process, because vLLM starts once in a process."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        rows: list[str] = pool.submit(function, *arguments).result()
-    print(*rows, sep="\n", flush=True)
-    return rows
+        return pool.submit(function, *arguments).result()
 
 
-def page() -> Iterator[str]:
-    """Yield the lines of the page."""
-    yield from (
-        "# Eviction inside vLLM", "",
-        f"All tables: vLLM 0.32 on a CPU with one thread, float32, and policies that keep {100 * BUDGET:.0f} % of the",
-        "prompt. Times are processor times of the process. One process measured all rows of a table. The last row",
-        "repeats the first row, and shows how much the machine varies. The load average was"
-        f" {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores. No row was measured on a GPU.",
-        "`nox -s vllm -- gain` measures again.", "",
-        "## Many requests", "",
-        f"{REQUESTS} requests of {PROMPT} prompt tokens and {ANSWER} answer tokens are sent at once to the pocket",
-        f"model. The pool has {BLOCKS} blocks of {BLOCK} tokens. All prompts begin with the same {SHARED} tokens. The",
-        "pocket model is small, so the time of a step is mostly the time of vLLM's own Python code.",
-    )
-    for cached in (True, False):
-        yield from (
-            "", f"Prefix caching {'on' if cached else 'off'}:", "",
-            "| policy | requests at once | in the mean | steps | time | answers per second |"
-            " mean time to the first token | decisions and compactions |",
-            "|---|---|---|---|---|---|---|---|", *apart(many_requests, cached),
-        )
-    yield from (
-        "", "## One request", "",
-        f"The table shows means of {REPEATS} requests of {LONG} prompt tokens to SmolLM2 (135 M parameters), one after",
-        "another, without prefix caching. The share is that of the prefill in the first row.", "",
-        "| policy | time to the first token | decision and compaction | share of the prefill |", "|---|---|---|---|",
-        *apart(single_requests),
-    )
+MANY = (
+    "policy", "requests at once", "in the mean", "steps", "time", "answers per second", "mean time to the first token",
+    "decisions and compactions",
+)
+ONE = ("policy", "time to the first token", "decision and compaction", "share of the prefill")
+
+
+def main() -> None:
+    """Measure all tables, and write them to their page. The page states the numbers at the top of this module."""
+    load = f"The load average was {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores.\n"
+    cached, uncached = (pages.table(MANY, apart(many_requests, cached)) for cached in (True, False))
+    tables = {"load": load, "cached": cached, "uncached": uncached, "one": pages.table(ONE, apart(single_requests))}
+    pages.write(DOCS / "results" / "vllm.md", tables.__getitem__)
 
 
 if __name__ == "__main__":
-    Path(ROOT / "docs" / "results" / "vllm.md").write_text("\n".join(page()) + "\n", encoding="utf-8")
+    main()

@@ -8,7 +8,6 @@ table and the picture of docs/results/streams.md.
 import argparse
 import json
 import math
-import re
 import resource
 import time
 import warnings
@@ -26,6 +25,7 @@ from experiments.studies.page.figures import curve_style
 from experiments.studies.results import Row, append_row, load_rows
 from experiments.studies.subject import Loading
 from experiments.tasks.context import read_prose
+from lab import pages
 from models_integration import RetainedCache, StreamingLLM
 from models_integration.cache.renumbering import KEPT, RENUMBERED
 from models_integration.model.cache_argument import cache_name
@@ -35,7 +35,6 @@ RULES = (RENUMBERED, KEPT)
 ROWS = "rows.jsonl"
 PAGE = DOCS / "results" / "streams.md"
 """Page of the measurement. The rows and the picture are files with the same name and a different ending."""
-_MARKED = re.compile(r"(<!-- table streams -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def measure(
@@ -96,12 +95,12 @@ def _losses(logits: Tensor, gold: Tensor) -> Tensor:
 
 def table(rows: Sequence[Row]) -> str:
     """Return a Markdown table with a line for each block of tokens, and the perplexity under both rules."""
-    lines = [["tokens read", *(f"perplexity, {rule}" for rule in RULES)], ["---"] * 3]
+    lines = []
     for end in sorted({row["from"] + row["tokens"] for row in rows}):
         at_end = {row["rule"]: row for row in rows if row["from"] + row["tokens"] == end}
         cells = (f"{at_end[rule]['perplexity']:.2f}" if rule in at_end else "not run" for rule in RULES)
         lines.append([f"{end:,}".replace(",", " "), *cells])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return pages.table(["tokens read", *(f"perplexity, {rule}" for rule in RULES)], lines)
 
 
 def picture(rows: Sequence[Row]) -> Figure:
@@ -122,8 +121,7 @@ def write_page(rows: Sequence[Row], page: Path = PAGE) -> None:
     rows = sorted(rows, key=lambda row: (RULES.index(row["rule"]), row["from"]))
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     page.with_suffix(".jsonl").write_text(lines, encoding="utf-8")
-    text = _MARKED.sub(lambda marks: f"{marks[1]}{table(rows)}{marks[2]}", page.read_text(encoding="utf-8"))
-    page.write_text(text, encoding="utf-8")
+    pages.write(page, {"streams": table(rows)}.__getitem__)
     with rc_context({"svg.hashsalt": page.stem, "svg.fonttype": "path"}):
         picture(rows).savefig(page.with_suffix(".svg"), metadata={"Date": None})
 

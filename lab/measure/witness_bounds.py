@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from conformance.server_suite.prompts import ANSWER, prompts_of
 from conformance.server_suite.reading import BOUNDS, Event, HeadSets, Reader
+from lab import pages
 from models_integration import RetentionPolicy, policy_from_name
 from models_integration.model.cache_argument import cache_name
 from models_integration.pocket import model_folder
@@ -111,16 +112,15 @@ def measure(folder: str, dtype: str, groups: Sequence[str] = GROUPS) -> list[Mea
 
 def table(results: Mapping[str, Sequence[Measured]]) -> str:
     """Return the distances and the noticed faults by dtype, as a table of Markdown."""
-    heads = ["dtype", "answers", "mean difference", "largest", "decided", *FAULTS]
-    lines = [heads, ["---"] * len(heads)]
+    rows = []
     for dtype, all_ in results.items():
         decided = [one for one in all_ if one.decided]
         means = [one.mean for one in all_]
-        lines.append([
+        rows.append([
             dtype, f"{len(all_)}", f"{min(means):.2g} to {max(means):.2g}", f"{max(one.largest for one in all_):.2g}",
             f"{len(decided)}", *(f"{sum(name in one.noticed for one in decided)}" for name in FAULTS),
         ])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return pages.table(["dtype", "answers", "mean difference", "largest", "decided", *FAULTS], rows)
 
 
 def main(names: Sequence[str]) -> int:

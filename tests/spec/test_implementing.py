@@ -21,11 +21,11 @@ from lab.implementer_tables import (
     PAGE,
     PAGES,
     exports,
-    filled,
     for_programs,
     operations,
 )
 from lab.implementer_tables import FAMILIES as PROTOCOLS
+from lab.pages import BLOCK, fill
 from lab.trace import read_tree, stage_items
 from lab.vector_writer.expected import OPERATIONS
 from spec import backend as protocols
@@ -45,9 +45,9 @@ def rows(heading: str) -> list[list[str]]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_tables_are_those_of_the_code_and_the_vectors(page: Path) -> None:
     """Check the tables. After a change of a parameter, bound, operation or input of a vector, run the module again."""
-    text = page.read_text(encoding="utf-8")
-    assert filled(page) == text
-    assert all(f"<!-- {name}: made by" in text and f"<!-- end of {name} -->" in text for name in PAGES[page])
+    text, tables = page.read_text(encoding="utf-8"), PAGES[page]
+    assert fill(text, lambda name: tables[name]()) == text
+    assert {mark[2] for mark in BLOCK.finditer(text)} == tables.keys()
 
 
 def test_the_makers_of_policies_are_exported() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance.paths import DOCS, ROOT
+from lab import pages
 
 HERE, OUT, LOGS = Path(__file__).resolve().parent, DOCS / "results" / "certificates", ROOT / "results" / "certificates"
 ENGINE = Path("build", "engine")
@@ -138,31 +139,18 @@ def _counts(certificate: dict[str, Any]) -> str:
     return ", ".join(f"{verdicts[one]} {one}" for one in order if verdicts[one])
 
 
-def _row(name: str) -> str:
+def _row(name: str) -> list[str]:
     certificate = tomllib.loads((OUT / f"{name}.toml").read_text(encoding="utf-8"))
     with_ = certificate["device"].get("transformers")
     who = certificate["subject"]["name"] + (f", transformers {with_}" if with_ else "")
     note = SUBJECTS[name].note or (f"fails: {', '.join(certificate['failing'])}" if certificate["failing"] else "")
-    return f"| [{name}]({name}.toml) | {certificate['verdict']} | {who} | {_counts(certificate)} | {note} |"
+    return [f"[{name}]({name}.toml)", certificate["verdict"], who, _counts(certificate), note]
 
 
-def page() -> str:
-    """Return the text of README.md of the certificates."""
+def table(_: str = "") -> str:
+    """Return the table of README.md of the certificates."""
     rows = [_row(name) for name in SUBJECTS if (OUT / f"{name}.toml").exists()]
-    return "\n".join([
-        "# Certificates of others", "",
-        "`nox -s lab -- certificates` makes all certificates, and `nox -s lab -- certificates NAME` makes one again, in"
-        " the environment that it needs. [The specification](../../../spec/certificate.md) defines the verdicts. The"
-        " wrappers are in `lab/measure/certificates`. Run `python -m conformance.verify --check"
-        " CERTIFICATE.toml` in that folder (engines: in the root), with the root in PYTHONPATH. For a certificate of a"
-        " server, start [the server](../../guide/serving.md) first.", "",
-        "The presses of kvpress are not changed. They get random queries, keys and values in float64, and their"
-        " promises are read from their docstrings. A press accepts a budget of B of n tokens only as the ratio"
-        " 1 - B / n. If floating-point numbers round down, a press keeps one token too few, and the missing token"
-        " can be a sink. [Defects of other"
-        " projects](../../upstream/README.md) has all defects.", "",
-        "| Certificate | Verdict | Judged | Rows | Note |", "|---|---|---|---|---|", *rows, "",
-    ])
+    return pages.table(["Certificate", "Verdict", "Judged", "Rows", "Note"], rows)
 
 
 def main(names: list[str]) -> int:
@@ -173,7 +161,7 @@ def main(names: list[str]) -> int:
     for name in filter(_mine, [one for one in names or SUBJECTS if one != "page"]):
         make(name)
     if names == ["page"]:
-        (OUT / "README.md").write_text(page(), encoding="utf-8")
+        pages.write(OUT / "README.md", table)
     return 0
 
 

@@ -6,7 +6,7 @@ import signal
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 
 from accelerated.triton_gpu.device import default_device
+from lab import pages
 from spec.backend import Backend, CrystalStages
 from spec.records import CoAttention
 
@@ -139,13 +140,13 @@ class Figure:
         met = self.value >= self.goal if self.at_least else self.value <= self.goal
         return "met" if met else "**missed**"
 
-    def line(self) -> str:
+    def cells(self) -> Sequence[str]:
         """Return a row of the page."""
         sign = ">=" if self.at_least else "<="
         aim = "" if self.aim is None else f" (aim {self.aim:g})"
         goal = "" if self.goal is None else f"{sign} {self.goal:g}{aim}"
         value = "not measured" if self.value is None else f"{self.value:.4g} {self.unit}"
-        return f"| {self.what} | {value} | {goal} | {self.verdict} |"
+        return self.what, value, goal, self.verdict
 
 
 @dataclass(frozen=True)
@@ -158,8 +159,7 @@ class Table:
 
     def lines(self) -> list[str]:
         """Return the lines of the page."""
-        body = [self.columns, ("---",) * len(self.columns), *self.rows]
-        return [f"## {self.title}", "", *(f"| {' | '.join(row)} |" for row in body), ""]
+        return [f"## {self.title}", "", pages.table(self.columns, self.rows)]
 
 
 @dataclass
@@ -180,17 +180,17 @@ class Report:
     ) -> None:
         """Add a figure. A dry run has no goals."""
         figure = Figure(what, value, unit, *((None, None) if self.dry else (goal, aim)), at_least)
-        print(f"    {figure.line()}", flush=True)
+        print(f"    {' | '.join(figure.cells())}", flush=True)
         self.figures.append(figure)
 
     def page(self) -> str:
         """Return the report as Markdown."""
         title = "# Dry run: sizes are tiny, the figures say nothing" if self.dry else f"# {self.header['device']}"
         lines = [title, "", *(f"- {name}: {value}" for name, value in self.header.items()), ""]
-        lines += ["| part | outcome |", "| --- | --- |", *(f"| {a} | {b} |" for a, b in self.parts.items()), ""]
+        lines += [pages.table(["part", "outcome"], self.parts.items())]
         if self.figures:
-            lines += ["## Figures", "", "| what | measured | goal | |", "| --- | --- | --- | --- |"]
-            lines += [*(figure.line() for figure in self.figures), ""]
+            rows = [figure.cells() for figure in self.figures]
+            lines += ["## Figures", "", pages.table(["what", "measured", "goal", ""], rows)]
         for table in self.tables:
             lines += table.lines()
         return "\n".join([*lines, *(f"- {note}" for note in self.notes), ""])

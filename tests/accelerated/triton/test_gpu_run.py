@@ -136,9 +136,9 @@ def test_a_dry_run_stays_out_of_the_results() -> None:
 
 
 def test_figures_say_whether_they_meet_their_goal() -> None:
-    assert Figure("S1", 14.0, "ms", 15.0, 10.0).line() == "| S1 | 14 ms | <= 15 (aim 10) | met |"
-    assert Figure("S1", 16.0, "ms", 15.0).line() == "| S1 | 16 ms | <= 15 | **missed** |"
-    assert Figure("ratio", 7.0, "times", 8.0, at_least=True).line() == "| ratio | 7 times | >= 8 | **missed** |"
+    assert Figure("S1", 14.0, "ms", 15.0, 10.0).cells() == ("S1", "14 ms", "<= 15 (aim 10)", "met")
+    assert Figure("S1", 16.0, "ms", 15.0).cells() == ("S1", "16 ms", "<= 15", "**missed**")
+    assert Figure("ratio", 7.0, "times", 8.0, at_least=True).cells() == ("ratio", "7 times", ">= 8", "**missed**")
     assert Figure("memory", None, "GB", 28.0).verdict == "not measured"
 
 
