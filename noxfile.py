@@ -96,7 +96,7 @@ NIGHTLY = {
                      f"{ARCHIVE}/test_faults.py", f"{ARCHIVE}/test_splice.py"],
     "own-tests": [*MARKED, *WORKERS, "tests"],
     "shapes": ["pytest", *WORKERS, "--kvspec-profile", "ci", CHECKED],
-    "mutants": ["lab.mutants", "run", "--again"],
+    "mutants": ["lab.mutants"],
     "families": ["lab.measure.families"],
     "coq-engine": ["lab.proofs.coq", "judge"],
     "vllm": [*MARKED, str(VLLM_PINS.parent)],

@@ -1,11 +1,9 @@
-"""Run `python -m lab.mutants` to try the mutants without a verdict; 1 if a mutant is not killed.
+"""Run `python -m lab.mutants` to try the mutants of the reference; 1 if a mutant is not killed.
 
     run        try the mutants: with `--changed` those whose function or item has changed since the last accepted run,
                with `--item ID` or `-k PART` a selection
-    list       print the names of the mutants and the error of each
-    accept     write the killed mutants to killed.lock, which `--changed` reads
-
-`--folder .mutants` contains the verdicts, and a later run skips mutants with a verdict.
+    accept     run the changed mutants, and write the killed ones to killed.lock
+    list       print the names of the mutants, each with its error
 """
 
 import os
@@ -16,12 +14,11 @@ from conformance.paths import ROOT
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")  # NumPy reads these when it is first imported
 
 import argparse
-from collections.abc import Sequence
-from pathlib import Path
 from time import perf_counter
 
-from lab.mutants import results, written
-from lab.mutants.written import MUTANTS, WrittenMutant
+from lab.mutants import written
+from lab.mutants.worker import PROFILES, run
+from lab.mutants.written import MUTANTS
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,38 +28,33 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("command", choices=("run", "list", "accept"), nargs="?", default="run")
     parser.add_argument("--changed", action="store_true", help="only mutants changed since the last accepted run")
-    parser.add_argument("--again", action="store_true", help="also repeat mutants that have a verdict")
     parser.add_argument("--item", metavar="ID", help="only mutants of one item")
     parser.add_argument("-k", metavar="PART", default="", help="only mutants whose name contains PART")
-    parser.add_argument("--folder", type=Path, default=ROOT / ".mutants", help="folder of the verdicts")
     options = parser.parse_args(arguments)
-    chosen = written.changed() if options.changed else list(MUTANTS.values())
+    changed = options.changed or options.command == "accept"
+    chosen = written.changed() if changed else list(MUTANTS.values())
     part = options.k.upper().replace("-", "_")
     chosen = [one for one in chosen if part in one.name and options.item in (None, one.item)]
-    if not chosen and not options.changed:
+    if not chosen and not changed:
         parser.error("no mutant is selected")
     if options.command == "list":
         size = {one.name: f" (right up to {one.beyond})" if one.beyond else "" for one in chosen}
         print("\n".join(f"{one.name:60} {one.why}{size[one.name]}" for one in chosen))
         return 0
+    start = perf_counter()
+    verdicts = run(ROOT, written.trials(chosen), written.judging_files())
     if options.command == "accept":
-        trials = written.trials(chosen)
-        written.accept(results.read(options.folder, {trial.key: trial.digest for trial in trials}))
-        return 0
-    return _run(chosen, options.folder, again=options.again)
-
-
-def _run(chosen: Sequence[WrittenMutant], folder: Path, *, again: bool) -> int:
-    trials, start = written.trials(chosen), perf_counter()
-    if again:
-        results.forget(folder, {trial.key for trial in trials})
-    verdicts = results.run(ROOT, trials, written.judging_files(), folder)
-    if len(chosen) == len(MUTANTS):
-        print(written.page(list(verdicts.values()), perf_counter() - start))
-    alive = [written.verdict_line(one) for one in verdicts.values() if not one.killed]
-    killed = f"mutants: {len(verdicts) - len(alive)} of {len(chosen)} killed by an assertion of their item"
-    print("\n".join([*alive, killed]))
-    return int(bool(alive))
+        written.accept(verdicts)
+    for name, one in verdicts.items():
+        if not one.killed:
+            print(f"{name}: {one.outcome} {one.raised}\n    {MUTANTS[name].edit.of}: {MUTANTS[name].why}")
+    killed = [one for one in verdicts.values() if one.killed]
+    for profile in PROFILES:
+        any_backend = [one.any_backend for one in killed if one.profile == profile]
+        print(f"profile {profile}: {len(any_backend)} killed, {sum(any_backend)} of them by a test for any backend")
+    print(f"mutants: {len(killed)} of {len(chosen)} killed by an assertion of their item")
+    print(f"{perf_counter() - start:.0f} s")
+    return int(len(killed) < len(chosen))
 
 
 if __name__ == "__main__":

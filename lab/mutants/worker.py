@@ -12,7 +12,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,6 +24,7 @@ import pytest
 MEMORY = 16 << 30  # bytes of address space
 PAUSE, IDLE = 0.2, 60.0  # seconds between polls of a fork, and without processor time until it counts as hung
 AFTER_AN_ERROR = 60  # after so many errors without a failed assertion, the trial ends
+PROFILES = ("dev", "ci")  # the cheaper profile first
 # Processor seconds that a test may use: several times the seconds of the longest test without a mutant.
 LIMITS = {"dev": 30.0, "ci": 90.0}
 WHOLE = 20.0  # limit of all tests together, as a multiple of the limit of one test
@@ -35,14 +36,36 @@ class NotJudged(RuntimeError):
 
 @dataclass
 class Verdict:
-    """Result of the tests: the first failed assertion, or the first other error if no assertion failed."""
+    """Result of the tests: the first failed assertion, or the first other error if no assertion failed.
+
+    Attributes:
+        outcome: "assertion", "error" (a test raised a different error), "timeout" or "survived".
+    """
 
     outcome: str = "survived"
+    profile: str = ""
     test: str = ""
     raised: str = ""
     any_backend: bool = False
     ran: int = 0
     seconds: float = 0.0  # processor time
+
+    @property
+    def killed(self) -> bool:
+        """True if an assertion failed. A different error does not kill a mutant."""
+        return self.outcome == "assertion"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Mutant to try: `patch` puts it into a process, and `accepts` selects the tests that must detect it."""
+
+    key: str
+    accepts: Callable[[pytest.Item], bool]
+    patch: Callable[[], None]
+    rank: Callable[[pytest.Item], Any]
+    """Sort key of the tests."""
+    profiles: tuple[str, ...] = PROFILES
 
 
 @dataclass
@@ -78,22 +101,40 @@ class Suite:
         return result
 
 
-def collected(
-    root: Path, files: Sequence[str], profile: str, work: Callable[[Suite], None],
-) -> None:
-    """Call `work` with the tests of some files, in a process that has collected them.
+def run(root: Path, trials: Sequence[Trial], files: Sequence[str]) -> dict[str, Verdict]:
+    """Try mutants under the cheap profile, then the survivors under the other profile. Return the verdicts.
 
     Raises:
-        NotJudged: if the tests cannot be collected, or if `work` fails.
+        NotJudged: if the suite cannot be run.
     """
-    process = multiprocessing.get_context("fork").Process(target=_collect, args=(root, files, profile, work))
+    verdicts = dict[str, Verdict]()
+    for profile in PROFILES:
+        todo = [one for one in trials if profile in one.profiles and not verdicts.get(one.key, Verdict()).killed]
+        for number, (trial, verdict) in enumerate(zip(todo, _verdicts(root, files, profile, todo), strict=True), 1):
+            verdict.profile, verdicts[trial.key] = profile, verdict
+            line = f"{number}/{len(todo)} {verdict.outcome:9} {verdict.seconds:6.1f} s  {trial.key}"
+            print(f"{line}  {verdict.test.rpartition('/')[2]}", flush=True)
+    return verdicts
+
+
+def _verdicts(root: Path, files: Sequence[str], profile: str, trials: Sequence[Trial]) -> Iterator[Verdict]:
+    """Yield the verdict on each mutant, from a process that has collected the tests of the files."""
+    if not trials:
+        return
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_collect, args=(root, files, profile, trials, theirs))
     process.start()
+    theirs.close()
+    with suppress(EOFError):
+        while True:
+            yield ours.recv()
     process.join()
     if process.exitcode:
         raise NotJudged(f"profile {profile}: the tests were not run, exit {process.exitcode}")
 
 
-def _collect(root: Path, files: Sequence[str], profile: str, work: Callable[[Suite], None]) -> None:
+def _collect(root: Path, files: Sequence[str], profile: str, trials: Sequence[Trial], to: Connection) -> None:
     # Loading the entry points of other packages takes longer than most trials.
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     with redirect_stdout(io.StringIO()) as output, redirect_stderr(output):
@@ -103,7 +144,7 @@ def _collect(root: Path, files: Sequence[str], profile: str, work: Callable[[Sui
              # Without the filter pytest warns, because Hypothesis is imported before pytest is configured.
              "-W", "ignore::pytest.PytestAssertRewriteWarning", "--kvspec-profile", profile, "--backend", "numpy",
              *(os.fspath(root / name) for name in files)],
-            plugins=[_Court(work, LIMITS[profile])],
+            plugins=[_Court(trials, to, LIMITS[profile])],
         )
     if code != pytest.ExitCode.OK:
         print(output.getvalue()[-4000:], file=sys.__stderr__, flush=True)
@@ -112,10 +153,10 @@ def _collect(root: Path, files: Sequence[str], profile: str, work: Callable[[Sui
 
 
 class _Court:
-    """Pytest plugin that passes the collected tests to `work` instead of running them."""
+    """Pytest plugin that tries mutants with the collected tests instead of running them, and sends the verdicts."""
 
-    def __init__(self, work: Callable[[Suite], None], limit: float) -> None:
-        self.work, self.limit = work, limit
+    def __init__(self, trials: Sequence[Trial], to: Connection, limit: float) -> None:
+        self.trials, self.to, self.limit = trials, to, limit
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config: pytest.Config) -> None:
@@ -133,7 +174,10 @@ class _Court:
             raise session.Interrupted("not all tests can be imported")
         gc.collect()
         gc.freeze()
-        self.work(Suite(session.items, self.limit))
+        suite = Suite(session.items, self.limit)
+        for trial in self.trials:
+            suite.items.sort(key=trial.rank)
+            self.to.send(suite.judge(trial.accepts, trial.patch))
         return True
 
 

@@ -1,22 +1,16 @@
 """Written mutants: rows of `rows/*.toml`, one for each reading that the specification rejects.
 
 The module also selects the tests of each mutant, and finds the mutants that have changed since the last accepted run.
-`page` writes the paragraph of docs/results.
 """
 
 import ast
 import hashlib
-import os
 import textwrap
 import tomllib
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from datetime import date
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
-from platform import python_version
 from typing import Any
 
 import pytest
@@ -24,10 +18,8 @@ import pytest
 from conformance.exceptions import items_marked
 from conformance.paths import ROOT
 from lab.mutants.edits import Edit, function_of, replace_code
-from lab.mutants.results import PROFILES, Result, Trial
-from lab.mutants.worker import file_of, judges_any_backend
+from lab.mutants.worker import PROFILES, Trial, Verdict, file_of, judges_any_backend
 from lab.trace import LOCK, read_lock
-from spec import SPEC_VERSION
 from spec.errors import SpecError
 
 HERE = Path(__file__).resolve().parent
@@ -85,59 +77,18 @@ def read_rows(path: Path) -> list[WrittenMutant]:
     return result
 
 
-# Errors in an argument `a` above size N along an axis: the description, and the statements that make the error.
-KINDS = {
-    "first": ("only the first {N} entries of {a} along axis {axis} are read", "{a} = {a}[{before}:{N}]"),
-    "zero": (
-        "entries of {a} beyond {N} along axis {axis} count as 0",
-        "import numpy\nrest = numpy.zeros_like({a}[{before}{N}:])\n"
-        "{a} = numpy.concatenate([{a}[{before}:{N}], rest], axis={axis})",
-    ),
-    "float32": (
-        "{a} is rounded to float32 where axis {axis} has more than {N} entries",
-        "import numpy\n{a} = {a}.astype(numpy.float32).astype({a}.dtype) if {a}.shape[{axis}] > {N} else {a}",
-    ),
-    "reversed": (
-        "of ties along axis {axis} of {a} the last wins where there are more than {N}",
-        "import numpy\nif {a}.shape[{axis}] > {N}:\n    {a} = {a} + 1e-9 * numpy.expand_dims(numpy.arange("
-        "{a}.shape[{axis}]), tuple(range(1, {a}.ndim - {axis})))",
-    ),
-    "cap": ("{a} is at most {N}", "{a} = min({a}, {N})"),
-    "bits": ("{a} is held in {N} bits", "{a} = {a} % 2**{N}"),
-    "parameter": (
-        "{a} is at most {N}",
-        "import dataclasses\nparameters = dataclasses.replace(parameters, {a}=min(parameters.{a}, {N}))",
-    ),
-}
-# Errors in a result: the description, and the body of the function.
-RESULTS = {
-    "skipped": (
-        "results beyond {N} along axis {axis} are {a}",
-        "found = original({call})\nfound[{before}{N}:] = {a}\nreturn found",
-    ),
-    "untouched": (
-        "entries beyond {N} along axis {axis} are those of {a}",
-        "found = original({call})\nfound[{before}{N}:] = {a}[{before}{N}:]\nreturn found",
-    ),
-    "blocks": (
-        "blocks of {N} along axis {axis} of {a} do not meet",
-        "import numpy\nif {a}.shape[{axis}] <= {N}:\n    return original({call})\n"
-        "blocks = range(0, {a}.shape[{axis}], {N})\n"
-        "return numpy.concatenate([original({cut}) for at in blocks], axis={axis})",
-    ),
-}
-
-
 def sized_mutants() -> Iterator[WrittenMutant]:
     """Yield each mutant of the table: [kind, argument or value, axis, N, ...] of each function."""
-    for function in tomllib.loads(TABLE.read_text(encoding="utf-8"))["function"]:
+    table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+    for function in table["function"]:
         for kind, argument, axis, *sizes in function["mutants"]:
             for N in sizes:
-                yield _mutant(function["item"], function["of"], kind, argument, axis, N)
+                yield _mutant(function["item"], function["of"], kind, table["kind"][kind], argument, axis, N)
 
 
-def _mutant(item: str, of: str, kind: str, argument: str, axis: int, N: int) -> WrittenMutant:
-    why, text = (KINDS | RESULTS)[kind]
+def _mutant(
+    item: str, of: str, kind: str, template: Mapping[str, str], argument: str, axis: int, N: int,
+) -> WrittenMutant:
     names = function_of(of).__code__.co_varnames[: function_of(of).__code__.co_argcount]
     cut = argument.split("+")  # arrays that are cut into blocks together
     before = ":, " * axis
@@ -145,10 +96,10 @@ def _mutant(item: str, of: str, kind: str, argument: str, axis: int, N: int) -> 
         "a": cut[0], "axis": axis, "N": N, "before": before, "call": ", ".join(names),
         "cut": ", ".join(f"{name}[{before}at : at + {N}]" if name in cut else name for name in names),
     }
-    form = "body" if kind in RESULTS else "start"
+    form = "body" if "body" in template else "start"
     label = "_".join([item, of.rpartition(":")[2], kind, *cut, str(axis), str(N)]).replace("-", "_").replace(".", "_")
-    sentence = why.format(**words)
-    edit = Edit(of, **{form: text.format(**words)})
+    sentence = template["why"].format(**words)
+    edit = Edit(of, **{form: template[form].format(**words)})
     return WrittenMutant(label.upper(), item, f"{sentence[0].upper()}{sentence[1:]}.", edit, str(N))
 
 
@@ -190,20 +141,19 @@ def _accepted() -> dict[str, tuple[str, str]]:
     return {name: (digest, test) for name, digest, test in lines}
 
 
-def accept(verdicts: Mapping[str, Result]) -> None:
+def accept(verdicts: Mapping[str, Verdict]) -> None:
     """Write the test that killed each mutant to killed.lock. Entries of mutants without a verdict stay unchanged."""
-    result = {name: line for name, line in _accepted().items() if name in MUTANTS}
-    result |= {name: (one.digest, one.test) for name, one in verdicts.items() if one.killed}
+    result, now = {name: line for name, line in _accepted().items() if name in MUTANTS}, digests()
+    result |= {name: (now[name], one.test) for name, one in verdicts.items() if one.killed}
     lines = (f"{name} {digest} {test}\n" for name, (digest, test) in sorted(result.items()))
     KILLED.write_text("".join(lines), encoding="utf-8")
 
 
 def trials(mutants: Iterable[WrittenMutant]) -> list[Trial]:
     """Return a trial for each mutant: all tests of its item, beginning with the tests that run for any backend."""
-    digest = digests()
     return [
         Trial(
-            mutant.name, digest[mutant.name], partial(_accepts, mutant.item), partial(_put, mutant.edit),
+            mutant.name, partial(_accepts, mutant.item), partial(_put, mutant.edit),
             partial(_rank, bool(mutant.beyond)), PROFILES[-1:] if mutant.beyond else PROFILES,
         )
         for mutant in mutants
@@ -227,24 +177,4 @@ def _rank(by_size: bool, item: pytest.Item) -> tuple[bool, bool, bool, bool]:
     return (
         file.startswith(MODELS), ("/test_scale_" in file) != by_size, file.endswith("test_scale_prefill.py"),
         not judges_any_backend(item),
-    )
-
-
-def verdict_line(result: Result) -> str:
-    """Return a line for a mutant that no assertion of its item kills."""
-    mutant = MUTANTS[result.key]
-    return f"{result.key}: {result.outcome} {result.raised}\n    {mutant.edit.of}: {mutant.why}"
-
-
-def page(verdicts: Sequence[Result], seconds: float) -> str:
-    """Return the figures of a complete run, as a paragraph of docs/results."""
-    versions = ", ".join(f"{name} {version(name)}" for name in ("numpy", "hypothesis", "pytest"))
-    killed = [one for one in verdicts if one.killed]
-    by_any = sum(one.any_backend for one in killed)
-    sized = sum(bool(MUTANTS[one.key].beyond) for one in verdicts)
-    late = ", ".join(f"{number} by profile {name}" for name, number in Counter(one.profile for one in killed).items())
-    return (
-        f"{date.today()}, spec {SPEC_VERSION}, Python {python_version()}, {versions}, {os.cpu_count()} CPU cores.\n"
-        f"{len(killed)} of {len(verdicts)} killed by an assertion of their item ({late}), {by_any} of them by a test"
-        f" that judges any backend; {sized} are right up to a size. {seconds:.0f} s."
     )

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from types import CodeType, SimpleNamespace
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -21,11 +21,10 @@ from conformance.items import known_items
 from conformance.methods import brutes
 from conformance.paths import ROOT
 from conformance.vectors import files
-from lab import mutants
 from lab.item_vectors import ITEMS
 from lab.mutants import written
 from lab.mutants.edits import ORIGINAL, Edit, function_of, replaced
-from lab.mutants.results import Result
+from lab.mutants.worker import Verdict
 from lab.mutants.written import MUTANTS, ROWS, read_rows, sized_mutants
 from reference.crystalcache import impact
 from reference.crystalcache.impact import rarity
@@ -154,13 +153,9 @@ def test_what_was_accepted_is_tried_again_when_its_function_or_item_changes(
     (tmp_path / "killed.lock").write_text("GONE 0 test_gone\n", encoding="utf-8")
     digests = written.digests()
     assert len(written.changed()) == len(MUTANTS)
-    written.accept({
-        name: Result(name, digest, "assertion", "dev", "test_a.py::test_a[b c]", "", 1, 0.1)
-        for name, digest in digests.items()
-    })
+    written.accept(dict.fromkeys(digests, Verdict("assertion", test="test_a.py::test_a[b c]")))
     assert written.changed() == []
-    survived = Result(BASE_2.name, digests[BASE_2.name], "survived", "ci", "", "", 1, 0.1)
-    written.accept({BASE_2.name: survived})
+    written.accept({BASE_2.name: Verdict("survived")})
     assert written.changed() == []
     lines = (tmp_path / "killed.lock").read_text(encoding="utf-8")
     (tmp_path / "killed.lock").write_text(lines.replace(digests[BASE_2.name], "0" * 12), encoding="utf-8")
@@ -180,13 +175,7 @@ def test_the_record_names_mutants_that_there_are() -> None:
 
 
 @pytest.mark.nightly
-def test_a_mutant_is_killed_by_its_item(tmp_path: Path) -> None:
-    command = ["-m", "lab.mutants", "--folder", str(tmp_path), "-k", "CC_MEMORY_ONE_SEQUENCE"]
+def test_a_mutant_is_killed_by_its_item() -> None:
+    command = ["-m", "lab.mutants", "-k", "CC_MEMORY_ONE_SEQUENCE"]
     actual = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
     assert "mutants: 1 of 1 killed by an assertion of their item" in actual.stdout, actual.stdout + actual.stderr
-
-
-def test_an_unknown_mutant_is_refused() -> None:
-    config: Any = SimpleNamespace(getoption=lambda name: "CC_NONE")
-    with pytest.raises(pytest.UsageError, match="--mutant CC_NONE: unknown"):
-        mutants.pytest_collection_modifyitems(config, [])
