@@ -310,7 +310,6 @@ CALLS: dict[str, Any] = {
 
 OUTCOMES = {"unsat": "proved", "sat": "refuted"}
 TIMEOUT_MS = 20_000
-SMALL = (4, 12, 64)  # a counterexample with small numbers is easier to read
 
 
 @dataclass(frozen=True)
@@ -350,28 +349,8 @@ def decide(claim: Claim) -> Verdict:
     solver.add(z3.Not(claim.formula))
     answer = solver.check()
     outcome = OUTCOMES.get(str(answer), "unknown")
-    shown = _readable_model(solver) if answer == z3.sat else ""
+    shown = _shown(solver.model()) if answer == z3.sat else ""
     return Verdict(claim, outcome, time.perf_counter() - started, shown)
-
-
-def _readable_model(solver: z3.Solver) -> str:
-    """Return the first counterexample in a small box of integers, or else the counterexample that z3 found."""
-    model = solver.model()
-    for limit in SMALL:
-        solver.push()
-        solver.add(*(z3.And(-limit <= x, x <= limit) for x in _integers(model)))
-        result = solver.check() == z3.sat
-        small = solver.model() if result else model
-        solver.pop()
-        if result:
-            return _shown(small)
-    return _shown(model)
-
-
-def _integers(model: z3.ModelRef) -> Iterator[Term]:
-    for declared in model.decls():
-        if declared.arity() == 0 and declared.range() == z3.IntSort():
-            yield declared()
 
 
 def _shown(model: z3.ModelRef) -> str:

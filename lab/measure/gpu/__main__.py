@@ -117,7 +117,7 @@ def _parts(report: "Report", chosen: argparse.Namespace) -> dict[str, Callable[[
 
     return {
         "ceilings": partial(speed.ceilings, report, scale),
-        "conformance": partial(generation.conformance, report, scale, LIMITS["conformance"]),
+        "conformance": partial(generation.conformance, report, scale),
         "sessions": lambda: _of("sessions").sessions(report, scale),
         "generation": lambda: generation.generation(report, scale, subject()),
         "speed": speeds,

@@ -12,7 +12,6 @@ from importlib.metadata import version
 
 from conformance.paths import DOCS
 from lab import pages
-from lab.measure.peers.differences import READINGS
 from lab.measure.peers.inputs import SMALL, Inputs, drawn
 from lab.measure.peers.presses import PRESSES, kept_by_press
 from lab.measure.peers.table import OURS, needed
@@ -63,9 +62,6 @@ def tables(reports: Sequence[Report], number: int) -> dict[str, str]:
         "presses": pages.table(
             ["Press", "Inputs with equal kept sets", "Inputs for each reading", "Inputs without an explanation"],
             map(row, reports),
-        ),
-        "readings": pages.table(
-            ["Reading", "kvpress", "kvspec"], [[name, *both] for name, both in READINGS.items()],
         ),
     }
 

@@ -50,47 +50,7 @@ SAFE_FIRST = "quota and window count in the first stage"
 BEHIND_PREFIX = "chunks start after the chat prefix"
 OF_ALL = "rounded once"
 BY_LAYER = "heads of a layer compete"
-
-READINGS: dict[str, tuple[str, str]] = {
-    FLOORED: ("The budget B is the floor of n (1 - r), at least 1.", "The budget B is the ceiling of n (1 - r)."),
-    TRUNCATED: ("The budget B is int(n * (1 - r)) in floating point, which can be one less than the floor.",
-                "The budget B is computed without rounding errors."),
-    AVERAGE: ("An average pool smooths the scores.", "A maximum pool smooths the scores."),
-    TIES: ("If several tokens have the same score, PyTorch does not state which of them torch.topk selects. If B is"
-           " smaller than the number of protected tokens, torch.topk also evicts some protected tokens.",
-           "The token at the lower position is kept, and B is raised to the number of protected tokens."),
-    PINNED: ("The last token is always kept.", "The last token can be evicted, like every token."),
-    LINE: ("The formula of the pyramid divides the whole budget among the layers, and each share is rounded"
-           " separately.",
-           "The formula of the pyramid divides the budget beyond the window among the layers, and the rounded shares"
-           " have the exact sum."),
-    FLAT: ("If the share of the last layer is smaller than the window, every layer keeps round(n (1 - r)) tokens.",
-           "The budgets follow the formula of the pyramid for every prompt."),
-    INNER: ("A token is scored with the pooled score of SnapKV's press, also inside the window.",
-            "A token before the window is scored with the sum of the attention, without pooling."),
-    IN_CHUNKS: ("Chunks are ranked by the mean score, and max(1, int(chunks (1 - r))) whole chunks are kept.",
-                "Chunks are ranked by the sum of scores, and B tokens are kept."),
-    QUOTA: ("Each head keeps a fifth of the head's budget. The best tokens of the layer use the remaining budget.",
-            "A fifth of the layer's budget is divided evenly among the heads."),
-    PER_QUERY: ("The attention sum of a key is divided by the number of queries that attend to the key.",
-                "The attention sum of a key is not divided."),
-    IN_FIRST: ("Window tokens have the largest scores, so window tokens fill the first stage, which selects"
-               " max(1, int(n (1 - r) / 2)) tokens. Window tokens that do not fit compete in the second stage.",
-               "The window is kept in addition to the tokens of both stages."),
-    SAFE_FIRST: ("Each head first keeps the head's best max(1, int(B / 5)) tokens. The first stage selects half of the"
-                 " head's tokens, including these best tokens and the window.",
-                 "A fifth of the budget is shared evenly, and the window is kept in addition to both stages."),
-    BEHIND_PREFIX: ("Chunks begin after the tokens of the chat template. Sinks in the template are kept, and the other"
-                    " tokens of the template have the score 0. The model also repeats sinks after the template.",
-                    "Chunks begin after the sinks."),
-    OF_ALL: ("Of the N competing tokens of all heads, int(N r) are evicted.",
-             "On average, each head keeps the ceiling of n (1 - r) tokens."),
-    BY_LAYER: ("The heads of a layer compete for the budget of the layer.",
-               "Each head keeps the same number of tokens."),
-    EACH_PIECE: ("Each piece keeps max(1, int(tokens (1 - r))) of its tokens.",
-                 "The pieces divide the budget B in proportion to their tokens, and the parts have the exact sum."),
-    NO_RECENT: ("Recent tokens are not protected.", "The newest tokens use half of the budget B."),
-}
+"""Readings. docs/peers.md describes each of them."""
 
 
 def budget(inputs: Inputs, readings: Set[str]) -> int:

@@ -8,7 +8,6 @@ import json
 import re
 import tomllib
 from dataclasses import replace
-from fractions import Fraction
 
 import numpy as np
 
@@ -89,11 +88,11 @@ def test_every_reading_gives_kept_sets_on_every_input(press: str) -> None:
                 assert set(kept) <= set(range(inputs.n))
 
 
-def test_inputs_at_another_ratio_are_the_same_tensors() -> None:
-    inputs = drawn(3, 40)
-    view, other = inputs.view, inputs.at("0.25")
-    assert (other.ratio, other.kept, other.view) == ("0.25", Fraction(3, 4), view)
-    assert inputs.ratio != "0.25"
+def test_the_page_describes_each_reading() -> None:
+    _, table = (DOCS / "peers.md").read_text(encoding="utf-8").split("| Reading | kvpress | kvspec |\n")
+    described = re.findall(r"^\| ([^|]+) \| [^|]+ \| [^|]+ \|$", table, re.MULTILINE)
+    assert described[0] == "---"
+    assert sorted(described[1:]) == sorted({reading for _, readings in OURS.values() for reading in readings})
 
 
 @pytest.mark.law("as-it-is-described")
