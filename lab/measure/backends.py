@@ -24,36 +24,20 @@ from typing import Any
 
 import torch
 from threadpoolctl import threadpool_limits
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import models_integration.policies
 from lab.measure.gpu.counts import constants
+from lab.measure.peers.speed import LAYERS, llama, prompt
 from models_integration import RetentionPolicy, policy_from_name
 from models_integration.policies.fastest import MEASURED
 from models_integration.session.segment import Segment
 from models_integration.session.stages import scores_owner
 from reference.policies.names import BACKEND, POLICIES, constants_of
 
-TOKENS, BUDGET, ROUNDS, LAYERS, WARM = 2_048, 0.3, 3, 12, 1_280
+TOKENS, BUDGET, ROUNDS, WARM = 2_048, 0.3, 3, 1_280
 BACKENDS = ("numba", "torch")
 FILE = Path(models_integration.policies.__path__[0], MEASURED)
-
-
-def llama(layers: int = LAYERS, positions: int = 8_192) -> LlamaForCausalLM:
-    """Return a random Llama: 768 wide, 12 heads on 4 KV heads. With 12 layers it has 77 M parameters."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=1_024, hidden_size=768, intermediate_size=2_048, num_hidden_layers=layers, num_attention_heads=12,
-        num_key_value_heads=4, max_position_embeddings=positions,
-    ))
-    model.train(False)
-    return model
-
-
-def prompt(tokens: int) -> Tensor:
-    """Return a prompt (1, tokens)."""
-    return torch.randint(3, 1_000, (1, tokens), generator=torch.Generator().manual_seed(1))
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-TOKENS, ROUNDS, KEPT = (2_048, 4_096), 7, 0.3
+TOKENS, ROUNDS, KEPT, LAYERS = (2_048, 4_096), 7, 0.3, 12
 PRESSES: dict[str, Callable[[Any, float], Any]] = {
     "streamingllm": lambda kvpress, r: kvpress.StreamingLLMPress(r),
     "snapkv": lambda kvpress, r: _snapkv(kvpress, r),
@@ -46,14 +46,26 @@ def _snapkv(kvpress: Any, r: float) -> Any:
     return kvpress.SnapKVPress(r, window_size=32, kernel_size=7)
 
 
+def llama(layers: int = LAYERS) -> LlamaForCausalLM:
+    """Return a random Llama: 768 wide, 12 heads on 4 KV heads. With 12 layers it has 77 M parameters."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=1_024, hidden_size=768, intermediate_size=2_048, num_hidden_layers=layers, num_attention_heads=12,
+        num_key_value_heads=4, max_position_embeddings=2 * max(TOKENS),
+    ))
+    model.train(False)
+    return model
+
+
+def prompt(tokens: int) -> torch.Tensor:
+    """Return a prompt (1, tokens)."""
+    return torch.randint(3, 1_000, (1, tokens), generator=torch.Generator().manual_seed(1))
+
+
 def serve(side: str) -> None:
     """Answer each line "policy tokens" with two processor times: of the bare prefill, and under the policy."""
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=1_024, hidden_size=768, intermediate_size=2_048, num_hidden_layers=12, num_attention_heads=12,
-        num_key_value_heads=4, max_position_embeddings=2 * max(TOKENS),
-    )).train(False)
+    model = llama()
     library = import_module(side)
     for line in sys.stdin:
         policy, tokens = line.split()
@@ -70,7 +82,7 @@ def _applied(library: Any, policy: str, model: LlamaForCausalLM) -> Callable[[],
 
 @torch.no_grad()
 def _seconds(model: LlamaForCausalLM, tokens: int, make: Callable[[], Any]) -> float:
-    ids = torch.randint(3, 1_000, (1, tokens), generator=torch.Generator().manual_seed(1))
+    ids = prompt(tokens)
     began = time.process_time()
     with make() as run:
         given = {} if hasattr(run, "cache") else {"past_key_values": DynamicCache()}
