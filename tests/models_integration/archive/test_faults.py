@@ -70,9 +70,11 @@ def chosen(template: Case, number: int, config: pytest.Config) -> Iterator[tuple
         shutil.rmtree(case.folder)
 
 
-@for_both
-@pytest.mark.parametrize("number", ERRORS.values(), ids=ERRORS)
-@for_each
+@pytest.mark.parametrize(("operation", "number", "encrypted"), [
+    pytest.param(operation, number, encrypted, marks=[pytest.mark.nightly] * ((at + to + encrypted) % 2))
+    for at, operation in enumerate(OPERATIONS) for to, number in enumerate(ERRORS.values())
+    for encrypted in (False, True)
+])
 @pytest.mark.usefixtures("without_collector")
 def test_no_failing_call_makes_the_archive_unusable(
     quick_path: Path, pytestconfig: pytest.Config, operation: str, number: int, encrypted: bool,

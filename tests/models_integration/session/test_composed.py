@@ -125,13 +125,12 @@ def test_sessions_under_random_texts_equal_the_masked_model(number: int, monkeyp
 
 
 @pytest.mark.spec("PO-COMPOSE")
-@pytest.mark.parametrize(("name", "text"), [
+@pytest.mark.parametrize(("name", "text", "backend"), [(*pair, ("numpy", "torch")[at % 2]) for at, pair in enumerate([
     ("snapkv(W=4)", "score=snapkv:W=4"), ("pyramidkv(W=4)", "snapkv:W=4/layers=pyramid"),
     ("critical-adakv(W=4)", "adakv:W=4/critical=0.5"), ("h2o", "score=h2o/select=half/every=1"),
     ("h2o-described(W=4)", "score=h2o-described/recent=4"), ("nestedkv", "score=nestedkv/heads=quota"),
     ("tova", "score=tova/every=1"), ("diverse-snapkv(W=4)", "snapkv:W=4/diverse=0.5"), ("vatp", "h2o/values=4/floor=8"),
-])
-@pytest.mark.parametrize("backend", ["numpy", "torch"])
+])])
 def test_a_text_keeps_the_tokens_of_the_name_over_steps_and_turns(name: str, text: str, backend: str) -> None:
     model, actual = build("llama"), []
     for row in (name, text):

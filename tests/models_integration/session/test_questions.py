@@ -42,8 +42,9 @@ def answered(model: Any, ids: Tensor, cache: RetainedCache, **options: Any) -> t
 
 
 @pytest.mark.law("parts-equal-the-whole")
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize(("family", "policy"), [
+    *(("llama", policy) for policy in POLICIES), ("qwen3", "adakv"), ("qwen3", "crystalcache"),
+])
 def test_a_batch_of_questions_equals_single_questions(policy: str, family: str) -> None:
     model: Any = build(family)
     ids, mask = batch()

@@ -363,10 +363,7 @@ HEADS: dict[str, tuple[str, Craft]] = {
     "one row": ("lengths that are not those of 2 heads", _with("seen", lambda seen: seen[:1])),
     "no rows": ("it has no rows", _with("seen", lambda seen: seen[:0])),
     "more seen than columns": ("do not rise inside its 68", _with("seen", lambda seen: seen + 1)),
-    "seen below 0": ("do not rise", _with("seen", lambda seen: seen * 0 - 1)),
     "holes of three rows": ("positions of other rows", _with("holes", lambda holes: holes.expand(3, -1))),
-    "holes that fall": ("its holes do not rise", _with("holes", lambda holes: torch.tensor([[3, 1]]))),
-    "holes beyond all": ("its holes do not rise", _with("holes", lambda holes: torch.tensor([[4000]]))),
     "more holes than columns": ("more than its 67", _with("holes", lambda holes: torch.zeros(1, 1).long())),
     "a chunk": (
         "its layers differ, and states know of one set",
