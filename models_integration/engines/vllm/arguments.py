@@ -1,32 +1,32 @@
 """Policy and budget of a request, the settings of a server, and the reason why a policy is not served."""
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from reference.calibration import load_calibration
 from reference.policies import names
 from reference.policies.budgets import even, everything
-from reference.policies.cadences import start
 from spec.budget import Budget, parse_budget
-from spec.errors import SpecError
-from spec.policy import Policy, RunningScorer
+from spec.errors import BackendUnavailable, SpecError
+from spec.parameters.crystalcache import preset
+from spec.policy import Policy
 from spec.retention import Granularity
-from spec.validate import check_choices
+from spec.validate import check_choices, check_sentence_ends
 
-__all__ = ["KEY", "VARIABLE", "RequestPolicy", "Settings", "parse_request"]
+__all__ = ["KEY", "RequestPolicy", "Settings", "make", "parse_request"]
 
 KEY = "kvspec"
 """Key of kvspec's arguments in `SamplingParams.extra_args`, in `vllm_xargs` and in `additional_config`."""
-VARIABLE = "KVSPEC_VLLM_SETTINGS"
-"""Environment variable that gives the settings to the processes of vLLM's front end."""
-
 _SERVER_ONLY = {"backend": "is chosen by the server", "calibration": "is a file of the server: name it in the default"}
 _LONGEST = 65536  # characters of a request's arguments
+_LARGE = re.compile(r"(?<![.\d])\d{7}|\de\+")
+"""Number of a million or more in JSON text. A request with such a window once took the memory of the server."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,8 +80,6 @@ class RequestPolicy:
                 f"{self.name} keeps more tokens in some {part} than in others, and a block of vLLM has equally many"
                 f"{'' if equal is None else f'; type {equal}'}"
             )
-        if self.decodes and not isinstance(policy.scorer, RunningScorer):
-            return f"{self.name} has no decode step: {start.__name__} needs a scorer with `step`"
         return None
 
     def _with_equal_counts(self) -> str | None:
@@ -101,35 +99,42 @@ class Settings:
     Attributes:
         default: policy of the requests that name none, in the form of a request's arguments. None: such requests keep
             their full cache.
-        allow_budget: smallest and largest share that a request may ask for. None: any budget.
+        allow_budget: smallest and largest share that a request may ask for, such as "0.2:1". None: any budget.
         allow_policies: names of the policies that a request may ask for. None: all built-in policies.
         on_unserved: "refuse" answers 400 to a policy that vLLM's pages cannot hold. "full" serves the request with its
             full cache, and states the reason.
     """
 
     default: Mapping[str, Any] | None = None
-    allow_budget: tuple[str, str] | None = None
-    allow_policies: tuple[str, ...] | None = None
+    allow_budget: str | None = None
+    allow_policies: Sequence[str] | None = None
     on_unserved: Literal["refuse", "full"] = "refuse"
-    bounds: tuple[Fraction, Fraction] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         check_choices("on_unserved", (self.on_unserved,), ("refuse", "full"))
         if self.allow_policies is not None:
             allowed = tuple(names.check_name(name, "allow_policies") for name in self.allow_policies)
             object.__setattr__(self, "allow_policies", allowed)
-        if self.allow_budget is not None:
-            # As a bound, 1 is the whole prompt, and not one token.
-            low, high = (parse_budget("1.0" if one == "1" else one, "allow_budget") for one in self.allow_budget)
-            if low.fraction is None or high.fraction is None or low.fraction > high.fraction:
-                raise SpecError("allow_budget", self.allow_budget, "must be two shares, such as 0.2:1.0")
-            object.__setattr__(self, "bounds", (low.fraction, high.fraction))
+        if self.bounds is not None and self.bounds[0] > self.bounds[1]:
+            raise SpecError("allow_budget", self.allow_budget, "must be two ascending shares, such as 0.2:1.0")
         if self.default is not None:
             # A request is compared with the name of the default.
             written: Any = self.default.get("policy")
             named = {**self.default, "policy": names.check_name(written, "policy")}
             object.__setattr__(self, "default", named)
             _served_policy(named, self)
+
+    @cached_property
+    def bounds(self) -> tuple[Fraction, Fraction] | None:
+        """Return the smallest and the largest share that a request may ask for, or None."""
+        if self.allow_budget is None:
+            return None
+        low, _, high = str(self.allow_budget).partition(":")
+        # As a bound, 1 is the whole prompt, and not one token.
+        shares = [parse_budget("1.0" if one == "1" else one, "allow_budget").fraction for one in (low, high)]
+        if shares[0] is None or shares[1] is None:
+            raise SpecError("allow_budget", self.allow_budget, "must be two shares, such as 0.2:1.0")
+        return shares[0], shares[1]
 
     @classmethod
     def read(cls, given: Any) -> "Settings":
@@ -139,18 +144,14 @@ class Settings:
             SpecError: if a key or a value is invalid.
         """
         given = _mapping(given, f"additional_config[{KEY!r}]")
-        known = {one.name for one in fields(cls) if one.init}
+        known = {one.name for one in fields(cls)}
         if unknown := sorted(given.keys() - known):
             raise SpecError(f"additional_config[{KEY!r}]", unknown[0], f"must be one of {', '.join(sorted(known))}")
-        given = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
-        if isinstance(given.get("allow_budget"), str):
-            low, _, high = given["allow_budget"].partition(":")
-            given["allow_budget"] = low, high
         return cls(**given)
 
     def text(self) -> str:
         """Return the settings as JSON text that `read` accepts."""
-        return json.dumps({one.name: getattr(self, one.name) for one in fields(self) if one.init})
+        return json.dumps({one.name: getattr(self, one.name) for one in fields(self)})
 
 
 def parse_request(given: Any, settings: Settings) -> RequestPolicy | None:
@@ -169,6 +170,8 @@ def parse_request(given: Any, settings: Settings) -> RequestPolicy | None:
     for key, reason in _SERVER_ONLY.items():
         if key in asked:
             raise SpecError(key, asked[key], reason)
+    if _LARGE.search(json.dumps({**asked, "budget": None}, default=str)):
+        raise SpecError(KEY, asked, "must have no number of a million or more, except the budget")
     name = asked.get("policy", default.get("policy"))
     home = names.home_of(name) if isinstance(name, str) else name
     if home not in names.NAMES:  # a name with a colon would import a module of the client's choice
@@ -205,11 +208,10 @@ def _mapping(given: Any, argument: str) -> dict[str, Any]:
             raise SpecError(argument, f"{given[:40]}...", f"must have at most {_LONGEST} characters")
         try:
             given = json.loads(given)
-        except json.JSONDecodeError as error:
-            raise SpecError(argument, given, f"must be JSON: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise SpecError(argument, given[:40], f"must be JSON: {error}") from error
     if not isinstance(given, Mapping):
-        reason = "must be an object with the keys policy and budget"
-        raise SpecError(argument, given, reason)
+        raise SpecError(argument, given, "must be an object with the keys policy and budget")
     return dict(given)
 
 
@@ -228,7 +230,7 @@ def _parse_policy(text: str) -> RequestPolicy:
         if constant not in (known := names.constants_of(name)):
             raise SpecError(constant, asked[constant], f"{name} has the constants {', '.join(sorted(known)) or 'none'}")
     if "sentence_ends" in asked:
-        asked["sentence_ends"] = frozenset(asked["sentence_ends"])
+        asked["sentence_ends"] = check_sentence_ends(asked["sentence_ends"])
     if "calibration" in names.constants_of(name):
         asked["calibration"] = _calibration(asked.get("calibration"))
     return RequestPolicy(name, asked, budget, typed, make(name, asked, _placeholders(name, asked)))
@@ -240,10 +242,13 @@ def make(name: str, constants: Mapping[str, Any], learned: Mapping[str, Any]) ->
     Raises:
         SpecError: if a constant is missing or invalid.
     """
+    constants = {key: preset(value) if key == "parameters" else value for key, value in constants.items()}
     try:
         return names.make_policy(name, {**learned, **constants})
-    except TypeError as error:  # an argument that is missing, or of another type than the policy computes with
-        raise SpecError("constants", {**constants}, f"{name}: {error}") from error
+    except (SpecError, BackendUnavailable):
+        raise
+    except Exception as error:  # an argument is missing, or the policy does not compute with a value of its type
+        raise SpecError("constants", constants, f"{name}: {error}") from error
 
 
 def _placeholders(name: str, constants: Mapping[str, Any]) -> dict[str, Any]:
@@ -252,6 +257,8 @@ def _placeholders(name: str, constants: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {"W_o": {}, "inv_freq": (), "factor": 1.0}
     if "served" in wanted:
         values["served"] = constants["calibration"].identity
+    if "template" in names.constants_of(name):  # of a policy that is not served, which needs no tokenizer to say so
+        values["template"], wanted = ((0,),) * 3, wanted | {"template"}
     return {key: values[key] for key in wanted}
 
 

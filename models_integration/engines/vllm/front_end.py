@@ -2,17 +2,14 @@
 
 import inspect
 import json
-import os
 from collections.abc import AsyncIterator, Iterable, Mapping
-from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 from prometheus_client import Counter
 
-from models_integration.engines.vllm.arguments import KEY, VARIABLE, Settings, parse_request
+from models_integration.engines.vllm.arguments import KEY, Settings, parse_request
 from models_integration.engines.vllm.seams import AdapterLogitsProcessor, replace_front_end
 from models_integration.engines.vllm.statement import Statement
-from spec.errors import BackendUnavailable
 from spec.witness import FORMAT
 
 __all__ = ["PolicyParameters", "install"]
@@ -22,11 +19,15 @@ KEPT = Counter("kvspec_kept_tokens", "Prompt and answer tokens of finished reque
 FREED = Counter("kvspec_freed_blocks", "Blocks that requests no longer held after evictions.")
 FULL = Counter("kvspec_full_cache_requests", "Finished requests that kept their full cache.", ["reason"])
 
-_read = lru_cache(maxsize=1)(Settings.read)
-
 
 class PolicyParameters(AdapterLogitsProcessor):
-    """Logits processor that changes no logits. vLLM calls `validate_params` before a request reaches the engine."""
+    """Logits processor that changes no logits. vLLM calls `validate_params` before a request reaches the engine.
+
+    Attributes:
+        settings: settings of the engine of this process that started last.
+    """
+
+    settings: ClassVar[Settings] = Settings()
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
@@ -36,8 +37,8 @@ class PolicyParameters(AdapterLogitsProcessor):
             ValueError: if the policy, the budget or a constant is invalid, or not allowed by the server.
         """
         try:
-            parse_request((sampling_params.extra_args or {}).get(KEY), _read(os.environ.get(VARIABLE, "{}")))
-        except (ValueError, BackendUnavailable) as error:
+            parse_request((sampling_params.extra_args or {}).get(KEY), cls.settings)
+        except Exception as error:  # vLLM answers HTTP 500 to other errors than a ValueError
             raise ValueError(f"kvspec: {error}") from error
 
     def is_argmax_invariant(self) -> bool:
@@ -48,12 +49,13 @@ class PolicyParameters(AdapterLogitsProcessor):
         """Return None: no request has a function for its logits."""
 
 
-def install() -> None:
-    """Replace methods of vLLM's front end, so that answers have statements. Later calls do nothing.
+def install(settings: Settings) -> None:
+    """Let vLLM's front end check requests, and add statements to answers.
 
     Raises:
         SpecError: if the installed vLLM has other methods.
     """
+    PolicyParameters.settings = settings
     replace_front_end({
         "make_request_output": _make_request_output, "_new_completion_output": _new_completion_output,
         "request_output_to_completion_response": _completion_response,

@@ -1,6 +1,6 @@
 """Policies with constants of vLLM's model: output projections, rotary frequencies, and what was calibrated."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -8,7 +8,6 @@ from models_integration.engines.vllm.arguments import RequestPolicy, make
 from models_integration.engines.vllm.seams import output_projection, rotary_frequencies
 from reference.calibration import Identity
 from reference.policies import names
-from spec.backend import resolve
 from spec.errors import SpecError
 from spec.policy import Policy
 
@@ -31,18 +30,20 @@ class ModelPolicies:
     """
 
     def __init__(self, model: Any, layers: Sequence[Any]) -> None:
-        self._model, self._layers, self._backend = model, layers, resolve("torch").name
+        self._model, self._layers = model, layers
         self.policy = lru_cache(maxsize=64)(self._make)
 
     def _make(self, asked: RequestPolicy) -> Policy:
-        read: Mapping[str, Callable[[], Any]] = {
-            "W_o": lambda: self._projections,
-            "inv_freq": lambda: rotary_frequencies(self._model, self._layers[0]),
-            "factor": lambda: _FACTOR,
-            "served": lambda: self._served(asked),
-        }
-        constants = {**asked.constants, **({"backend": self._backend} if asked.name != "streamingllm" else {})}
-        return make(asked.name, constants, {name: read[name]() for name in names.constants_of_model(asked.name)})
+        wanted, learned = names.constants_of_model(asked.name), dict[str, Any]()
+        if "W_o" in wanted:
+            learned["W_o"] = self._projections
+        if "inv_freq" in wanted:
+            learned |= {"inv_freq": rotary_frequencies(self._model, self._layers[0]), "factor": _FACTOR}
+        if "served" in wanted:
+            learned["served"] = self._served(asked)
+        if names.BACKEND in names.constants_of(asked.name):
+            learned[names.BACKEND] = "torch"
+        return make(asked.name, asked.constants, learned)
 
     @cached_property
     def _projections(self) -> Mapping[int, Any]:

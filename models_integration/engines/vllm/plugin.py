@@ -3,10 +3,9 @@
     vllm serve MODEL --additional-config '{"kvspec": {"default": {"policy": "snapkv", "budget": 0.3}}}'
 """
 
-import os
 from typing import Any
 
-from models_integration.engines.vllm.arguments import KEY, VARIABLE, Settings
+from models_integration.engines.vllm.arguments import KEY, Settings
 from spec.errors import SpecError
 
 __all__ = ["register"]
@@ -54,8 +53,7 @@ def _chosen(engine: Any, original: Any, settings: Settings, args: Any, kwargs: A
     for name, unset in (("scheduler_cls", (None,)), ("worker_cls", ("auto", WORKER))):
         if getattr(engine, name) not in unset:
             raise SpecError(name, getattr(engine, name), f"must not be set together with additional_config[{KEY!r}]")
-    install()
-    os.environ[VARIABLE] = settings.text()
+    install(settings)
     engine.worker_cls = WORKER
     engine.logits_processors = [*(engine.logits_processors or []), PARAMETERS]
     config = original(engine, *args, **kwargs)

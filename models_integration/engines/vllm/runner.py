@@ -1,5 +1,6 @@
 """Model runner of vLLM that captures queries, decides which tokens to keep, and moves them into private blocks."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from models_integration.engines.vllm.seams import (
     undrawn_chunks,
     watch_queries,
 )
-from models_integration.engines.vllm.selection import Decider
+from models_integration.engines.vllm.selection import Decider, complement
 from spec.retention import Granularity
 
 __all__ = ["EvictingWorker"]
@@ -96,9 +97,8 @@ class _Model:
     def _check(self, decider: Decider, name: str, done: int, end: int) -> None:
         """Check that no token after a decision is processed before the compaction, and that a step ends there."""
         assert not done < decider.n < end, f"a step passes the end of the prompt of {name}"
-        kept = decider.kept(done)
-        if kept is not None:
-            assert self.shifts.get(name) == done - kept.shape[1], f"{name} goes on after {done} tokens without eviction"
+        if (kept := decider.kept.get(done)) is not None:
+            assert self.shifts.get(name) == done - kept.size, f"{name} goes on after {done} tokens without eviction"
 
     def decide(self) -> None:
         """Make the decisions of this step, after the forward pass."""
@@ -119,24 +119,23 @@ class _Model:
     def _decided(self, name: str, decider: Decider, end: int) -> Report | None:
         state = self.runner.requests[name]
         slots = end - self.shifts.get(name, 0)
-        at, blocks = self._index(range(slots)), self._index(state.block_ids[0])
-        ids = np.array(state.prompt_token_ids, dtype=np.int64)
-        entry = decider.decide(end, slots, lambda layer: self.pages[layer].read(blocks, at), ids)
-        kept = decider.kept(end)
-        if kept is None:
-            return Report(end, slots) if end == decider.n else None
-        return Report(end, kept.shape[1], entry)
+        blocks = self._blocks(state.block_ids[0])
+        at = torch.arange(slots, device=blocks.device)
+        entry = decider.decide(end, slots, lambda layer: self.pages[layer].read(blocks, at))
+        if (kept := decider.kept.get(end)) is not None:
+            return Report(end, kept.size, entry)
+        return Report(end, slots) if end == decider.n else None
 
-    def _index(self, values: Any) -> Tensor:
-        return torch.tensor(values, device=self.pages[0].keys.device)
+    def _blocks(self, ids: Sequence[int]) -> Tensor:
+        return torch.tensor(ids, device=self.pages[0].keys.device)
 
     def _compact(self, job: Compaction) -> None:
         decider = self.deciders[job.request_id]
-        kept = decider.kept(job.event)
-        assert kept is not None, job
-        assert kept.shape[1] == job.kept, job
-        source, target = self._index(job.source), self._index(job.target)
-        new, sets = self._index(range(job.kept)), torch.from_numpy(kept).to(source)
+        count, evicted = decider.kept[job.event]
+        assert count == job.kept, job
+        kept = complement(evicted, count + evicted.shape[1])
+        source, target = self._blocks(job.source), self._blocks(job.target)
+        new, sets = torch.arange(job.kept, device=source.device), torch.from_numpy(kept).to(source)
         for layer, pages in enumerate(self.pages):
             # Advanced indexing copies, so that a target block can also be a source block.
             keys, values = pages.read(source, self._slots(decider, sets, layer))
@@ -154,12 +153,12 @@ class _Model:
 
     def _add(self, new: Any) -> None:
         """Make the decider of a new request. If this fails, the request keeps its full cache."""
-        given, n = (new.sampling_params.extra_args or {}).get(KEY), len(new.prompt_token_ids)
+        given, ids = (new.sampling_params.extra_args or {}).get(KEY), np.array(new.prompt_token_ids, dtype=np.int64)
         try:
             asked = parse_request(given, self.settings)
             assert asked is not None
             policy = self._policies.policy(asked)
-            self.deciders[new.req_id] = Decider(asked, policy, n, self.facts, self.pages[0].heads)
+            self.deciders[new.req_id] = Decider(asked, policy, ids, self.facts, self.pages[0].heads)
         except Exception as error:  # the request goes on, and its statement names the error
             self.reports[new.req_id] = Report(0, -1, error=f"{type(error).__name__}: {error}")
 

@@ -170,12 +170,17 @@ def refusals(config: Any) -> Iterator[tuple[str, Any, str]]:
     parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
     moved = "moves pages by position, and evicted tokens have no page"
     yield "speculative_config", config.speculative_config, "drafted tokens are taken back, and decisions are not"
+    # vLLM 0.32 makes a connector of this option, so the option comes first.
+    yield "kv_offloading_size", getattr(cache, "kv_offloading_size", None), f"offloading {moved}"
     yield "kv_transfer_config", config.kv_transfer_config, f"a connector {moved}"
     yield "ec_transfer_config", getattr(config, "ec_transfer_config", None), f"a connector {moved}"
-    yield "kv_offloading_size", getattr(cache, "kv_offloading_size", None), f"offloading {moved}"
     for name in ("pipeline", "tensor", "decode_context", "prefill_context"):
         size = getattr(parallel, f"{name}_parallel_size", 1)
         yield f"{name}_parallel_size", size > 1 and size, "a rank has only a part of the layers, heads or tokens"
+    yield "data_parallel_size", (size := parallel.data_parallel_size) > 1 and size, "was not tested"
+    yield "api_server_count", (size := getattr(parallel, "_api_process_count", 1)) > 1 and size, (
+        "statements, metrics and the end after SIGTERM were tested with one server: type --api-server-count 1"
+    )
     yield "kv_cache_dtype", "fp8" in (dtype := str(cache.cache_dtype)) and dtype, "policies read unquantised keys"
     yield "runner", model.runner_type != "generate" and model.runner_type, "only models that generate text are served"
     for name in ("is_encoder_decoder", "is_attention_free", "is_hybrid", "use_mla"):
@@ -231,11 +236,9 @@ def layer_facts(layer: Any) -> LayerFacts:
     """Return the constants of a layer's attention.
 
     Raises:
-        SpecError: if the layer has a window or ALiBi.
+        SpecError: if the layer has a window. A model can have a window in some layers, and none in its configuration.
     """
     implementation = layer.impl
-    if getattr(implementation, "alibi_slopes", None) is not None:
-        raise SpecError("alibi_slopes", "slopes", "is not served with eviction: ALiBi computes distances from slots")
     window = getattr(implementation, "sliding_window", None)
     if window not in (None, -1, (-1, -1)):
         raise SpecError("sliding_window", window, "is not served with eviction: a window counts slots")

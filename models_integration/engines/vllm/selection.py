@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -10,15 +10,15 @@ from torch import Tensor
 
 from models_integration.cache.dense_layer import on_host
 from models_integration.engines.vllm.arguments import RequestPolicy
-from models_integration.engines.vllm.statement import eviction
 from reference.crystalcache.observed_layer import observed_layer
 from reference.policies import advance, retain, start
-from spec.arrays import Int64, IntMatrix, IntVector
+from spec.arrays import IntMatrix, IntVector
 from spec.errors import SpecError
 from spec.policy import LayerView, Needs, Observation, Policy, Running
 from spec.retention import Granularity, Retention
+from spec.witness import make_eviction
 
-__all__ = ["Decider", "LayerFacts"]
+__all__ = ["Decider", "Kept", "LayerFacts", "complement"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,24 @@ class LayerFacts:
     sinks: Tensor | None
 
 
+class Kept(NamedTuple):
+    """Number of slots that a decision keeps in each set, and the slots (g, e) that the decision evicts.
+
+    A decision is stored until its request ends. While decoding, a decision evicts few slots and keeps many.
+    """
+
+    size: int
+    evicted: IntMatrix
+
+
+def complement(slots: IntMatrix, stored: int) -> IntMatrix:
+    """Return the slots (g, stored - k) below `stored` that are not in `slots` (g, k), ascending."""
+    rest = np.ones((len(slots), stored), dtype=np.bool_)
+    np.put_along_axis(rest, slots, False, axis=1)
+    others: IntMatrix = np.nonzero(rest)[1].reshape(len(slots), -1).astype(np.int32)
+    return others
+
+
 @dataclass
 class Decider:
     """Decisions about one request.
@@ -37,12 +55,12 @@ class Decider:
     Attributes:
         asked: policy of the request.
         policy: policy with the constants of the model.
-        n: number of tokens in the prompt.
+        ids: token ids of the prompt.
         layers: facts about each layer.
         heads: number of KV heads of a layer.
-        live: positions of the tokens that the cache stores, (g, live). Set by decisions that were made, also if a
-            preempted request has not yet carried them out again.
+        observed: number of tokens after which the last decision or decode step was seen.
         queries: queries since the last decision, by layer.
+        kept: decisions that evict, by the number of tokens processed.
         watched: layers whose tensors the policy reads.
 
     Raises:
@@ -51,16 +69,14 @@ class Decider:
 
     asked: RequestPolicy
     policy: Policy
-    n: int
+    ids: IntVector
     layers: Sequence[LayerFacts]
     heads: int
     observed: int = 0
-    """Number of tokens after which the last decision or decode step was seen."""
     queries: dict[int, list[Tensor]] = field(default_factory=dict)
-    _running: Running | None = None
-    _kept: dict[int, Int64[IntMatrix, "g kept"]] = field(default_factory=dict)
-    """Slots that each decision keeps, by the number of tokens processed."""
+    kept: dict[int, Kept] = field(default_factory=dict)
     watched: Sequence[int] = field(init=False)
+    _running: Running | None = None
 
     def __post_init__(self) -> None:
         every, needs = range(len(self.layers)), self.needs
@@ -68,13 +84,14 @@ class Decider:
         self.watched = every if needs.layers == "all" else one
 
     @property
+    def n(self) -> int:
+        """Return the number of tokens in the prompt."""
+        return len(self.ids)
+
+    @property
     def needs(self) -> Needs:
         """Return the tensors that the policy reads."""
         return self.policy.scorer.needs
-
-    def kept(self, event: int) -> IntMatrix | None:
-        """Return the kept slots of a decision, or None if the decision has not been made or keeps all tokens."""
-        return self._kept.get(event)
 
     def wants(self, position: int) -> bool:
         """Return True if the policy reads the query at this position in the next decision."""
@@ -84,14 +101,13 @@ class Decider:
             return self.policy.cadence.every is not None
         return self.needs.query_rows is None or position >= self.n - self.needs.query_rows
 
-    def decide(self, seen: int, slots: int, tensors: Callable[[int], tuple[Tensor, Tensor]], ids: IntVector) -> Any:
+    def decide(self, seen: int, slots: int, tensors: Callable[[int], tuple[Tensor, Tensor]]) -> Any:
         """Make the decision after `seen` tokens, unless it was made before.
 
         Args:
             seen: number of tokens that the model has processed.
             slots: number of tokens that the cache stores.
             tensors: function that returns the keys and values (H_kv, slots, d) of a layer.
-            ids: token ids of the prompt.
 
         Returns:
             Entry of the statement, or None if the policy evicts nothing after this token, or decided earlier.
@@ -104,15 +120,15 @@ class Decider:
         assert seen == self.n or seen == self.observed + 1, (seen, self.observed, self.n)
         views = {layer: self._view(layer, slots, *tensors(layer)) for layer in self.watched}
         self.queries.clear()
-        groups = {
-            Granularity.MODEL: 1, Granularity.LAYER: len(self.layers), Granularity.HEAD: len(self.layers) * self.heads,
-        }[self.policy.granularity]
-        one = Observation(seen, groups, ids if self.needs.token_ids else None, views)
+        granularity = self.policy.granularity
+        rows = 1 if granularity is Granularity.MODEL else len(self.layers)
+        groups = rows * self.heads if granularity is Granularity.HEAD else rows
+        one = Observation(seen, groups, self.ids if self.needs.token_ids else None, views)
         retention = self._first(one) if seen == self.n else self._later(one)
         self.observed = seen
-        if retention is None or self.kept(seen) is None:
+        if retention is None or seen not in self.kept:
             return None
-        return eviction(seen, retention.positions.reshape(groups, -1), self.policy.granularity, len(self.layers))
+        return make_eviction(seen, [list(sets) for sets in retention.positions.reshape(rows, groups // rows, -1)])
 
     def _first(self, one: Observation) -> Retention:
         if self.policy.cadence.every is None:
@@ -139,9 +155,9 @@ class Decider:
         return retention
 
     def _keep(self, seen: int, slots: IntMatrix, stored: int) -> None:
-        assert seen not in self._kept, f"a second decision after {seen} tokens"
+        assert seen not in self.kept, f"a second decision after {seen} tokens"
         if slots.shape[1] < stored:
-            self._kept[seen] = slots.astype(np.int32)
+            self.kept[seen] = Kept(slots.shape[1], complement(slots, stored))
 
     def _view(self, layer: int, slots: int, keys: Tensor, values: Tensor) -> LayerView:
         facts, seen = self.layers[layer], self.queries.get(layer)

@@ -4,27 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from spec.arrays import IntMatrix
-from spec.retention import Granularity
-from spec.witness import FORMAT, make_eviction
+from spec.witness import FORMAT
 
-__all__ = ["MOST_RANGES", "Statement", "eviction"]
+__all__ = ["MOST_RANGES", "Statement"]
 
 MOST_RANGES = 200_000
 """Largest number of ranges in a statement. The first eviction is always listed."""
-
-
-def eviction(seen: int, live: IntMatrix, granularity: Granularity, layers: int) -> dict[str, Any]:
-    """Return the entry of a statement about one eviction.
-
-    Args:
-        seen: number of tokens that the model has processed.
-        live: kept positions of each set, (g, k).
-        granularity: part of the model that has a separate set.
-        layers: number of layers.
-    """
-    rows = {Granularity.MODEL: 1, Granularity.LAYER: layers, Granularity.HEAD: layers}[granularity]
-    return make_eviction(seen, [list(part) for part in live.reshape(rows, -1, live.shape[1])])
 
 
 @dataclass

@@ -20,15 +20,16 @@ from models_integration.engines.vllm.arguments import Settings, parse_request
 from models_integration.engines.vllm.pages import LAYOUTS, Pages
 from models_integration.engines.vllm.plan import Plan
 from models_integration.engines.vllm.selection import Decider, LayerFacts
-from models_integration.engines.vllm.statement import MOST_RANGES, Statement, eviction
+from models_integration.engines.vllm.statement import MOST_RANGES, Statement
 from models_integration.pocket import ASSETS
+from reference.policies import names
 from spec.errors import SpecError
-from spec.retention import Granularity
+from spec.witness import make_eviction
 
 pytestmark = pytest.mark.law("as-it-is-described")
 
 OPEN = Settings(on_unserved="full")
-DEFAULT = Settings({"policy": "snapkv", "budget": 0.3, "W": 16}, ("0.2", "1"), ("snapkv", "knorm"))
+DEFAULT = Settings({"policy": "snapkv", "budget": 0.3, "W": 16}, "0.2:1", ("snapkv", "knorm"))
 
 
 def plan(n: int = 100, **asked: Any) -> Plan:
@@ -47,10 +48,24 @@ def plan(n: int = 100, **asked: Any) -> Plan:
     ("[]", "object"), ({"policy": "snapkv", "windows": 3}, "constants"),
     ({"policy": "snapkv", "positions": "renumbered"}, "vLLM keeps positions of the text: type 'kept'"),
     ({"policy": "snapkv", "positions": "x"}, "positions = 'x'"), ({"policy": 3, "budget": 0.3}, "built-in"),
+    ("[" * 9999, "JSON"), ("1" * 5000, "JSON"), ({"policy": "snapkv", "W": 10**8}, "a million"),
+    ({"policy": "snapkv", "W": 1e30}, "a million"), ({"policy": "streamingllm:N_sink=100000000"}, "a million"),
 ])
 def test_bad_arguments_are_one_sentence(given: Any, told: str) -> None:
+    """A window of 100 million tokens once took the memory of the server, and deep JSON was an HTTP 500."""
     with pytest.raises(SpecError, match=told):
         parse_request(given, DEFAULT)
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize(("constants", "told"), [
+    ({"sentence_ends": 5}, "token ids"), ({"sentence_ends": None}, "token ids"), ({"sentence_ends": [[1]]}, "ids"),
+    ({"parameters": {}}, "parameters"), ({"parameters": "x"}, "'paper' or 'essay'"), ({"alpha": []}, "alpha"),
+])
+def test_constants_of_the_wrong_type_are_one_sentence(constants: dict[str, Any], told: str) -> None:
+    """Each of these constants was once an HTTP 500."""
+    with pytest.raises(SpecError, match=told):
+        parse_request({"policy": "crystalcache", "budget": 0.3, "sentence_ends": [5], **constants}, Settings())
 
 
 def test_a_request_inherits_from_the_default() -> None:
@@ -68,19 +83,32 @@ def test_a_request_inherits_from_the_default() -> None:
     assert Settings.read(DEFAULT.text()) == DEFAULT
 
 
+UNEQUAL = {
+    "adakv", "cake", "critical-adakv", "defensivekv", "nestedkv", "nestedkv-without-continuum", "pyramidkv",
+    "pyramidkv-described", "simlayerkv",
+}
+TWICE = {"kvzip", "kvzip-plus", "kvzip-uniform"}
+
+
 @pytest.mark.law("refused-before-anything-changes")
-@pytest.mark.parametrize(("name", "reason"), [
-    ("nestedkv", "some heads"), ("adakv", "some heads"), ("cake", "some"), ("pyramidkv", "some"),
+@pytest.mark.parametrize("name", [
+    name for name in names.NAMES if name != "fullcache" and "calibration" not in names.constants_of(name)
 ])
-def test_unequal_counts_are_refused_or_served_in_full(name: str, reason: str) -> None:
-    with pytest.raises(SpecError, match=reason):
-        parse_request({"policy": name, "budget": 0.3}, Settings())
-    actual = parse_request({"policy": name, "budget": 0.3}, OPEN)
+def test_each_policy_is_served_or_refused_with_the_reason(name: str) -> None:
+    host = name.removeprefix(names.DIVERSE)
+    given = {"policy": name, "budget": 0.3, **({"sentence_ends": [5]} if name == "crystalcache" else {})}
+    actual = parse_request(given, OPEN)
     assert actual is not None
-    assert reason in str(actual.unserved)
-    equal = parse_request({"policy": str(actual.unserved).rpartition("; type ")[2], "budget": 0.3}, Settings())
-    assert equal is not None
-    assert equal.name.startswith(f"{name}/")
+    if host not in UNEQUAL | TWICE:
+        assert actual.unserved is None
+        return
+    reason = "reads each prompt twice" if host in TWICE else "keeps more tokens in some"
+    with pytest.raises(SpecError, match=f"{name} {reason}"):
+        parse_request(given, Settings())
+    if host in UNEQUAL:
+        equal = parse_request({"policy": str(actual.unserved).rpartition("; type ")[2], "budget": 0.3}, Settings())
+        assert equal is not None
+        assert equal.name.startswith(f"{name}/")
 
 
 def test_a_text_with_shares_is_refused_without_a_form() -> None:
@@ -146,22 +174,22 @@ def test_every_layout_reads_what_it_writes(blocks: int, heads: int, size: int, s
         Pages(torch.zeros(blocks, heads, size, 2 * d), "FLEX_ATTENTION")
 
 
-NEWS = {"policy": "knorm", "budget": "3", "evictions": [eviction(6, np.array([[0, 1, 5]]), Granularity.MODEL, 2)]}
+NEWS = {"policy": "knorm", "budget": "3", "evictions": [make_eviction(6, [[np.array([0, 1, 5])]])]}
 WITNESS = json.loads((SPEC / "witness.schema.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize(("granularity", "live", "layers"), [
-    (Granularity.MODEL, [[0, 1, 5]], [[0]]), (Granularity.LAYER, [[0, 1, 5], [2, 3, 4]], [[0], [1]]),
-    (Granularity.HEAD, [[0, 1, 5], [0, 3, 4], [0, 1, 5], [2, 3, 4]], [[0, 1], [0, 2]]),
+@pytest.mark.parametrize(("kept", "layers"), [
+    ([[[0, 1, 5]]], [[0]]), ([[[0, 1, 5]], [[2, 3, 4]]], [[0], [1]]),
+    ([[[0, 1, 5], [0, 3, 4]], [[0, 1, 5], [2, 3, 4]]], [[0, 1], [0, 2]]),
 ])
-def test_an_eviction_gives_back_the_sets(granularity: Granularity, live: list[list[int]], layers: list[Any]) -> None:
-    entry = eviction(6, np.array(live), granularity, 2)
+def test_an_eviction_gives_back_the_sets(kept: list[list[list[int]]], layers: list[Any]) -> None:
+    entry = make_eviction(6, [[np.array(own) for own in heads] for heads in kept])
     assert entry["layers"] == layers
     body = {**NEWS, "witness": 1, "positions": "kept", "evictions": [entry]}
     jsonschema.validate(body, WITNESS)
     statement = parse_statement(body, {"prompt_ids": [1] * 6, "answer_ids": [], "logprobs": []})
     each = statement.evictions[0].positions(2, 2)
-    assert [own for heads in each for own in heads] == [live[at * len(live) // 4] for at in range(4)]
+    assert each == [heads * (2 // len(heads)) for heads in kept * (2 // len(kept))]
 
 
 @pytest.mark.parametrize(("news", "reason"), [
@@ -184,9 +212,9 @@ def test_a_statement_grows_with_the_answer(news: list[dict[str, Any]], reason: s
 
 
 def test_a_long_statement_says_where_it_ends() -> None:
-    one, kept = Statement(), np.array([range(0, 4 * MOST_RANGES // 5, 2)])
+    one, kept = Statement(), [[np.arange(0, 4 * MOST_RANGES // 5, 2)]]
     for seen in (MOST_RANGES, MOST_RANGES + 1, MOST_RANGES + 2, MOST_RANGES + 3):
-        one.take({**NEWS, "evictions": [eviction(seen, kept, Granularity.MODEL, 2)]}, False)
+        one.take({**NEWS, "evictions": [make_eviction(seen, kept)]}, False)
     one.take({}, True)
     assert [each["seen"] for each in one.body["evictions"]] == [MOST_RANGES, MOST_RANGES + 1]
     assert one.body["until"] == MOST_RANGES + 2
@@ -197,19 +225,20 @@ def test_a_long_statement_says_where_it_ends() -> None:
 def test_a_decision_is_made_once() -> None:
     asked = parse_request({"policy": "tova", "budget": 16}, OPEN)
     assert asked is not None
-    one = Decider(asked, asked.policy, 20, [LayerFacts(0.5, None, None)] * 2, 2)
+    one = Decider(asked, asked.policy, np.arange(20), [LayerFacts(0.5, None, None)] * 2, 2)
     random = torch.Generator().manual_seed(0)
 
     def decide(seen: int, slots: int) -> Any:
         for layer in one.watched:
             one.queries[layer] = [torch.randn(1, 4, 8, generator=random)]
-        return one.decide(seen, slots, lambda _: (torch.randn(2, slots, 8, generator=random),) * 2, np.arange(20))
+        return one.decide(seen, slots, lambda _: (torch.randn(2, slots, 8, generator=random),) * 2)
 
     assert sum(b - a for a, b in decide(20, 20)["sets"][0]) == 16
-    kept = one.kept(20)
+    kept = one.kept[20]
     assert decide(20, 20) is None
-    assert one.kept(20) is kept
+    assert one.kept[20] is kept
     assert sum(b - a for a, b in decide(21, 17)["sets"][0]) == 16
+    assert one.kept[21].evicted.shape[1] == 1  # A list of 16 kept slots for each token filled the memory.
     with pytest.raises(AssertionError):
         decide(23, 17)
 
@@ -222,7 +251,7 @@ def test_a_layer_that_the_model_lacks_is_refused_before_the_prompt(observed: int
     asked = parse_request(given, OPEN)
     assert asked is not None
     with pytest.raises(SpecError, match=f"observed_layer = {observed}: must be from -3 to 2: the model has 3"):
-        Decider(asked, asked.policy, 20, [LayerFacts(0.5, None, None)] * 3, 2)
+        Decider(asked, asked.policy, np.arange(20), [LayerFacts(0.5, None, None)] * 3, 2)
 
 
 @pytest.mark.law("one-line-with-the-way-out")

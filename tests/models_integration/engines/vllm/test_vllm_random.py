@@ -107,14 +107,14 @@ def replaced(module: str, name: str, make: Callable[[Any], Any]) -> Plant:
     return plant
 
 
-def with_slots(change: Callable[[Any], Any]) -> Plant:
-    """Return a plant that moves the tokens of other slots."""
-    return replaced(
-        "runner", "_Model._slots", lambda own: staticmethod(lambda *args: change(own(*args)))
-    )
+def with_slots(change: Callable[[Any, int], Any]) -> Plant:
+    """Return a plant that moves the tokens of other slots, from (slots, layer)."""
+    return replaced("runner", "_Model._slots", lambda own: staticmethod(
+        lambda decider, sets, layer: change(own(decider, sets, layer), layer)
+    ))
 
 
-def first_is_next(slots: Any) -> Any:
+def first_is_next(slots: Any, layer: int) -> Any:
     slots = slots.clone()
     slots[..., 0] += 1
     return slots
@@ -179,7 +179,7 @@ ERRORS: dict[str, Plant] = {
     "positions are slots": replaced("runner", "shift_lengths", positions_are_shifted),
     "each request has the shift of the next": with_shifts(lambda shifts: np.roll(shifts, 1)),
     "a shift is one token short": with_shifts(lambda shifts: np.maximum(shifts - 1, 0)),
-    "heads are exchanged": with_slots(lambda slots: slots.flip(0) if slots.ndim == 2 else slots),
+    "heads are exchanged": with_slots(lambda slots, layer: slots.flip(0) if slots.ndim == 2 else slots),
     "the first kept token is the next": with_slots(first_is_next),
     "every layer keeps the tokens of the first": replaced(
         "runner", "_Model._slots", lambda own: staticmethod(lambda decider, sets, layer: own(decider, sets, 0))
@@ -207,7 +207,7 @@ ERRORS: dict[str, Plant] = {
     "queries are those of the token before": replaced("runner", "_Model.prepare", pieces_are_late),
     "a set has one token fewer": replaced("selection", "retain", one_token_fewer),
     "layers are stated in reverse": replaced(
-        "selection", "eviction", lambda own: lambda seen, live, *others: own(seen, live[::-1], *others)
+        "selection", "make_eviction", lambda own: lambda seen, kept: own(seen, kept[::-1])
     ),
 }
 AT_DAY = (

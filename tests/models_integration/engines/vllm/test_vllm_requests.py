@@ -2,6 +2,7 @@
 
 import copy
 import json
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from models_integration.pocket import load_pocket
+from conformance.paths import ROOT
+from models_integration.pocket import ASSETS, load_pocket
+from models_integration.policies.calibration import calibrate
+from models_integration.policies.methods import policy_from_name
+from models_integration.session.method import decide
+from models_integration.session.verbs import observe
+from reference.calibration import Calibration, save_calibration
 from spec.errors import SpecError
 from tests.models_integration.engines.vllm.engine import (
     BLOCK,
     NEEDS_VLLM,
+    SHAPE,
     TOLERANCE,
     Engine,
     asking,
@@ -22,6 +30,7 @@ from tests.models_integration.engines.vllm.engine import (
     check_sets,
     cut,
     masked_model,
+    parsed,
     stated,
 )
 from tests.models_integration.session.masked import MaskedModel
@@ -35,9 +44,31 @@ RANK, ALPHA = 4, 8
 
 
 @pytest.fixture(scope="module")
-def engine() -> Engine:
-    """Return an engine whose steps process one chunk of CHUNK tokens."""
-    return Engine({"on_unserved": "full"}, max_num_batched_tokens=CHUNK)
+def calibration() -> Calibration:
+    return calibrate(load_pocket()[0], torch.tensor([cut(300, 100)]))
+
+
+@pytest.fixture(scope="module")
+def engine(calibration: Calibration, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """Return an engine whose steps process one chunk of CHUNK tokens, with a policy that needs a calibration."""
+    path = tmp_path_factory.mktemp("calibration") / "calibration.npz"
+    save_calibration(calibration, path)
+    default = {"policy": "triattention", "budget": 0.3, "calibration": str(path)}
+    return Engine({"on_unserved": "full", "default": default}, max_num_batched_tokens=CHUNK)
+
+
+def test_a_calibrated_policy_of_the_server(engine: Engine, calibration: Calibration) -> None:
+    prompt, (model, _) = cut(300, 7), load_pocket()
+    (output,) = engine.answer([prompt], [asking(None)])
+    check_masked(prompt, output)
+    assert stated(output)["policy"] == "triattention"
+    (one,) = parsed(prompt, output.outputs[0].token_ids, stated(output)).evictions
+    method = policy_from_name("triattention", 0.3, calibration=calibration).on(model)
+    expected = decide(method, observe(model, torch.tensor([prompt]))).retentions[0]
+    actual = [{*heads[0]} for heads in one.positions(*SHAPE)]
+    for group, own in enumerate(actual[: expected.groups]):
+        assert len(own) == len(expected.group(group))
+        assert len(own & {*expected.group(group).tolist()}) > 0.9 * len(own)  # The rest can depend on rounding.
 
 
 @pytest.mark.parametrize(("name", "constants"), [
@@ -92,6 +123,56 @@ def test_a_layer_that_the_model_lacks_costs_only_the_eviction(engine: Engine) ->
 
 
 @pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize(("option", "given"), [
+    ("pipeline_parallel_size", {"pipeline_parallel_size": 2}), ("tensor_parallel_size", {"tensor_parallel_size": 2}),
+    ("data_parallel_size", {"data_parallel_size": 2}), ("kv_offloading_size", {"kv_offloading_size": 1.0}),
+    ("speculative_config", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}),
+    ("runner", {"runner": "pooling"}), ("sliding_window", {"hf_overrides": {"sliding_window": 64}}),
+    ("api_server_count", {"_api_process_count": 2, "_api_process_rank": -1}),
+])
+def test_options_without_eviction_are_refused_before_the_start(option: str, given: dict[str, Any]) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = EngineArgs(str(ASSETS), enforce_eager=True, additional_config={"kvspec": {}})
+    for name, value in given.items():
+        setattr(arguments, name, value)
+    with pytest.raises(SpecError, match=f"{option} = .*: is not served with eviction: "):
+        arguments.create_engine_config()
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize("name", ["is_encoder_decoder", "is_attention_free", "is_hybrid", "use_mla", "uses_alibi"])
+def test_models_without_eviction_are_refused(engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from models_integration.engines.vllm.seams import check_configuration
+
+    config = engine.runner.vllm_config
+    check_configuration(config)
+    monkeypatch.delitem(vars(config.model_config), name, raising=False)  # a stored property
+    monkeypatch.setattr(type(config.model_config), name, True)
+    with pytest.raises(SpecError, match=name):
+        check_configuration(config)
+
+
+@pytest.mark.law("as-it-is-described")
+def test_vllm_loads_the_installed_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM loads kvspec by its entry point, and `additional_config` alone then chooses eviction."""
+    from vllm import plugins
+    from vllm.engine.arg_utils import EngineArgs
+
+    group, points = "vllm.general_plugins", tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ((name, function),) = points["entry-points"][group].items()
+    (tmp_path / "installed-0.dist-info").mkdir()
+    (tmp_path / "installed-0.dist-info" / "entry_points.txt").write_text(f"[{group}]\n{name} = {function}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(plugins, "plugins_loaded", False)
+    monkeypatch.setattr(EngineArgs, "create_engine_config", lambda self: self.model)
+    plugins.load_general_plugins()
+    assert EngineArgs(str(ASSETS)).create_engine_config() == str(ASSETS)
+    with pytest.raises(SpecError, match="nosuch"):
+        EngineArgs(str(ASSETS), additional_config={"kvspec": {"nosuch": 1}}).create_engine_config()
+
+
+@pytest.mark.law("refused-before-anything-changes")
 def test_blocks_that_the_backend_divides_are_refused(engine: Engine) -> None:
     from models_integration.engines.vllm.seams import check_layout
 
@@ -120,7 +201,8 @@ def test_samples_of_a_request_equal_masking(engine: Engine) -> None:
         (output,) = engine.answer([prompt], [policy])
         check_masked(prompt, output, greedy=False)
         assert len({tuple(one.token_ids) for one in output.outputs}) > 1
-        assert [bool(one["evictions"]) for one in output.kv_transfer_params["kvspec"]] == [True] * 3
+        bodies = output.kv_transfer_params["kvspec"]
+        assert [(one["index"], bool(one["evictions"])) for one in bodies] == [(0, True), (1, True), (2, True)]
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "tova"])

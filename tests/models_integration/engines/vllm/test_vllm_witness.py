@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from models_integration.pocket import load_pocket
 from spec.budget import parse_budget
 from tests.conformance.server_verdicts import check_fault_is_named, check_right, verdicts
 from tests.models_integration.engines.vllm.engine import NEEDS_VLLM, Engine
-from tests.models_integration.engines.vllm.test_vllm_random import Plant, positions_are_shifted, replaced
+from tests.models_integration.engines.vllm.test_vllm_random import Plant, positions_are_shifted, replaced, with_slots
 
 pytestmark = [pytest.mark.law("the-proof-has-teeth"), *NEEDS_VLLM]
 
@@ -105,7 +105,7 @@ def nothing_moves(own: Any) -> Any:
         report = own(model, name, decider, end)
         if report is None or report.eviction is None:
             return report
-        decider._kept.clear()
+        decider.kept.clear()
         return replace(report, kept=end)
 
     return decided
@@ -118,13 +118,6 @@ def exchange_token(rows: Any) -> Any:
         kept = set(row.tolist())
         row[len(row) // 2] = min(set(range(max(kept))) - kept)
     return rows
-
-
-def with_slots(change: Callable[[Any, int], Any]) -> Plant:
-    """Return a plant that moves the tokens of other slots, from (slots, layer)."""
-    return replaced("runner", "_Model._slots", lambda own: staticmethod(
-        lambda decider, sets, layer: change(own(decider, sets, layer), layer)
-    ))
 
 
 def another_set_is_decided(own: Any) -> Any:
@@ -147,7 +140,7 @@ def a_layer_stays_whole(engine: Engine, patch: pytest.MonkeyPatch) -> None:
     compact, own = model._compact, layer.impl.forward
 
     def copy(job: Any) -> None:
-        whole["k"], whole["v"] = pages.read(model._index(job.source), model._index(range(job.event)))
+        whole["k"], whole["v"] = pages.read(model._blocks(job.source), torch.arange(job.event))
         compact(job)
 
     def forward(module: Any, q: Any, k: Any, v: Any, cache: Any, metadata: Any, output: Any, **kwargs: Any) -> Any:
