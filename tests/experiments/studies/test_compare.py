@@ -23,9 +23,13 @@ from typer.testing import CliRunner
 from experiments.studies.evidence.kept import CONTROL_BOUNDS, FULL, steps
 from experiments.studies.evidence.rules import PARTS, Rules, load_rules, rules_of
 from experiments.studies.evidence.run import Item, items, merged, methods
+from experiments.studies.evidence.samples import Samples
+from experiments.studies.evidence.tables import right_answers
+from experiments.studies.own_texts import user_question_rows
 from experiments.studies.report import (
     control_table,
     failed_controls,
+    fitting_tables,
     summary,
     summary_tables,
     verdict,
@@ -323,3 +327,37 @@ def test_a_grid_is_a_run_of_its_variants(tmp_path: Path) -> None:
     (row,) = load_rows(tmp_path / "study.jsonl")
     assert [cell["policy"] for cell in row["cells"]] == list(GRIDS["appendix-a"])
     assert (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("width", [200, 80, 40])
+def test_no_number_of_a_wide_table_is_cut(width: int) -> None:
+    headings = ["policy", *(f"column {at}" for at in range(20))]
+    lines = [[name, *(f"0.{at:02}{row}" for at in range(20))] for row, name in enumerate(("snapkv", "crystalcache"))]
+    pieces = fitting_tables("Table 13", headings, lines, width)
+    stream = StringIO()
+    for piece in pieces:
+        Console(width=width, file=stream).print(piece)
+    assert "…" not in stream.getvalue()
+    assert all(len(line) <= width for line in stream.getvalue().splitlines())
+    assert {cell for line in lines for cell in line} <= set(stream.getvalue().split())
+    assert (len(pieces) == 1) is (width == 200)
+
+
+def row(index: int, full: float, own: float) -> dict[str, object]:
+    cells = [
+        {"policy": policy, "budget": budget, "right": right, "kept": 10, "evidence_kept": 0}
+        for policy, budget, right in (("fullcache", "1.0", full), ("snapkv", "0.3", own))
+    ]
+    return {
+        "task": "mine", "length": 100, "placement": "after", "context": str(index), "metadata": {},
+        "evidence_tokens": 0, "cells": cells,
+    }
+
+
+def test_a_report_states_the_answers_that_it_compares() -> None:
+    """Check answers below the smallest accuracy of the full cache: one of four, and none of four."""
+    rows = [row(at, float(at == 0), 0.0) for at in range(4)]
+    shown = right_answers(Samples(rows))
+    assert "Compared with fullcache 1.0: 0.25 [" in shown
+    assert '0.00 <span class="unbroken">[' in shown
+    assert user_question_rows(rows) == []

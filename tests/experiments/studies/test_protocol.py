@@ -166,7 +166,7 @@ difference = 0.1
 [study]'''
 
 
-def kept_rows(first: list[tuple[float, int]], groups: tuple[str, str] = ("a", "b")) -> list[Row]:
+def kept_rows(first: list[tuple[float, int]], groups: tuple[str, str]) -> list[Row]:
     """Return a dev row, and ten confirming rows for each depth. `evidence` keeps the given number of four tokens."""
     rows = [(0.5, 2, "dev", groups[0]), *((depth, kept, "confirm", groups[1]) for depth, kept in first * 10)]
     return [
@@ -181,18 +181,14 @@ def kept_rows(first: list[tuple[float, int]], groups: tuple[str, str] = ("a", "b
     ]
 
 
-def test_the_audit_fails_for_a_claim_that_pools_opposite_signs(tmp_path: Path) -> None:
-    (failure,) = planted(tmp_path, kept_rows([(0.0, 4), (0.5, 1)]))
-    assert failure == "pooled claim: one over two; opposite signs by place (start +0.50, middle -0.25)"
-
-
-def test_the_audit_fails_for_text_in_both_parts(tmp_path: Path) -> None:
-    (failure,) = planted(tmp_path, kept_rows([(0.0, 4), (0.5, 3)], groups=("a", "a")))
-    assert failure == "shared text: 4 of 20 confirming samples share text with dev samples"
-
-
-def test_the_audit_passes_a_study_without_defects(tmp_path: Path) -> None:
-    assert planted(tmp_path, kept_rows([(0.0, 4), (0.5, 3)])) == ()
+@pytest.mark.parametrize(("kept", "groups", "failures"), [
+    (1, ("a", "b"), ("pooled claim: one over two; opposite signs by place (start +0.50, middle -0.25)",)),
+    (3, ("a", "a"), ("shared text: 4 of 20 confirming samples share text with dev samples",)), (3, ("a", "b"), ()),
+])
+def test_the_audit_reads_the_rows(
+    kept: int, groups: tuple[str, str], failures: tuple[str, ...], tmp_path: Path,
+) -> None:
+    assert planted(tmp_path, kept_rows([(0.0, 4), (0.5, kept)], groups)) == failures
 
 
 def test_a_folder_outside_git_has_no_audit(tmp_path: Path) -> None:
