@@ -66,6 +66,8 @@ class Required:
             the preferences, and "model" on the scores of all layers.
         exact: True if sets keep exactly their shares (selector), or if the shares sum to the total (budgets).
         device: True if kvspec can apply the part on the device of the model.
+        sequential: True if a selector chooses a token by the tokens that it has chosen before, so that a tie can change
+            all later choices.
     """
 
     units: frozenset[Units] = frozenset({"tokens"})
@@ -77,6 +79,7 @@ class Required:
     shares: Shares = "unknown"
     exact: bool = True
     device: bool = False
+    sequential: bool = False
 
 
 _REQUIRED: dict[Any, Required] = {}

@@ -144,7 +144,7 @@ class Diverse:
 
     stages: DiversityStages
     lam: float
-    required: ClassVar[Required] = Required(signatures=True)
+    required: ClassVar[Required] = Required(signatures=True, sequential=True)
 
     def __post_init__(self) -> None:
         check_penalty(self.lam)

@@ -74,7 +74,7 @@ def representatives(
     return best_tokens(totals, places, stays)
 
 
-@requires(Required(exact=False, device=True))
+@requires(Required(exact=False, device=True, sequential=True))
 def scored_or_representative(
     scores: Scores, budgets: IntVector, protected: BoolVector, /, b: int, share: Fraction, anchor: str,
 ) -> Selection:

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from conformance.cache_suite.judge import save_tiny
 from conformance.paths import DOCS, ROOT, SPEC
-from conformance.server_suite.judge import RULES, Witness
+from conformance.server_suite.judge import RULES, Reading, Witness
 from conformance.server_suite.reading import with_noise
 from conformance.verify import __main__ as verify_main
 from conformance.verify import runs
@@ -285,6 +285,20 @@ def test_equal_tokens_may_be_ranked_by_rounding(model: PreTrainedModel, group: s
         witness = Witness(model, Server.of(url, "tiny"))
         outcome = [verdict(RULES["policy"], reading) for reading in witness.readings(group)]
     assert set(outcome) == {"passed"}
+
+
+@pytest.mark.parametrize(("fault", "expected"), [
+    (Fault(), "undecided"), (FAULTS["another set, as stated"][0], "against the policy"),
+])
+def test_a_tie_changes_all_later_choices_of_a_diverse_policy(
+    model: PreTrainedModel, fault: Fault, expected: str,
+) -> None:
+    """In layer 0, the scores of equal tokens differ by 5e-9, and the first chosen token decides the later ones."""
+    ids = np.random.default_rng(0).choice([5, 6, 7], 150).tolist()
+    answer = Answer(ids)
+    for event in Evicting(copy.deepcopy(model).double(), "diverse-leverage", fault=fault).answer(ids, 3, 0):
+        answer.take(event)
+    assert expected in verdict(RULES["policy"], Reading(Witness(model, Server("", "tiny")), answer))
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -1,0 +1,53 @@
+"""Differences between the stated kept sets and those of the policy, without differences that rounding explains."""
+
+from collections.abc import Iterable, Sequence
+
+from conformance.server_suite.reading import HeadSets
+
+__all__ = ["Difference", "flat", "judged_differences"]
+
+Difference = tuple[int, int, int]
+"""Eviction, kept set, and position of a token that is in exactly one of two kept sets."""
+
+
+def flat(sets: HeadSets) -> list[list[int]]:
+    """Return the kept sets of all layers in one list."""
+    return [head for layer in sets for head in layer]
+
+
+def judged_differences(
+    stated: Sequence[HeadSets], expected: Sequence[HeadSets], ids: Sequence[int], copies: Iterable[Sequence[HeadSets]],
+    sequential: bool,
+) -> tuple[set[Difference], set[Difference]]:
+    """Return the differences that rounding cannot explain, and the differences that decide nothing.
+
+    A difference of a token is explained if noise changes the same set for a token with the same id: equal tokens can
+    tie, and a copy shows only one of their orders. If the selector is sequential, a tie changes all later choices.
+    Differences in a set that noise changes, and in all sets of later evictions, then decide nothing.
+
+    Args:
+        stated: kept sets of the server, for each eviction.
+        expected: kept sets of the policy.
+        ids: token ids of the request.
+        copies: kept sets of the policy on copies of the model with noise. A copy is used only if differences remain.
+        sequential: True if the selector chooses a token by the tokens that it has chosen before.
+    """
+    clear, unstable, rest = _differences(stated, expected), set[Difference](), iter(copies)
+    while clear and (noisy := next(rest, None)) is not None:
+        unstable |= _differences(noisy, expected)
+        explained = {(at, number, ids[position]) for at, number, position in unstable}
+        clear = {one for one in clear if (*one[:2], ids[one[2]]) not in explained}
+    if not sequential or not unstable:
+        return clear, set()
+    first, sets = min(at for at, _, _ in unstable), {one[:2] for one in unstable}
+    tied = {one for one in clear if one[0] > first or one[:2] in sets}
+    return clear - tied, tied
+
+
+def _differences(one: Sequence[HeadSets], other: Sequence[HeadSets]) -> set[Difference]:
+    return {
+        (at, number, position)
+        for at, pair in enumerate(zip(one, other, strict=True))
+        for number, (a, b) in enumerate(zip(*map(flat, pair), strict=True))
+        for position in set(a) ^ set(b)
+    }
