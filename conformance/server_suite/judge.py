@@ -18,7 +18,6 @@ from conformance.server_suite.reading import (
     BOUNDS,
     WEIGHT_NOISE,
     Event,
-    HeadSets,
     Reader,
     events_of,
     policy_of,
