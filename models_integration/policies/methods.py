@@ -17,12 +17,14 @@ from models_integration.policies.calibration import given_calibration, is_publis
 from models_integration.policies.fastest import default_device_type, fastest
 from models_integration.policies.learned import learned_constants
 from models_integration.policies.retention_policy import RetentionPolicy
-from models_integration.policies.sizes import SizedPolicy, is_size
+from models_integration.policies.sizes import UNKNOWN, SizedPolicy, is_size
 from models_integration.policies.values import repeat_template, sentence_ends
 from models_integration.session.crystal import CrystalMethod
 from models_integration.session.method import Method, method_of
 from reference.backend import BACKEND as REFERENCE
 from reference.policies import crystalcache, full_cache, in_blocks, names, streaming_llm
+from reference.policies.composition import typed_constants
+from reference.policies.grammar import is_composition, parse_composition
 from reference.policies.kept import warn_small_budget
 from reference.policies.names import BACKEND, check_name
 from spec.backend import Backend, resolve
@@ -185,6 +187,8 @@ _CLASSES: Mapping[str, Callable[..., RetentionPolicy]] = {
 """Policies that have a separate class, by name."""
 POSITIONS = "positions"
 """Name of the constant with the rule of rotary positions. The kept tokens do not depend on the rule."""
+_OF_SESSION: Mapping[str, Any] = {POSITIONS: KEPT, "decode": False, "stream": False}
+"""Constants of sessions, which the text of every policy or of crystalcache can set, with defaults."""
 _PARAMETERS = frozenset(field.name for field in fields(CrystalCacheParameters)) - {"breath_protection"}
 """Names of the fields of CrystalCacheParameters. The class CrystalCache has `breath_protection` as an argument."""
 
@@ -288,9 +292,9 @@ def policy_from_name(
         BackendUnavailable: if the backend cannot run on this machine.
     """
     if is_size(budget):
-        policy_from_name(name, tokenizer=tokenizer, **constants)  # errors are raised before the model is known
+        policy_from_name(name, UNKNOWN, tokenizer=tokenizer, **constants)  # errors are raised before the model is known
         return SizedPolicy(str(budget), partial(policy_from_name, name, tokenizer=tokenizer, **constants))
-    name, named = names.split_name(name)
+    name, named = _split_name(name)
     constants = _from_tokenizer(name, tokenizer) | check_constants(name, named | constants)
     if name not in _CLASSES:
         return NamedPolicy(name, budget, **constants)
@@ -298,6 +302,21 @@ def policy_from_name(
         changed = {key: constants.pop(key) for key in _PARAMETERS & set(constants)}
         constants["parameters"] = replace(preset(constants.get("parameters", PAPER)), **changed)
     return _CLASSES[name](budget, **constants)
+
+
+def _split_name(name: str, argument: str = "name") -> tuple[str, dict[str, Any]]:
+    """Return a policy name and the constants of its text, as `names.split_name` with the constants in _OF_SESSION.
+
+    Raises:
+        SpecError: as in `names.check_name`.
+    """
+    own: dict[str, Any] = {}
+    if isinstance(name, str) and is_composition(name):
+        whole = parse_composition(name, argument)
+        own = typed_constants({key: text for key, text in whole.constants.items() if key in _OF_SESSION}, _OF_SESSION)
+        name = str(replace(whole, constants={key: text for key, text in whole.constants.items() if key not in own}))
+    name, constants = names.split_name(name, argument)
+    return name, constants | own
 
 
 def constants_of(name: str) -> frozenset[str]:
@@ -355,7 +374,7 @@ def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
         SpecError: if the text has a wrong form, the name is unknown, or the policy does not have a constant.
     """
     name, bracket, rest = text.partition("(")
-    name, named = names.split_name(name, "policy")
+    name, named = _split_name(name, "policy")
     if bracket and (not rest.endswith(")") or "\n" in rest):
         raise SpecError("policy", text, _FORM)
     try:

@@ -1,8 +1,7 @@
 """Budgets as memory, such as "64MiB". A model determines how many tokens the memory stores."""
 
-import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import torch
@@ -13,18 +12,18 @@ from models_integration.model.architecture import describe
 from models_integration.model.isolated_forward import isolated_forward, read_tokens
 from models_integration.policies.retention_policy import RetentionPolicy
 from models_integration.session.method import Method
-from spec.budget import Budget
+from spec.budget import MEMORY, UNITS, Budget
 from spec.errors import SpecError
 
-__all__ = ["SizedPolicy", "bytes_per_token", "is_size", "tokens_of_size"]
+__all__ = ["UNKNOWN", "SizedPolicy", "bytes_per_token", "is_size", "tokens_of_size"]
 
-_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_SIZE = re.compile(rf" *([0-9]+(?:\.[0-9]+)?) ?({'|'.join(_UNITS)}) *")
+UNKNOWN = Budget(count=2**62)
+"""Budget in place of a memory while the model is unknown."""
 
 
 def is_size(budget: object) -> bool:
     """Return True if a budget is a number with a unit of memory: B, kB, MB, GB, KiB, MiB or GiB."""
-    return isinstance(budget, str) and _SIZE.fullmatch(budget) is not None
+    return isinstance(budget, str) and MEMORY.fullmatch(budget) is not None
 
 
 @torch.no_grad()
@@ -54,10 +53,10 @@ def tokens_of_size(size: str, model: PreTrainedModel, least: int = 1) -> int:
     Raises:
         SpecError: if the memory stores fewer than `least` tokens. The message has the smallest memory.
     """
-    parsed, each = _SIZE.fullmatch(size), bytes_per_token(model)
+    parsed, each = MEMORY.fullmatch(size), bytes_per_token(model)
     if parsed is None:
-        raise SpecError("budget", size, f"must be a number with a unit of memory: {', '.join(_UNITS)}")
-    tokens = int(Fraction(parsed[1]) * _UNITS[parsed[2]]) // each
+        raise SpecError("budget", size, f"must be a number with a unit of memory: {', '.join(UNITS)}")
+    tokens = int(Fraction(parsed[1]) * UNITS[parsed[2]]) // each
     if tokens < least:
         reason = f"stores {tokens} tokens of {each} bytes, and the policy keeps at least {least}"
         raise SpecError("budget", size, f"{reason}: give at least {least * each}B")
@@ -70,7 +69,7 @@ class SizedPolicy(RetentionPolicy):
 
     size: str
     make: Callable[[Budget], RetentionPolicy] = field(repr=False)
-    """Function that returns the policy with a budget in tokens."""
+    """Function that returns the policy with a budget. It gets UNKNOWN, and the budget of the result is replaced."""
 
     def on(self, model: PreTrainedModel) -> Method:
         """Prepare the policy for a model, with the number of tokens that the memory stores.
@@ -78,5 +77,7 @@ class SizedPolicy(RetentionPolicy):
         Raises:
             SpecError: if the model or the policy is not supported, or if the policy keeps more than the memory stores.
         """
-        floor = self.make(Budget(fraction=Fraction(1))).on(model).policy.floor
-        return self.make(Budget(count=tokens_of_size(self.size, model, max(1, floor)))).on(model)
+        method = self.make(UNKNOWN).on(model)
+        if method.budget != UNKNOWN:  # "fullcache" ignores the budget
+            return method
+        return replace(method, budget=Budget(count=tokens_of_size(self.size, model, max(1, method.policy.floor))))

@@ -1,7 +1,7 @@
 """Composed policies: the parts that a text can name, and the policy of a parsed text."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from inspect import Parameter, signature
 from typing import Any
@@ -27,13 +27,15 @@ from reference.policies.selectors import top_units
 from reference.policies.tables import Table
 from spec.composition import provided_by, required_by
 from spec.errors import SpecError
+from spec.parameters import CrystalCacheParameters
+from spec.parameters.crystalcache import PRESETS, preset
 from spec.policy import NOTHING_PROMISED, SEGMENT_END, Budgets, Cadence, Policy, Promises
 from spec.promises import promises_of
 from spec.retention import Granularity
 
 __all__ = [
     "DATA", "DIVERSE", "DIVERSITY", "HEADS", "LAYERS", "PARTS", "SETS", "TRANSFORMS", "WHOLE", "Constants", "compose",
-    "constants_from_text", "named_policy", "plain_policy", "promises_of_parts",
+    "constants_from_text", "named_policy", "plain_policy", "presets_of", "promises_of_parts", "typed_constants",
 ]
 
 Constants = Mapping[str, Any]
@@ -105,15 +107,34 @@ def constants_from_text(row: NamedPolicy, given: Words, more: Constants = {}) ->
     """
     defaults = {key: one.default for key, one in signature(row.make).parameters.items() if key in row.constants}
     defaults |= {**row.parameters, **more}
+    presets, chosen = presets_of(row), dict[str, Any]()
+    if presets and (name := given.get("parameters")) is not None:
+        preset(name)
+        chosen = {key: value for key, value in presets[name].items() if value != row.parameters[key]}
+        given = {key: value for key, value in given.items() if key != "parameters"}
     words = {"W" if key == "window" and "window" not in defaults else key: value for key, value in given.items()}
-    return _typed(words, {key: value for key, value in defaults.items() if key not in DATA - {"backend"}})
+    text_only = {key: value for key, value in defaults.items() if key not in DATA - {"backend"}}
+    return chosen | typed_constants(words, text_only)
 
 
-def _typed(given: Words, defaults: Constants) -> dict[str, Any]:
+def presets_of(row: NamedPolicy) -> dict[str, dict[str, Any]]:
+    """Return the values of `parameters` that have a name, as fields. The result is {} if the policy has none."""
+    given = signature(row.make).parameters.get("parameters")
+    if given is None or not isinstance(given.default, CrystalCacheParameters):
+        return {}
+    return {name: {one.name: getattr(of, one.name) for one in fields(of)} for name, of in PRESETS.items()}
+
+
+def typed_constants(given: Words, defaults: Constants) -> dict[str, Any]:
+    """Return constants from text, each of the type of the default.
+
+    Raises:
+        SpecError: if there is no default of this name, or if the text is not a value of the type.
+    """
     constants = dict[str, Any]()
     for key, text in given.items():
         like = defaults.get(key, Parameter.empty)
-        if like is Parameter.empty or isinstance(like, tuple) or key == "parameters":
+        if like is Parameter.empty or key == "parameters":
             known = ", ".join(sorted(key for key in defaults if key != "parameters")) or "none"
             raise SpecError(key, text, f"is not a constant with text; the constants are {known}")
         try:
@@ -232,17 +253,17 @@ def _number(parts: Mapping[str, tuple[str, Words]], part: str, known: int | None
     if part not in parts:
         return known
     value, constants = parts[part]
-    _typed(constants, {})
+    typed_constants(constants, {})
     if part in ("floor", "every") and value == "none":
         return None
-    return int(_typed({part: value}, {part: 0})[part])
+    return int(typed_constants({part: value}, {part: 0})[part])
 
 
 def _choice(parts: Mapping[str, tuple[str, Words]], part: str, known: Constants, default: Any) -> str:
     if part not in parts:
         return next(name for name, one in known.items() if one == default)
     value, constants = parts[part]
-    _typed(constants, getattr(known.get(value), "constants", {}))
+    typed_constants(constants, getattr(known.get(value), "constants", {}))
     if value not in known:
         raise SpecError(part, value, f"must be one of {', '.join(known)}")
     return value
@@ -252,19 +273,19 @@ def _cadence(parts: Mapping[str, tuple[str, Words]], known: Cadence) -> Cadence:
     if "every" not in parts:
         return known
     value, constants = parts["every"]
-    return Cadence(_number({"every": (value, {})}, "every", None), **_typed(constants, {"excess": 1}))
+    return Cadence(_number({"every": (value, {})}, "every", None), **typed_constants(constants, {"excess": 1}))
 
 
 def _budgets(parts: Mapping[str, tuple[str, Words]], known: Budgets, window: int) -> Budgets:
     if "threshold" in parts:
         value, constants = parts["threshold"]
-        _typed(constants, {})
-        return Above(_typed({"threshold": value}, {"threshold": 0.5})["threshold"])
+        typed_constants(constants, {})
+        return Above(typed_constants({"threshold": value}, {"threshold": 0.5})["threshold"])
     rules = dict(zip(("layers", "heads"), split_budgets(known), strict=True))
     for part, known_rules in (("layers", LAYERS), ("heads", HEADS)):
         if part in parts:
             rule = known_rules[_choice(parts, part, known_rules, None)]
-            rules[part] = rule.make({**rule.constants, **_typed(parts[part][1], rule.constants)}, window)
+            rules[part] = rule.make({**rule.constants, **typed_constants(parts[part][1], rule.constants)}, window)
     return join_budgets(rules["layers"], rules["heads"], window)
 
 
@@ -282,7 +303,7 @@ def _transforms(
     for name, (first, defaults) in TRANSFORMS.items():
         if name in parts:
             value, constants = parts[name]
-            given = {**transforms.get(name, {}), **_typed({**constants, first: value}, defaults)}
+            given = {**transforms.get(name, {}), **typed_constants({**constants, first: value}, defaults)}
             transforms[name] = {**defaults, **given}
     if "critical" in transforms and "W_o" not in transforms["critical"]:
         transforms["critical"] = {**transforms["critical"], "W_o": data.get("W_o", {})}

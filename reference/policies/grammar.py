@@ -4,18 +4,21 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from spec.errors import SpecError
 
 __all__ = ["Composition", "Value", "Words", "format_value", "is_composition", "parse_composition", "parse_value"]
 
-Value: TypeAlias = int | float | Fraction | str | bool
+Value: TypeAlias = int | float | Fraction | str | bool | tuple[Any, ...]
 Words: TypeAlias = Mapping[str, str]
 
 SCORE = "score="
 _ALLOWED = re.compile(r"[A-Za-z0-9._:=/-]*")
 """Characters that need no quotes in a shell, in TOML, in JSON and in the query of a URL."""
+_WITHOUT_TEXT = {"sink+recent": "sink-and-recent"}
+"""Values that have characters outside of _ALLOWED, with the words that stand for them in a text."""
+_VALUES = {word: value for value, word in _WITHOUT_TEXT.items()}
 _CONSTANT = re.compile(r":[A-Za-z_0-9]+=")
 _FORM = "write name[:constant=value]*[/part=value[:constant=value]*]*, such as snapkv:W=16/layers=pyramid/every=64"
 
@@ -94,11 +97,13 @@ def _split(segment: str, text: str, argument: str) -> tuple[str, Words]:
 
 
 def format_value(value: object) -> str:
-    """Return a constant as text. A fraction that has no short decimal is written as 1of3.
+    """Return a constant as text. A fraction that has no short decimal is written as 1of3, and a list as 1_2_3.
 
     Raises:
-        SpecError: if the constant is not a number or a word.
+        SpecError: if the constant is not a number, a list of numbers or a word.
     """
+    if isinstance(value, tuple) and value and not any(isinstance(one, str | tuple) for one in value):
+        return "_".join(map(format_value, value))
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Fraction):
@@ -106,6 +111,8 @@ def format_value(value: object) -> str:
         return decimal if Fraction(decimal) == value else f"{value.numerator}of{value.denominator}"
     if isinstance(value, float):
         return repr(value).replace("e+", "e")
+    if isinstance(value, str) and value in _WITHOUT_TEXT:
+        return _WITHOUT_TEXT[value]
     if isinstance(value, int | str) and _ALLOWED.fullmatch(str(value)):
         return str(value)
     raise SpecError("constant", value, "cannot be written in the text of a policy: pass the constant as an argument")
@@ -117,6 +124,8 @@ def parse_value(text: str, like: object) -> Value:
     Raises:
         ValueError: if the text is not a value of this type.
     """
+    if isinstance(like, tuple):
+        return tuple(parse_value(one, like[0]) for one in text.split("_"))
     if isinstance(like, bool):
         return {"true": True, "false": False}[text]
     if isinstance(like, Fraction):
@@ -124,4 +133,4 @@ def parse_value(text: str, like: object) -> Value:
         return Fraction(top) / Fraction(bottom or 1)
     if isinstance(like, float):
         return float(text)
-    return int(text) if isinstance(like, int) else text
+    return int(text) if isinstance(like, int) else _VALUES.get(text, text)

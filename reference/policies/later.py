@@ -18,6 +18,7 @@ from spec.policy import (
     Scorer,
     Scores,
 )
+from spec.retention import Granularity
 
 __all__ = ["FirstAndLater", "with_later_scores"]
 
@@ -117,7 +118,10 @@ def with_later_scores(first: Scorer, later: Scorer, name: str) -> FirstAndLater:
     if one is None or other is None or {one.units, other.units} != {"tokens"}:
         raise SpecError("steps", name, f"needs two scorers of single tokens: {fits}")
     if not one.sets & other.sets:
-        raise SpecError("steps", name, f"has scores for other kept sets than the scorer of the prompt: {fits}")
+        (prompt, *_), (steps, *_) = one.sets, other.sets
+        near = {Granularity.HEAD: "type steps=h2o", Granularity.LAYER: "type steps=tova"}
+        reason = f"scores the tokens of each {steps.value}, but the prompt has a kept set for each {prompt.value}"
+        raise SpecError("steps", name, f"{reason}: {near.get(prompt, 'leave steps= out')}")
     if one.second or other.second or first.needs.rehearsal is not None or later.needs.rehearsal is not None:
         raise SpecError("steps", name, f"needs scorers without second scores that read the prompt once: {fits}")
     if first.needs.hidden or later.needs.hidden:

@@ -21,6 +21,7 @@ from reference.policies.composition import (
     compose,
     named_policy,
     plain_policy,
+    presets_of,
     promises_of_parts,
 )
 from reference.policies.grammar import Composition, Words, format_value, parse_composition
@@ -202,12 +203,17 @@ def _named_text(name: str, own: Constants) -> str:
 
 
 def _words(row: NamedPolicy, own: Constants) -> Words:
-    """Return constants as text. Fields of `parameters` are left out if they have the default."""
-    defaults = row.parameters
-    return {
-        key: format_value(value) for key, value in sorted(own.items())
-        if key not in defaults or defaults[key] != value
-    }
+    """Return constants as text. Fields of `parameters` are left out if they have the default.
+
+    If fewer constants remain with the fields of a preset, such as `parameters=essay`, the preset is named.
+    """
+    def beside(defaults: Constants) -> dict[str, str]:
+        rest = {key: value for key, value in sorted(own.items()) if key not in defaults or defaults[key] != value}
+        return {key: format_value(value) for key, value in rest.items()}
+
+    presets = presets_of(row) if row.parameters.keys() <= own.keys() else {}
+    named = [{"parameters": name, **beside(of)} for name, of in presets.items()]
+    return min([beside(row.parameters), *named], key=len)
 
 
 def _split(policy: Policy, data: Constants) -> Composition:

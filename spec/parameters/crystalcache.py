@@ -175,15 +175,18 @@ ESSAY = replace(
 TINY = CrystalCacheParameters(C=8, k_intra=3, k_cross=2, T_max=5, N_sink=2, W_recent=3)
 
 
+PRESETS = {"paper": PAPER, "essay": ESSAY}
+"""Parameters that have a name."""
+
+
 def preset(given: object) -> CrystalCacheParameters:
     """Return parameters, which are given as such or as a name: "paper" or "essay".
 
     Raises:
         SpecError: if the name is unknown, or if `given` is neither parameters nor a name.
     """
-    named = {"paper": PAPER, "essay": ESSAY}
     if isinstance(given, CrystalCacheParameters):
         return given
-    if not isinstance(given, str) or given not in named:
-        raise SpecError("parameters", given, f"must be {' or '.join(map(repr, named))}, or CrystalCacheParameters")
-    return named[given]
+    if not isinstance(given, str) or given not in PRESETS:
+        raise SpecError("parameters", given, f"must be {' or '.join(map(repr, PRESETS))}, or CrystalCacheParameters")
+    return PRESETS[given]

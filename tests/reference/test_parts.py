@@ -136,7 +136,8 @@ REFUSED: Mapping[str, Sequence[tuple[str, str]]] = {
         ("crystalcache/pieces=64", "accepts no parts"), ("nestedkv/pieces=64:c=3", "not a constant"),
     ],
     "PO-LATER-SCORES": [
-        ("snapkv/steps=keydiff", "add every=64"), ("snapkv/steps=tova", "for each layer and KV head"),
+        ("snapkv/steps=keydiff", "add every=64"), ("snapkv/steps=tova", "each layer and KV head: type steps=h2o"),
+        ("tova/steps=keydiff", "each layer: type steps=tova"),
         ("snapkv/steps=nothing", "the name of a scorer"), ("snapkv/steps=crystalcache", "the name of a scorer"),
         ("snapkv/steps=triattention", "the name of a scorer"),
         ("keydiff/steps=snapkv:W=8/every=4", "SinkAndRecent(0, 8)"),
@@ -164,6 +165,8 @@ def test_a_part_that_does_not_fit_is_refused_when_the_policy_is_made(text: str, 
     with pytest.raises(SpecError) as refused:
         make_policy(text, of_model(text, drawn(0, 9)))
     assert way_out in refused.value.bound
+    if (typed := way_out.partition("type steps=")[2]):
+        assert make_policy(f"{text.partition('/')[0]}/steps={typed}", {}).cadence.every
 
 
 @pytest.mark.parametrize(("text", "layerwise", "again", "rows"), [

@@ -103,6 +103,22 @@ def test_a_text_a_record_and_a_text_again(text: str) -> None:
     assert all(map(len, decided(policy, INPUTS, 24)))
 
 
+@pytest.mark.parametrize(("text", "again"), [
+    ("crystalcache:parameters=essay", "crystalcache:parameters=essay"),
+    ("crystalcache:parameters=paper", "crystalcache"),
+    ("crystalcache:alpha=2.0:parameters=essay", "crystalcache:parameters=essay:alpha=2.0"),
+    ("crystalcache:breath_protection=sink-and-recent", "crystalcache:breath_protection=sink-and-recent"),
+    ("nestedkv:w0=0.5_0.3_0.2", None),
+])
+def test_values_with_a_name_of_several_words_or_a_list_have_a_text(text: str, again: str | None) -> None:
+    name = names.home_of(names.check_name(text))
+    policy = from_text(text, name)
+    written = text_of(policy, data(name))
+    assert equal_parts(policy, made(name)) is (again == name)
+    assert again in (None, written)
+    assert equal_parts(from_text(written, name), policy)
+
+
 def test_a_score_with_a_window_keeps_its_queries_between_decode_steps() -> None:
     policy = from_text("snapkv:W=5/every=4", "snapkv")
     assert isinstance(policy.scorer, QueryCache)
@@ -164,6 +180,7 @@ def test_an_error_names_the_part_and_what_to_type(text: str, part: str, way_out:
 @pytest.mark.parametrize(("text", "shown"), [
     ("snapkv/layers=pyramid,x=3", "','"), ("snapkv/layers=", "'layers='"), ("snapkv/=4", "'=4'"),
     ("snapkv/every=4/every=8", "'every' is given twice"), ("snapkv:W=4:W=8", "'W' in 'snapkv:W=4:W=8'"),
+    ("crystalcache:parameters=esay", "must be 'paper' or 'essay'"), ("nestedkv:w0=high", "such as 0.4_0.4_0.2"),
     ("score=", "no name"), ("score=nothing", "nothing"), ("snapkv:V=3", "W, backend, kernel"), ("snapkv:W=x", "32"),
     ("snapkv/every=8:", "''"), ("snapkv|every=8", "known names"),
 ])

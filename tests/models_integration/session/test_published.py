@@ -92,6 +92,21 @@ def test_a_policy_as_text_is_its_name_and_constants(text: str, name: str, consta
     assert parse_policy(text) == (name, constants)
 
 
+@pytest.mark.parametrize(("text", "same"), [
+    ("crystalcache:parameters=essay:alpha=2.0", 'crystalcache(parameters="essay", alpha=2.0)'),
+    ("crystalcache:decode=true:breath_protection=none", 'crystalcache(decode=true, breath_protection="none")'),
+    ("streamingllm:N_sink=2:positions=renumbered", 'streamingllm(positions="renumbered", N_sink=2)'),
+    ("snapkv:positions=renumbered/layers=pyramid", 'snapkv/layers=pyramid(positions="renumbered")'),
+])
+def test_both_forms_of_a_text_accept_the_same_constants(text: str, same: str) -> None:
+    given = {"sentence_ends": frozenset({1, 2})} if "crystalcache" in text else {}
+    both = map(parse_policy, (text, same))
+    one, other = (policy_from_name(name, 0.3, **given, **constants) for name, constants in both)
+    assert one == other
+    assert one != policy_from_name(parse_policy(text)[0], 0.3, **given)
+    assert policy_from_name(text, 0.3, **given) == one
+
+
 NO_POLICY = "must be a policy name, or a policy name with constants"
 BY_NAME = partial(policy_from_name, budget=0.3)
 # Function, its arguments and constants, words of the error.
@@ -100,6 +115,8 @@ REFUSED: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any], str]
     *((parse_policy, (text,), {}, NO_POLICY) for text in (
         "snapkv(W=16", "snapkv(16)", "snapkv(W=16}\nmore={)", "snapkv(W=16, W=8)",
     )),
+    (parse_policy, ("snapkv:decode=true",), {}, "decode = True: snapkv has the constants"),
+    (parse_policy, ("crystalcache:stream=maybe",), {}, "stream = 'maybe': must be a value such as false"),
     (parse_policy, ("snapkv(V=16)",), {}, "V = 16: snapkv has the constants"),
     (BY_NAME, ("epicache",), {}, "name = 'epicache'"),
     (BY_NAME, ("crystalcache",), {}, "sentence_ends = None"),
