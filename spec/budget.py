@@ -11,7 +11,7 @@ import numpy as np
 
 from spec.errors import SpecError
 
-__all__ = ["Budget", "parse_budget"]
+__all__ = ["MEMORY", "UNITS", "Budget", "parse_budget"]
 
 _FORMS = "a float in (0, 1], text such as '0.3' or '30%' (a fraction), or an int or text such as '512' (tokens)"
 _LARGEST = 2**63 - 1  # counts are int64 in every backend
@@ -21,6 +21,9 @@ _LONGEST = 64  # characters of a budget given as text
 # The grammar of CC-BUDGET-FORMS.
 _COUNT = re.compile(r"[0-9]+")
 _FRACTION = re.compile(r"([0-9]+\.[0-9]*|\.[0-9]+)%?|[0-9]+%")
+UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+MEMORY = re.compile(rf" *([0-9]+(?:\.[0-9]+)?) ?({'|'.join(UNITS)}) *")
+"""Form of a memory, whose number of tokens depends on the model."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,9 @@ def _parse_text(given: str, argument: str) -> Budget:
     if _FRACTION.fullmatch(text):
         percent = text.endswith("%")
         return _fraction(Fraction(text.rstrip("%")) / (100 if percent else 1), given, argument)
+    if MEMORY.fullmatch(text):
+        reason = "is a memory, which needs the whole model: type a share such as 0.3, or the number of tokens"
+        raise SpecError(argument, given, f"{reason} that `kvspec compare --budgets` prints for a memory")
     raise SpecError(argument, given, f"expected {_FORMS}")
 
 

@@ -26,6 +26,7 @@ from models_integration.model.architecture import describe
 from models_integration.model.cache_argument import CACHE, cache_name
 from models_integration.pocket import model_folder
 from models_integration.policies.methods import CrystalCache
+from models_integration.policies.sizes import is_size
 from models_integration.policies.values import sentence_ends
 from models_integration.session.method import decide, method_of
 from models_integration.session.observed import ObservedSegment
@@ -58,7 +59,8 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
     Args:
         pretrained: model, as for `--model` of kvspec: "pocket", a fetched model, a folder, or a name on the hub.
         policy: policy as text, such as "snapkv" or "snapkv(W=16)". "h2o@prompt" evicts only at the end of the context.
-        budget: budget for the context before the question: a fraction (0.3 or 30%) or a number of tokens (512).
+        budget: budget for the context before the question: a fraction (0.3 or 30%), a number of tokens (512), or memory
+            of the kept tokens (64MiB).
         question_from: text whose last occurrence begins the question, or one text for each task name.
         backend: name of the backend for the policy.
         calibration: calibration file, if the policy needs one.
@@ -79,7 +81,8 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
         with model_errors(pretrained):
             super().__init__(pretrained=str(model_folder(pretrained)), batch_size=1, **given)
         statistics = load_calibration(Path(calibration)) if calibration else None
-        parse_budget(str(budget))
+        if not is_size(budget):
+            parse_budget(str(budget))
         ends = sentence_ends(self.tokenizer)
         CrystalCache(sentence_ends=ends, backend=backend)  # raises if the backend cannot run here
         label = Path(pretrained).name

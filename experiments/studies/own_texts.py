@@ -28,6 +28,7 @@ from experiments.studies.subject import AUTO, subject_of
 from experiments.tasks.needle import DEFAULT_PLACEMENT
 from experiments.tasks.questions import question_task
 from experiments.tasks.registry import QUESTION_TASK
+from models_integration.policies.sizes import is_size, tokens_of_size
 from reference.calibration import load_calibration
 from spec.errors import SpecError
 
@@ -88,7 +89,8 @@ def compare(
             (a passage of the text) and `text`. An answer can be a list of texts that are all right.
         text: text, or `pathlib.Path` of a text file. Default: the column `text` of the questions.
         policies: names of policies, as in `policy_from_name`, with constants as in "snapkv(W=16)".
-        budgets: fractions of the text (0.3, "30%") or numbers of tokens (512).
+        budgets: fractions of the text (0.3, "30%"), numbers of tokens (512), or memory of the kept tokens ("64MiB"),
+            which becomes a number of tokens.
         grade: "contains", "exact", "f1" or "regex". With "contains" the normalised words of the answer must be in the
             model's answer. With "exact" the words must be equal. With "f1" the score is F1 of the words. With "regex"
             the answer is a regular expression, which must be found in the model's answer.
@@ -110,6 +112,7 @@ def compare(
     """
     _check_arguments(model, text)
     names, shares = _listed("policies", policies, str), _listed("budgets", budgets, (str, Real))
+    shares = [str(tokens_of_size(one, model)) if is_size(one) else one for one in shares]
     with tempfile.TemporaryDirectory(prefix="kvspec-") as folder, _without_folder(folder):
         rules = rules_of(**question_study(
             _file_of(questions, Path(folder)), _text_file(text, Path(folder)), grade, title="Comparison",

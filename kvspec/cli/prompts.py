@@ -28,7 +28,7 @@ from models_integration.policies.calibration import (
     read_published,
     write_statistics,
 )
-from models_integration.policies.methods import CrystalCache, parse_policy
+from models_integration.policies.methods import parse_policy
 from models_integration.policies.prefill import prefill
 from models_integration.policies.values import repeat_template, sentence_ends
 from reference.calibration import Calibration, save_calibration
@@ -43,9 +43,9 @@ __all__ = ["run_calibrate", "run_compress", "run_keep"]
 def run_compress(prompt: Path, budget: str, loading: Loading) -> None:
     """Evict tokens of one prompt with CrystalCache, and print the number of kept tokens and the freed memory."""
     text = read_prompt("PROMPT", prompt)
-    check_budget("budget", budget)
+    check_budget("budget", budget, memory=True)
     subject = loading.subject()
-    method = CrystalCache(budget, sentence_ends=subject.sentence_ends, backend=loading.backend)
+    method = subject.policy("crystalcache", budget)
     ids = subject.tokenizer(text, return_tensors="pt").input_ids.to(subject.model.device)
     subject.check_positions("PROMPT", ids.shape[1])
     with torch.no_grad():

@@ -149,7 +149,6 @@ def compare(
     from kvspec.cli.study_runs import Running, budgets_in_tokens, grid_policies, run, save_rules, study_of
 
     loading = Loading("", backend, device, dtype, attn)
-    budgets = budgets_in_tokens(budgets, names_of("model", model), loading)
     if grid:
         check_defaults(context, ("policies",), "cannot be used with --grid: leave out one of the two")
     names = grid_policies(grid) if grid else names_of("policies", policies)
@@ -167,12 +166,13 @@ def compare(
             placements=names_of("placements", placement), models=names_of("model", model), bare=bare,
             controls=controls, calibration=calibrated,
         )
-    if write_rules is not None:
-        save_rules(study, write_rules, force)
-        return
     running = Running(
         out, batch_size=batch_size, again=again, table=table, figure=figure, force=force, answers=answers
     )
+    study = budgets_in_tokens(study, loading, running, write_rules)
+    if write_rules is not None:
+        save_rules(study, write_rules, force)
+        return
     run(rules_of(**study), loading, running, Launch(workers, engine, address))
 
 

@@ -103,22 +103,31 @@ def study_of(
     }
 
 
-def budgets_in_tokens(budgets: str, models: Sequence[str], loading: Loading) -> str:
-    """Return comma-separated budgets with each memory, such as 64MiB, as the number of tokens of the model.
+def budgets_in_tokens(
+    study: Mapping[str, Any], loading: Loading, running: "Running", write_rules: Path | None = None,
+) -> dict[str, Any]:
+    """Return the entries of a study with each memory, such as 64MiB, as the number of tokens of the model.
+
+    Everything that needs no model is checked before the model is loaded.
 
     Raises:
-        SpecError: if a memory is given for several models, or stores no token.
+        SpecError: if a memory is given for several models, or stores no token. Also as in `rules_of` and `run`.
     """
-    each = names_of("budgets", budgets)
+    each = study["budgets"]
     if not any(map(is_size, each)):
-        return budgets
-    if len(models) > 1:
+        return {**study}
+    rules = rules_of(**{**study, "budgets": ["1.0" if is_size(one) else one for one in each]})
+    if len(rules.models) > 1:
         reason = "has a memory, whose number of tokens depends on the model: give one model"
-        raise SpecError("budgets", budgets, reason)
-    model = replace(loading, model=models[0]).subject().model
+        raise SpecError("budgets", ",".join(each), reason)
+    if write_rules is None:
+        _checked(rules, running)
+    else:
+        check_output("write_rules", write_rules, _files_of(rules, None), running.force)
+    model = replace(loading, model=rules.models[0]).subject().model
     counts = {one: str(tokens_of_size(one, model)) for one in each if is_size(one)}
     say("; ".join(f"budget {one}: {count} tokens" for one, count in counts.items()))
-    return ",".join(counts.get(one, one) for one in each)
+    return {**study, "budgets": list(dict.fromkeys(counts.get(one, one) for one in each))}
 
 
 def _numbers(option: str, text: str) -> list[int]:

@@ -28,6 +28,7 @@ from experiments.tasks import PLACEMENTS
 from experiments.tasks.needle import CONFIRM, DEV, part_of
 from experiments.tasks.registry import resolve_task
 from models_integration.policies.methods import parse_policy
+from models_integration.policies.sizes import is_size
 from reference.calibration import Calibration, load_calibration
 from spec.errors import SpecError
 from spec.validate import check_choices
@@ -232,13 +233,13 @@ class Rules:
         return result
 
 
-def check_budget(argument: str, budget: str) -> None:
-    """Check a budget that a user wrote.
+def check_budget(argument: str, budget: str, memory: bool = False) -> None:
+    """Check a budget that a user wrote. With `memory`, a memory such as 64MiB is valid too.
 
     Raises:
         SpecError: if the text is invalid, or is "1" (one token), which is probably meant as the fraction 1.0.
     """
-    if read_budget(budget, argument).count == 1:
+    if not (memory and is_size(budget)) and read_budget(budget, argument).count == 1:
         raise SpecError(argument, budget, "is one token: write 1.0 for all tokens, or at least 2 tokens")
 
 

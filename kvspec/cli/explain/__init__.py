@@ -116,7 +116,7 @@ def run_explain(
             than the model has positions.
     """
     text = read_prompt("PROMPT", prompt)
-    check_budget("budget", budget)
+    check_budget("budget", budget, memory=True)
     check_output("out", out, filter(None, (prompt, calibration)), force)
     others = [beside] if beside else []
     for other in others:

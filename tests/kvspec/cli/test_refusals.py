@@ -17,6 +17,7 @@ from rich.console import Console
 from transformers import LlamaConfig, PretrainedConfig
 from typer.testing import CliRunner
 
+from experiments.studies.evidence.rules import rules_text
 from experiments.studies.report import progress_bar
 from experiments.studies.results import load_rows
 from experiments.studies.subject import Loading
@@ -32,6 +33,8 @@ SHORT = ("--length", "200", "--samples", "1", "--tasks", "needle", "--budgets", 
 
 
 Refusal = Callable[[list[str]], str]
+
+MEMORY = "is a memory, which needs the whole model: type a share such as 0.3, or the number of tokens that"
 
 
 @pytest.fixture
@@ -303,3 +306,35 @@ def test_a_model_is_loaded_as_it_is_told() -> None:
     assert other.name.startswith("pocket+eager@")
     assert plain.name.startswith("pocket@")
     assert plain.name.partition("@")[2] != other.name.partition("@")[2]
+
+
+@pytest.mark.parametrize(("words", "shown"), [
+    (["--tasks", "haystack"], "task = 'haystack'"), (["--policies", "snapkw"], "policy = 'snapkw'"),
+    (["--batch-size", "0"], "batch_size = 0"), (["--policies", "triattention"], "calibration = None"),
+    (["--budgets", "64MiB,1.5"], "budgets = '1.5'"), (["--models", "pocket,chat"], "give one model"),
+    (["--questions", "nowhere.csv"], "nowhere.csv"), (["--write-rules", "."], "write_rules = '.'"),
+])
+def test_a_memory_loads_the_model_after_all_other_checks(
+    words: list[str], shown: str, refusal: Refusal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Loading, "subject", lambda loading: pytest.fail("the model was loaded"))
+    budgets = [] if "--budgets" in words else ["--budgets", "64MiB"]
+    assert shown in refusal(["compare", *budgets, *words])
+
+
+def test_a_memory_is_a_budget_of_commands_that_load_the_model(
+    tmp_path: Path, refusal: Refusal, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other commands say what to type."""
+    text, out, rules = tmp_path / "text.txt", tmp_path / "page.html", tmp_path / "rules.toml"
+    text.write_text("The river runs past the old mill. " * 40, encoding="utf-8")
+    for line in (["compress", str(text)], ["explain", str(text), "--out", str(out)]):
+        done = CliRunner().invoke(app, [*line, "--budget", "512KiB", "--backend", "numpy"], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+    table = {"models": ["pocket"], "contexts": 1, "questions": 1, "seeds": [0], "lengths": [200], "tasks": ["needle"]}
+    table |= {"title": "t", "placements": ["after"], "policies": ["snapkv"], "budgets": ["64MiB"]}
+    rules.write_text(rules_text(**table), encoding="utf-8")
+    assert f"budget = '64MiB': {MEMORY}" in refusal(["keep", str(text), "--budget", "64MiB"])
+    assert f"budget = '64MiB': {MEMORY}" in refusal(["serve", "pocket", "--policy", "snapkv", "--budget", "64MiB"])
+    assert f"budgets = '64MiB': {MEMORY}" in refusal(["study", "--rules", str(rules), "--out", str(tmp_path)])

@@ -364,6 +364,7 @@ def loaded_at_the_last_kept(
 ) -> Tensor:
     """Write a file with the kept tokens but without the number of read tokens."""
     if load_from:
+        assert (prompt, kept) == ([], {})  # docs/guide/judge.md states both
         prompt, sets = json.loads(Path(load_from).read_text(encoding="utf-8"))
         kept = {int(layer): own for layer, own in sets.items()}
         prompt = prompt[: 1 + max(at for own in kept.values() for head in own for at in head)]

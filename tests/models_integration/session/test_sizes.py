@@ -8,7 +8,10 @@ import torch
 
 import kvspec
 from models_integration.engines.keep import keep
-from models_integration.policies.sizes import bytes_per_token, is_size, tokens_of_size
+from models_integration.policies.retention_policy import RetentionPolicy
+from models_integration.policies.sizes import SizedPolicy, bytes_per_token, is_size, tokens_of_size
+from reference.policies import knorm
+from spec.budget import Budget
 from spec.errors import SpecError
 from tests.models_integration.session.families import build
 from tests.models_integration.session.sessions import read_prompt
@@ -54,6 +57,25 @@ def test_a_prompt_keeps_what_the_memory_stores(name: str, constants: dict[str, A
     assert run.retentions[0].positions.tolist() == plain.retentions[0].positions.tolist()
 
 
+def test_the_policy_of_a_memory_is_made_once() -> None:
+    model, made = build("llama"), list[object]()
+
+    def make(budget: Budget) -> RetentionPolicy:
+        made.append(budget)
+        return kvspec.policy_from_name("snapkv", budget, W=8)
+
+    method = SizedPolicy(f"{20 * bytes_per_token(model)}B", make).on(model)
+    assert (len(made), method.budget) == (1, Budget(count=20))
+
+
+def test_a_stream_has_a_memory_and_the_full_cache_ignores_it() -> None:
+    model: Any = build("llama")
+    size = f"{400 * bytes_per_token(model)}B"
+    stream = kvspec.policy_from_name("crystalcache", size, sentence_ends=frozenset({1}), stream=True)
+    assert stream.on(model).budget == Budget(count=400)
+    assert kvspec.policy_from_name("fullcache", size).on(model).budget == kvspec.FullCache().on(model).budget
+
+
 @pytest.mark.law("refused-before-anything-changes")
 def test_a_memory_below_the_floor_is_refused() -> None:
     model: Any = build("llama")
@@ -83,5 +105,7 @@ def test_other_texts_and_wrong_names_are_refused_before_a_model_is_known() -> No
             kvspec.policy_from_name("snapkv", text)
     with pytest.raises(SpecError, match="snapkw"):
         kvspec.policy_from_name("snapkw", "64MiB")
+    with pytest.raises(SpecError, match="is a memory, which needs the whole model: type a share such as"):
+        kvspec.CustomPolicy(knorm(), "64MiB")
     with pytest.raises(SpecError, match="must be a number with a unit of memory"):
         tokens_of_size("64", build("llama"))
