@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
 
+from conformance.checks.refusals import SubjectFailure
 from conformance.verify.certificate import COMPARED, PARTIAL, PASSED, QUICK, excepted, scope
 from conformance.verify.outcomes import ABSTAINED, COMPOSED, PROMISES, Verdicts, formula, must
 
 _LINES, _WIDTH, _MOST = 6, 150, 12
+_CRASH = f"{SubjectFailure.__name__}: "
 
 
 def headline(record: Mapping[str, Any]) -> str:
@@ -74,6 +76,7 @@ def summary(record: Mapping[str, Any]) -> Iterator[str]:
         verdicts = Counter(row["verdict"] for row in items.values())
         totals = [f"{number} {verdict}" for verdict, number in sorted(verdicts.items())]
         yield f"  {family:13} {', '.join(totals) or 'not offered'}"
+    yield from _crashes(record)
     shown: dict[str, str] = {}
     for item in record["failing"][:_MOST]:
         yield from _failing(item, record["items"][item], shown)
@@ -115,18 +118,33 @@ def _promises(record: Mapping[str, Any]) -> Iterator[str]:
         yield f"properties that the policy does not promise, or that do not apply: {', '.join(others)}"
 
 
+def _crashes(record: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the errors that the code under test raised, each once."""
+    errors = dict.fromkeys(row["found"] for item in record["failing"] if _raised(row := record["items"][item]))
+    for found in list(errors)[:_MOST]:
+        yield "\nthe code under test raised an error in place of a result:"
+        yield "  " + "\n  ".join(_short(found.removeprefix(_CRASH)))
+
+
+def _raised(row: Mapping[str, Any]) -> bool:
+    return str(row["found"]).startswith(_CRASH)
+
+
 def _failing(item: str, row: Mapping[str, Any], shown: dict[str, str]) -> Iterator[str]:
     yield f"\n{item} fails, in {row['failed']} of its {row['tests']} tests"
     first = shown.setdefault(row["test"], item)
     if first != item:
         yield f"  by the same test as {first}"
         return
-    yield f"  MUST    {must(item, row)}"
-    if text := formula(item):
-        yield f"  formula {text}"
+    if _raised(row):
+        yield "  not compared, because of the error above"
+    else:
+        yield f"  MUST    {must(item, row)}"
+        if text := formula(item):
+            yield f"  formula {text}"
     yield f"  test    {row['test']}"
     for name in ("input", "found"):
-        if row[name]:
+        if row[name] and not (name == "found" and _raised(row)):
             yield f"  {name:7} " + "\n          ".join(_short(row[name]))
     yield f"  repeat  {row['repeat']}"
 

@@ -258,6 +258,19 @@ def test_the_summary_is_short_and_tells_each_failure_once() -> None:
 
 
 @pytest.mark.law("as-it-is-described")
+def test_an_error_of_the_code_under_test_comes_before_the_failed_items() -> None:
+    record = made(WRONG)
+    record["items"]["DV-COSINE"]["found"] = "SubjectFailure: the policy raised KeyError at mine.py:3\n'W'"
+    text = "\n".join(summary(record))
+    before, _, after = text.partition("DV-COSINE fails")
+    assert "the code under test raised an error in place of a result:" in before
+    assert "  the policy raised KeyError at mine.py:3\n  'W'" in before
+    assert "not compared, because of the error above" in after
+    assert text.count("raised KeyError") == 1
+    assert "raised an error" not in "\n".join(summary(made(WRONG)))
+
+
+@pytest.mark.law("as-it-is-described")
 def test_a_pull_request_and_a_ci_server_are_told_the_same() -> None:
     text = "\n".join(markdown(made(WRONG)))
     assert text.startswith("**kvspec: mine 1.0 does not conform to kvspec")
