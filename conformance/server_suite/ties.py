@@ -21,7 +21,7 @@ def judged_differences(
 ) -> tuple[set[Difference], set[Difference]]:
     """Return the differences that rounding cannot explain, and the differences that decide nothing.
 
-    A difference of a token is explained if noise changes the same set for a token with the same id: equal tokens can
+    A difference of a token is explained if noise changes the same set for a token with the same id. Equal tokens can
     tie, and a copy shows only one of their orders. If the selector is sequential, a tie changes all later choices.
     Differences in a set that noise changes, and in all sets of later evictions, then decide nothing.
 

@@ -310,13 +310,15 @@ def _split_name(name: str, argument: str = "name") -> tuple[str, dict[str, Any]]
     Raises:
         SpecError: as in `names.check_name`.
     """
-    own: dict[str, Any] = {}
+    of_session: dict[str, Any] = {}
     if isinstance(name, str) and is_composition(name):
         whole = parse_composition(name, argument)
-        own = typed_constants({key: text for key, text in whole.constants.items() if key in _OF_SESSION}, _OF_SESSION)
-        name = str(replace(whole, constants={key: text for key, text in whole.constants.items() if key not in own}))
+        given = {key: text for key, text in whole.constants.items() if key in _OF_SESSION}
+        of_session = typed_constants(given, _OF_SESSION)
+        rest = {key: text for key, text in whole.constants.items() if key not in of_session}
+        name = str(replace(whole, constants=rest))
     name, constants = names.split_name(name, argument)
-    return name, constants | own
+    return name, constants | of_session
 
 
 def constants_of(name: str) -> frozenset[str]:

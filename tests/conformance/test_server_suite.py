@@ -293,7 +293,7 @@ def test_equal_tokens_may_be_ranked_by_rounding(model: PreTrainedModel, group: s
 def test_a_tie_changes_all_later_choices_of_a_diverse_policy(
     model: PreTrainedModel, fault: Fault, expected: str,
 ) -> None:
-    """In layer 0, the scores of equal tokens differ by 5e-9, and the first chosen token decides the later ones."""
+    """Test a prompt whose equal tokens have scores in layer 0 that differ by 5e-9."""
     ids = np.random.default_rng(0).choice([5, 6, 7], 150).tolist()
     answer = Answer(ids)
     for event in Evicting(copy.deepcopy(model).double(), "diverse-leverage", fault=fault).answer(ids, 3, 0):

@@ -326,7 +326,7 @@ def test_a_memory_loads_the_model_after_all_other_checks(
 def test_a_memory_is_a_budget_of_commands_that_load_the_model(
     tmp_path: Path, refusal: Refusal, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Other commands say what to type."""
+    """Test that the error of other commands has a budget to type."""
     text, out, rules = tmp_path / "text.txt", tmp_path / "page.html", tmp_path / "rules.toml"
     text.write_text("The river runs past the old mill. " * 40, encoding="utf-8")
     for line in (["compress", str(text)], ["explain", str(text), "--out", str(out)]):
