@@ -24,6 +24,7 @@ from experiments.studies.evidence.splits import FEWEST, ORDER, SPLITS
 from experiments.studies.evidence.tables import lost_at
 from experiments.studies.report import SAME_CACHE, format_p
 from lab import pages
+from lab.measure import long_decodes
 from lab.measure.evidence_papers import PAPER_TABLES
 from lab.measure.evidence_place import PLACE_PAGE, PLACE_TABLES, write_pictures
 from lab.measure.evidence_rows import (
@@ -37,11 +38,16 @@ from lab.measure.evidence_rows import (
     PLACES,
     PROSE,
     ROOT,
+    rows_of,
     samples_of,
 )
 from reference.statistics import mcnemar
 
-PAGES = (ROOT / "README.md", HOME / "README.md", HOME / "erratum.md", HOME / "papers.md", PLACE_PAGE)
+LONG_DECODES = "long-decodes"
+PAGES = (
+    ROOT / "README.md", HOME / "README.md", HOME / "erratum.md", HOME / "papers.md", PLACE_PAGE,
+    HOME.parent / f"{LONG_DECODES}.md",
+)
 
 
 class Column(NamedTuple):
@@ -316,7 +322,7 @@ TABLES: dict[str, Callable[[], list[list[str]]]] = {
     **{name: partial(decided, study) for name, study in CLAIMS.items()},
     **{name: partial(split, *asked) for name, asked in SPLIT.items()}, "paper-templates": templates,
 }
-TABLES |= PAPER_TABLES | PLACE_TABLES
+TABLES |= PAPER_TABLES | PLACE_TABLES | {LONG_DECODES: lambda: long_decodes.table(rows_of(LONG_DECODES))}
 
 
 def answers_nothing(lines: Sequence[Sequence[str]]) -> bool:

@@ -147,12 +147,12 @@ def measure(subject: Subject, folder: Path, samples: int = SAMPLES) -> Iterator[
                     yield row
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Return a Markdown table of the policies: scores, differences from the full cache, lengths, and tokens held."""
+def table(rows: Sequence[Row]) -> list[list[str]]:
+    """Return a table of the policies: scores, differences from the full cache, lengths, and tokens held."""
     tasks = [task for task in TASKS if _column(rows, task, FULL, "score").mean() >= 0.7]
     heads = [cell for task in tasks for cell in (f"{task}, score", f"{task}, over full")]
     lengths = ["length of a copy", "length, over full"] if "copy" in tasks else []
-    lines = []
+    lines = [["policy", *heads, *lengths, "most tokens held"]]
     for policy in POLICIES:
         cells = [
             cell for task in tasks
@@ -163,7 +163,7 @@ def table(rows: Sequence[Row]) -> str:
             cells += [f"{mean:.2f}", _over(rows, "copy", policy, "length")]
         held = max(row["held"] for row in rows if row["policy"] == policy)
         lines.append([f"`{policy}`", *cells, f"{held}"])
-    return pages.table(["policy", *heads, *lengths, "tokens held"], lines)
+    return lines
 
 
 def difference(rows: Sequence[Row], task: str, policy: str, measured: str) -> Estimate:
@@ -193,7 +193,8 @@ def main() -> None:
     subject = replace(Loading("smollm2").subject(), calibration=load_calibration(CALIBRATION))
     for row in measure(subject, given.out):
         print(row, flush=True)
-    print(table(load_rows(given.out / ROWS)))
+    head, *lines = table(load_rows(given.out / ROWS))
+    print(pages.table(head, lines))
 
 
 if __name__ == "__main__":

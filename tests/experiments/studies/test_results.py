@@ -24,7 +24,7 @@ from experiments.studies.evidence.run import merged, study_unit
 from experiments.studies.leases import Leases
 from experiments.studies.report import summary
 from experiments.studies.results import Row, append_row, load_rows, lock_at_once
-from lab.measure import evidence_pages, evidence_place, evidence_rows
+from lab.measure import evidence_pages, evidence_place, evidence_rows, long_decodes
 from spec.errors import SpecError
 from spec.tables import result_table
 from tests.processes import started
@@ -253,6 +253,26 @@ def test_the_sentences_about_answers_by_place_are_those_of_the_rows() -> None:
     assert right["evidence"] == right["fullcache"]
     claims = evidence_place.claims("place-answers")[1:]
     assert [line[4:] for line in claims] == [["holds", "screening"]] * 3 + [["holds", "confirmatory"]]
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_the_sentences_about_long_generation_are_those_of_the_rows() -> None:
+    """Check docs/results/long-decodes.md: late answers, shorter and longer copies, and copies without an eviction."""
+    rows = rows_of("long-decodes")
+    late = dict.fromkeys(long_decodes.POLICIES, 0)
+    copies: dict[str, list[float]] = {policy: [] for policy in long_decodes.POLICIES}
+    for row in rows:
+        if row["task"] == "late":
+            late[row["policy"]] += row["score"]
+        else:
+            copies[row["policy"]].append(row["score"])
+    assert late == {**dict.fromkeys(late, 0), "fullcache": 16, "rkv": 1}
+    assert copies["triattention"] == copies["crystalcache(decode=true)"] == copies["fullcache"]
+    short = {"h2o", "tova", "morphkv", "snapkv/every=64"}
+    for policy in (*short, "rkv"):
+        assert (long_decodes.difference(rows, "copy", policy, "score").high < 0) == (policy in short)
+        assert long_decodes.difference(rows, "copy", policy, "length").low > 0
+        assert sum(row["length"] >= 2 for row in rows if (row["task"], row["policy"]) == ("copy", policy)) >= 14
 
 
 @pytest.mark.law("figures-are-counted-right")
