@@ -18,6 +18,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GPTNeoXConfig,
+    GptOssConfig,
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -69,12 +70,17 @@ TINY: Mapping[str, Callable[[], PreTrainedConfig]] = {
         **_GROUPED, "sliding_window": 16, "query_pre_attn_scalar": 64,
         "layer_types": ["sliding_attention", "full_attention", "full_attention"],
     }),
+    # Both experts of each token: a choice of one expert could depend on the rounding of an engine.
+    "gpt_oss": lambda: GptOssConfig(**{
+        **_GROUPED, "num_local_experts": 2, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 3,
+    }),
 }
 """Configurations of tiny models, by family.
 
 "llama" has grouped queries. "qwen3" has eight wide KV heads and normalised keys. "gpt_neox" has separate keys for each
 query head, which are partly rotated. "gemma2" has one KV head for seven query heads, five layers, token ids above 2^16,
-logits with a soft cap, and a scaling that is not d^-0.5. "gemma3_text" has sliding layers.
+logits with a soft cap, and a scaling that is not d^-0.5. "gemma3_text" has sliding layers. "gpt_oss" has attention
+sinks.
 """
 
 
@@ -82,6 +88,10 @@ def save_tiny(family: str, folder: Path) -> Path:
     """Save a small model with random parameters. Engines have kernels for its head dimension. Return the folder."""
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(TINY[family]())  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        for name, values in model.named_parameters():
+            if name.endswith("sinks"):  # Near 0, as they are drawn, a wrong sink would hardly change a log-probability.
+                values.normal_(0, 2)
     model.save_pretrained(folder)
     return folder
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from conformance.cache_suite import judge, oracle
@@ -314,35 +314,40 @@ MISTAKES: list[tuple[Callable[..., Any], str, list[Call], str]] = [
 @pytest.mark.parametrize(("engine", "family", "calls", "words"), MISTAKES)
 def test_each_mistake_is_found(
     engine: Callable[..., Any], family: str, calls: list[Call], words: str, tmp_path: Path, folder: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Check that at least one call of the suite notices the mistake."""
+    """Check that at least one call of the suite notices the mistake. If no words matter, no explanation is tried."""
+    if not words:
+        monkeypatch.setattr(judge, "site", lambda *given: "")
     place = folder if family == "llama" else str(save_tiny(family, tmp_path))
-    with pytest.raises(AssertionError, match=words):
+    with pytest.raises(AssertionError, match=words or None):
         for kind, new, length in calls:
             check(engine, place, kind, new, length=length)
 
 
 def constant_changed(
-    keys: Tensor, sets: list[list[int]], model: PreTrainedModel, layer: int, name: str, value: float | None,
+    keys: Tensor, sets: list[list[int]], model: PreTrainedModel, layer: int, name: str, change: Callable[[Any], Any],
 ) -> Tensor:
     """Change a constant of a layer's attention after the prompt is read."""
     attention = model.get_submodule(f"model.layers.{layer}.self_attn")
-    assert getattr(attention, name) != value
-    setattr(attention, name, value)
+    setattr(attention, name, change(getattr(attention, name)))
     return keys
 
 
-@pytest.mark.parametrize(("name", "value"), [("attn_logit_softcapping", None), ("scaling", 32**-0.5)])
+@pytest.mark.parametrize(("family", "name", "change"), [
+    ("gemma2", "attn_logit_softcapping", lambda cap: None), ("gemma2", "scaling", lambda scaling: 32**-0.5),
+    ("gpt_oss", "sinks", lambda sinks: nn.Parameter(sinks / 8)),
+])
 def test_attention_with_another_constant_after_the_prompt_is_found(
-    name: str, value: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    family: str, name: str, change: Callable[[Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A failure has no explanation, because trying all of them takes half a minute."""
     monkeypatch.setattr(judge, "site", lambda *given: "")
-    place = str(save_tiny("gemma2", tmp_path))
+    place = str(save_tiny(family, tmp_path))
     for engine in (after_eviction, plain):
         check(engine, place, EQUAL, 5)
     with pytest.raises(AssertionError, match="away from"):
-        check(partial(plain, turn=partial(constant_changed, name=name, value=value)), place, EQUAL, 5)
+        check(partial(plain, turn=partial(constant_changed, name=name, change=change)), place, EQUAL, 5)
 
 
 def rows_share_sets(prompt: Any, kept: Any, following: Any, folder: str, batch: bool = False, **more: Any) -> Tensor:
@@ -444,7 +449,7 @@ FOUND = {
 
 @pytest.mark.usefixtures("same_seeds")
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "PADDED" else pytest.mark.nightly) for name in FOUND],
+    "name", [pytest.param(name, marks=() if name == "SHY" else pytest.mark.nightly) for name in FOUND],
 )
 def test_a_certificate_names_the_row_of_the_mistake_and_what_is_not_served(
     name: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
