@@ -193,6 +193,7 @@ def coq(program: Path) -> Iterator[tuple[Engine, three_way.Side]]:
 
 
 @needs_coq
+@pytest.mark.nightly  # `nox -s coq` runs the suite on the engine in CI
 @pytest.mark.spec(*{name for name in (*inputs.ITEMS, "CC-TRUNKS", "CC-DISSOLVE") if name in known_items()})
 def test_the_engine_agrees_with_the_reference_and_brute_force(coq: tuple[Engine, three_way.Side]) -> None:
     sides = {"coq": coq[1], "brute force": three_way.independent(), "reference": three_way.in_reference()}

@@ -32,7 +32,10 @@ from spec.backend import resolve
 from spec.parameters import CrystalCacheParameters
 
 
-@pytest.mark.parametrize("stage", files.stages())
+# The oracles need most of a minute for the policies.
+@pytest.mark.parametrize("stage", [
+    pytest.param(stage, marks=pytest.mark.nightly if stage == "policies" else ()) for stage in files.stages()
+])
 def test_a_file_is_what_the_oracles_give(stage: str) -> None:
     built = store.built(stage)
     assert files.stored(stage) == built
