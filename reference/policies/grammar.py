@@ -126,6 +126,8 @@ def parse_value(text: str, like: object) -> Value:
     """
     if isinstance(like, tuple):
         return tuple(parse_value(one, like[0]) for one in text.split("_"))
+    if "_" in text and not isinstance(like, str):
+        raise ValueError("a number without _")  # int and Fraction accept 1_000, and _ separates the numbers of a list
     if isinstance(like, bool):
         return {"true": True, "false": False}[text]
     if isinstance(like, Fraction):

@@ -182,6 +182,7 @@ def test_an_error_names_the_part_and_what_to_type(text: str, part: str, way_out:
     ("snapkv/every=4/every=8", "'every' is given twice"), ("snapkv:W=4:W=8", "'W' in 'snapkv:W=4:W=8'"),
     ("crystalcache:parameters=esay", "must be 'paper' or 'essay'"), ("nestedkv:w0=high", "such as 0.4_0.4_0.2"),
     ("score=", "no name"), ("score=nothing", "nothing"), ("snapkv:V=3", "W, backend, kernel"), ("snapkv:W=x", "32"),
+    ("snapkv:W=1_6", "32"), ("adakv:safeguard=1_000", "must be a value"),
     ("snapkv/every=8:", "''"), ("snapkv|every=8", "known names"),
 ])
 def test_a_text_of_a_wrong_form_is_an_error(text: str, shown: str) -> None:

@@ -242,7 +242,8 @@ def make(name: str, constants: Mapping[str, Any], learned: Mapping[str, Any]) ->
     Raises:
         SpecError: if a constant is missing or invalid.
     """
-    constants = {key: preset(value) if key == "parameters" else value for key, value in constants.items()}
+    if name == "crystalcache" and "parameters" in constants:
+        constants = {**constants, "parameters": preset(constants["parameters"])}
     try:
         return names.make_policy(name, {**learned, **constants})
     except (SpecError, BackendUnavailable):
@@ -257,13 +258,13 @@ def _placeholders(name: str, constants: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {"W_o": {}, "inv_freq": (), "factor": 1.0}
     if "served" in wanted:
         values["served"] = constants["calibration"].identity
-    if "template" in names.constants_of(name):  # of a policy that is not served, which needs no tokenizer to say so
+    if "template" in names.constants_of(name):  # A policy with a template is not served: its error needs no tokenizer.
         values["template"], wanted = ((0,),) * 3, wanted | {"template"}
     return {key: values[key] for key in wanted}
 
 
 def _calibration(given: Any) -> Any:
     if given is None:
-        reason = "is a file of the server: start `kvspec serve` with --policy and --calibration"
+        reason = "is a file of the server: start `kvspec serve` with --policy 'NAME(calibration=\"FILE\")'"
         raise SpecError("calibration", None, reason)
     return load_calibration(given)

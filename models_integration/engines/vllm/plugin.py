@@ -53,11 +53,11 @@ def _chosen(engine: Any, original: Any, settings: Settings, args: Any, kwargs: A
     for name, unset in (("scheduler_cls", (None,)), ("worker_cls", ("auto", WORKER))):
         if getattr(engine, name) not in unset:
             raise SpecError(name, getattr(engine, name), f"must not be set together with additional_config[{KEY!r}]")
-    install(settings)
     engine.worker_cls = WORKER
     engine.logits_processors = [*(engine.logits_processors or []), PARAMETERS]
     config = original(engine, *args, **kwargs)
     check_configuration(config)
+    install(settings)
     # vLLM decides about asynchronous scheduling inside, so the class of the scheduler is chosen after that.
     config.scheduler_config.scheduler_cls = SCHEDULERS[bool(config.scheduler_config.async_scheduling)]
     return config

@@ -50,6 +50,8 @@ def plan(n: int = 100, **asked: Any) -> Plan:
     ({"policy": "snapkv", "positions": "x"}, "positions = 'x'"), ({"policy": 3, "budget": 0.3}, "built-in"),
     ("[" * 9999, "JSON"), ("1" * 5000, "JSON"), ({"policy": "snapkv", "W": 10**8}, "a million"),
     ({"policy": "snapkv", "W": 1e30}, "a million"), ({"policy": "streamingllm:N_sink=100000000"}, "a million"),
+    ({"policy": "streamingllm:N_sink=100_000_000"}, "must be a value"),
+    ({"policy": "adakv:safeguard=1e999_999_999"}, "must be a value"),
 ])
 def test_bad_arguments_are_one_sentence(given: Any, told: str) -> None:
     """A window of 100 million tokens once took the memory of the server, and deep JSON was an HTTP 500."""
