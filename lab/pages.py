@@ -20,4 +20,6 @@ def fill(text: str, make: Callable[[str], str]) -> str:
 
 def write(page: Path, make: Callable[[str], str]) -> None:
     """Write the new text between the marks of a page."""
-    page.write_text(fill(page.read_text(encoding="utf-8"), make), encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
+    assert BLOCK.search(text), f"{page} has no marks"  # before a measurement of hours is lost
+    page.write_text(fill(text, make), encoding="utf-8")

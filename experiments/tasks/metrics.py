@@ -126,7 +126,7 @@ def _f1(candidate: Sequence[str], gold: Sequence[str]) -> float:
 
 
 def _locomo_f1(answer: str, truth: str) -> float:
-    """Return the F1 of LoCoMo: of stems of words, without "and" besides the articles."""
+    """Return LoCoMo's F1: the F1 of the stems of words, without articles and "and"."""
     try:
         from nltk.stem import PorterStemmer
     except ModuleNotFoundError as error:

@@ -10,8 +10,8 @@ from spec.errors import SpecError
 
 __all__ = [
     "Address", "Again", "Answers", "Attention", "Backend", "Bare", "BatchSize", "Budget", "Device", "Dtype", "Engine",
-    "Figure", "Force", "Grade", "Lengths", "Model", "Models", "Placements", "Prompt", "Questions", "Results", "Seeds",
-    "StudyResults", "TableFile", "Tasks", "Text", "Workers", "names_of",
+    "Figure", "Force", "Grade", "Lengths", "MemoryBudget", "Model", "Models", "Placements", "Prompt", "Questions",
+    "Results", "Seeds", "StudyResults", "TableFile", "Tasks", "Text", "Workers", "names_of",
 ]
 
 _YOURS = "For your own task write 'module:ATTRIBUTE' or the name of an entry point."
@@ -93,6 +93,9 @@ Address = Annotated[
 Budget = Annotated[
     str, typer.Option(help="Budget: a fraction of the prompt (0.3, 30%) or a number of tokens (512).")
 ]
+MemoryBudget = Annotated[str, typer.Option(
+    help="Budget: a fraction of the prompt (0.3, 30%), a number of tokens (512), or memory of the kept tokens (64MiB)."
+)]
 Prompt = Annotated[Path, typer.Argument(metavar="PROMPT", help="Text file with the prompt.")]
 _RESULTS = typer.Option(
     help="Folder for the results: study.jsonl (one line per sample) and report.html. If a run was stopped, the next run"

@@ -98,7 +98,7 @@ def _sessions(tables: Sequence[InjectionTable]) -> dict[str, Session]:
 
 
 def _digest(talk: Talk) -> str:
-    """Return the hash of a conversation, without the default metric: older rows were written before the metric."""
+    """Return the hash of a conversation. The default metric is left out, because older rows have no metric."""
     held = {key: value for key, value in asdict(talk).items() if (key, value) != ("metric", Talk.metric)}
     return hashlib.sha256(json.dumps(held).encode()).hexdigest()
 

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 MEMORY = 16 << 30  # bytes of address space
-HANGS = 3  # a fork hangs if it takes more seconds than this multiple of its processor seconds
+HANGS = 1.5  # a fork hangs if it takes more seconds than this multiple of its processor seconds
 AFTER_AN_ERROR = 60  # after so many errors without a failed assertion, the trial ends
 PROFILES = ("dev", "ci")  # the cheaper profile first
 # Processor seconds that a test may use: several times the seconds of the longest test without a mutant.

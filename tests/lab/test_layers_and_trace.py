@@ -14,7 +14,7 @@ from griffe import Docstring
 
 from lab import quick
 from lab.layers import forbidden_imports, read_modules
-from lab.style import name_offences, of_markdown, of_options, offences, opener_offences
+from lab.style import docstrings_in, name_offences, of_markdown, of_options, offences, opener_offences
 from lab.trace import accept, main, read_tree
 
 
@@ -248,3 +248,8 @@ def test_help_of_options_is_read() -> None:
     actual = list(offences(of_options(parser, test_help_of_options_is_read)))
     assert [one.rule for one in actual] == ["verbs", "verbs"]
     assert actual[0].source == "tests/lab/test_layers_and_trace.py"
+
+
+@pytest.mark.law("as-it-is-described")
+def test_the_check_of_style_reads_the_docstrings_of_a_package() -> None:
+    assert sum(1 for _ in docstrings_in("lab")) > 300

@@ -172,6 +172,9 @@ def test_what_was_accepted_is_tried_again_when_its_function_or_item_changes(
 def test_the_record_names_mutants_that_there_are() -> None:
     lines = [line.split(maxsplit=2) for line in written.KILLED.read_text(encoding="utf-8").splitlines()]
     assert {name for name, *_ in lines} <= set(MUTANTS)
+    for _, _, test in lines:
+        file, _, name = test.partition("::")
+        assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text(encoding="utf-8"), test
 
 
 @pytest.mark.nightly

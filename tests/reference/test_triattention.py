@@ -1,5 +1,4 @@
-"""TriAttention: equations, modes, cadence and pinned prompt compared with brute force, and its calibration file."""
-
+"""TriAttention: equations, modes, cadence and pinned prompt compared with brute force."""
 
 import numpy as np
 import pytest

@@ -34,7 +34,10 @@ __all__ = [
 TURNS = 18
 """Number of turns of a generated conversation."""
 _SEVERAL_SESSIONS, _INFERENCE, _ADVERSARIAL = 1, 3, 5
-"""LoCoMo's categories with a metric, a form of the answer, or no answer. The paper does not use the last."""
+"""LoCoMo's categories: questions about several sessions, inferences, and questions without an answer.
+
+The paper does not use the last category.
+"""
 _ROLES = ("Agent", "Project", "Doctor", "Captain", "Mission", "Station")
 _NAMES = (
     "Adler", "Amber", "Apollo", "Atlas", "Beacon", "Blaine", "Briar", "Cedar", "Comet", "Coral", "Echo",

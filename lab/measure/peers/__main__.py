@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="lab.measure.peers", description=__doc__)
     parser.add_argument("--press", choices=PRESSES, help="one press only")
     parser.add_argument("--inputs", type=int, default=INPUTS)
-    parser.add_argument("--write", action="store_true", help="write docs/peers.md")
+    parser.add_argument("--write", action="store_true", help="write the tables of docs/peers.md")
     options = parser.parse_args(arguments)
     reports = []
     for press in [options.press] if options.press else PRESSES:

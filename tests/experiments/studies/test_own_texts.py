@@ -26,6 +26,7 @@ from kvspec.cli.app import app
 from models_integration import observe, policy_from_name
 from models_integration.model.frame import decode, encode, opening_ids
 from models_integration.pocket import load_pocket
+from models_integration.policies.sizes import bytes_per_token
 from spec.errors import SpecError
 from tests.experiments.studies.experiments import answer
 
@@ -134,6 +135,12 @@ def test_a_text_is_read_once_for_all_its_questions_and_policies(
     assert each["text"].tolist() == [0, 0, 1]
     assert each["prompt_tokens"].tolist() == [tokens[0], tokens[0], tokens[1]]
     assert each["expected"].tolist() == ["7492", "1111", "5310 | 9"]
+
+
+def test_a_memory_is_a_budget_of_the_function(pocket: Pocket) -> None:
+    memory = f"{90 * bytes_per_token(pocket[0])}B"
+    actual = kvspec.compare(*pocket, ASKED, TEXT, policies=["streamingllm"], budgets=[memory], backend="numpy")
+    assert set(actual[actual["policy"] == "streamingllm"]["tokens_kept"]) == {90}
 
 
 @pytest.mark.law("figures-are-counted-right")

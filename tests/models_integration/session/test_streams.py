@@ -209,6 +209,24 @@ def test_what_is_left_at_the_end_of_the_context_is_a_segment() -> None:
         assert states_of(cache).rows[0].seen == n + 3
 
 
+@pytest.mark.law("freed-memory")
+@pytest.mark.law("parts-equal-the-whole")
+def test_generate_streams() -> None:
+    """A prompt longer than a segment and the generated tokens keep the cache at the budget."""
+    model, sizes, cache = build("llama"), [], RetainedCache(build("llama").config)
+    handle = model.register_forward_hook(lambda *_: sizes.append(cache.stored_length))
+    with streaming()(model):
+        chosen = greedy(model, prompt(N), 40, past_key_values=cache)
+    handle.remove()
+    assert max(sizes) <= BUDGET + C
+    assert cache.get_seq_length() == N + 39
+    again = RetainedCache(model.config)
+    with streaming()(model):
+        whole = torch.cat([prompt(N), chosen[:, :-1]], dim=1)
+        logits = at_once(model, whole, again)
+    assert logits[0, N - 1 :].argmax(-1).tolist() == chosen[0].tolist()
+
+
 @pytest.mark.spec("CC-STEP")
 @pytest.mark.parametrize(("generated", "seen", "steps", "tail"), [(True, N + 19, 19, 3), (False, 12, 12, 4)])
 def test_tokens_after_the_open_segment_are_steps(generated: bool, seen: int, steps: int, tail: int) -> None:
