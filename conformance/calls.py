@@ -203,7 +203,7 @@ def _view(memory: Array, like: Array, kind: int) -> Array:
 
 
 def _interrupted(run: Stage, other: tuple[Any, ...], seed: int, /, *arguments: Any) -> Any:
-    """Run a call, and at a few random lines of it start calls in another thread."""
+    """Run a call. At a few random lines of this call, start further calls in a different thread."""
     lines = list[int]()
     traced(run, arguments, lambda: lines.append(1))
     chosen = random.Random(seed).sample(range(len(lines)), min(INTERRUPTIONS, len(lines)))

@@ -169,9 +169,9 @@ def salience_radius(
 ) -> Vector:
     """Return the radius of Eq. 11 by token, from a block (H, Q, Q).
 
-    A top-k sum moves by no more than the sum of the k largest moves. A mean of the heads moves by the mean of these
-    moves. The clip adds no error of its argument. Its bounds are rounded to the precision, twice if they are scaled for
-    a mean: 2 M_min u.
+    The error of a top-k sum is at most the sum of the k largest errors. The error of a mean over heads is at most the
+    mean of the errors of the heads. Clipping does not increase the error of its argument. The clip bounds are rounded
+    to the precision, and rounded again if they are scaled for a mean: 2 M_min u.
     """
     A, e = np.asarray(weights, dtype=np.float64), np.asarray(row_error, dtype=np.float64)
     terms = A.shape[1] + k_heads + 2
@@ -301,7 +301,7 @@ def key_cosine_error(d: int) -> float:
 def normalised_radius(M_bar: Sequence[float], epsilon: float) -> float:
     """Return the radius of Eq. 28.
 
-    Each logarithm has an error of 4 ulp (8 u, on both sides), and the quotient four times its share.
+    Each logarithm has an error of 4 ulp, which is 8 u on each side. The quotient adds four times this relative error.
     """
     ell = [math.log1p(x) for x in M_bar]
     u = UNIT_ROUNDOFF["float64"]

@@ -35,7 +35,7 @@ def changed_files(since: str) -> set[str]:
 
 
 def is_test(path: str) -> bool:
-    """Return True for a test module that needs no subject, such as a policy or a cache that an option names."""
+    """Return True for a test module that runs without options that name a policy, a cache or a server."""
     return path.rpartition("/")[2].startswith("test_") and not path.startswith(NEED_A_SUBJECT)
 
 

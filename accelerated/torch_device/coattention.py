@@ -67,7 +67,7 @@ def neighbours(
 
 
 def _widths(p: CrystalCacheParameters) -> list[int]:
-    """Return the numbers of columns of salience, neighbours and weights in the rows of `_rows`."""
+    """Return the widths of the column groups of `_rows`: salience, neighbours and weights."""
     return [1, p.k_intra, p.k_intra, p.k_cross, p.k_cross]
 
 

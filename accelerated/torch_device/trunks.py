@@ -1,7 +1,8 @@
 """Stage S2: trunks, the contiguous units of eviction (Section 3.3).
 
-The merge pass of the paper runs from left to right. Here each sentence start first gets the start of the following
-trunk, as if a trunk began at this sentence. Repeated doubling of these jumps then marks the trunks that the pass makes.
+The merge pass of the paper runs from left to right. On a device, first compute for each sentence where the next trunk
+would start if a trunk started at this sentence. Then follow these jumps from the first sentence, by repeated doubling,
+to mark the trunks of the merge pass.
 """
 
 import torch

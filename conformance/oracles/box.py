@@ -33,7 +33,10 @@ class Undecided(Exception):
 
 
 class State:
-    """Active rounding: its unit, or 0 without rounding, and which of equal tags is first."""
+    """Settings of the active rounding.
+
+    `unit` is its unit roundoff (0 without rounding), and `first` orders equal tags.
+    """
 
     unit = 0.0
     tiny = 0.0

@@ -22,7 +22,7 @@ class Row(Sequence[Any]):
 
     @property
     def exact(self) -> bool:
-        """Return True if the numbers are numbers of an input."""
+        """Return True if the values are inputs, so that they have no rounding error."""
         return self.lo is self.hi
 
     def __len__(self) -> int:

@@ -68,7 +68,7 @@ def test_inverse_norms_lie_in_their_bound(breath_stages: BreathStages, k: Any) -
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("n", [1, 17, 1_025])
 def test_keys_of_every_type_and_size(breath_stages: BreathStages, kind: str, n: int) -> None:
-    """Check keys that a type can hold, also if it cannot hold their squares or their inverses."""
+    """Check large and small keys whose squares or inverses overflow or underflow the dtype of the keys."""
     k, _ = of_type(kind, n, (2, n, 4))
     want = (1 / np.sqrt((k.astype(np.float64) ** 2).sum(axis=2))).mean(axis=0)
     assert (np.abs(breath_stages.inverse_key_norms(k) - want) <= tolerances.key_norm_error(2, 4) * want).all()

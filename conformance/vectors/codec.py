@@ -1,7 +1,8 @@
 """Conversion of JSON values to arguments of functions, by annotation, and of results to mappings by name.
 
-A decode state is flat in JSON, with one name per field, and can also be converted to the oracle's model. Values of
-large vectors are compact: inputs come from a seed, and results are digests. spec/vectors/README.md describes the forms.
+A decode state is flat in JSON, with one name per field, and can also be converted to the oracle's model. A large test
+vector stores a seed instead of the inputs, and a digest instead of the results. spec/vectors/README.md describes the
+forms.
 """
 
 import inspect

@@ -108,7 +108,7 @@ Force = Annotated[bool, typer.Option("--force", help="Replace an existing file t
 
 
 def names_of(option: str, text: str) -> tuple[str, ...]:
-    """Split a comma-separated list, and remove duplicates. A comma inside parentheses does not split.
+    """Split a comma-separated list, and remove duplicates. Commas inside parentheses do not separate entries.
 
     Raises:
         SpecError: if the list is empty.

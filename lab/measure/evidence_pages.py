@@ -103,7 +103,10 @@ def figures(
 
 
 def exceeds(some: Samples, cell: tuple[str, str]) -> str:
-    """Return a note that a policy keeps more tokens than its budget, or "". A policy with a note has no figures."""
+    """Return a note if a policy keeps more tokens than its budget, otherwise "".
+
+    The table shows a note, not figures.
+    """
     rows, budget = some.having(cell).rows, read_budget(cell[1])
     prompts = [int(row.get("prompt_tokens") or row["length"]) for row in rows]
     if cell == ENDS[0] or not prompts:

@@ -252,7 +252,7 @@ class Archive(AbstractContextManager["Archive"]):
         return gone
 
     def _judge(self, key: str, report: Report) -> None:
-        """Prove an object, and note what was found."""
+        """Verify an object, and add the result to the report."""
         try:
             file = self._files.describe(self._files.path(key))
             self._objects.prove(key)

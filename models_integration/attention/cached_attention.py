@@ -89,7 +89,7 @@ class LayerMasks:
 
 
 def chosen_alone(mask: Tensor, chosen: Tensor) -> Tensor:
-    """Hide all slots that an indexer did not choose, (rows, queries, k), in a mask (rows, 1, queries, slots).
+    """Return a mask (rows, 1, queries, slots) that also hides all slots that an indexer did not choose for a query.
 
     Models hide these slots themselves only if the name of their attention is "sdpa" or "eager".
     """
@@ -275,8 +275,8 @@ def _attended(
     """Run the model's attention, (rows, q, H, d). A single query of a group of heads becomes several rows of one head.
 
     Otherwise SDPA would repeat the keys for each head of the group, which takes twice the time on a CPU. FlashAttention
-    repeats nothing. PyTorch prefers cuDNN on Hopper GPUs, but cuDNN takes tens of milliseconds to prepare each new
-    number of keys.
+    does not copy the keys. PyTorch prefers cuDNN on Hopper GPUs, but cuDNN takes tens of milliseconds to prepare each
+    new number of keys.
     """
     rows, H, q, d = query.shape
     if stock is sdpa_attention_forward and q == 1 and mask is None and _flash(query):

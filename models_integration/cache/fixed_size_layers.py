@@ -36,7 +36,8 @@ class StatefulCache(DynamicCache):
         config: config of the model, or text config of a model that also accepts images.
 
     Attributes:
-        beside: recurrent states, by index of the layer with keys and values. Each state is a layer without keys.
+        beside: recurrent state of each layer that has keys and values too, by layer index. Each state is a layer
+            without keys.
     """
 
     def __new__(cls, config: PretrainedConfig | None = None) -> Self:

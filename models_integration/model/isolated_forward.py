@@ -45,10 +45,10 @@ def isolated_forward(architecture: Architecture) -> Iterator[None]:
 
 @contextmanager
 def trial_forward(architecture: Architecture, reads: str) -> Iterator[None]:
-    """`isolated_forward`, by whose errors the model is refused, but for memory that runs out.
+    """Context manager `isolated_forward` that turns errors of the model, except out-of-memory errors, into `SpecError`.
 
     Raises:
-        SpecError: if the model cannot read what it is said to read.
+        SpecError: if the model cannot process the inputs that `reads` names.
     """
     try:
         with isolated_forward(architecture):

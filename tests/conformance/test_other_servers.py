@@ -28,7 +28,7 @@ Reply = Callable[[Mapping[str, Any]], tuple[int, object]]
 
 @contextmanager
 def replying(reply: Reply) -> Iterator[str]:
-    """Yield the address of a server with a model named tiny, whose completions are those of a function."""
+    """Yield the address of a server with a model named tiny. `reply` makes each response."""
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *words: object) -> None:

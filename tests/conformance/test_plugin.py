@@ -320,7 +320,7 @@ def test_what_a_test_imports_changes_no_later_draw(tmp_path: Path) -> None:
 
 
 def test_what_stands_elsewhere_needs_neither(tmp_path: Path) -> None:
-    """The conftest of the integration's tests requires marks only for tests of its folder."""
+    """Check that the conftest requires marks only for tests in its folder."""
     (inside := tmp_path / "kvspec").mkdir()
     (tmp_path / "conftest.py").write_text(CONFTEST.read_text(encoding="utf-8"), encoding="utf-8")
     (inside / "test_it.py").write_text(f"import pytest\n{LAW}\ndef test_it():\n    assert False\n", encoding="utf-8")

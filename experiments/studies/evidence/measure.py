@@ -112,7 +112,7 @@ def measure(
     Args:
         subject: model of the study.
         sample: question and gold answer.
-        prompt: prompt with which the sample's placement begins.
+        prompt: processed prompt that the sample's placement starts with.
         wanted: cells to measure: policies or controls, with budgets.
         batch_size: number of cells in one batch. Cells with equal kept tokens are measured once. The batch size changes
             no decision, but matrix products over several rows may round differently.
@@ -218,7 +218,7 @@ class _Reader:
         return self._predict(self._compacted(cells), self._prompt.placement.fed_ids, lengths)
 
     def _compacted(self, cells: Sequence[_Cell]) -> RetainedCache:
-        """Return a cache with one row for each cell. All cells must have the same rule of positions."""
+        """Return a cache with one row for each cell. All cells must have the same `numbering`."""
         decision = Decision(tuple(cell.kept for cell in cells), numbering=cells[0].numbering)
         return compact(side_by_side(self._cache, len(cells)), decision)
 

@@ -87,7 +87,7 @@ class Part:
         quick: additional changes of a quick run.
         kind: kind of the benchmark files, "" for tasks of kvspec, or COSTS for seconds and bytes.
         files: names of the benchmark files, without folder and ending.
-        filed: changes of a run with the files in addition to the tasks, if the part has tasks without files.
+        filed: additional changes if the user gives files, for a part whose tasks also run without files.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Part:
 
     @property
     def needs_files(self) -> bool:
-        """Return True if nothing can be measured without a file."""
+        """Return True if the part cannot run without a benchmark file."""
         return self.kind not in ("", COSTS) and "tasks" not in self.study
 
 

@@ -66,13 +66,14 @@ def explain_html(
 
     Args:
         shown: the `record` of the run.
-        texts: of each token, (n,).
-        title: what the prompt is called.
-        run: a sentence about the run.
-        beside: another policy by name, with what it keeps of the same prompt.
+        texts: text of each token, (n,).
+        title: name of the prompt.
+        run: sentence that describes the run.
+        beside: name of a second policy, and the retention of this policy for the same prompt.
 
     Raises:
-        SpecError: for more or fewer texts than tokens, or another policy that has seen more or fewer.
+        SpecError: if the number of texts is not the number of tokens, or if the second policy processed a different
+            number of tokens.
     """
     n = len(shown["token_ids"])
     if len(texts) != n:

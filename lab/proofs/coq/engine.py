@@ -1,8 +1,8 @@
 """Engine of spec/protocol.md for the extracted model: `python -m lab.proofs.coq.engine [PROGRAM]`.
 
-An engine offers all stages of a family or none. Therefore the reference answers for the stages that the model lacks,
-and for the essay's forms of the other stages. The depth of recursion equals the length of the prompt, so the process
-takes the maximum stack size.
+An engine offers all stages of a family or none. Therefore this engine calls the reference for each stage that the
+extracted model lacks, and for the formulas of the essay. The depth of recursion equals the length of the prompt, so the
+process takes the maximum stack size.
 """
 
 import json

@@ -122,14 +122,14 @@ def sloped(rng: Draw) -> Any:
 
 
 def logarithms(rng: Draw) -> list[float]:
-    """Return trunk impacts. For some, the logarithm is just above a power of 2."""
+    """Return trunk impacts. The logarithm of some impacts is just above a power of 2."""
     if rng.random() < 0.5:
         return spread(rng, size(rng))
     return [float(x) for x in np.expm1(2.0 ** rng.integers(-2, 4, size(rng)) * (1 + 1e-15))]
 
 
 def counts(rng: Draw) -> list[int]:
-    """Return counts up to 2^23. For most, the logarithm of count + 1 is near a power of 2."""
+    """Return counts up to 2^23. For most counts, the logarithm of count + 1 is near a power of 2."""
     about = np.exp(2.0 ** rng.integers(0, 4, 8)).astype(int) + rng.integers(-2, 3, 8)
     return [int(c) for c in np.clip(np.where(rng.random(8) < 0.7, about, rng.integers(1, 2**23, 8)), 1, 2**23)]
 

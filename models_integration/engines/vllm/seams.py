@@ -115,7 +115,7 @@ def _around(original: Callable[..., Any], new: Callable[..., Any]) -> Callable[.
 
 
 def end_promptly() -> None:
-    """Let `vllm serve` end within seconds after SIGTERM: while it starts, and if clients do not read their streams."""
+    """Let `vllm serve` end within seconds of a SIGTERM, even during its start or if clients do not read streams."""
     from vllm.entrypoints.cli import serve
     from vllm.v1.engine import utils
 

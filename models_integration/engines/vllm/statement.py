@@ -16,9 +16,9 @@ MOST_RANGES = 200_000
 class Statement:
     """Statement about one answer.
 
-    The scheduler sends news, which can have these keys:
+    The scheduler sends messages (`news`), which can have these keys:
 
-    - `policy`, `budget`: with the first news of a request.
+    - `policy`, `budget`: only in the first message of a request.
     - `evictions`: new evictions. Each is carried out before the next token of the request is processed.
     - `reason`: why nothing was evicted. `failed`: why nothing more is evicted.
     - `freed_blocks`: number of blocks that the request no longer holds after the last evictions.

@@ -184,7 +184,7 @@ def test_every_call_of_the_archive_can_fail(module: ModuleType) -> None:
 @pytest.mark.law("the-proof-has-teeth")
 @pytest.mark.parametrize(("operation", "number"), [("put", SHORT), ("get", errno.EIO), ("forget", errno.EIO)])
 def test_the_checks_see_what_is_wrong(quick_path: Path, operation: str, number: int) -> None:
-    """Check that an archive with a planted error is noticed when the same calls fail."""
+    """Plant an error in the archive, and check that the tests of failing calls detect this error."""
     row = ROWS["faults"][operation]
     template = prepared(quick_path / "template", operation, encrypted=operation == "forget")
     with mistake(row):
@@ -298,7 +298,7 @@ def test_a_salt_that_was_there_is_durable_by_then(quick_path: Path, dropped: int
 
 @pytest.mark.parametrize("above", [False, True])
 def test_a_file_in_new_folders_is_durable(quick_path: Path, above: bool) -> None:
-    """Check each of the folders, whether or not one of them existed."""
+    """Check that a crash leaves each folder durable, if both folders are new and if the upper folder existed."""
     (root := quick_path / "root").mkdir()
     if above:
         (root / "a").mkdir()

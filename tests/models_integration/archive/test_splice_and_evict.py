@@ -1,4 +1,4 @@
-"""Splices and evictions in any order: with sliding windows, half of the layers, and chunks with gaps."""
+"""Splices and evictions in any order, also with sliding windows, partial layers, and chunks that have gaps."""
 
 from dataclasses import replace
 from typing import Any

@@ -206,7 +206,7 @@ def long_prompts_whole(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
 
 
 def at_least_four(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
-    """Read with at least four tokens for each head: heads that keep fewer tokens get the last four."""
+    """Read with the last four tokens of the prompt in each head that keeps fewer than four tokens."""
     last = list(range(max(0, len(prompt) - 4), len(prompt)))
     return after_eviction(prompt, {at: [own if len(own) > 3 else last for own in kept[at]] for at in kept}, *rest)
 

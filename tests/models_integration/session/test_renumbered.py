@@ -94,7 +94,10 @@ def pieces() -> list[Tensor]:
 
 
 def pairs() -> list[Any]:
-    """Return each model with each policy. A daily run has all policies of one model, and one of each other model."""
+    """Return each model with each policy.
+
+    A daily run tests all policies on one model, and one policy on each other model.
+    """
     result = []
     for at, name in enumerate(MODELS):
         by_day = POLICIES if name == WHOLE[0] else {list(POLICIES)[at % len(POLICIES)]}
