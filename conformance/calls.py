@@ -1,8 +1,8 @@
 """Checks of every call of a tested stage: the rules that do not depend on the computed result.
 
 The rules are in spec/implementing.md, "Calls". A stage reads arrays of any layout and changes no argument. A stage
-returns new arrays that belong to the caller, and its result depends on its arguments alone. Two threads may call a
-stage at once. A stage does not change the process.
+returns new arrays that belong to the caller. The result depends only on the arguments of the call. Two threads may call
+a stage at once. A stage does not change the process.
 
 No test checks these rules by name. In each call of any test, the stage receives its arrays in a different layout, in
 the memory of the previous call. Some calls are made twice, or while another thread calls the same stage. The choice

@@ -9,8 +9,8 @@
 
 The run fails if an entry is incomplete, has expired or names an unknown item, test or vector, because exceptions must
 not become stale. An entry that covers no failure is allowed, because other examples may fail again. `kvspec verify`
-reports such an entry as no longer needed, and the certificate lists the entry. `--check` names the entry if this has
-changed.
+reports such an entry as no longer needed, and the certificate lists the entry. `kvspec verify --check` reports entries
+that have changed in this respect.
 """
 
 import tomllib

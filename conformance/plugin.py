@@ -3,8 +3,8 @@
 Run `python -m pytest -p conformance.plugin --pyargs conformance.suite`. `pytest --help` prints the options.
 
 The profiles set the number of random examples of each property: few (12), dev (50), ci (150) or nightly (20 000). The
-profile few also runs only every twentieth case of a long loop. An interpreted kernel takes up to a second for a case,
-and a compiled kernel is compiled for each shape.
+profile few also runs only every twentieth case of a long loop. An interpreted kernel needs up to a second for a case. A
+compiled kernel must be compiled for each shape.
 
 `spec` is imported inside functions. jaxtyping must install hooks before `spec` is first imported, but pytest imports
 this module before jaxtyping installs the hooks.
@@ -168,7 +168,7 @@ def pytest_collection_finish() -> None:
     """Let Hypothesis use only constants of the modules that are imported now.
 
     Hypothesis draws constants from all imported modules. If a test imported a module, all later draws would change.
-    Then two workers, or two runs, would have different examples for the same seed.
+    Otherwise two workers, or two runs, would have different examples for the same seed.
     """
     # This function is private, and older versions of Hypothesis do not have it.
     providers: Any = sys.modules.get("hypothesis.internal.conjecture.providers")

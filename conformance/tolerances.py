@@ -1,7 +1,7 @@
 """Tolerances of all comparisons: certified error bounds by item and precision, each with its reason.
 
-Decisions, such as a neighbour list or an eviction order, are step functions of floats, so they are compared inside
-intervals. A choice is accepted exactly if some values within the certified radius lead to this choice.
+Decisions, such as a neighbour list or an eviction order, jump at ties. Therefore a decision is accepted
+exactly if some values within the certified radius lead to this decision.
 """
 
 import math
@@ -188,8 +188,8 @@ def moved_salience_radius(
 ) -> Vector:
     """Return the radius of Eq. 11 by token, from precomputed sums.
 
-    `salience` is the sum over the best heads, and `moves` is the sum over the best heads of rows times error. The best
-    heads of either sum bound the other sum, because both are sums of at most the k_heads largest.
+    `salience` is the sum over the best heads, and `moves` is the sum over the best heads of rows times error. Each sum
+    contains at most the k_heads largest values. Therefore the best heads of one sum bound the other sum.
     """
     rounding = gamma(Q + k_heads + 2, precision) + gamma(Q + k_heads + 2, "float64")
     floor = SMALLEST[precision] + (0.0 if precision == "float64" else 2 * UNIT_ROUNDOFF[precision] * M_min)
@@ -219,7 +219,7 @@ def cosine_error(e_i: Any, e_j: Any, Q: int, H: int, precision: str) -> Any:
 def list_is_realisable(
     chosen: Sequence[int], boxes: dict[int, Interval], k: int, tau: float,
 ) -> bool:
-    """Return True if some weights inside their boxes have `chosen` as their top k above tau.
+    """Return True if, for some weights inside their boxes, `chosen` are the k largest weights above tau.
 
     The keys are float32, and of equal keys the lower index comes first. Values are assigned greedily from the best
     place down, as high as the list allows. If these values fail, all values fail.
@@ -264,8 +264,8 @@ def crystallization_radius(degree: Vector, s: float, epsilon: float, moved: floa
     """Return the radius of Eq. 27 from degrees with an error of `moved`.
 
     The slope of the logistic function is at most 1/4. Its error is 8 u. mu has an error of gamma_(m+2) of the largest
-    degree. The same error in every term moves sigma by the same amount. This moves z by the ratio to sigma, times
-    1 + |z|. If sigma may be below or above epsilon, D may have any value.
+    degree. An absolute error in every term changes sigma by at most this error. This moves z by the ratio
+    to sigma, times 1 + |z|. If sigma may be below or above epsilon, D may have any value.
     """
     m = len(degree)
     mu = math.fsum(degree.tolist()) / m
@@ -322,8 +322,9 @@ def received_radius(weights: np.ndarray[Any, Any], error: Vector, precision: str
 def expected_error(mass: float, m: int, d: int, keys: int, precision: str) -> float:
     """Return a bound on the relative error of an expected weight, from the largest mass of a logit's terms.
 
-    Every term passes through sums of m queries, four sums of d channels (two rotations, the form), 16 u of the angles,
-    and scalings. The softmax follows as in `attention_error`. The value's norm and the group's mean add 4 d.
+    Each term has the errors of a sum over m queries, of four sums over d channels, of the angles (16 u), and of
+    scalings. Two of the four sums are rotations, and two are the quadratic form. The softmax follows as in
+    `attention_error`. The value's norm and the group's mean add 4 d.
     """
     error = 0.0
     for p in (precision, "float64"):
@@ -380,7 +381,7 @@ def traced_radius(
 def _normalised_error(row: Sequence[float], error: float) -> float:
     """Return the error of values with an error of `error` after they are moved to [0, 1].
 
-    The error is 1 if the range may or may not count as zero.
+    The error is 1 if rounding decides whether the range counts as zero.
     """
     spread = max(row) - min(row)
     if spread + 2 * error <= NEGLIGIBLE:

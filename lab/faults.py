@@ -97,8 +97,8 @@ class Fault(NamedTuple):
 
     Attributes:
         kind: "well" for no fault. With "full", a file can have at most `at` bytes. With "error", call `at` fails with
-            this number. With "short", call `at` reads or writes half of the bytes. With "killed", no call has an effect
-            from call `at` on.
+            this number. With "short", this call reads or writes only half of the bytes. With "killed", no call has an
+            effect from call `at` on.
     """
 
     kind: str = "well"
@@ -161,7 +161,7 @@ class _File:
 
 @dataclass
 class _Folder:
-    """Names that are on the disk, and changes that may or may not be there after a power loss.
+    """State of the disk: durable names, and changes that a power loss may undo.
 
     A name belongs to a file or, by its path, to a folder.
     """

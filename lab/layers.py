@@ -139,7 +139,10 @@ def subpackage_refusal(module: Module, name: str, target: str | None) -> str | N
 
 
 def circles(graph: Mapping[str, set[str]]) -> Iterator[str]:
-    """Yield the cycles of a graph as `a -> b -> a`. Of several cycles that end with the same import, yield one."""
+    """Yield the cycles of a graph as `a -> b -> a`.
+
+    If several cycles end with the same import, only one of them is yielded.
+    """
     left = {name: set(targets) for name, targets in graph.items()}
     while True:
         try:

@@ -38,7 +38,7 @@ def plain_values(inputs: Inputs) -> Any:
 
 
 def alpha_kept(row: Score, V: Any, B: int, lam: float) -> list[int]:
-    """Return the kept tokens. Tokens without a score count as already kept."""
+    """Return the kept tokens. Tokens without a score are protected."""
     retained = [i for i, x in enumerate(row) if x is None]
     return alpha_oracle.alpha([0.0 if x is None else x for x in row], V, retained, min(B, len(row)), lam)
 
@@ -159,7 +159,7 @@ def sets(result: Retention) -> Live:
 
 
 def after_records(policy: Policy, inputs: Inputs, budget: Budget) -> tuple[Live, Live, Live]:
-    """Return the live positions after a prompt, and those after a turn from the retention and from the records."""
+    """Return the cached positions after a prompt, and after a turn: from the retention, and from the records."""
     groups = groups_of(policy, inputs)
     _, running = policies.start(policy, budget, shown(policy, inputs, [list(range(N))] * groups, N, 0))
     live = np.column_stack([running.live, np.tile(np.arange(N, SEEN), (groups, 1))])
@@ -168,7 +168,7 @@ def after_records(policy: Policy, inputs: Inputs, budget: Budget) -> tuple[Live,
 
 
 def after_reading(policy: Policy, inputs: Inputs, budget: Budget) -> tuple[Live, Live]:
-    """Return the live positions after a prompt and READ tokens that are only read, and those after the turn."""
+    """Return the cached positions after a prompt and READ tokens in `reading()`, and after the turn."""
     groups = groups_of(policy, inputs)
     _, running = policies.start(policy, budget, shown(policy, inputs, [list(range(N))] * groups, N, 0))
     live = np.column_stack([running.live, np.tile(np.arange(N, N + READ), (groups, 1))])

@@ -129,7 +129,7 @@ class Trace:
 
 
 def stage_items(page: str, left_out: Collection[str] = ()) -> frozenset[str]:
-    """Return the items of all stages but the `left_out` ones, from the table of spec/implementing.md.
+    """Return the items of all stages except `left_out`, from the table of spec/implementing.md.
 
     A backend that implements a family of stages must implement these items.
     """

@@ -104,7 +104,7 @@ def refused(argument: str, given: object = ...) -> Iterator[pytest.ExceptionInfo
 
 
 def describes_value(value: object, given: object) -> bool:
-    """Return True if an error's value describes the given value.
+    """Return True if the value in an error message describes the given value.
 
     The value may be the given value, its type, shape, dtype or length, or one of its elements.
     """

@@ -23,7 +23,7 @@ SHOWN = 3  # Complaints of one kind: more wrong rows add no information.
 def salience(result: Vector, want: Scored, p: CrystalCacheParameters, precision: str, strict: bool) -> Iterator[str]:
     """Check CC-SALIENCE.
 
-    If attention is exact, salience must be exact too, unless a bound of the clip is not a float32.
+    If attention is exact, salience must be exact too, unless float32 cannot represent a bound of the clip.
     """
     spread = np.zeros(len(result)) if strict else want.unclipped
     radius = tolerances.moved_salience_radius(spread, want.moves, p.C, p.k_heads, p.M_min, precision)
@@ -154,7 +154,7 @@ def free_weights(given: CoAttention, among: Trunks) -> tuple[oracle.Pairs, Vecto
 
 
 def near(free: Vector, tau: float) -> BoolVector:
-    """Return a mask of the weights that rounding may move to either side of tau_edge."""
+    """Return a mask of the weights that are so near tau_edge that rounding decides the comparison."""
     result: BoolVector = np.abs(free - tau) < 2.0**-40  # A coarse selection; the bound itself decides below
     result[result] = [tolerances.close("CC-TRUNK-WEIGHT", [w], [tau]) for w in free[result].tolist()]
     return result

@@ -1,8 +1,8 @@
 """Checks of the output of each stage: complaints, or none if the output is right.
 
-The tests of single stages and the end-to-end tests share these checks. Each check receives the input of its stage, so
-an early near tie causes no complaint about a later stage. A kept set passes end to end only if every stage passes. Then
-some S1 outputs inside the certified box lead to the kept set.
+The tests of single stages and the end-to-end tests share these checks. Each check receives the input of the tested
+stage, so a near tie in an earlier stage causes no complaint. A kept set passes end to end only if every stage passes. A
+kept set that passes follows from S1 outputs inside the certified box.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""Comparison of results with the expected results of a vector: the same bits, or inside a bound of `tolerances`.
+"""Comparison of results with the expected results of a vector: bit for bit, or within a bound of `tolerances`.
 
 spec/implementing.md describes each bound in words.
 """
@@ -63,7 +63,7 @@ def within(name: str, got: Any, want: Any, radius: Any) -> Iterator[str]:
 
 
 def relative(item: str, *groups: str) -> Bound:
-    """Return a bound by which each of these results is within the item's bound of the expected result."""
+    """Return a bound: each of these results is within the item's tolerance of the expected result."""
     def judge(actual: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
         for name in (name for names in groups for name in names.split()):
             got, expected = (np.atleast_1d(floats(plain(side[name]))) for side in (actual, want))
@@ -74,7 +74,7 @@ def relative(item: str, *groups: str) -> Bound:
 
 
 def at_radius(names: str, says: str, radius: Callable[[Any, Any, CrystalCacheParameters], Any]) -> Bound:
-    """Return a bound by which each of these results is within a radius of the expected result.
+    """Return a bound: each of these results is within a radius of the expected result.
 
     The function `radius` computes the radius from the expected result, the inputs and the parameters.
     """
@@ -274,8 +274,8 @@ def complaints(
 ) -> Iterator[str]:
     """Yield the complaints about the results of one decoded test.
 
-    An expected result in compact form is compared with a summary, even if the result is bounded. Other bounded results
-    are checked by `bound`.
+    If an expected result is compact, the summary of the result is compared, even for results with a tolerance. `bound`
+    checks all other results with a tolerance.
     """
     short = {name: want for name, want in test["expected"].items() if is_compact(want)}
     bounded = [name for name in test.get("bounded", []) if name not in short]

@@ -20,7 +20,7 @@ class Op:
     """Arguments of an operation, in the order of its stage in `spec.backend`, and its result.
 
     Attributes:
-        vector: name of the result in the vectors, or "" if the result is a record. None: the vectors call no such
+        vector: name of the result in the vectors, or "" if the result is a record. None if the vectors do not call the
             operation.
     """
 

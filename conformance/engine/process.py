@@ -84,7 +84,7 @@ def hello_of(answer: Json) -> Hello:
     """Return an engine's answer to `hello`.
 
     Raises:
-        ValueError: if the answer is malformed, has another protocol, or offers a part of a family.
+        ValueError: if the answer is malformed, has a different protocol, or offers only a part of a family.
     """
     protocol = answer.get("protocol") if isinstance(answer, dict) else None
     if type(protocol) is not int or protocol != PROTOCOL:
@@ -143,7 +143,8 @@ class Process:
         The method never waits for the end of a pipe, because a child of the engine may hold the pipe open for ever.
 
         Raises:
-            EngineTimeout, EngineCrash, EngineGarbage: if the engine gives no answer or an answer without an end.
+            EngineTimeout, EngineCrash, EngineGarbage: if the engine gives no answer, or an answer without a
+                line end.
         """
         deadline, unsent = time.monotonic() + seconds, memoryview(line.encode() + b"\n")
         while b"\n" not in self._read[-CHUNK:]:
@@ -188,7 +189,7 @@ class Process:
         return f" with exit code {code}" if code >= 0 else f" by signal {-code} ({signal.strsignal(-code)})"
 
     def _read_complaint(self) -> None:
-        """Read once from standard error, and keep the end of it."""
+        """Read once from standard error, and store only the last bytes."""
         with suppress(BlockingIOError):
             chunk = os.read(self._err, CHUNK)
             self._complaint = (self._complaint + chunk)[-4 * SHOWN :]  # A character has at most 4 bytes.

@@ -144,10 +144,10 @@ def decode_error_value(value: Json) -> Any:
 
 
 def decode(kind: str, value: Json, check: Check) -> Any:
-    """Return a value of this type from its JSON. Each number and array passes through `check`.
+    """Convert JSON to a value of this type. Each number and array passes through `check`.
 
     Raises:
-        ValueError: if the JSON has another form. The message names the member of a record.
+        ValueError: if the JSON has a different form. The message names the member of a record.
     """
     if kind == "text":
         return str(value)
@@ -229,7 +229,7 @@ def sizes(op: Op, arguments: Mapping[str, Any]) -> dict[str, int]:
 def checked(known: dict[str, int]) -> Check:
     """Return a check that converts values to float64, int64 or bool, and compares their axes with `known`.
 
-    The check adds unknown axes to `known`. The check raises ValueError for another dtype or shape, and for NaN or an
+    The check adds unknown axes to `known`. The check raises ValueError for a wrong dtype or shape, and for NaN or an
     infinity that the type does not allow.
     """
     def check(wanted: Array, result: Any) -> Any:

@@ -49,8 +49,8 @@ def scores(layer: Layer, W: int, kernel: int, gamma: float) -> list[Score]:
 def preferred_shares(preferences: Sequence[float], B: int, W: int, n: int) -> list[int]:
     """Return the number of tokens of each layer.
 
-    The full layers are the first ones by preference. Their number is the smallest number for which no other layer
-    exceeds the prompt.
+    The layers with the highest preference are full. The smallest number of full layers is used for which no share of a
+    remaining layer exceeds the prompt.
     """
     L, W = len(preferences), min(W, n)
     most, total = n - W, min((B - W) * L, (n - W) * L)

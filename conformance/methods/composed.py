@@ -195,7 +195,8 @@ def in_pieces(
 ) -> Kept:
     """Return the tokens that each set keeps of each piece, as the other parts choose them in the piece alone.
 
-    A piece has its protected tokens, and a part of the other tokens of the set in proportion to its own.
+    A piece keeps its protected tokens. The remaining tokens of the set are divided in proportion to the unprotected
+    tokens of each piece.
     """
     result = [Answer([]) for _ in rows]
     pieces = runs(given.inputs.n, given.value("pieces"))
@@ -260,7 +261,7 @@ def selected_sets(
 
 
 def shares_of(given: Composed, rows: Sequence[Score], heads: int) -> list[int]:
-    """Return the number of tokens of each set: the rule for layers, then the rule for the heads of each layer."""
+    """Return the number of tokens of each set, by the rule for layers and then the rule for the heads of a layer."""
     own, B, n = given.own, given.B, len(rows[0])
     if "threshold" in own:
         tau = float(own["threshold"][""])
@@ -294,7 +295,7 @@ def adaptive(rows: Sequence[Score], total: int, safeguard: Fraction) -> list[int
 
 
 def competing(rows: Sequence[Score], total: int, safeguard: Fraction) -> list[int]:
-    """Return the heads' parts of a layer's total: a quota for each head, then the best tokens of the layer."""
+    """Divide a layer's total among its heads: first a quota for each head, then the best tokens of the layer."""
     H, n, pinned = len(rows), len(rows[0]), sum(x is None for x in rows[0])
     quota = min(max(int(safeguard * (total // H) // 1), pinned), n)
     first = [{i for i in surely(oracle.top(row, quota)) if row[i] is not None} for row in rows]

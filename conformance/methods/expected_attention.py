@@ -43,7 +43,8 @@ def expected_attention(
 ) -> list[Score]:
     """Return E exp(z) of a Gaussian query under the mean rotation of the next N_future positions, as a score.
 
-    The queries are those of the last tokens before position `seen`. A later turn has fewer of them, or more, than keys.
+    The queries are those of the last tokens before position `seen`. In a later turn, the number of queries differs from
+    the number of keys.
     """
     n = len(layer["k"][0])
     if n <= N_sink:

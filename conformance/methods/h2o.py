@@ -60,7 +60,7 @@ def h2o(inputs: Inputs, B: int, sums: str = "all", recent: str = "half", decode:
 
 
 def described(layer: Layer, W: int) -> list[Score]:
-    """Return the scores with a window instead of the newest half."""
+    """Return the scores if a window is protected instead of the newest half."""
     past = window(layer, W)
     return [[*row[:past], *[None] * (len(row) - past)] for row in accumulated(layer)]
 

@@ -1,4 +1,4 @@
-"""KVzap by brute force: a linear map of hidden states, or two with GELU in between, one number at a time."""
+"""KVzap by brute force, one number at a time: one linear map of hidden states, or two with GELU in between."""
 
 import math
 from collections.abc import Sequence

@@ -27,7 +27,7 @@ from spec.policy import Rehearsal
 
 
 def scores(layer: Layer, N_sink: int, W_o: Sequence[Sequence[Row]] | None = None) -> list[Score]:
-    """Return, per KV head, the largest weight that any query of a repetition gives to each key of its chunk.
+    """Return each key's largest attention weight from the queries of its chunk's repetition, for each KV head.
 
     With W_o, the weights are those of KVzip+.
     """

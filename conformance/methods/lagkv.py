@@ -13,8 +13,8 @@ from conformance.oracles.choices import places
 def lagkv_information(rows: Sequence[Row], reference: Sequence[Row]) -> Row:
     """Return the information of one partition relative to the next.
 
-    The next partition gives minimum and maximum by channel. The deviation over the channels then has a softmax over
-    tokens.
+    Keys are scaled by the minimum and maximum of each channel in the next partition. The softmax over tokens of the
+    deviations over channels follows.
     """
     low, high = ([f(column) for column in columns(reference)] for f in (least, largest))
     wide = [c for c, (a, b) in enumerate(zip(low, high, strict=True)) if a != b]

@@ -29,8 +29,8 @@ def kept(rows: Sequence[Row], B: int, p: Any) -> list[Answer]:
     """Return the kept sets of a layer.
 
     Sinks have the score infinity. Each head keeps a quota of its best tokens, then the layer keeps the best remaining
-    pairs. In the last choice, rounding may exchange tokens of one head, but not of two heads, whose shares would
-    change.
+    pairs. In the last choice, rounding may exchange tokens only inside one head, because the shares of the heads must
+    not change.
     """
     pinned = [[math.inf if i < p.N_sink else x for i, x in enumerate(row)] for row in rows]
     quotas = [surely(best(range(len(row)), row, int(p.alpha_s * B // 1))) for row in pinned]

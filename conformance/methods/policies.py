@@ -188,7 +188,7 @@ def top(score: Sequence[float | None], B: int) -> Answer:
 
 
 def placed(kept: Answer, live: Sequence[int]) -> Answer:
-    """Return the positions of a kept set whose tokens are indices into the live positions."""
+    """Convert a kept set from indices of live positions to positions."""
     open_ = sorted(live[i] for i in kept.open)
     return Answer([live[i] for i in kept if i not in kept.open], open_, sum(i in kept.open for i in kept))
 
@@ -285,7 +285,7 @@ def adaptive_shares(scores: Sequence[Sequence[float | None]], B: int, safeguard:
 
 
 def competition_shares(scores: Sequence[Sequence[float | None]], B: int, safeguard: Fraction) -> list[int]:
-    """Return the shares of heads: first the best tokens of each head, then the best remaining tokens of the layer."""
+    """Return the share of each head: its quota of best tokens, and its part of the layer's best remaining tokens."""
     H, n = len(scores), len(scores[0])
     pinned = sum(s is None for s in scores[0])
     quota = max(int(safeguard * B // 1), pinned)
@@ -298,7 +298,7 @@ def competition_shares(scores: Sequence[Sequence[float | None]], B: int, safegua
 def best_blocks(score: Sequence[float | None], b: int, B: int) -> list[int]:
     """Return the tokens of the open block, of blocks with a protected token (None), and of the best blocks.
 
-    The best remaining block is added until the next one does not fit.
+    Blocks are added in order of score until a block does not fit.
     """
     runs = [range(first, min(first + b, len(score))) for first in range(0, len(score), b)]
     kept = [run for run in runs if len(run) < b or any(score[i] is None for i in run)]

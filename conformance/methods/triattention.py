@@ -54,7 +54,7 @@ def z_score(row: Row, pinned: Sequence[bool]) -> list[float | None]:
 
 
 def joined(Z: Sequence[Sequence[Sequence[Sequence[float | None]]]], mode: str) -> list[list[float | None]]:
-    """Return a row per kept set, from Z[layer][KV head][query head of its group][token]."""
+    """Return one row of scores for each kept set, from Z[layer][KV head][query head of its group][token]."""
     tokens = range(len(Z[0][0][0]))
 
     def most(rows: Sequence[Sequence[float | None]], i: int) -> float | None:
@@ -75,7 +75,7 @@ def joined(Z: Sequence[Sequence[Sequence[Sequence[float | None]]]], mode: str) -
 def rows(
     inputs: Inputs, mode: str, live: Callable[[int], Sequence[int]], t: int, pinned: int,
 ) -> list[Score]:
-    """Return a row per kept set over its live positions. `live` returns the positions by layer and KV head."""
+    """Return one row of scores for each kept set. `live` returns the cached positions of a layer and KV head."""
     H_kv, Z = inputs.H_kv, []
     for at, view in enumerate(inputs.layers):
         q, k, G = view.q.tolist(), view.k.tolist(), len(view.q) // H_kv

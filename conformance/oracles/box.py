@@ -2,8 +2,8 @@
 
 A `Box` is an interval. Inside `rounding(unit)` every operation on boxes widens its result by the relative error `unit`.
 The box then contains the exact value, and the result of any arithmetic with this rounding, with sums in any order. A
-comparison that a box cannot decide raises `Undecided`. Two boxes with one tag are the same expression of the same
-inputs, and are equal. Sums of integers are exact.
+comparison that a box cannot decide raises `Undecided`. Two boxes with the same tag come from the same expression of the
+same inputs, and count as equal. Sums of integers are exact.
 """
 
 import math

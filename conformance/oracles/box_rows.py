@@ -10,9 +10,9 @@ from conformance.oracles.box import FUNCTION, SPREAD, Box, State, Undecided, box
 
 
 class Row(Sequence[Any]):
-    """Many boxes at once, for large inputs: arrays of ends and tags.
+    """Many boxes in one array, for large inputs.
 
-    Operations give the same boxes as with single boxes.
+    Each operation gives the same boxes as the operation on single boxes.
     """
 
     __slots__ = ("hi", "lo", "tags")
@@ -75,7 +75,7 @@ class Row(Sequence[Any]):
         return self._with(box(0.0), of.__name__, (of(self.lo), of(self.hi)), FUNCTION)
 
     def turned(self, of: Any) -> "Row":
-        """Apply a function of NumPy whose slope is at most 1 to each number."""
+        """Apply a NumPy function, whose slope must be at most 1, to each number."""
         error = (self.hi - self.lo) / 2 + FUNCTION * State.unit * (1 + np.abs(self.hi))
         middle = of((self.lo + self.hi) / 2)
         return Row(middle - error, middle + error, self.tags * SPREAD + np.uint64(word(of.__name__)))

@@ -137,7 +137,7 @@ def norm(x: Sequence[Any]) -> Any:
 
 
 def _turned(of: Callable[[float], float]) -> Callable[[Any], Any]:
-    """Extend a function of `math` whose slope is at most 1 to boxes and rows."""
+    """Extend a function of `math`, whose slope must be at most 1, to boxes and rows."""
     def applied(x: Any) -> Any:
         if isinstance(x, Row):
             return x.turned(getattr(np, of.__name__))

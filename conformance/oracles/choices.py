@@ -23,7 +23,7 @@ def ordered(values: Sequence[Any]) -> list[Any]:
 def places(values: Sequence[Any]) -> list[tuple[int, int]]:
     """Return, for each value, the least and greatest number of other values before it.
 
-    Values are before it if they are higher, or equal with a lower index.
+    A value is before a second value if it is higher, or equal with a lower index.
     """
     boxes = [box(x) for x in values]
     low, high = (sorted(getattr(x, end) for x in boxes) for end in ("lo", "hi"))

@@ -48,7 +48,7 @@ def merges(weights: Sequence[float], size: int, next_size: int, p: CrystalCacheP
 
 
 def split(trunk: Trunk, T_max: int) -> list[Trunk]:
-    """Split a trunk (step 3): as few pieces as possible, with sizes that differ by at most one, larger first."""
+    """Split a trunk (step 3) into the fewest pieces, of sizes that differ by at most one, larger pieces first."""
     pieces = 1
     while pieces * T_max < len(trunk):
         pieces += 1
@@ -63,7 +63,7 @@ def split(trunk: Trunk, T_max: int) -> list[Trunk]:
 
 
 def median_strength(pieces: Sequence[Trunk], E: Sequence[Edge], tau_merge: float) -> float:
-    """Return the strength of F4: one of the strengths, exceeded by at most half of the interfaces between sentences."""
+    """Return the lower median of the strengths of interfaces between sentences (F4)."""
     result = []
     for left, right in itertools.pairwise(pieces):
         weights = interface_weights(left, right, E)

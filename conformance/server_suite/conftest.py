@@ -15,7 +15,10 @@ _file = pytest.StashKey[str]()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Collect only the tests for token ids, or only those for text. Without --kvspec-server, collect nothing."""
+    """Collect only the tests that send token ids, or only the tests that send text.
+
+    Without --kvspec-server, collect nothing.
+    """
     return True if collection_path.is_file() and collection_path.name != config.stash.get(_file, "") else None
 
 

@@ -85,7 +85,7 @@ class Reading:
 
     @property
     def depends_on_rounding(self) -> bool:
-        """True if noise in the weights, as small as rounding, moves the answer by more than half the tolerance."""
+        """True if noise of the size of rounding errors changes the answer by more than half the tolerance."""
         one, bound = self.statement, self.witness.bound
         copies = (Reader(model) for model in islice(self.witness.noisy(), SPREAD))
         read = (copy.logprobs(one.ids, len(one.prompt_ids), self.events, one.positions) for copy in copies)
@@ -219,7 +219,7 @@ def _allowed(reading: Reading, seen: int) -> int:
 
 
 def check_masking(reading: Reading) -> None:
-    """Rule 2: the answer is that of the full cache with the evicted tokens masked."""
+    """Rule 2: the answer equals the answer of the full cache with the evicted tokens masked."""
     _check_subsets(reading)
     bound = reading.witness.bound
     difference = bound.apart(reading.masked, reading.stated_logprobs)
@@ -248,7 +248,7 @@ def _check_subsets(reading: Reading) -> None:
 
 
 def check_eviction(reading: Reading) -> None:
-    """Rule 3: the answer is not that of the full cache."""
+    """Rule 3: the answer differs from the answer of the full cache."""
     if reading.answer.stated is None:
         _check_some_eviction(reading)
         return
@@ -284,7 +284,7 @@ def _check_some_eviction(reading: Reading) -> None:
 
 
 def _first_token_differs(reading: Reading) -> str:
-    """Return the reason why the first answer token is not that of the witness's weights, or an empty string."""
+    """Return the reason why the first answer token does not fit the witness's weights, or an empty string."""
     answer, bound = reading.answer, reading.witness.bound
     if _unreadable(answer, reading.witness.model):
         return ""
@@ -312,7 +312,7 @@ def _unreadable(answer: Answer, model: PreTrainedModel) -> str:
 
 
 def check_policy(reading: Reading) -> None:
-    """Rule 4: the stated sets are those of the stated policy, except for tokens whose eviction depends on rounding."""
+    """Rule 4: the stated sets equal the sets of the stated policy, unless rounding decides an eviction."""
     one = reading.statement
     try:
         events = _compared_events(reading)
@@ -342,7 +342,7 @@ def check_policy(reading: Reading) -> None:
 def _compared_events(reading: Reading) -> list[Event]:
     """Return the stated evictions. For a policy that evicts while decoding, the cache at the end is added.
 
-    Otherwise a server could stop to evict, and state nothing more.
+    Without this rule, a server could stop evicting and stop stating evictions.
     """
     one, events, reader = reading.statement, list(reading.events), reading.witness.reader
     method: Any = policy_of(one).on(reading.witness.model)
@@ -354,7 +354,7 @@ def _compared_events(reading: Reading) -> list[Event]:
 
 
 def check_commitment(reading: Reading) -> None:
-    """Rule 5: the digests are those of the sets, and were sent before the first answer token that depends on them."""
+    """Rule 5: the digests fit the sets, and were sent before the first answer token that depends on the sets."""
     one, n = reading.statement, len(reading.statement.prompt_ids)
     for eviction in one.evictions:
         expected = digest_of(eviction.seen, eviction.sets, eviction.layers)

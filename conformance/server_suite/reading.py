@@ -92,8 +92,8 @@ class Reader:
             rule: "kept", "renumbered" (each KV head counts its kept tokens from 0), or "slots". With "slots", kept
                 tokens keep the positions of the text. Later tokens are counted by the number of stored tokens, which
                 is a fault.
-            excepted: number of a full-attention layer in which the different one of the rules "kept" and "renumbered"
-                applies, which is a fault. Default: no layer.
+            excepted: number of a full-attention layer that uses the opposite rule ("kept" or "renumbered"), which is a
+                fault. Default: no layer.
         """
         masked, read = self._masked, min([n, *(event.seen for event in events[:1])])
         start, logits = read, [self._read_prefix(list(ids[:read]))]

@@ -1,4 +1,4 @@
-"""Differences between the stated kept sets and those of the policy, without differences that rounding explains."""
+"""Differences between the stated kept sets and the kept sets of the policy that rounding cannot explain."""
 
 from collections.abc import Iterable, Sequence
 
@@ -21,9 +21,9 @@ def judged_differences(
 ) -> tuple[set[Difference], set[Difference]]:
     """Return the differences that rounding cannot explain, and the differences that decide nothing.
 
-    A difference of a token is explained if noise changes the same set for a token with the same id. Equal tokens can
-    tie, and a copy shows only one of their orders. If the selector is sequential, a tie changes all later choices.
-    Differences in a set that noise changes, and in all sets of later evictions, then decide nothing.
+    Rounding explains a token's difference if noise changes the same set at a token with the same id. Equal tokens can
+    tie, and each noisy copy shows only one order of tied tokens. If the selector is sequential, a tie changes all later
+    choices. Differences in a set that noise changes, and in all sets of later evictions, then decide nothing.
 
     Args:
         stated: kept sets of the server, for each eviction.

@@ -1,7 +1,7 @@
 """Calls of every stage, each with the same call after a change of one parameter or of one array's content.
 
-Each change changes the result. Changed arrays keep their shapes, dtypes and outermost elements. A stage that caches
-results by any of these, or by the other parameters, would return the result of the previous call.
+Each change changes the result. Changed arrays keep their shapes, dtypes and outermost elements. Therefore a stage that
+caches results by shape, dtype, outermost elements or the unchanged parameters fails.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ class Calls:
         return tuple({**self.arguments, **{name: x for change in alone for name, x in change.items()}}.values())
 
     def with_parameters(self, **changes: tuple[Any, ...]) -> "Calls":
-        """Return the calls with more changes: each of the given values of a parameter."""
+        """Return the calls, each also with each of the given values of a parameter."""
         p = self.arguments["parameters"]
         more = {f"{at} {x}": {"parameters": replace(p, **{at: x})} for at, result in changes.items() for x in result}
         return replace(self, changes={**self.changes, **more})

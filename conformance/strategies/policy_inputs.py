@@ -61,7 +61,7 @@ class Inputs:
         return len(self.layers[0].k)
 
     def cut(self, run: range) -> "Inputs":
-        """Return the tokens of a run as a whole sequence, with their positions in the text."""
+        """Return consecutive tokens as a sequence, with their positions in the text."""
         part = slice(run.start, run.stop)
         layers = [
             replace(x, q=x.q[:, part], k=x.k[:, part], v=None if x.v is None else x.v[:, part],
@@ -113,7 +113,10 @@ def few_values(k: Array, seed: int) -> Array:
 
 
 def same_keys(k: Array, seed: int) -> Array:
-    """Return keys in which every KV head has the keys of the first head, in a separate order. Heads tie."""
+    """Return keys in which every KV head has the keys of the first head, in a different order for each head.
+
+    Heads tie.
+    """
     rng = np.random.default_rng(seed)
     return np.stack([k[0, rng.permutation(k.shape[1])] for _ in k])
 

@@ -112,7 +112,8 @@ def _targets(shape: Shape, numbers: Numbers) -> IntMatrix:
 def _cluster_heads(n: int, C: int, numbers: Numbers) -> IntVector:
     """Return the first member of each token's cluster: a run of neighbours, or tokens from anywhere in the chunk.
 
-    A cluster has 1 to about a hundred members. All members of a cluster tie, except those before a list's last place.
+    A cluster has 1 to about a hundred members. All members of a cluster tie, except the members that fill a list before
+    its last place.
     """
     result = np.arange(n)
     for c in range(0, n, C):
@@ -150,9 +151,9 @@ def text_of(inputs: AttentionInputs, budget: str, seed: int) -> Prompt:
 def laddered(shape: Shape) -> AttentionInputs:
     """Return inputs in which each head attends to the RANKS keys of one group.
 
-    The keys of a group share one address, and their weights fall in steps of up to e^STEEP. Keys of other groups have
-    weight 0, as in `addressed`, so few rounded terms enter any sum. Groups are in separate blocks. A token points at
-    one group of its chunk, often a recent one, and at some groups of earlier chunks.
+    The keys of a group share one address, and their weights fall in steps of up to e^STEEP. Keys of different groups
+    have weight 0, as in `addressed`, so each sum has only few rounded terms. Groups are in separate blocks. A token
+    points at one group of its chunk, often a recent one, and at some groups of earlier chunks.
     """
     numbers, n = Numbers(shape.seed), shape.n
     block = RANKS * GROUPS

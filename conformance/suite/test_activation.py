@@ -139,7 +139,7 @@ FORMS: list[Callable[[Vector, float, float], Any]] = [
 @pytest.mark.parametrize("theta", [0.3, 0.1, 0.7])
 @pytest.mark.parametrize("size", [1.0, 2.0**-60, 1e-3, 1e9])
 def test_a_quotient_is_compared(breath_stages: BreathStages, theta: float, size: float) -> None:
-    """Check norms near theta times the largest norm, for which each different formula has wrong results."""
+    """Check norms near theta times the largest norm, for which any other formula gives wrong results."""
     for form in FORMS:
         count = 0
         for top in size * (1 + Numbers(17).fractions(400)):
@@ -157,7 +157,7 @@ def test_a_quotient_is_compared(breath_stages: BreathStages, theta: float, size:
 @pytest.mark.spec("CC-ACTIVATION")
 @pytest.mark.parametrize("half", [128, 256, 2**15, 2**16])
 def test_active_members_are_counted_to_the_last(breath_stages: BreathStages, half: int) -> None:
-    """Check that a trunk is not active if half of its tokens are, and is active with one token more."""
+    """Check that a trunk is inactive with half of its tokens above theta_act, and active with one more token."""
     norms = np.where(np.arange(4 * half + 1) < half, 1.0, 0.1)
     norms[2 * half :][: half + 1] = 1.0
     live = table([2 * half, 2 * half, 1], norms)

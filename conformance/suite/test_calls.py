@@ -59,7 +59,7 @@ def parts(value: Any) -> list[Any]:
 
 @pytest.mark.parametrize(("op", "change"), CHANGES)
 def test_what_changes_is_read(judged: Backend, op: str, change: str) -> None:
-    """Check that a call with one change has a different result, and that the first call, repeated, has the same."""
+    """Check that a call with one change has a different result, and that the repeated first call does not."""
     check_that_it_is_read(stage_of(judged, op), CALLS[op], change)
 
 
@@ -196,7 +196,7 @@ def test_the_first_stage_refuses_bad_tensors_itself(backend: Backend, argument: 
 
 @pytest.mark.spec("CC-PREFILL")
 def test_good_input_is_accepted(backend: Backend) -> None:
-    """Check that the unchanged arguments, from which the cases above are made, are accepted."""
+    """Check that the valid arguments, from which the invalid arguments above are made, are accepted."""
     assert len(prefill(**good(), backend=backend).kept) >= 5
 
 
@@ -324,7 +324,7 @@ def test_every_type_and_size_of_numbers(stages: CrystalStages, precision: str, o
 def test_what_is_not_finite_is_refused_anywhere(stages: CrystalStages, name: str, n: int, value: float) -> None:
     """Check a NaN or an infinity at the first, a middle and the last place, with few queries and many keys.
 
-    S1 MUST refuse the value even if it would not change the result.
+    S1 MUST raise an error even if the value would not change the result.
     """
     p = replace(TINY, k_heads=0, k_intra=0, k_cross=0)
     m = n if name == "lse" and n < 257 else 3

@@ -103,7 +103,7 @@ def test_one_token_lies_in_the_certified_box(
 ) -> None:
     """The stage MUST accept n = 1, although no entry point uses it.
 
-    The token has no neighbour in its chunk. Its sources are selected as in longer segments.
+    The token has no neighbour in its chunk. Its neighbours in earlier chunks are selected as in longer segments.
     """
     first = -1 if alone else 0
     one = replace(inputs, q=inputs.q[:, -1:], k=inputs.k[:, first:], positions=inputs.positions[first:])
@@ -305,7 +305,7 @@ def test_lists_are_as_long_as_they_may_be(stages: CrystalStages, k: int) -> None
 @pytest.mark.spec("CC-COATTENTION", "CC-CROSS")
 @pytest.mark.parametrize("live", [70, 1_100, 5_000])
 def test_the_oldest_live_keys_are_sources(stages: CrystalStages, live: int) -> None:
-    """Check queries after many live keys that send half of their weight to the fourth key."""
+    """Check queries that follow many live keys and give half of their attention to the fourth key."""
     q, k = np.ones((1, 8, 1), dtype=np.float32), np.zeros((1, live + 8, 1), dtype=np.float32)
     k[0, 3] = np.log(live)
     actual = AttentionInputs(q, k, np.arange(live + 8), replace(TINY, k_cross=1, tau_cross=0.25), 1.0, None).run(stages)
@@ -316,7 +316,7 @@ def test_the_oldest_live_keys_are_sources(stages: CrystalStages, live: int) -> N
 @pytest.mark.spec("CC-SALIENCE")
 @pytest.mark.parametrize(("k_heads", "S"), [(5, [10.0, 5.0]), (11, [19.0, 8.0]), (15, [23.0, 8.0])])
 def test_many_heads_are_summed(stages: CrystalStages, k_heads: int, S: list[float]) -> None:
-    """Check the salience of 16 heads, of which half attend from the second query to the first key.
+    """Check the salience of 16 heads. In 8 heads the second query attends to the first key.
 
     The column sums of a head are therefore 2 and 0, or 1 and 1.
     """

@@ -226,7 +226,7 @@ def test_before_the_first_breath_nothing_is_evicted(
 
 @pytest.mark.spec("CC-STEP")
 def test_decay_comes_before_the_breath(decoder: Backend) -> None:
-    """Check a trunk with D = 0.5 and Mbar = 0 that its own pulse raises to 0.55375.
+    """Check a trunk with D = 0.5 and Mbar = 0: its own pulse raises D to 0.55375.
 
     With the breath before the decay, the result would be 0.54625.
     """
@@ -264,7 +264,7 @@ TOKENS = st.lists(st.tuples(st.integers(0, 8), st.sampled_from([0.125, 0.25, 0.5
 
 
 def nearly_tied(before: oracle.Model, token: int, norm: float, p: CrystalCacheParameters) -> bool:
-    """Return True if a breath now would compare trunks whose scores differ only in the last bits."""
+    """Return True if a breath at this step would compare scores that differ only in the last bits."""
     now = oracle.before_eviction(oracle.after_forward(before, token, norm, p), ESSAY_ENDS, p)
     alive = [g for g, safe in zip(range(len(now.trunks)), oracle.protected(now, p), strict=True) if not safe]
     D, M_bar = [g.D for g in now.trunks], [g.M_bar for g in now.trunks]

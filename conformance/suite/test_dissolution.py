@@ -56,7 +56,7 @@ def test_dissolution_equals_algorithm_1(stages: CrystalStages, problem: Eviction
 
 @pytest.mark.spec("CC-DISSOLVE", "CC-ALLOCATE")
 def test_ten_thousand_evictions_equal_algorithm_1_and_reach_every_corner(stages: CrystalStages, every: int) -> None:
-    """Check random evictions, of which at least 1 % reach each corner, so that each rule is tested."""
+    """Check random evictions. Each corner case occurs in at least 1 % of them, so that each rule is tested."""
     seen: Counter[str] = Counter()
     number = RANDOM_EVICTIONS // every
     for problem in random_evictions(20260, number):
@@ -159,7 +159,7 @@ def test_a_budget_that_holds_all_keeps_all(stages: CrystalStages, B: int) -> Non
 @pytest.mark.spec("CC-TIERS")
 @pytest.mark.parametrize("B", [5, 10, 27, 49, 50, 51, 85])
 def test_boundaries_of_tiers_shift_either_way(stages: CrystalStages, B: int) -> None:
-    """Check budgets below and above 50 tokens, which tiers keep of 90 tokens if their boundaries do not shift."""
+    """Check budgets below and above 50 tokens. Tiers without shifted boundaries keep 50 of these 90 tokens."""
     problem = alike(B, replace(PAPER, allocation="tiers"))
     assert not list(stage_checks.eviction(problem.run(stages), problem))
 
@@ -189,7 +189,7 @@ def test_a_ratio_of_tiers_that_floats_round_down(stages: CrystalStages, less: in
 def test_halves_of_tiers_are_rounded_up(stages: CrystalStages, w: int, j: int, size: int) -> None:
     """Check trunk j of w + 1 middle trunks, whose number of kept tokens ends in .5 and is rounded up.
 
-    Different formulas in floats have a smaller number.
+    Floating-point formulas round some of these numbers down.
     """
     m = next(m for m in range(2, 99) if 7 * m // 10 - 3 * m // 10 == w + 1)
     sizes = np.ones(m, dtype=np.int64)

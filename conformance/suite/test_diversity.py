@@ -116,8 +116,8 @@ def test_products_are_added_in_the_order_of_channels(
 ) -> None:
     """Check that the third token is selected, whose cosine with the first is smaller by an ulp.
 
-    Each of 23 products of 2^-53 does not change a sum of 1, but their sum does. A fused multiply-add has a smaller
-    product than a rounded one.
+    None of 23 products of 2^-53 changes a sum of 1, but the sum of the products does. A fused multiply-add has a
+    smaller product than a rounded one.
     """
     rows = [first, *[second, third] * n]
     V = np.array([row + [0.0] * (24 - len(row)) for row in rows[:n]])
@@ -157,7 +157,7 @@ def test_larger_sets_are_those_of_algorithm_1(selector: DiversityStages) -> None
 @pytest.mark.spec("DV-GREEDY")
 @pytest.mark.parametrize("held", [65, 130])
 def test_more_retained_tokens_than_a_panel(selector: DiversityStages, held: int) -> None:
-    """The last retained token MUST count from the first choice on. It equals the best candidate."""
+    """The last retained token MUST count as kept from the first choice on. It equals the best candidate."""
     V = np.array([LEFT] * (held - 1) + [UP, UP] + [RIGHT] * 9)
     actual = selector.diverse(np.arange(len(V), 0.0, -1.0), V, np.arange(len(V)) < held, held + 1, 1e3)
     assert actual.tolist() == [*range(held), held + 1]

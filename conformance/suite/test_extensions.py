@@ -262,7 +262,7 @@ def of_sizes(sizes: list[int], budget: int, share: float) -> EvictionProblem:
     *[(10.0**-digits, 100, 0) for digits in (3, 5, 10, 300)], (0.010001, 100, 1), (0.01, 100, 1),
 ])
 def test_a_share_is_the_decimal_that_is_written(stages: CrystalStages, share: float, budget: int, k: int) -> None:
-    """Check that a share counts as the decimal that is written, with all digits: 0.29 of 100 tokens is 29 tokens.
+    """Check that a share is the exact decimal number that is written: 0.29 of 100 tokens is 29 tokens.
 
     The product of floats is 28.999999999999996, which would be 28 tokens.
     """
@@ -275,6 +275,9 @@ def test_a_share_is_the_decimal_that_is_written(stages: CrystalStages, share: fl
 @pytest.mark.spec("CC-COVERAGE")
 @pytest.mark.parametrize(("gone", "k"), PLACES)
 def test_spacing_is_counted_in_whole_tokens(stages: CrystalStages, gone: int, k: int) -> None:
-    """Check that the middle tokens of k equal parts of `gone` tokens come back. A step in floats misses one token."""
+    """Divide the `gone` evicted tokens into k equal parts, and check that the middle token of each part comes back.
+
+    A step in floats misses one token.
+    """
     actual = of_sizes([1] * (gone + k), 2 * k, 0.5).run(stages)
     assert actual.kept.tolist() == [(2 * i + 1) * gone // (2 * k) for i in range(k)] + list(range(gone, gone + k))

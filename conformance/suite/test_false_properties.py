@@ -46,7 +46,10 @@ def test_a_kept_trunk_may_hold_fewer_than_N_min_tokens(stages: CrystalStages) ->
 
 @pytest.mark.spec("CC-PROTECTED")
 def test_the_protected_set_may_exceed_the_budget(stages: CrystalStages) -> None:
-    """Check FC4: protection counts the tokens of whole trunks, not 132. Here 8 of 10 are protected at B = 5."""
+    """Check FC4: protection counts all tokens of the protected trunks, which can be more than 132.
+
+    Here 8 of 10 are protected at B = 5.
+    """
     p = replace(TINY, N_sink=1, W_recent=1)
     offsets = np.array([0, 4, 6, 10])
     protected = protected_trunks(offsets, 10, p.N_sink, p.W_recent)

@@ -268,7 +268,7 @@ def test_a_degree_is_added_from_the_left(stages: CrystalStages, m: int) -> None:
 def test_degrees_that_are_close_have_a_spread(stages: CrystalStages) -> None:
     """Check twelve linked trunks whose degrees are about 9.9 and differ by 1e-6.
 
-    Moments that are computed in one pass have a wrong sigma.
+    Moments computed in one pass give a wrong sigma.
     """
     n = 12
     rows = [[(j, 0.9 + 1e-7 * (i + j)) for j in range(n) if j != i] for i in range(n)]

@@ -125,7 +125,7 @@ def test_rarity_of_given_counts(
 def test_given_counts_are_as_good_as_ids(
     breath_stages: BreathStages, case: tuple[Vector, IntVector, CrystalCacheParameters],
 ) -> None:
-    """M_i MUST be Eq. 22 also for given counts, because a breath stores how often each id was seen."""
+    """M_i MUST follow Eq. 22 for given counts too, because a breath stores the count of each id."""
     S, ids, p = case
     counts = np.array([ids.tolist().count(i) for i in ids.tolist()])
     assert not list(stage_checks.impact(breath_stages.impact(S, counts, p), S, ids, p))

@@ -135,7 +135,7 @@ def test_nestedkv(nestedkv_stages: NestedKVStages, precision: str, H_kv: int, d:
 @large
 @pytest.mark.spec("NK-CURRENT", "NK-SCORE")
 def test_windows_after_a_long_prefix(nestedkv_stages: NestedKVStages, precision: str) -> None:
-    """Check windows of three keys, at which float32 sums over 33 000 keys have lost too many digits.
+    """Check windows of three keys. float32 sums over all 33 000 keys would lose too many digits.
 
     The keys are within 90 degrees, and nearly all weight is on the current memory, so that the radius is small.
     """

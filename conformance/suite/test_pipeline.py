@@ -156,7 +156,7 @@ def test_without_D_alpha_says_nothing(backend: Backend, prompt: Prompt, alpha: f
 @pytest.mark.spec("CC-SCORE")
 @given(prompt=prompts())
 def test_without_edges_D_is_a_half(backend: Backend, prompt: Prompt) -> None:
-    """Check that D = 1/2 if E is empty or tau_edge >= sqrt 2, so that score = max(1/2, alpha M~)."""
+    """Check that D = 1/2 and score = max(1/2, alpha M~), if E is empty or tau_edge >= sqrt 2."""
     bare = varied(backend, prompt, k_intra=0, k_cross=0, graph="degree")
     pruned = varied(backend, prompt, tau_edge=1.5, graph="degree")
     for actual in (bare, pruned):

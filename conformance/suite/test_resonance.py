@@ -86,7 +86,7 @@ def test_hundreds_of_trunks_send_and_are_reached(breath_stages: BreathStages, m:
 
 @pytest.mark.spec("CC-PULSE")
 def test_a_pulse_below_tau_marks_nobody(breath_stages: BreathStages) -> None:
-    """Check a pulse that arrives over two edges a hop later, because the direct edge is too weak."""
+    """Check a pulse that arrives one hop later over two edges, because the direct edge is too weak."""
     W = np.array([[0.0, 1.0, 0.125], [1.0, 0.0, 1.0], [0.125, 1.0, 0.0]])
     p = replace(PAPER, alpha_res=1.0, tau_pulse=0.125)
     assert breath_stages.resonance(np.zeros(3), csr_of_matrix(W), np.arange(3) == 0, p).tolist() == [1.0, 0.5, 0.25]
@@ -143,7 +143,7 @@ def test_a_pulse_at_the_threshold_arrives(breath_stages: BreathStages, hops: int
 
 @pytest.mark.spec("CC-SEGMENT-D")
 def test_degrees_of_all_trunks_that_are_close_have_a_spread(breath_stages: BreathStages) -> None:
-    """Check degrees near 1 000 that differ by a thousandth. Moments computed in one pass have a wrong sigma."""
+    """Check degrees near 1 000 that differ by a thousandth. Moments computed in one pass give a wrong sigma."""
     degree = 1_000 + np.arange(9) / 1024
     radius = tolerances.crystallization_radius(degree, PAPER.s, PAPER.epsilon)
     assert radius < 1e-6

@@ -58,8 +58,8 @@ def table(sizes: IntVector, norms: Vector) -> LiveTrunks:
 def test_more_than_half_of_a_wide_trunk(breath_stages: BreathStages, size: int) -> None:
     """Check the activation of six trunks of one size that have different numbers of members above theta_act.
 
-    The numbers are half, half and one, all but one, one, none and half rounded up. The members above theta_act are
-    the last members of their trunk.
+    The six trunks have these numbers of members above theta_act: half, half plus one, all but one, one, none, and half
+    rounded up. These members are the last members of the trunk.
     """
     above = [size // 2, size // 2 + 1, size - 1, 1, 0, (size + 1) // 2]
     norms = np.concatenate([np.repeat([0.1, 0.9], [size - a, a]) for a in above])

@@ -275,7 +275,7 @@ def test_largest_attention_of_thousands(
 def test_expected_attention_of_thousands(
     policy_stages: PolicyStages, precision: str, H: int, H_kv: int, m: int, n: int, d: int,
 ) -> None:
-    """Check queries whose mean direction changes with the position, so that no part of them has the mean of all."""
+    """Check queries whose mean direction changes with the position, so that the mean of a part differs."""
     numbers = Numbers(n + d)
     q, k, v = (
         (numbers.fractions(h * t * d).reshape(h, t, d) - 0.5).astype(np.float32)
@@ -308,7 +308,7 @@ def test_the_best_of_thousands_of_tokens(policy_stages: PolicyStages, n: int, va
 @pytest.mark.spec("PO-TOP-UNITS")
 @pytest.mark.parametrize("groups", [33, 129, 1_025])
 def test_the_best_tokens_of_many_sets(policy_stages: PolicyStages, groups: int) -> None:
-    """Check as many rows as large models have layers times heads. Each row has a separate share."""
+    """Check one row for each layer and head of a large model. Each row has a separate share."""
     numbers = Numbers(groups)
     scores = numbers.fractions(groups * 20).reshape(groups, 20)
     shares = numbers.integers(0, 21, groups)

@@ -101,7 +101,7 @@ def offsets(stages: CrystalStages, ends: BoolVector, T_max: int, start: int = 0)
 @pytest.mark.spec("CC-SENTENCES")
 @pytest.mark.parametrize("n", [16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 1_024, 1_025, 65_537])
 def test_every_token_is_a_sentence(stages: CrystalStages, n: int) -> None:
-    """Check as many sentences as tokens, for numbers around the width of types."""
+    """Check sentences of one token, for numbers of sentences near the limits of integer dtypes."""
     assert offsets(stages, np.ones(n, dtype=np.bool_), WHOLE) == list(range(n + 1))
 
 
@@ -117,7 +117,7 @@ def test_sentences_of_one_length(stages: CrystalStages, length: int) -> None:
 @pytest.mark.spec("CC-TRUNKS")
 @pytest.mark.parametrize("start", [2**24 - 13, 2**31 - 13, 2**32 - 13, 2**53 - 41])
 def test_odd_offsets_beyond_every_width(stages: CrystalStages, start: int) -> None:
-    """Check trunks of five tokens at positions of which a narrower type holds only every second one."""
+    """Check trunks of five tokens at large positions. A narrower dtype can represent only every second position."""
     assert offsets(stages, np.arange(40) % 5 == 4, 5, start) == list(range(start, start + 41, 5))
 
 
@@ -208,7 +208,7 @@ def test_the_impact_of_many_trunks(stages: CrystalStages) -> None:
 @pytest.mark.parametrize("m", [16, 17, 33, 65, 129, 257, 1_025, 65_537])
 @pytest.mark.parametrize("at", ["first", "middle", "last"])
 def test_unit_impact_between_extremes_anywhere(stages: CrystalStages, m: int, at: str) -> None:
-    """Check single tokens, of which two adjacent ones have the least and the greatest impact."""
+    """Check trunks of one token. Two adjacent trunks have the least and the greatest impact."""
     M = 1 + Numbers(m).fractions(m)
     place = {"first": 0, "middle": m // 2, "last": m - 2}[at]
     M[[place, place + 1]] = 0.5, 9.0

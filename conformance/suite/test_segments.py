@@ -89,7 +89,7 @@ def test_a_segment_is_its_stages_in_order(
 def test_a_segment_leaves_older_values_alone(decoder: Backend, turn: Turn) -> None:
     """Check that a segment has no decay and no step, and does not change values of older tokens and trunks.
 
-    M_i and Mbar of kept tokens and trunks, W between older trunks, mu and sigma keep their values.
+    Check that M_i and Mbar of kept tokens and trunks, W between older trunks, mu and sigma do not change.
     """
     before, after = turn.state, turn.run(decoder)
     assert (after.step, after.seen) == (before.step, before.seen + len(turn.ids))

@@ -217,7 +217,7 @@ def forward(weights: Vector) -> tuple[CoAttention, BoolVector]:
 
 
 def other_sums(w: Vector) -> list[float]:
-    """Return sums of `w` in wrong ways: pairwise, backwards, by rank, as two halves, and in float32."""
+    """Return sums of `w` with wrong orders or types: pairwise, backwards, by rank, as two halves, and in float32."""
     by_rank = np.concatenate([row[np.argsort(-row, kind="stable")] for row in w.reshape(5, 5)])
     halves = float(np.cumsum(w[:13])[-1]) + float(np.cumsum(w[13:])[-1])
     return [

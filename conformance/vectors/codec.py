@@ -70,7 +70,7 @@ def model_of(i: Json) -> Model:
 
 
 def results_of(now: Model) -> dict[str, Any]:
-    """Return the fields of a state, named as in `STATE`."""
+    """Return the fields of a state by their names in `STATE`."""
     order = [i for g in now.trunks for i in g.members]
     ids = sorted(token for token, number in now.counts.items() if number)
     return {
@@ -362,7 +362,7 @@ def digest(read: Any) -> str:
 
 
 def mismatches(name: str, result: Any, want: Mapping[str, Json]) -> Iterator[str]:
-    """Yield the differences of a result from its summary: in type, in shape, and in the first wrong block."""
+    """Yield how a result differs from its summary: in type, in shape, or in the first wrong block."""
     got = np.array(result)
     if got.dtype.kind != np.array(want["first"]).dtype.kind:
         yield f"{name} is of {got.dtype}, not of {np.array(want['first']).dtype}"

@@ -261,7 +261,7 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any], within: str =
 
 
 def new_failures(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """Return the items that fail on other examples but not in the certificate.
+    """Return the items that fail on new examples but not in the certificate.
 
     Each item has the failing input and the command that repeats the test.
     """

@@ -162,8 +162,8 @@ class Verdicts:
     def failing(self) -> list[str]:
         """Return the failing items, the most specific failures first.
 
-        An item comes first if its smallest failing test covers few items, then if many tests of the item fail. Items
-        with the same failing tests keep the order in which the test names the items.
+        Items are sorted by the number of items that their smallest failing test covers, then by the number of failing
+        tests, descending. Items with the same failing tests keep the order in which the test names the items.
         """
         times = Counter(item for one in self.outcomes if one.state == "failed" for item in one.items)
         few = {item: (len(one.items), -times[item], one.items.index(item), item) for item, one in self.smallest.items()}

@@ -99,7 +99,7 @@ def summary(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _reasons(record: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the reasons why rows are not decided, each with its rows."""
+    """Yield each reason why rows are undecided, with these rows."""
     rows: dict[str, list[str]] = {}
     for item, row in record["items"].items():
         if row["verdict"] in ("not run", "pass") and row.get("found"):

@@ -84,7 +84,7 @@ class Request:
 
     @property
     def command_line(self) -> list[str]:
-        """Return the words of a command line that repeats this run on the same examples."""
+        """Return the command line that repeats this run on the same examples."""
         options = {
             f"--{self.kind}": self.named, "--model": self.model, "--positions": self.positions,
             "--timeout": self.timeout, "--precision": self.precision,

@@ -31,7 +31,7 @@ OURS = "reference.policies:names"
 
 @dataclass(frozen=True)
 class Subject:
-    """Tested object, as a certificate names it."""
+    """Tested object, with the name that the certificate shows."""
 
     kind: str
     name: str

@@ -130,7 +130,7 @@ def generated(
         stop_ids: token ids that end an answer.
         max_new_tokens: maximum number of tokens of an answer.
         select: function that leaves only the given rows in the cache of `forward`. It is called when half of the rows
-            have stopped. None: rows that have stopped are processed together with the running rows.
+            have stopped. If None, rows that have stopped are processed together with the running rows.
     """
     answers: list[list[int]] = [[] for _ in logits]
     rows = list(range(len(logits)))
@@ -183,7 +183,9 @@ _DEATHS_MOST = 3
 
 
 def attempted(make: Callable[[], Row], leases: Leases) -> Row:
-    """Return the result of `make` for the held unit. If `make` raises, free the memory and return the ERROR row.
+    """Return the result of `make` for the unit that the worker holds.
+
+    If `make` raises, free the memory and return the ERROR row.
 
     If several workers died while processing the unit, return an ERROR row without a further attempt.
     """

@@ -34,7 +34,7 @@ def holder_of(lease: Path) -> Row:
 
 
 def _is_at(lease: Path, file: BinaryIO) -> bool:
-    """Return True if an open file is still at its path. A lock of a file that a holder has removed protects nothing."""
+    """Return True if an open file is still at its path. A lock has no effect if the holder has removed the file."""
     try:
         return os.path.samestat(lease.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:

@@ -119,7 +119,9 @@ def say(text: str, console: Console | None = None) -> None:
 def progress_bar(
     console: Console, total: int, every: float = _LINE_EVERY, after: float = _SILENT,
 ) -> Iterator[Callable[[str], None]]:
-    """Context manager that shows the progress of `total` parts. Call its value once per part, with the part's title.
+    """Context manager that shows the progress of `total` parts.
+
+    Call the yielded function once for each part, with the title of the part.
 
     In a terminal, a bar is shown, otherwise a line every few seconds. Nothing is shown in the first `after` seconds.
     """
@@ -160,7 +162,10 @@ class _Lines:
 
 
 def title_of(task: str) -> str:
-    """Return the title of a task. The title of a user's task is the given name, or the file and grade of questions."""
+    """Return the title of a task.
+
+    The title of a user's task is its name. The title of your own questions is the file and the grade.
+    """
     if named := re.fullmatch(rf'{QUESTION_TASK}\(file="(.+?)".*?(?:grade="(\w+)")?\)', task):
         return f"{named[1]} ({named[2]})" if named[2] else named[1]
     return task.replace("_", " ").capitalize() if task.isidentifier() else task
@@ -326,7 +331,7 @@ def _share(row: Row) -> Estimate:
 
 
 def verdict(row: Row) -> str:
-    """Return the bound of a control and whether the bound holds, as "<= 0.05; holds"."""
+    """Return the bound of a control, and whether it holds, such as "<= 0.05; holds"."""
     relation, bound = CONTROL_BOUNDS[row["policy"]]
     holds = row["accuracy"] <= bound if relation == "<=" else row["accuracy"] >= bound
     return f"{relation} {bound}; {'holds' if holds else 'FAILS'}"

@@ -213,7 +213,7 @@ def subject_of(
 
 @contextmanager
 def model_errors(model: str) -> Iterator[None]:
-    """Context manager for code that reads the files of a model: any error becomes one sentence with the way out.
+    """Context manager for code that reads the files of a model. Any error becomes a `SpecError` that says what to type.
 
     Raises:
         SpecError: if the name is a file or folder without a model, or if the code in the block raises an error.

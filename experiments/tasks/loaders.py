@@ -2,10 +2,10 @@
 
 All rows are checked before a sample is made. Row `index` gives context number `index` and its questions. `length` is
 the largest number of tokens of a context. Longer contexts of RULER raise an error. All other contexts are cut in the
-middle, like in the benchmarks' tools, but by tokens and without a second tokenization. If a benchmark's references are
-quotes, the evidence is all whole-word occurrences of references in the cut context. The evidence needs a tokenizer with
-offsets (a pure Python tokenizer has none). The metadata contains the SHA-256 of the file, the row, and the number of
-tokens cut.
+middle by tokens, and are not tokenized again. The tools of the benchmarks tokenize again. If a benchmark's references
+are quotes, the evidence is all whole-word occurrences of references in the cut context. The evidence needs a tokenizer
+with offsets (a pure Python tokenizer has none). The metadata contains the SHA-256 of the file, the row, and the number
+of tokens cut.
 """
 
 import ast

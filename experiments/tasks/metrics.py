@@ -198,7 +198,10 @@ def _sentences(text: str) -> list[list[str]]:
 
 
 def _common_words(one: Sequence[str], other: Sequence[str]) -> list[str]:
-    """Return the words of the longest common subsequence, of several subsequences the one of the package `rouge`."""
+    """Return the words of the longest common subsequence.
+
+    If there are several, return the choice of the package `rouge`.
+    """
     longest = [[0] * (len(other) + 1) for _ in range(len(one) + 1)]
     for i, word in enumerate(one):
         for j, another in enumerate(other):

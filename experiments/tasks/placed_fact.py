@@ -144,7 +144,7 @@ def _context(
 def without_repeats(prose: Prose) -> Prose:
     """Return the lines of a text without those that repeat NGRAM - 1 tokens in a row of the result.
 
-    A sentence of a task may end like a line. NGRAM tokens that begin with such an end do then not occur twice either.
+    A sentence of a task may end like a line. Therefore no NGRAM tokens that begin at such a line end occur twice.
     """
     size, seen, tokens, stops, start = NGRAM - 1, set[tuple[int, ...]](), list[int](), list[int](), 0
     for stop in prose.stops:

@@ -112,8 +112,8 @@ def variable_tracking_samples(
     Args:
         ground, length, index, seed, questions: as in `key_value_samples`. The index selects the depth of one
             assignment.
-        example: RULER's worked example before the instruction. With an example, the start of the answer keeps its
-            spaces.
+        example: RULER's worked example before the instruction. If the sample has an example, the start of the answer is
+            not stripped.
 
     Raises:
         SpecError: if there is no question, or if the length is too short.

@@ -42,7 +42,7 @@ _IDENTITY = ("study", "model", "spec_version", "question", "talk", "session")
 
 
 def run(asked: Asked, loading: Loading, launch: Launch) -> None:
-    """Let the models answer the questions without a stored answer, then print and write the tables.
+    """Ask the models all questions that have no stored answer, then print and write the tables.
 
     Raises:
         SpecError: if a part or an option is unknown, if `out` is not a folder, if a model has no role markers, or if

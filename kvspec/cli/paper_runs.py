@@ -73,7 +73,7 @@ class Asked:
 
 
 class _Study(NamedTuple):
-    """Part of a paper on one model: the rules from the paper, and the work that the model can do (None: no work)."""
+    """Part of a paper on one model: the rules of the paper, and the samples that the model can run, or None."""
 
     part: Part
     rules: Rules

@@ -94,7 +94,7 @@ def run_calibrate(
     text: Path, out: Path, tokens: int, loading: Loading, threshold: float | None = None, force: bool = False,
     covariance: bool = False,
 ) -> None:
-    """Write the calibration of a model, measured on a text or converted from a file of another project.
+    """Write the calibration of a model: measured on a text, or converted from a file of another project.
 
     If `text` is the rules file of a study, the first dev context of the study is the text. The calibration file then
     stores a hash of this context. If `out` ends in .pt, the file has the format of TriAttention's repository. If an

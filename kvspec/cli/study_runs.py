@@ -184,8 +184,8 @@ class Running:
         again: if True, run failed samples again.
         file: rules file whose claims the report shows. None if the rules come from the options of a command. The path
             of the calibration file is relative to the folder of the rules file.
-        table: file for the table of results. None: no table.
-        figure: file for the figure. None: no figure.
+        table: file for the table of results. If None, no table is written.
+        figure: file for the figure. If None, no figure is written.
         force: if True, the written files may replace files that kvspec did not make.
         answers: file for the answers to your own questions. None: no file.
     """

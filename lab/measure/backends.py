@@ -6,8 +6,8 @@ records, scores, selects and compacts inside the forward pass. The time is a sha
 so other programs slow down both.
 
 The command prints the median of the rounds for `backend="auto"`. It also prints the medians for Numba and torch, if
-their code scores the policy. With `--write`, the medians of Numba and torch become the measurement from which "auto"
-chooses. Then "auto" itself is not measured.
+these backends can score the policy. `--write` stores the medians of Numba and torch. "auto" chooses from the stored
+medians. Then "auto" itself is not measured.
 """
 
 import argparse

@@ -29,7 +29,7 @@ DTYPES = {"float32": 0, "float16": 1}
 
 
 class Case(NamedTuple):
-    """A way to shift: the number of cells, of cells that stay at the start, and of cells that a shift removes."""
+    """Sizes of a shift: number of cells, number of first cells that stay, and number of cells that a shift removes."""
 
     cells: int
     keep: int

@@ -61,7 +61,7 @@ def whole(samples: Samples, policy: str, depth: float, mentions: str) -> tuple[i
 
 
 def kept_facts(study: str, placement: str) -> list[list[str]]:
-    """Return the samples in which the whole fact is kept, by policy, mentions and place of the fact."""
+    """Return the number of samples in which the whole fact is kept, by policy, mentions and place of the fact."""
     some = samples_of(study).where(placement=(placement,))
     lines = [["policy", "mentions", *(f"fact at {depth:g}" for depth in DEPTHS)]]
     for policy, title in KEPT.items():

@@ -1,4 +1,4 @@
-"""Measure what turning kept keys costs: `python -m lab.measure.turning`.
+"""Measure the time to rotate kept keys to new positions: `python -m lab.measure.turning`.
 
 A policy with renumbered positions reads a prompt and keeps a number of tokens for each KV head. The command prints the
 processor time of the prompt's forward pass, and of turning the kept keys of all layers once, with one thread.

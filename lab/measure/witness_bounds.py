@@ -1,7 +1,7 @@
 """Measure the bounds of the witness: `python -m lab.measure.witness_bounds`, with the weights of SmolLM2.
 
 For each dtype, a session of SnapKV in this dtype answers 24 prompts of the witness. The witness reads the answers
-in float32. The command prints how far the two are apart, and how often the rule "masking" of spec/witness.md notices a
+in float32. The command prints the distance between both, and how often the rule "masking" of spec/witness.md detects a
 fault. The log-probabilities of a fault are those of the witness's model with the fault, plus the rounding of the
 answer.
 """
@@ -38,7 +38,7 @@ class Measured:
         mean: mean difference between the answer and the reading of the witness.
         largest: largest difference of an answer token.
         decided: True if masking changes the log-probabilities enough.
-        noticed: faults that the rule "masking" notices.
+        noticed: faults that the rule "masking" detects.
     """
 
     mean: float
@@ -111,7 +111,7 @@ def measure(folder: str, dtype: str, groups: Sequence[str] = GROUPS) -> list[Mea
 
 
 def table(results: Mapping[str, Sequence[Measured]]) -> str:
-    """Return the distances and the noticed faults by dtype, as a table of Markdown."""
+    """Return the distances and the detected faults by dtype, as a table of Markdown."""
     rows = []
     for dtype, all_ in results.items():
         decided = [one for one in all_ if one.decided]

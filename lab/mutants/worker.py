@@ -245,8 +245,8 @@ def _in_a_fork(work: Callable[[], Any], seconds: float) -> Any:
     """Return the result of `work` in a separate process.
 
     Raises:
-        TimeoutError: if the process uses more than this number of processor seconds, or hangs. A hang is noticed late,
-            because on a busy machine a few processor seconds may take long.
+        TimeoutError: if the process uses more than this number of processor seconds, or hangs. The limit for a test
+            that hangs is long, because on a busy machine a few processor seconds may take long.
     """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)

@@ -171,7 +171,7 @@ def _put(edit: Edit) -> None:
 def _rank(by_size: bool, item: pytest.Item) -> tuple[bool, bool, bool, bool]:
     """Return the sort key of a test: tests of models last.
 
-    For a mutant that differs above a size, the tests of large sizes come first, and of these the long prompts last.
+    For a mutant that differs only above a size, tests of large inputs run first, and long prompts run last among them.
     """
     file = file_of(item)
     return (

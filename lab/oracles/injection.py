@@ -119,7 +119,7 @@ def fused(rankings: Sequence[Sequence[str]], k: int) -> list[tuple[str, float]]:
 def placed(n: int, hidden: int, start: int, kept: Sequence[int]) -> tuple[list[int], int]:
     """Return the positions of the stored tokens, and the next position.
 
-    Each visible token of the chunk takes a position, even if it is not stored.
+    Each visible token of the chunk occupies a position, even if the token is not stored.
     """
     result, at = [], start
     for token in range(n):
@@ -159,7 +159,7 @@ def first_tokens(start: int, lengths: Sequence[int], k: int) -> list[int]:
 
 
 def most_deviating(spliced: Sequence[Matrix], fresh: Sequence[Matrix], start: int, r: float) -> list[int]:
-    """Return the tokens that deviate most, one after another among the tokens not taken yet."""
+    """Return the tokens with the largest deviations, chosen one by one."""
     n = len(spliced[0])
     left = {}
     for token in range(n):

@@ -178,7 +178,7 @@ def digest_of(groups: Sequence[Json]) -> str:
 
 
 def text_of(value: Json, indent: int = 0, column: int = 0) -> str:
-    """Return JSON in which each value that fits in a line, from `column` on, is written in one line."""
+    """Return JSON in which each value that fits into a line after `column` is on one line."""
     flat = json.dumps(value, ensure_ascii=False)
     if not isinstance(value, dict | list) or column + len(flat) <= WIDTH:
         return flat

@@ -112,7 +112,7 @@ def dissolve(i: Json, p: CrystalCacheParameters) -> Results:
 
 
 def share(i: Json) -> Fraction | int:
-    """Return a budget for s6.effective_budget: the exact share of n that the written form asks for, or a count."""
+    """Return a budget for s6.effective_budget: the exact share of n that the text states, or a number of tokens."""
     return s6.tokens(i["budget"], i["n"])
 
 

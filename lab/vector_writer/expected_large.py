@@ -122,7 +122,7 @@ def generate(inputs: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def unsure(values: Any, bits: int) -> int:
-    """Return how many values are so near a half step of the grid that the error bound may cross it.
+    """Return the number of values for which an error within the bound can change the rounding to the grid.
 
     A result with such a value cannot be summarised.
     """

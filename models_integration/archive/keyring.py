@@ -2,7 +2,7 @@
 
 A key of a chunk has 64 hexadecimal digits: 48 digits for the identity, 15 digits for the tenant, and one digit that is
 different for encrypted objects. A key of a different tenant is recognised by its digits, without access to the folder.
-Neither the answer nor the time therefore reveals whether the object exists.
+Therefore neither the answer nor the response time reveals whether the object exists.
 
 The keys of tenants are derived from one master key and a salt for each tenant. `destroy` deletes the salt of a tenant.
 Without the master key, the folder reveals the number of tenants, but not the names.
@@ -116,7 +116,7 @@ class Cipher:
     def decrypt(self, nonce: bytes, data: Tensor, header: bytes) -> Tensor | None:
         """Decrypt `data` in place. Return None if key, nonce, header or data differ from those of the encryption.
 
-        A second buffer would take more time than the decryption, because its memory pages would be new.
+        Allocating a second buffer would take more time than the decryption.
         """
         from cryptography.exceptions import InvalidTag
 
@@ -321,6 +321,6 @@ def read_master(path: Path, archive: Path) -> bytes:
 
 
 def _masked(mask: bytes, nonce: bytes, data: bytes) -> bytes:
-    """Mask or unmask 32 bytes. Masked bytes reveal nothing without the mask."""
+    """Mask or unmask 32 bytes. Without the mask, masked bytes contain no information."""
     pad = hmac.new(mask, nonce, hashlib.sha256).digest()
     return bytes(a ^ b for a, b in zip(data, pad, strict=True))

@@ -35,9 +35,9 @@ def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
 def layer_masks(model: PreTrainedModel, cache: RetainedCache) -> Iterator[None]:
     """Context manager for a cache whose full-attention layers store different positions. Each layer has its own mask.
 
-    transformers alone makes one mask for all full-attention layers, from the first layer. If heads store different
-    positions, attention runs separately for each head. Every forward pass inside the block must use this cache.
-    Position ids and masks must match the tokens seen, as inside a policy's context.
+    Without kvspec, transformers uses the mask of the first full-attention layer for all of them. If heads store
+    different positions, attention runs separately for each head. Every forward pass inside the block must use this
+    cache. Position ids and masks must match the tokens seen, as inside a policy's context.
 
     Raises:
         SpecError: if the attention is neither sdpa nor eager, if heads differ and kvspec does not support the model, or

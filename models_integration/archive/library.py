@@ -34,7 +34,7 @@ HIGHEST = 2 ** (BITS - 1) - 1
 def encode(layers: Mapping[int, tuple[Tensor, Tensor]], arm: str, depth: int) -> dict[str, Tensor]:
     """Encode keys and values (heads, n, d) by layer as tensors of an object. The model has `depth` layers.
 
-    This function computes the same as reference/injection/quantisers.py, but on tensors.
+    This function gives the same numbers as reference/injection/quantisers.py, for torch tensors.
 
     Raises:
         SpecError: if the arm is unknown.

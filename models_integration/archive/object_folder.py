@@ -217,7 +217,10 @@ class ObjectFolder:
             raise
 
     def restore(self, key: str) -> bool:
-        """Move a file that a killed reader had moved aside back to its free name. Return True if the file existed."""
+        """Move a file back that a killed reader had moved aside, if its name is free.
+
+        Return True if the file existed.
+        """
         path = self.path(key)
         moved = [other for other in _files(path.parent) if other.suffix == ASIDE and key_in(other.name) == key]
         with suppress(FileNotFoundError):  # a different process has moved the file back
@@ -305,7 +308,7 @@ def _temporary(path: Path) -> Path:
 
 
 def _nameless(path: Path) -> Path:
-    """Rename a file like a temporary file before erasing, so that a half-erased file is never read as an object."""
+    """Rename the file to a temporary name before erasing, so that a partly erased file is never read as an object."""
     temporary = _temporary(path)
     if not _is_temporary(path):
         with suppress(OSError):  # the file is erased under its present name

@@ -2,8 +2,8 @@
 
 An unencrypted object is a file of `cache.tensor_file`. An encrypted object contains one tensor of bytes, the
 AES-256-GCM ciphertext of such a file. The header is also authenticated. The digest of an encrypted object covers only
-the header. Without the key, an object with a different salt (shown by its mark) can therefore be distinguished from a
-damaged object. The digest of an unencrypted object needs no key, so it detects damage but does not prove the author.
+the header. Therefore the mark shows, even without the key, whether an object has a different salt or is damaged. The
+digest of an unencrypted object needs no key, so it detects damage but does not prove the author.
 """
 
 import json
@@ -52,8 +52,8 @@ def pieces(
     """Return the parts of the file in order, and for an unencrypted object the digest.
 
     The tensors are copied only for encryption. The parts contain zeros instead of the digest. The key and the time of
-    creation of an encrypted object are unencrypted. An encrypted object is padded, so that its size reveals its length
-    only roughly.
+    creation of an encrypted object are unencrypted. An encrypted object is padded, so that its size reveals the length
+    of the text only approximately.
     """
     versions = {"format": FORMAT, "spec": SPEC_VERSION}
     plain, digest = parts({**versions, "manifest": manifest.to_json()}, tensors)

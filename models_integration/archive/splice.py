@@ -55,7 +55,7 @@ class Chunk:
 def computed(
     model: PreTrainedModel, ids: Sequence[int], rotary: Rotary, hidden: int = 0, markers: Sequence[int] = (),
 ) -> Chunk:
-    """Compute the canonical archive of a wrapped chunk, in a separate forward pass from position 0.
+    """Compute the keys and values of a wrapped chunk alone, in a separate forward pass from position 0.
 
     Only full-attention layers are stored. In a sliding-window layer, later tokens would not attend to the chunk.
 
@@ -220,7 +220,7 @@ def _grown(layer: RetainedLayer, added: Sequence[SplicedTokens], seen: int) -> R
 def _noted(cache: RetainedCache, chunks: Sequence[Chunk], seen: int) -> Continuation:
     """Return CrystalCache's states with the chunks after `seen` tokens, or no state if the states lack tokens.
 
-    There is also no state if the layers differ now, or if the policy is a different one.
+    There is also no state if the layers now store different tokens, or if the policy is different.
     """
     states = cache.continuation if seen else CrystalStates()
     if cache.layers_differ or not isinstance(states, CrystalStates) or (seen and not states.covers(seen)):

@@ -313,7 +313,7 @@ class _ProvedObjects:
         return None
 
     def is_of(self, key: str, tenant: str) -> bool:
-        """Return True if the digits of a key are those of the tenant."""
+        """Return True if the key has the digits of the tenant."""
         if is_sealed(key):
             return self._keyring is not None and self._keyring.is_of(key, tenant)
         return is_of(key, tenant.encode(), CLEAR)
@@ -345,7 +345,7 @@ class _ProvedObjects:
             raise KeyUnavailable("no salt and no object of the tenant is here, which would prove the master key")
 
     def read(self, key: str, tenant: str) -> Stored:
-        """Read an object of a tenant. Errors are those of `read_object`, and NotEncrypted."""
+        """Read an object of a tenant. The errors are the errors of `read_object`, and NotEncrypted."""
         return self._read(key, lambda _: self.cipher(tenant))
 
     def is_whole(self, key: str, tenant: str) -> bool:

@@ -222,7 +222,7 @@ def ragged_attention(
 
 
 def _alike(layer: RaggedLayer) -> list[tuple[int, int]]:
-    """Return first row and end of consecutive rows whose heads all store equally many tokens.
+    """Return the first row and the end of each run of rows in which all heads store equally many tokens.
 
     A row whose heads store different numbers of tokens is alone.
     """
@@ -355,9 +355,10 @@ def attended_in_runs(
 def _runs(layout: HeadLayout, G: int) -> tuple[np.ndarray[Any, Any], ...]:
     """Return five int32 arrays that describe the runs of all heads.
 
-    Each head has as many sequences as the longest head has runs, and one more sequence for its spare slots. A sequence
-    that is not a run has no query. The arrays are the head of each run, the end of the G queries of each sequence, the
-    end of the keys of each sequence, the index of each run (heads, runs), and 1 if a run exists (heads, runs).
+    The number of sequences is equal for all heads: the number of runs of the longest head, and one for spare slots. A
+    sequence that is not a run has no query. The arrays are the head of each run, the end of the G queries of each
+    sequence, the end of the keys of each sequence, the index of each run (heads, runs), and 1 if a run exists
+    (heads, runs).
     """
     lengths, starts = np.array(layout.lengths), np.array(layout.starts)
     first = RUN * np.arange(-(-lengths.max() // RUN))

@@ -185,7 +185,7 @@ class Recorder:
         return replace(seen, q=q, v=v, lse=lse, hidden=hidden)
 
     def narrowed(self, needs: Needs, layers: Iterable[int]) -> "Recorder":
-        """Return the recorder that these needs and layers would have given in the same forward passes.
+        """Return the recorder that these needs and layers would have had after the same forward passes.
 
         Raises:
             SpecError: if this recorder has fewer tensors.
@@ -208,7 +208,8 @@ class Recorder:
     def views(self, row: int, slots: Tensor | None = None, queries: Tensor | None = None) -> dict[int, LayerView]:
         """Return the recorded inputs of one row, by layer.
 
-        Tensors that the scorer accepts are unchanged. Others become NumPy arrays, half precision as float32.
+        Tensors that the scorer accepts are unchanged. All other tensors become NumPy arrays, and half precision becomes
+        float32.
 
         Args:
             row: index of the row.

@@ -4,7 +4,8 @@ A policy scores the tensors passed to attention, and evicts tokens stored in the
 attention runs on the cache's storage. Both are correct only if the model passes the cache's own tensors to attention.
 
 In some releases of transformers, recurrent layers lose the state if several tokens follow earlier tokens, or process
-padding as tokens. The full cache of such a model is wrong, and a comparison with the same code cannot detect the error.
+padding as tokens. The model's code is already wrong with a full cache, so a comparison with the full cache cannot
+detect the error.
 """
 
 from collections.abc import Callable, Mapping, Sequence

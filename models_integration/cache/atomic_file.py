@@ -33,7 +33,7 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(frozen=True)
 class Late:
-    """Bytes in a file's first page that are computed while the other bytes are written to the disk (the digest)."""
+    """Bytes (the digest) in the first page of a file, computed while all other bytes are written to the disk."""
 
     offset: int
     compute: Callable[[], bytes]
@@ -117,8 +117,8 @@ def _locked_nameless(folder: Path, mode: int) -> int | None:
 def _remove_abandoned(path: Path) -> None:
     """Remove the temporary files of a path whose writers were killed.
 
-    A file that was locked before it was named is abandoned if no process has the lock. A different file may be locked
-    only later, or never, so this file must also be old.
+    A file that was locked before it was named is abandoned if no process has the lock. All other files may be locked
+    later, or never, so they count as abandoned only if they are also old.
     """
     pattern = re.compile(re.escape(f"{TEMPORARY}{path.name}-") + r"[0-9]+-[0-9a-f]{8}" + f"({WHOLE})?")
     for name in os.listdir(path.parent):

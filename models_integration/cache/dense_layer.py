@@ -45,7 +45,7 @@ class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base'
     rows: StoredRows
     """Positions of the slots, if all heads of a row share the positions."""
     numbering: LayerNumbering | None = None
-    """Numbering of a cache with renumbered positions. None: each key has the rotary position of the text."""
+    """Numbering of a cache with renumbered positions. If None, each key has the rotary position of the text."""
     turned: TurnedKeys | None = None
     """Turned keys of the last forward pass. A change of the stored tensors removes the turned keys."""
 
@@ -181,7 +181,7 @@ class DenseLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's 
         return both["keys"], both["values"]
 
     def _turned_slots(self, tensor: Tensor, numbering: LayerNumbering) -> Tensor | None:
-        """Return the turned keys of the first slots, (rows, H_kv, turned, d), or None if no key turns."""
+        """Return the rotated keys of the first slots, (rows, H_kv, turned, d), or None if no key must be rotated."""
         if self.turned is None or not self.turned.is_valid(self.rows, numbering):
             stored = self.stored_positions()
             computed, assigned = numbering.numbering.moves(stored, self.rows.tokens(self.stored_length))

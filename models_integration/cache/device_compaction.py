@@ -62,7 +62,9 @@ def _gathered(layer: DenseLayer, rows: Sequence[Chosen]) -> RaggedLayer:
 
 
 def unsettled(layer: DenseLayer, keys: Tensor, values: Tensor, tokens: Sequence[int]) -> RaggedLayer:
-    """Empty a layer, and return a layer with other keys and values; `settle` tells that layer which tokens these are.
+    """Empty a layer, and return a new layer with the given keys and values.
+
+    `settle` then sets the positions of its tokens.
 
     Args:
         layer: layer of a first prompt.

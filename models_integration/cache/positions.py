@@ -39,8 +39,8 @@ class StoredRows:
             left. A single row applies to all rows of the batch.
         seen_at_compaction: number of tokens that each row had seen at the compaction, (rows,). The j-th slot after the
             kept slots has the position seen_at_compaction + j.
-        holes: padding columns of later segments, (rows, h), or (1, 0) if there is none. A column is given by the
-            position of the row's next token, ascending. Rows with fewer holes end with NO_HOLE.
+        holes: padding columns of later segments, (rows, h), or (1, 0) if there is none. A column is represented by the
+            position of the next token of the row, ascending. Rows with fewer holes end with NO_HOLE.
     """
 
     kept: Tensor

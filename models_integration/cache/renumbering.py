@@ -42,8 +42,8 @@ class Numbering:
 
     Attributes:
         layers: rotation of each full-attention layer with rotary positions, by index.
-        starts: positions of the text from which on the model computed keys with the base beside, ascending.
-        bases: number that was subtracted from positions of the text, see POS-BASE.
+        starts: positions of the text, ascending. From starts[i] on, the model computed keys with bases[i].
+        bases: numbers that were subtracted from positions of the text, see POS-BASE.
     """
 
     layers: Mapping[int, LayerTurn]
@@ -92,7 +92,7 @@ class Numbering:
     def moves_of_heads(
         self, stored: Sequence[Tensor], following: Tensor,
     ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-        """Return computed and assigned positions of several heads, one after the other, and the number for each head.
+        """Return the computed and the assigned positions of the keys of several heads, and the number for each head.
 
         Args:
             stored: positions of the text by slot, (1, stored), for each head.

@@ -53,7 +53,7 @@ class RetainedCache(StatefulCache):
         layers_differ: True if layers or heads store different positions.
         continuation: state of the policy for later evictions.
         bytes_freed: bytes of keys and values that eviction has freed so far.
-        numbering: numbering of renumbered positions. None: each key has the rotary position of the text.
+        numbering: numbering of renumbered positions. If None, each key has the rotary position of the text.
     """
 
     def __init__(self, config: PretrainedConfig) -> None:

@@ -241,7 +241,7 @@ def _checked_states(
     """Check that a manifest and tensors belong to a cache of the model, and return the states.
 
     Raises:
-        Damaged: if an entry does not match. The message contains the first such entry.
+        Damaged: if an entry does not match. The message names the first such entry.
     """
     check_contents(manifest, tensors, architecture)
     try:

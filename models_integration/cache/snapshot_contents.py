@@ -46,7 +46,7 @@ def check_contents(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], a
     """Check that a manifest and tensors belong to a cache of the model.
 
     Raises:
-        Damaged: if an entry does not match. The message contains the first such entry.
+        Damaged: if an entry does not match. The message names the first such entry.
     """
     layers: Sequence[Any] = RetainedCache(architecture.config).layers
     sample = _sample(architecture)
@@ -332,7 +332,7 @@ def _behind(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
 def _known_positions(
     state: DecodeState | None, manifest: Mapping[str, Any], tensors: Mapping[str, Tensor],
 ) -> Iterable[int]:
-    """Return the first positions that a row must store: first of the state, then of pending tokens and chunks."""
+    """Return the positions that a row must store first: of the state, then of pending tokens and chunks."""
     at = 0
     if state is not None:
         yield from state.stored.tolist()

@@ -81,7 +81,7 @@ def header_bytes(metadata: Mapping[str, str], entries: Mapping[str, Mapping[str,
 
 
 def sign_header(header: bytes) -> bytes:
-    """Replace the ZEROS in a header by the digest of the header's bytes, so that `prove` accepts the header."""
+    """Write the digest of the header's bytes over the ZEROS in the header, so that `prove` accepts the header."""
     return header[:DIGEST_AT] + _digest([header]) + header[DIGEST_AT + 64 :]
 
 

@@ -1,7 +1,8 @@
 """Select the tokens that a policy keeps of a prompt, without a forward pass of the whole model.
 
-kvspec builds the model without weights, and runs the decoder up to the attention of the first layer. Each module on the
-way loads only its own weights from the file. kvspec never loads the value projection and the later layers.
+kvspec builds the model without weights, and runs the decoder up to the attention of the first layer. Each module up to
+the first attention loads only its own weights from the file. kvspec never loads the value projection and the later
+layers.
 """
 
 import json
@@ -120,7 +121,10 @@ def _checked(policy: RetentionPolicy, model: PreTrainedModel, full: Sequence[int
 
 
 def _prepare(model: PreTrainedModel, files: dict[str, Path]) -> None:
-    """Let each module load its parameters when it is called. Rotary frequencies are computed from the config."""
+    """Make each module load its parameters when the module is called.
+
+    Rotary frequencies are computed from the config.
+    """
     for name, module in list(model.named_modules()):
         parent, _, child = name.rpartition(".")
         if any(buffer.endswith("inv_freq") for buffer in module._buffers):

@@ -64,10 +64,7 @@ def is_known(value: Any) -> bool:
 
 
 def patched_method(kind: type) -> str | None:
-    """Return the name of a method of a class or its bases that is neither from the package of the class nor trusted.
-
-    Return None if there is no such method.
-    """
+    """Return the name of a method of a class or its bases that comes from an untrusted package, or None."""
     for base in kind.__mro__:
         # Functions that attrs makes have no module ("None").
         trusted = TRUSTED | {base.__module__.partition(".")[0], "None"}
@@ -137,7 +134,7 @@ def is_method_of_class(module: nn.Module, name: str, value: Any) -> bool:
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Check that only the modules' own code computes the output of the model.
+    """Check that no hooks or replaced methods change the output of the model.
 
     Raises:
         SpecError: if a module has a hook from an untrusted package, because a name does not identify its values.

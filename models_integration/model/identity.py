@@ -40,9 +40,9 @@ class ModelIdentity:
 
     Classes and functions are identified by the name under which a module of Python has them, together with the
     attributes of objects and the defaults of functions. Code without such a name is refused: closures, lambdas, methods
-    of objects that are not part of the model, and methods of a class that come from a different package. Not covered is
-    what the code of a name does: changed source code, attributes of classes, global variables, and replaced functions
-    of Python modules leave the identity unchanged.
+    of objects that are not part of the model, and methods of a class that come from a different package. The identity
+    does not include the code itself: if source code, attributes of classes, global variables or functions of Python
+    modules are changed, the identity stays the same.
 
     The identity is not computed from answers to fixed tokens. Such answers depend on device, threads and attention
     implementation, rounding could change a hash of the answers, and some experts would not be used.

@@ -23,7 +23,7 @@ SHARING = "sharing"
 def by_layer(config: PretrainedConfig, name: str) -> list[Any]:
     """Return the config's value for all layers or the values per layer, as a list. Values that are not set are None.
 
-    A config with different layers raises its own error if a per-layer value is read as one value.
+    If layers have different values, some configs raise an error when the value is read.
     """
     parts = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
     return [getattr(part, name, None) for part in parts]

@@ -55,7 +55,7 @@ def _starts(module: Any, prefix: str, kind: str, buffer: Tensor) -> Iterator[Ten
 
 
 def _longer(module: Any, prefix: str, kind: str) -> list[Tensor]:
-    """Return the frequencies that the config gives for the length read so far, or [] if these are the initial ones."""
+    """Return the frequencies that the config gives for the present length, or [] for the initial frequencies."""
     try:
         if "dynamic" in kind:
             length = int(getattr(module, f"{prefix}max_seq_len_cached", module.max_seq_len_cached))

@@ -293,7 +293,7 @@ def _is_of_loading(name: str, value: object) -> bool:
 
 
 def _beside_values(tensor: Tensor) -> list[object]:
-    """Return the class and the attributes of a tensor that has more than values, such as scales of quantised values."""
+    """Return the class and the attributes of a tensor subclass, such as the scales of quantised values."""
     attributes = {
         name: value for name, value in vars(tensor).items()
         if name not in OF_BUFFERS and not _is_of_loading(name, value) and not name.startswith("_dynamo_")

@@ -92,8 +92,8 @@ def calibrate(
         scores.
 
     Raises:
-        SpecError: if `input_ids` does not have one row of at least 256 tokens. Also if no template is given and kvspec
-            does not support the rotary embedding of the model.
+        SpecError: if `input_ids` does not have one row of at least 256 tokens. The error is also raised if no template
+            is given and kvspec does not support the rotary embedding of the model.
     """
     if input_ids.ndim != 2 or len(input_ids) != 1:
         raise SpecError("input_ids", tuple(input_ids.shape), "must be one row of token ids")

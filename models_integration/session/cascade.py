@@ -81,7 +81,10 @@ class Cascade:
         return True
 
     def _absorb(self, index: int, order: Tensor, cost: Tensor, fresh: int) -> None:
-        """Add `fresh` free slots to the pool. Then overwrite the slots of high cost with ranks of a layer."""
+        """Add `fresh` free slots to the pool.
+
+        Then overwrite the slots with the highest costs by tokens of a layer, in the order of their ranks.
+        """
         layer, (rows, H, columns) = self.cache.layers[index], order.shape
         assert isinstance(layer, DenseLayer)
         keys, values = cast(Tensor, layer.keys), cast(Tensor, layer.values)

@@ -189,7 +189,10 @@ def _followed(
     method: CrystalMethod, state: DecodeState, ids: Sequence[int], norms: Float64[Vector, " stored"],
     states: CrystalStates,
 ) -> DecodeState:
-    """Return the state of one row after its pending tokens and chunks. `norms` has their stored keys' inverse norms."""
+    """Return the state of one row, updated by its pending tokens and chunks.
+
+    `norms` has their stored keys' inverse norms.
+    """
     constants, chunks, at = (method.sentence_ends, method.parameters, method.engine), list(states.spliced), 0
     for place in range(len(ids) + 1):
         while chunks and chunks[0].after == place:

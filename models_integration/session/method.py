@@ -252,8 +252,8 @@ def decide(policy: BudgetedPolicy | Method, observed: ObservedSegment) -> Decisi
         Decision with the sets of kept tokens of each prompt. Pass the decision to `compact`.
 
     Raises:
-        SpecError: if the policy needs a tensor that `observe` did not capture. Also if the policy does not support the
-            model, the prompt or the positions of the cache.
+        SpecError: if the policy needs a tensor that `observe` did not capture. The error is also raised if the policy
+            does not support the model, the prompt or the positions of the cache.
     """
     method = _prepared(policy, observed)
     numbering = _numbering(method, observed)
@@ -279,7 +279,7 @@ def _prepared(policy: object, observed: object) -> Method:
 
 
 def _numbering(method: Method, observed: ObservedSegment) -> Numbering | None:
-    """Return the numbering of the cache of a decision. None: each key has the rotary position of the text.
+    """Return the numbering of the cache of a decision. If None, each key has the rotary position of the text.
 
     Raises:
         SpecError: if the tokens of the cache have a different rule, or if the model does not support the rule.

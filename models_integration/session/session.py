@@ -56,7 +56,7 @@ class Session:
 
     Attributes:
         backend: name of the backend that computed the last eviction. If there are several, `backend` has names for the
-            scores and for the selection. Before a prompt, `backend` is what a prompt of one forward pass uses.
+            scores and for the selection. Before a prompt, `backend` is the backend for a prompt of one forward pass.
         seen: number of tokens that the model has processed so far, in prompts and answers. The last generated token is
             not included, because the model has not processed this token.
         stored: number of tokens in the cache now, averaged over layers and heads. Generated tokens are included.
@@ -71,7 +71,8 @@ class Session:
             larger number. `print(run.kept_tokens[0])` prints one line.
         positions: rule of rotary positions: "kept" or "renumbered".
         over_budget: number of kept tokens minus the budget that you gave, at least 0. If layers or heads keep different
-            numbers of tokens, the mean of all sets counts, rounded up. In a batch, the prompt with the most counts.
+            numbers of tokens, the mean of all sets counts, rounded up. In a batch, the prompt with the largest number
+            counts.
 
     Raises:
         SpecError: if kvspec does not support the model.

@@ -73,7 +73,7 @@ def owners(part: Any, engine: Backend, *, scores: bool = False) -> set[str]:
 
 
 def _inner(parts: Iterable[Any], engine: Backend, scores: bool) -> set[str]:
-    """Return the owners of those arguments that are code."""
+    """Return the owners of all arguments that are functions or objects with code."""
     code = [part for part in parts if _is_code(part)]
     return {name for part in code for name in owners(part, engine, scores=scores)}
 

@@ -244,7 +244,7 @@ def after_eviction(
 def _evicted(
     model: PreTrainedModel, prompts: Sequence[list[int]], kept: Sequence[Mapping[int, Sequence[Sequence[int]]]],
 ) -> RetainedCache:
-    """Return a cache with a row for each prompt, of which each row stores what it keeps."""
+    """Return a cache with one row for each prompt. Each row stores the kept tokens of its prompt."""
     longest = max(map(len, prompts))
     padding = [longest - len(prompt) for prompt in prompts]
     ids = torch.tensor([[0] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)], device="cpu")

@@ -50,7 +50,10 @@ def run(q: Array, k: Array, C: int = 128, lse: Array | None = None, k_cross: int
 
 
 def sized(inputs: AttentionInputs, **sizes: Any) -> CoAttention:
-    """Check S1 with small blocks and tiles. The real blocks contain any prompt of the common suite."""
+    """Return S1 with small blocks and tiles.
+
+    With the default sizes, one block contains any prompt of the common suite.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for name, value in sizes.items():
             patch.setattr(s1, name, value)
@@ -60,7 +63,7 @@ def sized(inputs: AttentionInputs, **sizes: Any) -> CoAttention:
 
 
 def same(a: CoAttention, b: CoAttention) -> bool:
-    """Salience, neighbours and weights equal to the bit."""
+    """Return True if salience, neighbours and weights are equal, bit for bit."""
     names = ("salience", "intra", "intra_weight", "cross", "cross_weight")
     return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in names)
 
@@ -74,7 +77,7 @@ def same(a: CoAttention, b: CoAttention) -> bool:
 def test_every_block_size_lies_in_the_certified_box(
     inputs: AttentionInputs, rows: int, least: int, most: int, keys: int, square: int,
 ) -> None:
-    """Sizes that divide neither the chunk nor one another, so that few tokens cross several blocks and tiles."""
+    """Check block and tile sizes that do not divide each other or the chunk."""
     actual = sized(inputs, ROWS=rows, BLOCK=(least, most), KEYS=keys, SQUARE=square)
     assert not list(stage_checks.coattention(actual, inputs, "float32"))
 
@@ -83,7 +86,7 @@ def test_every_block_size_lies_in_the_certified_box(
 @pytest.mark.spec("CC-SALIENCE", "CC-CROSS")
 @given(inputs=hot_sets(), sizes=st.sampled_from([(1, 1, 2), (2, 3, 1), (5, 2, 3)]))
 def test_blocks_of_hot_sets_are_exact(inputs: AttentionInputs, sizes: tuple[int, int, int]) -> None:
-    """Ties between sources of different tiles go to the lower index, too."""
+    """Check that of equal weights in different tiles, the source with the lower index is chosen."""
     queries, keys, side = sizes
     actual = sized(inputs, BLOCK=(queries, queries), KEYS=keys, SQUARE=side)
     want = oracle.coattention(
@@ -97,14 +100,14 @@ def test_blocks_of_hot_sets_are_exact(inputs: AttentionInputs, sizes: tuple[int,
 @pytest.mark.judges("numba")
 @pytest.mark.spec("CC-COATTENTION")
 def test_fast_math_reorders_sums_and_assumes_nothing() -> None:
-    """Numba hands each word to LLVM; those left out would let it take every number for finite, or guess functions."""
+    """Check that LLVM may not assume that numbers are finite, and may not approximate functions."""
     assert {"reassoc", "contract", "nsz"} >= kernels.FAST
 
 
 @pytest.mark.judges("numba")
 @pytest.mark.spec("CC-COATTENTION")
 def test_a_tile_is_bounded_by_its_peaks() -> None:
-    """2 ** (peak - lse) summed over the heads, and no head above 1: a looser bound would skip nothing."""
+    """Check the bound: the sum of 2 ** (peak - lse) over the heads, with at most 1 for each head."""
     peak = np.array([[[-1.0, 2.0], [0.0, 3.0]], [[-9.0, 1.0], [-2.0, 5.0]]], np.float32)
     lse, bound = np.ones((2, 2), np.float32), np.empty((2, 2), np.float32)
     kernels.bound_weights(peak, lse, bound)
@@ -128,7 +131,7 @@ def test_the_bits_do_not_depend_on_threads_or_on_the_run(monkeypatch: pytest.Mon
 @compiled
 @pytest.mark.spec("CC-COATTENTION")
 def test_views_give_the_same_bits_and_are_not_copied() -> None:
-    """(tokens, heads, d) memory behind padding: scratch grows by no more than one tile of keys."""
+    """Check views of (tokens, heads, d) memory after padding: the peak memory grows by at most one tile of keys."""
     q, k = first_layer(1200, 4, 2, 64, "mixed")
     views = [np.pad(x.transpose(1, 0, 2), ((100, 0), (0, 0), (0, 0)))[100:].transpose(1, 0, 2) for x in (q, k)]
     assert not any(x.flags.c_contiguous for x in views)
@@ -139,7 +142,7 @@ def test_views_give_the_same_bits_and_are_not_copied() -> None:
 
 
 def peak_of(q: Array, k: Array) -> tuple[CoAttention, int]:
-    """S1, and the most that it held at a time beside its inputs, in bytes; on one thread, so that it repeats."""
+    """Return the result of S1 and its peak memory besides the inputs, in bytes, on one thread, so that runs agree."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "cpu_count", lambda: 1)
         run(q, k)
@@ -153,7 +156,7 @@ def peak_of(q: Array, k: Array) -> tuple[CoAttention, int]:
 @compiled
 @pytest.mark.spec("DV-GREEDY")
 def test_diverse_selection_makes_no_square_array() -> None:
-    """Check that the memory besides the inputs is less than a thirtieth of the n x n cosines."""
+    """Check that the peak memory besides the inputs is less than a thirtieth of the memory of n x n cosines."""
     n, rng = 2048, np.random.default_rng(1)
     arguments = rng.standard_normal(n), unit_rows(rng.standard_normal((n, 32))), np.zeros(n, dtype=np.bool_), 64, 0.5
     diverse(*arguments)
@@ -168,7 +171,7 @@ def test_diverse_selection_makes_no_square_array() -> None:
 @compiled
 @pytest.mark.spec("CC-ATTENTION")
 def test_with_a_given_lse_only_maxima_are_left_to_find(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No sum is taken; without cross edges, no earlier key is read."""
+    """Check that a given log-sum-exp is not recomputed, and that without cross edges no earlier key is read."""
     q, k = first_layer(300, 2, 1, 64, "mixed")
     lse = np.empty((2, 300))
     for i in range(300):
@@ -191,7 +194,7 @@ def test_with_a_given_lse_only_maxima_are_left_to_find(monkeypatch: pytest.Monke
 @compiled
 @pytest.mark.spec("CC-CROSS")
 def test_the_bound_skips_no_edge(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that the bound skips most rows of tiles. The sources are the same as with every tile active."""
+    """Check that the bound skips most rows of tiles, and that the sources are those without skipped tiles."""
     q, k = first_layer(700, 4, 2, 64, "mixed")
     plain = run(q, k)
     visited: list[int] = []
@@ -250,7 +253,7 @@ print(*(sum(each.values()) for each in crystallization.stats[1:]))
 
 
 def read_after_a_race(kind: type[IndexDataCacheFile], home: Path) -> dict[str, str | None]:
-    """Two processes find an empty index; the first one's data reach the disk when the second is done."""
+    """Return what a third process loads after two processes that both started with an empty index."""
     first, second = (kind(str(home), "f-1.py311", "stamp") for _ in range(2))
     late: list[tuple[str, str]] = []
     first._save_data = lambda name, data: late.append((name, data))
@@ -270,7 +273,7 @@ def test_processes_that_compile_at_once_never_read_each_other_s_code(tmp_path: P
 
 @pytest.mark.law("saved-is-what-was")
 def test_numba_s_own_cache_gives_code_for_other_types(tmp_path: Path) -> None:
-    """The reason for ours, which may go once this fails."""
+    """Check the defect for which kvspec has a cache class. If this test fails, Numba's class can be used."""
     assert read_after_a_race(IndexDataCacheFile, tmp_path)["floats"] == "code for integers"
 
 
@@ -304,7 +307,7 @@ W, B = 64, 128
 
 
 def current(k: Any) -> Any:
-    """a_c (n,) of one head's keys."""
+    """Return a_c (n,) of one head's keys."""
     inverse, blocks, stable = measured(k, B)
     return anomalies(k, inverse, blocks, stable, B, W)[2]
 
@@ -313,7 +316,7 @@ def current(k: Any) -> Any:
 @pytest.mark.spec("NK-CURRENT")
 @pytest.mark.parametrize("n", [3 * W, 20_000])
 def test_a_window_has_the_same_bits_after_any_prompt(n: int) -> None:
-    """The last tokens behind a prompt of another direction, and alone: after their first window nothing differs."""
+    """Compare the last tokens alone and after a prompt of a different direction: after one window, all bits agree."""
     rng = np.random.default_rng(4)
     before = (rng.standard_normal((n - n % W, 16)) + 5).astype(np.float32)
     tail = (rng.standard_normal((3 * W + 7, 16)) - 5).astype(np.float32)
@@ -326,7 +329,7 @@ def test_a_window_has_the_same_bits_after_any_prompt(n: int) -> None:
 @pytest.mark.spec("NK-EPISODIC", "NK-ANOMALY")
 @pytest.mark.parametrize(("rise", "directed"), [(1.5 * 2.0**-16, False), (1.25 * 2.0**-15, True)])
 def test_a_block_whose_keys_cancel_has_no_direction(rise: float, directed: bool) -> None:
-    """Unit keys (1, 0) and (-1, rise): the mean of the two, half of rise, MUST exceed 2^-16, not their sum."""
+    """Check keys (1, 0) and (-1, rise): the bound 2^-16 MUST apply to their mean, rise / 2, and not to their sum."""
     k = np.array([[1.0, 0.0], [-1.0, rise]], np.float32)
     episodic = anomalies(k, *measured(k, 2), 2, 2)[1]
     assert (episodic[1] == -k[1, 1]) == directed == bool(episodic.any())
@@ -337,7 +340,7 @@ def test_a_block_whose_keys_cancel_has_no_direction(rise: float, directed: bool)
 @pytest.mark.parametrize(("rise", "directed"), [(1.5 * 2.0**-16, False), (1.25 * 2.0**-15, True)])
 @pytest.mark.parametrize(("n", "window"), [(40, 2), (2, 64)])
 def test_a_window_whose_keys_cancel_has_no_direction(rise: float, directed: bool, n: int, window: int) -> None:
-    """The last two keys again; their mean decides wherever the window ends, and while it is not full."""
+    """Check that the bound applies to the mean of the window, also in windows that are not full."""
     k = np.tile(np.array([[1.0, 0.0], [-1.0, rise]], np.float32), (n // 2, 1))
     actual = anomalies(k, *measured(k, 2), 2, window)[2]
     assert (actual[-1] == -k[1, 1]) == directed == bool(actual[-1])
@@ -358,7 +361,7 @@ def test_rkv_keeps_the_tokens_of_brute_force(seed: int) -> None:
 @pytest.mark.spec("PO-RKV")
 @pytest.mark.parametrize(("kind", "bits"), [(np.float32, 15), (np.float64, 40)])
 def test_scores_of_rkv_are_those_of_the_reference_in_several_blocks(kind: type[np.floating], bits: int) -> None:
-    """Groups of similar keys cross the blocks. No cosine is within rounding of 1/2, and the keys are of any length."""
+    """Check similar keys in different blocks, of very different lengths, with no cosine near 1/2."""
     rng = np.random.default_rng(0)
     k = (rng.standard_normal((2, 5, 8))[:, rng.integers(0, 5, 90)] + 0.3 * rng.standard_normal((2, 90, 8))).astype(kind)
     k *= kind(2.0) ** rng.integers(-20, 20, (2, 90, 1)).astype(kind)

@@ -1,4 +1,4 @@
-"""Scores in torch: what each policy keeps by brute force, and how far a score of float32 is from the oracle's."""
+"""Tests of the torch backend: kept sets equal the brute force, and float32 scores are near the scores of the oracle."""
 
 import math
 import pickle
@@ -74,7 +74,7 @@ ON_DEVICE = [
 @pytest.mark.parametrize("name", ON_DEVICE)
 @pytest.mark.parametrize("seed", range(20))
 def test_kept_sets_that_are_chosen_on_the_device_are_those_of_brute_force(name: str, seed: int) -> None:
-    """Each layer by itself, as a session decides; the host reads positions alone."""
+    """Decide each layer separately, as a session does, and check that the host reads only positions."""
     case, inputs = CASES[name], with_sinks(drawn(seed), seed)
     if inputs.n < case.least:
         inputs = with_sinks(drawn(seed, n=case.least), seed)
@@ -114,7 +114,7 @@ def close(actual: Any, want: Any) -> bool:
 @pytest.mark.parametrize("name", TWINS)
 @pytest.mark.parametrize("seed", range(20))
 def test_tensors_are_scored_in_float32_where_they_are(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half precision is read exactly; no part of a score is computed in it."""
+    """Check that bfloat16 tensors are converted to float32 before any arithmetic."""
     inputs = of_type(drawn(seed, n=21), lambda x: torch.from_numpy(x).bfloat16())
     wide = of_type(inputs, lambda x: x.double().numpy())
     policy = CASES[name].policy(wide)
@@ -130,7 +130,7 @@ def test_tensors_are_scored_in_float32_where_they_are(name: str, seed: int, monk
 @pytest.mark.spec("CC-COATTENTION", "CC-KEY-NORM")
 @pytest.mark.parametrize("seed", range(4))
 def test_s1_of_tensors_lies_in_the_certified_box(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later segment, scored in blocks of two queries."""
+    """Check a later segment, in blocks of two queries."""
     rng, at = np.random.default_rng(seed), np.arange(5, 29)
     q, k = (torch.from_numpy(rng.standard_normal(shape)).bfloat16() for shape in ((4, 21, 4), (2, 24, 4)))
     inputs = AttentionInputs(q.double().numpy(), k.double().numpy(), at, TINY, 0.5, None)
@@ -172,7 +172,7 @@ def test_a_zero_key_has_no_direction() -> None:
 @pytest.mark.spec("PO-KEYDIFF")
 @pytest.mark.parametrize(("kind", "exponent"), [("float32", -90), ("float32", 90), ("float64", -700), ("float64", 700)])
 def test_lengths_of_keys_say_nothing(kind: str, exponent: int) -> None:
-    """The twin's score of long and short keys is the reference's of the keys as they were drawn."""
+    """Check that keys multiplied by powers of two have the scores of the original keys."""
     k = keys(3, 2, 20)
     longer = k.astype(kind)
     longer[:, ::2] *= longer.dtype.type(2.0**exponent)
@@ -184,7 +184,7 @@ def test_lengths_of_keys_say_nothing(kind: str, exponent: int) -> None:
 
 @pytest.mark.spec("PO-TOP-UNITS")
 def test_of_ties_the_lower_index_is_kept() -> None:
-    """Scores of few values, protected tokens and tokens without a score among them; shares of none to all."""
+    """Check scores with many ties, protected tokens and tokens without a score, for all sizes of shares."""
     rng = np.random.default_rng(1)
     values = rng.integers(-1, 2, (40, 9)) / np.where(rng.random((40, 9)) < 0.2, np.nan, 1.0)
     shares, pinned = rng.integers(0, 10, 40), rng.random((40, 9)) < 0.2
@@ -196,7 +196,7 @@ def test_of_ties_the_lower_index_is_kept() -> None:
 
 @pytest.mark.spec("PO-ADAPTIVE-BUDGET", "PO-WHOLE-SHARES")
 def test_equal_remainders_go_to_the_lower_heads() -> None:
-    """Three heads, all wins in the last one; a fifth of the tokens beyond one protected token each is even."""
+    """Check equal remainders: the last of three heads wins all tokens, and a fifth of the tokens is divided evenly."""
     values = torch.tensor([[math.nan, 0.0, 0.0, 0.0, 0.0, 0.0]] * 2 + [[math.nan, 1.0, 1.0, 1.0, 1.0, 1.0]])
     for free, shares in ((1, [1, 1, 2]), (3, [1, 1, 4]), (5, [1 + 1, 1, 1 + 4])):
         assert adaptive_shares(values, free, 1, Fraction(1, 5)).tolist() == shares
@@ -211,7 +211,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.spec("CC-DISSOLVE")
 def test_a_selector_with_other_parameters_decides_again() -> None:
-    """A retention of the device is used only with the parameters and the protection that it was decided with."""
+    """Check that a retention from the device is not used for different parameters or a different protection."""
     rng = np.random.default_rng(5)
     q, k, ids = rng.normal(size=(4, 60, 8)) * 2, rng.normal(size=(2, 60, 8)), rng.integers(0, 12, 60)
     seen = Observation(60, 1, ids, {0: LayerView(q, k, None, 8**-0.5, None)}, B=25)
@@ -230,7 +230,7 @@ def test_a_selector_with_other_parameters_decides_again() -> None:
 @pytest.mark.spec("CC-PREFILL")
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 def test_a_prompt_is_decided_on_the_device_with_one_wait(changes: dict[str, Any]) -> None:
-    """Compare all results of S2 to S6 with the reference. The neighbours of S1 are read only when they are used."""
+    """Compare all results of S2 to S6 with the reference. The host reads the neighbours of S1 only if they are used."""
     p = replace(TINY, **changes)
     for seed in range(6):
         rng = np.random.default_rng(seed)
@@ -287,7 +287,7 @@ MUTANTS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("mut
 
 
 def check(kind: str, name: str) -> None:
-    """One of this file's tests, or a session's, over its seeds."""
+    """Run a test of this file, or a test of a session, for all of its seeds."""
     if kind == "ties":
         test_of_ties_the_lower_index_is_kept()
     elif kind == "s1":

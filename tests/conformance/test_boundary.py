@@ -1,6 +1,6 @@
 """An exception of judged code is a failure with file and line, or an error that names argument, value and bound.
 
-The boundary also finds stages that return the right result but break a rule, and accepts correct stages.
+The boundary also detects stages that return the right result but break a rule of calls. It accepts correct stages.
 """
 
 import ast
@@ -150,7 +150,7 @@ class Reworded(SpecError):
 
 @pytest.mark.parametrize("value", [BAD, BAD[0, 1], (1, 2), [1, 2], BAD.dtype, "float32", "ndarray", np.ndarray, 1])
 def test_the_words_of_a_refusal_are_free(value: object) -> None:
-    """The error may name an array by itself, an element, its shape, dtype, kind or length."""
+    """Check errors that show an array by its values, an element, its shape, dtype, type or length."""
     with refused("lse", BAD):
         raise Reworded("lse", value, "all of it must be numbers")
 
@@ -388,7 +388,7 @@ def test_the_caller_has_results_of_its_own() -> None:
 
 @pytest.mark.law("the-proof-has-teeth")
 def test_calls_are_chosen_by_their_numbers_alone() -> None:
-    """Check NaN too, whose hash is its address. The next run must find a failure again."""
+    """Check that the repeated calls are the same in each run, even for NaN, whose hash is an address."""
     values, held = [], []  # Held objects move the next NaN to a different address.
     for _ in range(2):
         sizes: list[int] = []

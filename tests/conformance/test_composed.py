@@ -72,7 +72,7 @@ def test_kept_sets_of_accepted_texts_are_those_of_the_oracle_of_parts(texts: lis
 
 
 def test_a_full_budget_keeps_all_tokens(texts: list[str]) -> None:
-    """Keep everything at a budget of all tokens. A threshold can keep less."""
+    """Check that a budget of all tokens keeps all tokens, except for policies with a threshold."""
     for method, policy, inputs, _ in cases(texts):
         own = parse_composition(method.name).parts
         if "threshold" not in own and (found := kept(policy, inputs, N)) is not None:

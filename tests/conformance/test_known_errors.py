@@ -1,4 +1,4 @@
-"""The report of a rejected method names the step that differs: each known error, and no error that explains nothing."""
+"""Tests that the report of a rejected policy names the step that differs, and no step that does not differ."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -90,7 +90,7 @@ SCALED = (
 
 @pytest.fixture
 def no_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable documented values and readings as explanations, because trying all of them takes seconds."""
+    """Disable explanations by documented values and readings, because they take seconds."""
     monkeypatch.setattr(slips, "explanations", lambda *given: [])
 
 

@@ -56,7 +56,7 @@ def subject(make: Callable[[Inputs], Policy]) -> Any:
 
 
 def on_random_inputs(method: Method, keeps: Any) -> None:
-    """Run the property. A failure has no explanation, which would take half a minute."""
+    """Run the property without explanations of failures, which take half a minute."""
     test_method.test_the_kept_sets_are_those_of_the_method(method, keeps, "float64", {str(method): []}, set())
 
 
@@ -152,7 +152,7 @@ def test_a_difference_names_the_first_decode_step(first: int, words: str) -> Non
 
 
 def test_the_first_inputs_tell_a_policy_without_sinks() -> None:
-    """Check a policy without sinks. A quick run has few inputs besides the first ones."""
+    """Check that the first inputs, which every run has, detect a policy without sinks."""
     def without(method: Method, inputs: Inputs, B: int) -> Kept:
         return decided(named("snapkv", inputs), without_sinks(inputs), B)
 
@@ -170,7 +170,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("name", "constants", "said"), WRONG)
 def test_another_constant_fails_and_is_named(name: str, constants: dict[str, Any], said: str) -> None:
-    """Check short windows: windows of 32 queries take seconds."""
+    """Check wrong constants, with short windows, because windows of 32 queries take seconds."""
     method = Method(name, {"W": 8} if "W" in Method(name).constants else {})
     other = method.changed(**constants)
     actual = explanations(lambda inputs, B: decided(other.reference(inputs), inputs, B), method)
@@ -283,7 +283,7 @@ def first_by_day(rows: Sequence[tuple[str, ...]], slow: Sequence[str] = ()) -> l
 
 
 def edited(name: str, old: str, new: str) -> Any:
-    """Return the maker of a policy from the edited source of its module."""
+    """Return the function that makes a policy, compiled from the edited source of the module."""
     make = POLICIES[name].make
     source = inspect.getsource(sys.modules[make.__module__])
     assert old in source
@@ -306,7 +306,7 @@ def test_another_reading_is_named(name: str, old: str, new: str, said: str) -> N
 
 
 def test_no_reading_is_named_that_the_failing_input_refutes() -> None:
-    """Check SnapKV without soft caps. Rounding or ties must not be named as the reason."""
+    """Check that the report on SnapKV without soft caps does not name rounding or ties as the reason."""
     def uncapped(method: Method, inputs: Inputs, B: int) -> Kept:
         layers = [replace(view, softcap=None) for view in inputs.layers]
         return decided(method.reference(inputs), replace(inputs, layers=layers), B)

@@ -1,4 +1,4 @@
-"""Wrong policies that small inputs do not reveal fail on the fixed inputs of every run, and correct ones pass."""
+"""Tests that wrong policies that small inputs do not reveal fail on the fixed inputs of each run."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ Table = Callable[[Any, Observation], Any]
 
 @dataclass(frozen=True)
 class Wrong:
-    """Scorer that receives changed layers, or whose scores are changed."""
+    """Scorer with an error: it reads changed layers, or returns changed scores."""
 
     right: Any
     view: View

@@ -1,4 +1,4 @@
-"""Error rates of the witness, for servers that do as they state and for servers without statements."""
+"""Error rates of the witness, for servers with true statements and for servers without statements."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
 
 
 def readings(model: PreTrainedModel, servers: int, fault: Fault, states: bool) -> Iterator[tuple[str, Reading]]:
-    """Yield a name and the reading of each request. Each server has a policy, a budget and prompts of its own."""
+    """Yield a name and the reading of each request. Each server has a different policy, budget and prompts."""
     for seed in range(servers):
         budget = ("0.4", "0.6")[seed // len(POLICIES) % 2]
         engine = Evicting(model, POLICIES[seed % len(POLICIES)], budget, fault, states=states)
@@ -43,7 +43,7 @@ def readings(model: PreTrainedModel, servers: int, fault: Fault, states: bool) -
 
 @pytest.fixture(scope="module")
 def right(model: PreTrainedModel) -> dict[str, dict[str, str]]:
-    """Return the verdict of each rule on 1 005 answers of servers that do as they state."""
+    """Return the verdict of each rule on 1 005 answers of servers whose statements are true."""
     result = {}
     for name, reading in readings(model, 67, Fault(), states=True):
         result[name] = {rule: verdict(check, reading) for rule, check in RULES.items()}
@@ -66,7 +66,7 @@ def test_of_a_thousand_right_requests_at_most_one_is_accused(right: dict[str, di
 
 
 def test_a_full_cache_without_statements_is_not_taken_for_eviction(model: PreTrainedModel) -> None:
-    """The other error of the mode without statements. `right` has the rate of evictions that are not noticed."""
+    """Check a server that evicts nothing and states nothing. No answer may pass as an eviction."""
     fault = FAULTS["no eviction"][0]
     words = [verdict(RULES["eviction"], reading) for _, reading in readings(model, 22, fault, states=False)]
     counts = Counter("accused" if word not in ("passed", "undecided") else word for word in words)

@@ -1,4 +1,4 @@
-"""The witness on servers of kvspec, which evict with sessions as they state or with a planted fault."""
+"""Tests of the witness on servers that evict with sessions of kvspec, as stated or with a planted fault."""
 
 import copy
 import json

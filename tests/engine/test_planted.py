@@ -90,7 +90,7 @@ def judged(command: str, tests: Sequence[str]) -> Mapping[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Judge the planted backends, the reference by all of their tests, and the examples."""
+    """Test the planted backends, the reference and the examples, each with the tests of all backends."""
     serve = f"{sys.executable} -m conformance.engine.serve tests.engine.planted:"
     actual = {name: judged(serve + name, tests) for name, tests in SELECTED.items()}
     actual["RIGHT"] = judged(f"{serve}RIGHT", [test for tests in SELECTED.values() for test in tests])
@@ -105,7 +105,7 @@ Reports = Mapping[str, Any]
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    """All engines judged by one process: its imports take longer than most of its tests."""
+    """Test all engines in one process, because the imports take longer than most tests."""
     home = tmp_path_factory.mktemp("engines")
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     report, examples = home / "report.json", []
@@ -196,7 +196,7 @@ def test_the_examples_of_the_page() -> None:
 
 @pytest.mark.law("as-it-is-described")
 def test_every_stage_is_asked_as_it_is_declared() -> None:
-    """Names of families, stages and arguments, in their order."""
+    """Check the names and the order of families, stages and arguments."""
     declared = {
         f"{family}.{stage}": list(inspect.signature(getattr(protocol, stage)).parameters)[1:]
         for family, protocol in FAMILIES.items() for stage in vars(protocol)
@@ -208,7 +208,7 @@ def test_every_stage_is_asked_as_it_is_declared() -> None:
 @pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize("name", ops.RECORDS)
 def test_a_record_has_its_members(name: str) -> None:
-    """All that a stage reads of it: a selector's own records are for reports."""
+    """Check that a record has the fields that stages read. `records` of a selector is only for reports."""
     kind = CLASSES[name]
     names = [field.name for field in fields(kind)] if is_dataclass(kind) else list(kind._fields)
     assert list(ops.RECORDS[name]) == [own for own in names if own != "records"]
@@ -240,7 +240,7 @@ ODD = [0.1, -0.0, 5e-324, 1.7976931348623157e308, np.nan, np.inf, -np.inf]
 ])
 @pytest.mark.parametrize("copies", [1, 40_000])
 def test_arrays_come_back_to_the_bit(dtype: type, values: list[Any], copies: int) -> None:
-    """Small ones as lists and large ones as bytes; every value is exact."""
+    """Check that small arrays are lists and large arrays are bytes, and that every value is exact."""
     array: np.ndarray[Any, Any] = np.array(values * copies, dtype=dtype).reshape(copies, -1)
     actual = there_and_back("float[n, d]", array)
     assert actual.shape == array.shape

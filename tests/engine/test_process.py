@@ -1,4 +1,4 @@
-"""Engines that do not start, do not answer, end, or answer garbage: each a verdict, and the next request is judged."""
+"""Tests of engines that fail to start, hang, crash or send garbage. Each failure has a verdict."""
 
 import json
 import os
@@ -210,7 +210,7 @@ def test_after_a_failure_the_next_request_is_answered(started: list[Engine]) -> 
 
 
 def test_a_long_request_is_kept_in_a_file(started: list[Engine], tmp_path: Path) -> None:
-    """Hello and the last request of an operation, which an engine can be given as they are."""
+    """Check that the file has `hello` and the last request, so that the file can be piped into the engine."""
     backend = subject(started, "die", "die")
     started[-1].requests = lambda: tmp_path
     for n in (4000, 5000):

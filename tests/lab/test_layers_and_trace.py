@@ -68,7 +68,7 @@ CIRCLE = "circle of modules: " + " -> ".join(f"models_integration.session.{name}
     ],
 )
 def test_a_forbidden_import_is_named(tmp_path: Path, text: dict[str, str], problem: str) -> None:
-    """Check files whose first has a forbidden import or is in a circle. The last files have none."""
+    """Check files with a forbidden import or a circle of imports in the first file. The last case has neither."""
     for name in ("models_integration/__init__.py", *text):
         write(tmp_path, name, text.get(name, ""))
     actual = forbidden_imports(tmp_path)

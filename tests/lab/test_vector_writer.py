@@ -226,7 +226,7 @@ def test_the_package_has_all_vectors_and_pages(package: Path) -> None:
 
 @pytest.mark.parametrize("reader", READERS)
 def test_a_reader_reads_all_vectors_and_checks_a_method(reader: str, package: Path) -> None:
-    """Check that a reader also finds a wrong kept set."""
+    """Check that a reader detects a wrong kept set too."""
     folder = package / "vectors"
     assert len((folder / "readers" / reader).read_text(encoding="utf-8").splitlines()) <= MOST_LINES
     command = [*READERS[reader](folder), *(f"{stage}.json" for stage in files.stages())]

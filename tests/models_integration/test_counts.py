@@ -60,7 +60,7 @@ def test_unequal_sets_count_by_their_mean() -> None:
 
 
 def test_crystalcache_says_that_whole_trunks_are_kept(tmp_path: Path) -> None:
-    """Check that more than 132 tokens are always kept, because a whole trunk is kept at the border of the window."""
+    """Check the reason for keeping more than 132 tokens: whole trunks at the border of the window."""
     model, tokenizer = load_pocket()
     (tmp_path / "text.txt").write_text("a b c d " * 90, encoding="utf-8")
     ids = tokenizer("a b c d " * 90, return_tensors="pt").input_ids

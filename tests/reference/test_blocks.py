@@ -66,7 +66,10 @@ def given_rows(values: Matrix, pinned: Matrix) -> list[list[float | None]]:
 @pytest.mark.spec("PO-BEST-BLOCKS")
 @given(seed=seeds, n=st.integers(0, 30), b=st.integers(1, 9), B=st.integers(0, 34))
 def test_the_best_blocks_are_those_of_brute_force(seed: int, n: int, b: int, B: int) -> None:
-    """Check few different values, so that blocks tie. Some tokens have no score, and rows differ in pins and shares."""
+    """Check blocks with few different values, so that blocks tie.
+
+    Some tokens have no score, and rows differ in pins and shares.
+    """
     rng = np.random.default_rng(seed)
     values = rng.integers(-3, 4, (2, n)).astype(np.float64)
     values[rng.random((2, n)) < 0.3] = np.nan
@@ -180,9 +183,9 @@ def chosen(
 @given(seed=seeds, n=st.integers(1, 40), b=st.integers(1, 6), B=st.integers(0, 42), share=shares_of,
        anchor=st.sampled_from(ANCHORS))
 def test_blocks_are_those_of_brute_force(seed: int, n: int, b: int, B: int, share: Fraction, anchor: str) -> None:
-    """Check two layers of two heads. Few different values, so that tokens, blocks and distances tie.
+    """Check two layers of two heads.
 
-    Some have no score.
+    There are few different values, so that tokens, blocks and distances tie. Some tokens have no score.
     """
     rng = np.random.default_rng(seed)
     values = rng.integers(-3, 4, (4, n)).astype(np.float64)
@@ -220,7 +223,7 @@ def test_representatives_among_thousands_of_tokens(heads: int, b: int, n: int, a
 
 @pytest.mark.spec("PO-KVCRUSH")
 def test_the_anchor_reaches_the_choice() -> None:
-    """Check that each anchor changes the kept set, and that a share as a float is its exact number."""
+    """Check that each anchor gives a different kept set, and that the share may be a float."""
     inputs = drawn(3, n=200, L=1, heads=(2, 1))
     actual = [decided(policies.kvcrush(W, KERNEL, BLOCK, 0.5, anchor), inputs, 60) for anchor in ANCHORS]
     assert all(one != other for at, one in enumerate(actual) for other in actual[:at])
@@ -246,7 +249,10 @@ def test_a_host_sees_what_it_sees_alone(lam: float) -> None:
 @sparingly
 @given(seed=seeds, B=st.integers(2, 7), mode=st.sampled_from(["flat", "layer", "head"]))
 def test_a_signature_outlives_its_tokens_in_other_heads(seed: int, B: int, mode: diversity.Signature) -> None:
-    """Check heads that evict different tokens. A signature of the whole cache must not change."""
+    """Check heads that evict different tokens.
+
+    The evictions of one head must not change the signature of the whole cache.
+    """
     inputs = long(seed)
     host = policies.knorm()
     running = Policy(

@@ -238,7 +238,7 @@ def test_a_policy_of_a_user_has_no_text() -> None:
 def test_the_name_of_a_policy_is_found_among_policies_with_the_same_kind_of_scorer(
     text: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Count the records that one call makes: 65 policies with all constants were 129 records, and 0.2 s."""
+    """Check that one call creates few policies. Creating all 65 policies with all constants took 0.2 s."""
     policy, made_records = make_policy(text, {}), list[Policy]()
     find_name(policy)  # the kinds of the scorers of all names are computed once
     monkeypatch.setattr("spec.policy.check_parts", made_records.append)

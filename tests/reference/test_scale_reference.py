@@ -260,7 +260,7 @@ TABLES = [(60, 9), (300, 5), (1_500, 40), (66_000, 1)]
 @pytest.mark.parametrize(("m", "largest"), TABLES)
 @pytest.mark.parametrize("share", [2, 20])
 def test_what_is_kept_of_large_tables(m: int, largest: int, share: int) -> None:
-    """Evict one token in `share` and the whole first trunk, so that every later slot and number moves."""
+    """Evict one token in `share` and the whole first trunk, so that all slots and trunk indices change."""
     before = state_at(2**33, m, largest, 9, 400, QUIET)
     n = len(before.live.positions)
     stays = Numbers(share).integers(0, share, n) > 0

@@ -51,7 +51,7 @@ def test_units_of_several_sizes_stay_whole(units: list[tuple[int, bool, int]], B
 
 @pytest.mark.spec("PO-ADAPTIVE-BUDGET", "PO-COMPETITION-BUDGET")
 def test_the_two_safeguards_differ() -> None:
-    """Check that the same scores give [7, 1] with a quota and [6, 2] with a blend.
+    """Check that the same scores give the shares [7, 1] with a quota, and [6, 2] with a blend.
 
     kvpress uses the safeguard as a quota. A safeguard of 1 gives even shares.
     """
@@ -109,9 +109,7 @@ def test_how_far_the_official_pyramid_misses(L: int, capacity: int, n: int) -> N
     ],
 )
 def test_the_official_rounding_misses(wins: list[int], base: int, share: Fraction, expected: list[int]) -> None:
-    """A base of 101 with a safeguard of a half gives 100, although no token should be lost.
-
-    Halves are rounded to even.
+    """Check a base of 101 with a safeguard of a half. The official rounding loses a token: halves are rounded to even.
     """
     assert adakv_official(wins, base, share).tolist() == expected
 

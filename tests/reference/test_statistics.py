@@ -191,7 +191,7 @@ def paired(points: float, n: int) -> bool:
 
 
 def apart(points: float, right: int, n: int, baseline: int = 201) -> list[int]:
-    """Return numbers of right answers of n whose share differs by `points` from the baseline's share."""
+    """Return the numbers of right answers of n with a difference of `points` percentage points from the baseline."""
     return [k for k in range(n + 1) if round(100 * (k / n - right / baseline), 1) == points]
 
 
@@ -232,7 +232,7 @@ def test_an_erratum_recomputes_and_is_listed(erratum: str) -> None:
 
 @pytest.mark.law("figures-are-counted-right")
 def test_no_counts_give_both_p_values_of_phi_3() -> None:
-    """14 more right answers of 200: no numbers of lost and won pairs give both 0.013 and an exact 0.019."""
+    """Check that no numbers of lost and won pairs give both p values: 0.013, and the exact 0.019."""
     lost = [b for b in range(93) if round(asymptotic(b, b + 14), 3) == 0.013]
     assert lost == [9]
     assert [b for b in lost if round(mcnemar(b, b + 14), 3) == 0.019] == []

@@ -186,7 +186,7 @@ def own_view(policy: Policy, inputs: Inputs, g: int) -> Observation:
 
 
 def scores_itself(policy: Policy, inputs: Inputs) -> bool:
-    """Return whether every kept set gets the same scores, preferences and signatures as it would alone."""
+    """Return True if each kept set gets the same scores, preferences and signatures as without the other sets."""
     protected = policy.protection(inputs.n)
     together = policy.scorer(replace(observation(policy, inputs), B=6), protected)
     for g, row in enumerate(together.values):

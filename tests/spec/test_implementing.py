@@ -110,7 +110,7 @@ def bounded() -> Mapping[str, set[str]]:
 
 
 def test_every_bounded_result_has_a_bound() -> None:
-    """Check also that each bound applies to existing results."""
+    """Check that each result with a tolerance has a bound, and that each bound belongs to an existing result."""
     for operation, results in bounded().items():
         assert results <= set(BOUNDED[operation].results), operation
     for operation, bound in BOUNDED.items():
@@ -165,7 +165,7 @@ def test_every_stage_of_the_protocols_has_its_row() -> None:
 
 
 def test_the_rows_hold_the_items_that_a_backend_must_serve() -> None:
-    """Compare with the items for which Numba, which has every family, has a function.
+    """Compare the rows with the items of the Numba functions, because Numba has every family.
 
     The trace requires these items.
     """
@@ -199,7 +199,7 @@ PROTOCOLS_STAGES = [
 
 
 def test_the_stages_that_refuse_are_those_that_the_page_names() -> None:
-    """The text names these stages, and the protocol has a `Raises`. Tests of the suite check their errors."""
+    """Check that the page names exactly the stages whose protocol has `Raises`. The suite tests their errors."""
     (named,) = re.findall(r"Four stages are called without a door.*?\.\s", TEXT.replace("\n", " "))
     raising = {
         name for protocol in PROTOCOLS.values() for name, stage in vars(protocol).items()

@@ -56,7 +56,10 @@ def test_what_is_not_promised_has_a_counterexample(name: str, promise: str) -> N
 @pytest.mark.usefixtures("reference_items")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.spec(CASES[name].item)) for name in TABLE])
 def test_a_policy_bears_the_name_of_its_row(name: str) -> None:
-    """Results of runs are stored under this name. A mode has no separate name, and a composition names its host."""
+    """Results of runs are stored under this name.
+
+    A mode of a policy has no separate name, and a composition has the name of its host.
+    """
     assert CASES[name].policy(drawn(1)).name == OTHER_NAMES.get(name, name)
 
 

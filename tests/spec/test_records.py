@@ -141,7 +141,7 @@ def test_forms(form: object, expected: Budget) -> None:
     ],
 )
 def test_what_is_no_budget(form: object) -> None:
-    """The form must raise an error with the argument and the given value."""
+    """Check that an invalid budget raises an error with the argument and the given value."""
     with pytest.raises(SpecError) as caught:
         parse_budget(form)
     assert caught.value.argument == "budget"

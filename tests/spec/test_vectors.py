@@ -1,4 +1,4 @@
-"""Vectors match their schema and hold for the reference. Compact values give the same arrays for any reader."""
+"""Tests that the vectors match their schema and the reference. Any reader gets the same arrays from compact values."""
 
 import copy
 import json

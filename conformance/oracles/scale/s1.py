@@ -59,7 +59,7 @@ def coattention(
         cosine_error: function that returns a bound on the relative error of cosines (Q, Q) of rows with such errors.
         mean_error: relative error that the mean over heads adds.
         sinks: attention sinks of the heads, or None.
-        behind: number of candidates stored after the last place of a list.
+        behind: number of candidates that are stored beyond the end of a list.
     """
     n, before = q.shape[1], k.shape[1] - q.shape[1]
     unclipped, moves, inside, across = [], [], [], []
@@ -94,7 +94,7 @@ def _chunk(
 ) -> tuple[Matrix, Matrix, Matrix]:
     """Return the head means (Q, live), and two sums by head (H, Q).
 
-    The sums are column sums of the chunk's keys, and the same with each row multiplied by its error.
+    Both arrays contain column sums of the chunk's keys. In the second, each row is multiplied by its error.
     """
     H, group = len(q), len(q) // len(k)
     hidden = keys_at[None, :] > at[:, None]

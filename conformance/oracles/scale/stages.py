@@ -212,7 +212,7 @@ def protected(offsets: IntVector, n: int, p: CrystalCacheParameters) -> BoolVect
 
 
 class Dissolved(NamedTuple):
-    """Kept places counted from 0, share of kept tokens per trunk, and D after the eviction."""
+    """Result of S6: kept positions, counted from 0, share of kept tokens of each trunk, and D after the eviction."""
 
     kept: IntVector
     ratio: Vector

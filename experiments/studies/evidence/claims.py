@@ -60,7 +60,7 @@ class Verdict:
 
     @property
     def kind(self) -> str:
-        """Exploratory if a row does not name a commit with its rules. Otherwise confirmatory if the power is at least
+        """"exploratory" if a row does not name a commit with its rules. Otherwise confirmatory if the power is at least
         0.8 and rests on at least 30 dev contexts, or else screening."""
         if not self.registered:
             return "exploratory"

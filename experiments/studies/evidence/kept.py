@@ -74,7 +74,7 @@ def default_controls(policies: Iterable[str]) -> tuple[str, ...]:
 
 
 def control_of(policy: str, granularity: str) -> str:
-    """Return the random control whose sets consist of the same units as a policy's sets of kept tokens.
+    """Return the random control that keeps the same kind of units as a policy: trunks, heads or tokens.
 
     Args:
         policy: policy as text, with constants, or a name of TRUNK_FORMS.

@@ -56,7 +56,7 @@ class Prediction:
 
     @cached_property
     def exact(self) -> bool:
-        """True if greedy decoding would begin with the answer, because each of its tokens has the highest logit."""
+        """True if greedy decoding would give the gold answer, because each gold token has the highest logit."""
         if (self._chosen < self.logits.amax(dim=-1)).any():  # decides most cases with a tenth of the work
             return False
         return bool((self.logits.argmax(dim=-1) == self.gold).all())
@@ -195,7 +195,7 @@ class _Reader:
     def _read_full(self, full: _Cell) -> _Reading | None:
         """Process the full cache, and record the attention of the answer's tokens.
 
-        If an answer must be generated, return None. The full cache then shares the steps of the other cells.
+        Return None if the answer must be generated. The full cache then runs in the same steps as the other cells.
         """
         fed = self._prompt.placement.fed_ids
         rows = len(fed) + len(self._gold) - 1
@@ -257,7 +257,7 @@ class _Reader:
         return Prediction(columns.float(), torch.tensor(self._gold, device=columns.device))
 
     def _known_answers(self, predictions: Sequence[Prediction | None]) -> Sequence[list[int] | None] | None:
-        """Return the answers that need no generation, or None if a row needs one."""
+        """Return the answers if they follow from the predictions, or None if a row needs generation."""
         if not self._judged:
             return [None] * len(predictions)
         if self._of_gold and all(one is not None and one.exact for one in predictions):
@@ -273,7 +273,7 @@ class _Reader:
 
     def _stored(self, length: float, fed: Sequence[int], answer: list[int] | None) -> list[float]:
         """Return the cache size at each forward pass: one for the fed tokens, one for each answer token except the
-        last. If a gold answer exists, its tokens are used, so that equal lengths are compared."""
+        last. If a gold answer exists, its tokens are processed, so that all cells have the same length."""
         tokens = len(self._gold or answer or ())
         return [length + len(fed) + step for step in range(0 if fed else 1, tokens)]
 

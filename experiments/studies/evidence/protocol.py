@@ -43,7 +43,7 @@ def commits_with_rules(rules: Rules, rows: Iterable[Row]) -> frozenset[str]:
 
 
 def _has_rules(path: Path, present: str, commit: str, digest: str) -> bool:
-    """Return True if a commit is before the present commit, and its rules file has the digest that a row names.
+    """Return True if a commit is before the present commit, and its rules file has the digest of a row.
 
     Args:
         path: rules file.

@@ -90,7 +90,7 @@ class Item:
 
     @property
     def context_length(self) -> int:
-        """Number of context tokens from which budgets are computed: of an own text its tokens, else the length."""
+        """Number of context tokens from which budgets are computed: the tokens of your own text, or the length."""
         return self.sample.length if self.sample.dialect == USER else self.length
 
     @property

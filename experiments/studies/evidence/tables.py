@@ -157,7 +157,7 @@ def sizes(samples: Samples) -> str:
 
 
 def _right_and_unlikely(samples: Samples, cell: tuple[str, str]) -> str:
-    """Return how many answers are right although less than half of the gold answer's likelihood remains."""
+    """Return the number of right answers for which less than half of the gold answer's likelihood remains."""
     some = samples.having(cell, ENDS[0])
     if not some.rows or not some.worth().known:
         return ""

@@ -245,7 +245,7 @@ class Scene:
         return computed(self.subject.model, wrapped.ids, self._rotary, wrapped.hidden, wrapped.markers)
 
     def _patched(self, ids: tuple[int, ...], session: Session) -> Chunk:
-        """Return the wrapped chunk whose markers have their residuals in some layers, and zeros in all other layers."""
+        """Return the wrapped chunk. In some layers its markers have their residuals, and in all other layers zeros."""
         wrapped, model = wrap(self._form(session), ids, self._vocabulary), self.subject.model
         layers, scale = patched_layers(session.patch, len(self._rotary.layers))
         with patched_residuals(model, wrapped, layers, scale):

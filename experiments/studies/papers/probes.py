@@ -173,7 +173,7 @@ _SEED = 0
 
 
 def patched_layers(patch: str, depth: int) -> tuple[Collection[int], float]:
-    """Return the layers of a patch, and its noise's standard deviation relative to that of the residuals."""
+    """Return the layers of a patch, and the standard deviation of its noise in units of the residuals' deviation."""
     name = patch if patch in bands(depth) else "upper"
     layers = range(*bands(depth)[name])
     if patch == "random":

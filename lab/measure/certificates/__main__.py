@@ -1,7 +1,7 @@
 """Make certificates of other implementations: `python -m lab.measure.certificates [NAME ...]`.
 
-The command makes those that this environment can make. `page` writes the table of docs/results/certificates from the
-files there. `nox -s lab -- certificates` runs the command in both environments.
+Without names, the command makes the certificates for which this environment has the packages. `page` writes the table
+of docs/results/certificates from the files there. `nox -s lab -- certificates` runs the command in both environments.
 """
 
 import os

@@ -1,6 +1,7 @@
 """Measurements of decoding after a long prompt, and of archived chunks against their text.
 
-All of them need a model of transformers, because `models_integration` stores the kept sets of heads and the chunks.
+All measurements need a model of transformers, because only `models_integration` stores the kept sets of heads, and
+chunks.
 """
 
 import time
@@ -63,7 +64,10 @@ def per_head_rows(heads: Heads) -> Tensor:
 
 
 def padded(heads: Heads) -> Tensor:
-    """Run one call with a mask over a dense copy as long as the longest head. The copy is made for each query."""
+    """Run attention once with a mask, over a dense copy in which each head has the length of the longest head.
+
+    The copy is made for each query.
+    """
     longest = max(heads.lengths)
     k, v = (heads.query.new_zeros(1, H_KV, longest, D) for _ in range(2))
     mask = heads.query.new_zeros(1, H_KV, 1, longest, dtype=torch.bool)
@@ -226,8 +230,8 @@ QUESTION = 32
 def splices(report: Report, scale: Scale, subject: Subject) -> None:
     """Measure the time to the first token after spliced chunks on the device or the host, and after their text.
 
-    A chunk is the result of one forward pass over only the chunk. Reading the text computes more than a splice
-    contains, and gives different values.
+    A chunk is the result of one forward pass over only the chunk. Reading the text needs more computation than the
+    splice, and gives different keys and values.
     """
     rotary, n = recognise(subject.model), scale.chunk
     ids = subject.prompt(CHUNKS[-1] * n + QUESTION).tolist()

@@ -182,7 +182,7 @@ PAPER = {
 def profile(report: Report, scale: Scale, subject: Subject) -> None:
     """Add both tables of the time by stage.
 
-    The rows of kvspec have S_i and CoAttn in one pass, and all their time is in one of the columns.
+    kvspec computes S_i and CoAttn in one pass, so one column of its rows contains the time of both.
     """
     stages: list[tuple[str, ...]] = []
     totals: list[tuple[str, ...]] = []

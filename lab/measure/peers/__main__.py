@@ -23,7 +23,7 @@ MOST = {"PyramidKV": 120}
 
 @dataclass
 class Report:
-    """Result for one press: the number of equal inputs, the readings for the others, and the unexplained inputs."""
+    """Result for one press. Kept sets are equal, or different and explained by readings, or unexplained."""
 
     press: str
     equal: int = 0

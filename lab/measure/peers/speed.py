@@ -64,7 +64,7 @@ def prompt(tokens: int) -> torch.Tensor:
 
 
 def serve(side: str) -> None:
-    """Answer each line "policy tokens" with two processor times: of the bare prefill, and under the policy."""
+    """Answer each line "policy tokens" with the processor times of a prefill without and with the policy."""
     torch.set_num_threads(1)
     model = llama()
     library = import_module(side)
@@ -95,7 +95,7 @@ def _seconds(model: LlamaForCausalLM, tokens: int, make: Callable[[], Any]) -> f
 def server(python: str, side: str) -> Iterator[Callable[[str, int], float]]:
     """Context manager for a process that measures.
 
-    A call is one round, and returns the added time as a share of the bare time.
+    Each call is one round, and returns the additional time as a share of the time of a plain prefill.
     """
     command = [python, "-m", "lab.measure.peers.speed", "--serve", side]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:

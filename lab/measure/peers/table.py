@@ -59,7 +59,7 @@ OURS: dict[str, tuple[Callable[[Inputs, Set[str]], Kept], tuple[str, ...]]] = {
 
 
 def needed(press: str, inputs: Inputs, theirs: Kept, readings: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Return the fewest of these readings that make the kept sets equal, or None if no combination does."""
+    """Return the smallest set of readings that makes the kept sets equal, or None if no set does."""
     ours, _ = OURS[press]
     for number in range(len(readings) + 1):
         for some in combinations(readings, number):

@@ -43,7 +43,10 @@ ITEMS = frozenset({
 
 
 def modelled(request: Any) -> bool:
-    """Return True if the model answers a request. The reference answers malformed requests and those that must fail."""
+    """Return True if the model answers a request.
+
+    The reference answers malformed requests, and requests that must raise an error.
+    """
     with suppress(SpecError, ValueError, LookupError, TypeError):
         op, arguments = request["op"], request["arguments"]
         if op == "diversity.diverse":

@@ -1,6 +1,6 @@
 """Random inputs of items, with the parameters that matter, as in spec/vectors. The inputs include edge cases.
 
-Tenths do not add up exactly, so the order of summation matters. There are few different values, so that they tie.
+Tenths do not add up exactly, so the order of summation matters. Few values are different, so that many of them tie.
 """
 
 from collections.abc import Callable, Mapping

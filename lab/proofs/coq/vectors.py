@@ -148,7 +148,7 @@ def _score(i: Values, e: Values, p: Values) -> tuple[str, str]:
 
 
 def _scored(values: list[str], i: Values, form: str) -> str:
-    """Return the tokens of a row, each with its score or none, whether it is protected, and its index."""
+    """Return the tokens of a row as tuples: score or none, protected or not, and index."""
     scores = ("None" if x == "nan" else f"(Some {term(x)})" for x in values)
     rows = zip(scores, map(term, i["protected"]), count(), strict=False)
     return "; ".join(form.format(*row) for row in rows)
@@ -202,7 +202,10 @@ def _numbers(x: Any) -> int:
 
 
 def _asked(group: Values, test: Values) -> bool:
-    """Return True if the model has this stage in the paper's form. Of errors, the model has only those of budgets."""
+    """Return True if the model has this stage in the paper's form.
+
+    The model has no errors except the errors of budgets.
+    """
     stage = group["operation"]
     forms = {"merge", "trunk_impact", "allocation", "coverage"} & group.get("parameters", {}).keys()
     return stage in STAGES and not forms and (test["result"] == "valid" or stage == "CC-BUDGET-FORMS")

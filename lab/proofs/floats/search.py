@@ -145,7 +145,7 @@ def faded(rng: Draw) -> tuple[list[float], list[float], Any]:
 def tails(rng: Draw) -> tuple[float, float, Any]:
     """Return mu and sigma.
 
-    The values are arbitrary, or the ones with the largest rounding error among many with exponents from -122 on. In
+    The values are arbitrary, or have the largest rounding error among many values with exponents from -122 on. In
     this range the bound is relative.
     """
     if rng.random() < 0.5:
@@ -155,7 +155,7 @@ def tails(rng: Draw) -> tuple[float, float, Any]:
 
 
 def rounded_apart(mu: float, sigma: float) -> Fraction:
-    """Return the distance between the real s mu / sigma and its float values in both orders of operations."""
+    """Return the distance between the exact s mu / sigma and the float values of both orders of operations."""
     real = Fraction(PAPER.s) * Fraction(mu) / Fraction(sigma)
     sides = (real, Fraction(PAPER.s * mu / sigma), Fraction(PAPER.s * (mu / sigma)))
     return max(sides) - min(sides)
@@ -170,7 +170,7 @@ def block(rng: Draw, H: int, Q: int) -> Any:
 def rows(rng: Draw) -> tuple[list[list[float]], list[list[float]], float]:
     """Return two rows with some shared entries, and a copy changed by a share.
 
-    In the copy the shared entries grow and the others shrink, or the other way round.
+    In the copy, the shared entries are larger and all other entries are smaller, or the reverse.
     """
     Q, share = size(rng) + 2, float(rng.choice([0.0, 1e-3, 0.05, 0.3]))
     A = np.where(rng.random((2, Q)) < 0.4, 0.0, 10.0 ** rng.uniform(-4, 0, (2, Q))) + np.eye(2, Q) + np.eye(Q)[-1] / 99

@@ -37,7 +37,7 @@ class RequestPolicy:
         name: name of the policy.
         constants: constants of the policy, without the constants of the model.
         budget: budget of the prompt and of each later decision.
-        typed: text of the budget, as the user has typed it.
+        typed: the budget as the user has typed it.
         policy: policy whose constants of the model may be placeholders. The scheduler uses only the cadence, the
             granularity, the floor and the needs.
     """
@@ -97,11 +97,13 @@ class Settings:
     """Settings of a server, from `additional_config["kvspec"]`.
 
     Attributes:
-        default: policy of the requests that name none, in the form of a request's arguments. None: such requests keep
-            their full cache.
-        allow_budget: smallest and largest share that a request may ask for, such as "0.2:1". None: any budget.
-        allow_policies: names of the policies that a request may ask for. None: all built-in policies.
-        on_unserved: "refuse" answers 400 to a policy that vLLM's pages cannot hold. "full" serves the request with its
+        default: policy of the requests that name none, in the form of a request's arguments. If None, these requests
+            keep their full cache.
+        allow_budget: smallest and largest share that a request may ask for, such as "0.2:1". If None, a request may
+            have any budget.
+        allow_policies: names of the policies that a request may ask for. If None, a request may name any built-in
+            policy.
+        on_unserved: "refuse" answers 400 to a policy that vLLM's pages cannot hold. "full" runs the request with its
             full cache, and states the reason.
     """
 

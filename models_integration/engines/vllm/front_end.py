@@ -67,7 +67,7 @@ def _make_request_output(
     original: Any, state: Any, new_token_ids: Any, pooling_output: Any, finish_reason: Any, stop_reason: Any,
     kv_transfer_params: Mapping[str, Any] | None = None, *args: Any, **kwargs: Any,
 ) -> Any:
-    """Add the scheduler's news to the statement, and put the statements of finished answers in the output."""
+    """Add the scheduler's messages to the statements, and put the statements of finished answers into the output."""
     parameters = dict(kv_transfer_params or {})
     if not hasattr(state, KEY):
         state.kvspec = Statement()
@@ -83,7 +83,10 @@ def _make_request_output(
 
 
 def _new_completion_output(original: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-    """Give the output of one answer its statement. vLLM merges outputs, and the statement is one object."""
+    """Add the statement to the output of an answer.
+
+    vLLM merges outputs of one answer, so all of them have one statement object.
+    """
     output = original(state, *args, **kwargs)
     output.kvspec = state.kvspec
     return output
@@ -99,7 +102,7 @@ def _stated(outputs: Iterable[Any]) -> Any:
 
 
 def _completion_response(original: Any, serving: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Add the statements of all prompts. vLLM gives those of the first."""
+    """Add the statements of all prompts, because vLLM returns only the statement of the first prompt."""
     response = original(serving, batch, *args, **kwargs)
     if (stated := _stated([one for result in batch for one in result.outputs])) is not None:
         response.kv_transfer_params = {**(response.kv_transfer_params or {}), KEY: stated}

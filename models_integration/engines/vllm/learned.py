@@ -1,4 +1,4 @@
-"""Policies with constants of vLLM's model: output projections, rotary frequencies, and what was calibrated."""
+"""Policies with constants of vLLM's model: output projections, rotary frequencies, and calibrations."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
@@ -53,8 +53,8 @@ class ModelPolicies:
     def _served(self, asked: RequestPolicy) -> Identity:
         """Return the identity of the model, for the comparison with a calibration.
 
-        Only rotary frequencies are compared, because vLLM stores the weights in an order of its own. So vLLM cannot
-        tell a calibration of other weights with the same frequencies.
+        Only rotary frequencies are compared, because vLLM stores the weights in a different order. Therefore kvspec
+        cannot detect a calibration for different weights with the same frequencies.
         """
         calibration, layers = asked.constants["calibration"], self._layers
         if tuple(calibration.layers) != tuple(range(len(layers))):

@@ -65,7 +65,7 @@ class Plan:
         shift: number of evicted tokens of each set.
         done: position of the last decision that was carried out. 0 before the first decision, and after a preemption.
         observed: number of tokens that the worker has processed, including tokens processed before a preemption.
-        report: decision that was made but not yet carried out.
+        report: decision that the worker has made and the scheduler has not carried out.
         failed: True if the policy has raised an error. No token is evicted after the error.
     """
 

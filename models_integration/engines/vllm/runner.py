@@ -62,7 +62,7 @@ class _Model:
                 decider.queries.setdefault(index, []).append(query[start:stop].clone())
 
     def begin(self, scheduled: Any) -> None:
-        """Forget requests that have ended, restart those that were preempted, and compact."""
+        """Delete the state of ended requests, reset preempted requests, and compact caches."""
         for request in scheduled.finished_req_ids:
             self.shifts.pop(request, None)
             self.deciders.pop(request, None)
@@ -169,7 +169,7 @@ class _Evicting:
     kvspec: _Model | None = None
 
     def get_kv_cache_spec(self) -> Any:
-        """Return specs of the layers whose manager can evict."""
+        """Return the cache specs, with evicting specs for full-attention layers."""
         vllm: Any = super()
         return {name: evicting_spec(spec) for name, spec in vllm.get_kv_cache_spec().items()}
 

@@ -14,7 +14,7 @@ __all__ = ["EvictingAsyncScheduler", "EvictingScheduler"]
 
 
 class _News:
-    """News for the statement of each request (`statement.Statement.take`), until an output takes them along."""
+    """Messages for the statement of each request (`statement.Statement.take`), until they are sent with an output."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -63,7 +63,7 @@ class _News:
         news["freed_blocks"] = news.get("freed_blocks", 0) + blocks
 
     def drop(self, requests: Container[str]) -> None:
-        """Delete the news of requests that have ended."""
+        """Delete the messages for requests that have ended."""
         for name in [name for name in self.news if name not in requests]:
             del self.news[name]
 
@@ -127,7 +127,7 @@ class _Evicting:
         return tokens if plan is None or tokens <= 0 else plan.limit(num_computed_tokens, tokens)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """Compact the requests whose decision is known, hold those whose decision is not, then schedule a step."""
+        """Compact the requests with a decision, pause the requests that wait for one, and schedule a step."""
         jobs, full, running = list[Compaction](), False, list(self.running)
         self._held.clear()
         for request in running:
@@ -161,13 +161,13 @@ class _Evicting:
         return job
 
     def _preempt_last(self) -> None:
-        """Preempt the last running request: every request waits for blocks, and no other request frees any."""
+        """Preempt the last running request, because all requests wait for blocks and none of them frees blocks."""
         request = self.running.pop()
         self._held.discard(request.request_id)
         preempt(self, request)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """Take the decisions of the worker, and send the news about each request with its output."""
+        """Receive the decisions of the worker, and send the messages about each request with its output."""
         for name, report in getattr(model_runner_output, KEY, {}).items():
             self._note(name, report)
         for name in scheduler_output.num_scheduled_tokens:

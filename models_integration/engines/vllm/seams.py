@@ -1,7 +1,7 @@
 """Imports from vLLM, the methods that kvspec overrides or replaces, and the configurations that kvspec does not serve.
 
-Only this module and `plugin.register` import vLLM. Private names of vLLM are used in this module alone. All names exist
-in vLLM 0.30 to 0.32. Other versions are refused, because vLLM calls none of these interfaces stable.
+Only this module and `plugin.register` import vLLM. Only this module uses private names of vLLM. All names exist
+in vLLM 0.30 to 0.32. All other versions raise an error, because vLLM does not declare these interfaces as stable.
 """
 
 import inspect
@@ -264,7 +264,7 @@ def watch_queries(layer: Any, seen: Callable[[Tensor], None]) -> None:
 def output_projection(model: Any, layer: Any) -> Tensor:
     """Return the rows (H, d, hidden) of a layer's output projection, in the dtype of the activations.
 
-    The projection is applied to unit vectors, because a backend may store the weights in an order of its own.
+    The projection is applied to unit vectors, because a backend may store the weights in a different order.
 
     Raises:
         SpecError: if the layer has no output projection named `o_proj`.
@@ -298,7 +298,7 @@ def rotary_frequencies(model: Any, layer: Any) -> Any:
 
 
 def check_layout(layer: Any, pages: Any, block_size: int) -> None:
-    """Check the views of pages: what the backend writes into block 0 is what kvspec reads there.
+    """Check that kvspec reads from block 0 of the pages what the backend has written there.
 
     Block 0 is vLLM's null block, which no request uses.
 
@@ -342,10 +342,10 @@ def replace_block_table(runner: Any, request_id: str, blocks: Sequence[int]) -> 
 
 @contextmanager
 def undrawn_chunks(runner: Any) -> Iterator[None]:
-    """Context manager in which a chunk that does not end a prompt draws nothing from the generator of its request.
+    """Context manager in which only the last chunk of a prompt uses random numbers of the request's generator.
 
-    vLLM 0.32 draws a token for each chunk, and takes the draw back with `Generator.set_offset`. PyTorch has no such
-    method for a generator on the CPU, and the engine stops at a request with a seed and several chunks.
+    vLLM 0.32 draws a token for each chunk, and resets the generator with `Generator.set_offset`. A generator of PyTorch
+    on the CPU has no such method, so the engine would stop at a request with a seed and several chunks.
     """
     batch, generators = runner.input_batch, dict(runner.input_batch.generators)
     for row in runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0]:

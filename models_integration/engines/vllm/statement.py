@@ -19,8 +19,8 @@ class Statement:
     The scheduler sends messages (`news`), which can have these keys:
 
     - `policy`, `budget`: only in the first message of a request.
-    - `evictions`: new evictions. Each is carried out before the next token of the request is processed.
-    - `reason`: why nothing was evicted. `failed`: why nothing more is evicted.
+    - `evictions`: new evictions. Each eviction is carried out before the next token of the request is processed.
+    - `reason`: why no tokens were evicted. `failed`: why no more tokens are evicted.
     - `freed_blocks`: number of blocks that the request no longer holds after the last evictions.
 
     Attributes:
@@ -40,11 +40,11 @@ class Statement:
     _ranges: int = 0
 
     def take(self, news: Mapping[str, Any], finished: bool) -> None:
-        """Add news that came with a token.
+        """Add the messages that arrived with a token.
 
         Args:
-            news: news of the scheduler.
-            finished: True if the token was the last. Then no token is processed after the evictions of the news.
+            news: messages of the scheduler.
+            finished: True if the token was the last. Then no token is processed after the evictions in these messages.
         """
         self.body |= {key: news[key] for key in ("policy", "budget") if key in news}
         self._reason = news.get("reason", self._reason)

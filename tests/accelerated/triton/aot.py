@@ -36,7 +36,7 @@ HEADS, GROUP, K_CROSS, K_INTRA = 32, 4, 4, 8
 
 @dataclass(frozen=True)
 class Job:
-    """One kernel with the constants of one launch."""
+    """Kernel, with the constants of one launch."""
 
     module: Any
     kernel: str
@@ -66,7 +66,7 @@ class Compiled:
 
 
 def jobs(d: int, element: str) -> Iterator[Job]:
-    """S1 of a layer like Llama-3.1-8B's, with heads of d channels."""
+    """Return the kernels of S1 for a layer like a layer of Llama-3.1-8B, with heads of d channels."""
     D = max(16, triton.next_power_of_2(d))
     tiles: AttentionTiles = launch.attention_tiles(D, 4 if element == "fp32" else 2, False)
     widths = {"d": d, "D": D, "CAPPED": False, "GROUP": GROUP}
@@ -97,7 +97,7 @@ def jobs(d: int, element: str) -> Iterator[Job]:
 
 
 def later_jobs() -> Iterator[Job]:
-    """Key norms, and NestedKV after its cosines."""
+    """Return the kernels of key norms, and of NestedKV after the cosines."""
     row = launch.searched_row(False)
     for module, kernel, shape, constants in (
         (activation, "mean_inverse_norms", Shape(launch.NORMS, 1), {"NORMS": launch.NORMS, "WIDTH": 128}),

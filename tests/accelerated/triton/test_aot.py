@@ -40,7 +40,7 @@ def in_a_compiling_process(*arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def compiled() -> list[Row]:
-    """Every kernel, S1's for four widths of heads in bfloat16."""
+    """Return all compiled kernels. S1 has kernels for four head dimensions in bfloat16."""
     printed = in_a_compiling_process("-m", "tests.accelerated.triton.aot", "--json", "64", "96", "128", "256")
     return [json.loads(line) for line in printed.splitlines()]
 
@@ -65,7 +65,7 @@ def test_attention_runs_on_tensor_cores(compiled: list[Row]) -> None:
 
 @pytest.mark.spec("CC-KEY-NORM", "NK-STABLE", "NK-SURPRISE")
 def test_kernels_in_float64_have_no_fused_multiply_add(compiled: list[Row]) -> None:
-    """One rounding after each operation: contraction would be another number."""
+    """Check that each operation is rounded: a fused multiply-add would give a different number."""
     for row in compiled:
         assert row["fused"] == 0 or row["kernel"] in WITH_FUNCTIONS, row
 

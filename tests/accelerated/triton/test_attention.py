@@ -42,14 +42,14 @@ def run(inputs: AttentionInputs, q: Any = None, k: Any = None, lse: Any = None) 
 
 
 def wide(d: int, group: int, n: int = 40, dtype: Any = np.float32) -> AttentionInputs:
-    """Two KV heads of d channels."""
+    """Return inputs with two KV heads of d channels."""
     rng = np.random.default_rng(d + group)
     q, k = rng.standard_normal((2 * group, n, d)).astype(dtype), rng.standard_normal((2, n, d)).astype(dtype)
     return AttentionInputs(q, k, np.arange(n), replace(TINY, C=16), d**-0.5, None)
 
 
 def same_edges(a: CoAttention, b: CoAttention) -> bool:
-    """Salience, neighbours and weights equal to the bit."""
+    """Return True if salience, neighbours and weights are equal, bit for bit."""
     names = ("salience", "intra", "intra_weight", "cross", "cross_weight")
     return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in names)
 
@@ -72,7 +72,7 @@ def test_every_head_group(group: int) -> None:
 @compiled
 @pytest.mark.spec("CC-ATTENTION")
 def test_bfloat16_on_the_device() -> None:
-    """The interpreter computes it wrongly."""
+    """Check bfloat16 on a device, because the interpreter computes it wrongly."""
     inputs = wide(128, 4)
     q, k = (torch.from_numpy(x).to(default_device(), torch.bfloat16) for x in (inputs.q, inputs.k))
     given_values = replace(inputs, q=q.float().cpu().numpy(), k=k.float().cpu().numpy())
@@ -82,7 +82,7 @@ def test_bfloat16_on_the_device() -> None:
 @pytest.mark.spec("CC-COATTENTION")
 @given(inputs=attention_inputs())
 def test_strides_are_read_as_they_are(inputs: AttentionInputs) -> None:
-    """Views of a (tokens, heads, channels) block, of every other row or channel: no copy, the same bits."""
+    """Check that views with any strides are not copied, and have the same result, bit for bit."""
     q, k = attention_tensors(inputs.q, inputs.k)
     plain = run(inputs, q, k)
     views = [
@@ -106,7 +106,7 @@ def right_lse(inputs: AttentionInputs) -> torch.Tensor:
 
 @pytest.mark.spec("CC-ATTENTION")
 def test_a_given_lse_is_read_where_it_is() -> None:
-    """A view behind padding of NaN gives the same bits; an lse that is too large by ln 2 shows in the weights."""
+    """Check that a view after NaN padding has the same result, and that a wrong lse changes the weights."""
     inputs = wide(16, 2, n=24)
     lse = right_lse(inputs)
     padded = torch.nn.functional.pad(lse, (3, 0), value=float("nan"))[:, 3:]
@@ -149,7 +149,7 @@ def tile_sizes(draw: st.DrawFn) -> AttentionTiles:
 @pytest.mark.spec("CC-COATTENTION")
 @given(inputs=st.one_of(attention_inputs(), later_segments()), tiles=tile_sizes())
 def test_every_tile_size_lies_in_the_certified_box(inputs: AttentionInputs, tiles: AttentionTiles) -> None:
-    """Sizes that divide neither the chunk nor one another."""
+    """Check tile sizes that do not divide each other or the chunk."""
     actual = coattention_of(
         *attention_tensors(inputs.q, inputs.k), inputs.positions, inputs.parameters, inputs.scaling,
         inputs.softcap, tiles, None, None if inputs.sinks is None else torch.tensor(inputs.sinks),
@@ -158,14 +158,14 @@ def test_every_tile_size_lies_in_the_certified_box(inputs: AttentionInputs, tile
 
 
 def longer(n: int = 90) -> AttentionInputs:
-    """Several tiles and chunks, with peaks."""
+    """Return inputs with several tiles and chunks, and with peaked attention."""
     inputs = random_prompt(np.random.default_rng(3), replace(TINY, C=24), n).inputs
     return replace(inputs, q=inputs.q * 2)
 
 
 @pytest.mark.spec("CC-CROSS")
 def test_the_bound_skips_no_edge(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that the bound skips tiles. The result equals that with every tile active, bit for bit."""
+    """Check that the bound skips tiles, and that the result equals the result without skipped tiles, bit for bit."""
     inputs = replace(longer(), parameters=replace(TINY, C=24, tau_cross=0.1))
     plain = run(inputs)
     monkeypatch.setattr(launch, "SLACK", -1.0)
@@ -177,7 +177,10 @@ def test_the_bound_skips_no_edge(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.spec("CC-CROSS")
 def test_the_bound_is_sharp() -> None:
-    """Check one head: a tile's bound is its largest weight. A threshold just below the bound MUST keep the edge."""
+    """Check that the bound of a tile with one head is the largest weight of the tile.
+
+    A threshold just below the bound MUST keep the edge.
+    """
     inputs = wide(16, 1)
     one = replace(inputs, q=inputs.q[:1], k=inputs.k[:1])
     weights = run(one).cross_weight[:, 0]

@@ -1,4 +1,4 @@
-"""The run for a GPU machine, walked on the CPU in tiny sizes: it cannot rot before a GPU is at hand."""
+"""Test of `lab.measure.gpu` on a CPU, with tiny sizes."""
 
 # ruff: noqa: E402 - the imports below need what is asked for first
 
@@ -35,7 +35,7 @@ pytestmark = [
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.spec("CC-PREFILL")
 def test_the_dry_run_is_done_with_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ceilings, generation, speed and profile run and are written; the suite inside it is a run of its own."""
+    """Check that each part of the dry run completes and is on the page. The part that runs the suite is skipped."""
     monkeypatch.setattr(generation, "conformance", lambda *_: None)
     assert command.main(["--dry-run", "--out", str(tmp_path)]) == 0
     (page,) = tmp_path.glob("*.md")

@@ -1,4 +1,4 @@
-"""No kernel reads or writes outside its arrays, or reads what none has written; inputs stay."""
+"""Tests that kernels access only their arrays, read only written values, and do not change inputs."""
 
 # ruff: noqa: E402 - the imports below need what is asked for first
 
@@ -53,7 +53,7 @@ def same_tensors() -> None:
 
 
 class Field:
-    """A tensor in the middle of poison."""
+    """Tensor between two bands of poison values."""
 
     def __init__(self, like: torch.Tensor) -> None:
         size = like.numel()
@@ -90,7 +90,7 @@ def poisoned_allocations(module: ModuleType) -> Iterator[list[Field]]:
         return allocate
 
     class Torch:
-        """The module, with other allocations."""
+        """Module torch with replaced allocation functions."""
 
         def __getattr__(self, name: str) -> Any:
             return poisoned(name) if name in make else getattr(torch, name)
@@ -106,7 +106,7 @@ STAGES = BACKEND.require_crystal()
 
 
 def same(a: CoAttention, b: CoAttention) -> bool:
-    """Equal to the bit, array by array."""
+    """Return True if all arrays are equal, bit for bit."""
     pairs = [[np.asarray(value) for value in pair] for pair in zip(vars(a).values(), vars(b).values(), strict=True)]
     return all(x.dtype == y.dtype and np.array_equal(x, y, equal_nan=True) for x, y in pairs)
 
@@ -118,7 +118,7 @@ def run(inputs: AttentionInputs, q: Any, k: Any, lse: Any = None) -> CoAttention
 @pytest.mark.spec("CC-COATTENTION")
 @given(inputs=st.one_of(attention_inputs(), later_segments()), with_lse=st.booleans())
 def test_attention_stays_inside_its_arrays(inputs: AttentionInputs, with_lse: bool) -> None:
-    """Check S1 with every input, buffer and output between bands. The result equals that without bands, bit for bit."""
+    """Check S1 with each array between bands: the result equals the result without bands, bit for bit."""
     q, k = device.attention_tensors(inputs.q, inputs.k)
     # Any numbers do: what is asked is where they are read.
     lse = torch.linspace(0, 9, q.shape[0] * q.shape[1], device=q.device).view(q.shape[:2]) if with_lse else None
@@ -150,7 +150,7 @@ NORMS, RIGHT_NORMS = BACKEND.require_breath(), REFERENCE.require_breath()
 @pytest.mark.spec("CC-KEY-NORM")
 @given(n=st.integers(1, 40), d=st.integers(1, 20), H_kv=st.integers(1, 3), zero=st.booleans())
 def test_norms_stay_inside_their_arrays(n: int, d: int, H_kv: int, zero: bool) -> None:
-    """float32 tensors from a (tokens, heads, channels) block; a zero key is infinite."""
+    """Check norms of keys from a (tokens, heads, channels) block. The inverse norm of a zero key is infinite."""
     k = torch.randn(n, H_kv, d, device=default_device())
     if zero:
         k[0, 0] = 0
@@ -170,7 +170,7 @@ SCORES, RIGHT_SCORES = BACKEND.require_nestedkv(), REFERENCE.require_nestedkv()
 @pytest.mark.spec("NK-SCORE")
 @given(n=st.integers(1, 70), d=st.integers(1, 20), H_kv=st.integers(1, 2), W=st.integers(1, 40))
 def test_scores_stay_inside_their_arrays(n: int, d: int, H_kv: int, W: int) -> None:
-    """Every buffer between bands, keys from a (tokens, heads, channels) block; no score has seen a band."""
+    """Check scores with each buffer between bands, and keys from a (tokens, heads, channels) block."""
     k = torch.randn(n, H_kv, d, device=default_device()) + 1.0
     p = replace(NESTED, W=W)
     with poisoned_allocations(nestedkv) as fields:
@@ -192,7 +192,7 @@ def test_a_zero_key_of_a_tensor_is_refused() -> None:
 
 @pytest.mark.spec("NK-GAP")
 def test_the_ends_of_a_row_are_found_through_ties() -> None:
-    """Values of both signs, zeros of both, and many equals: the gap by a sort."""
+    """Check rows with both signs, both zeros and many ties against the gap of the sorted row."""
     rows = np.array([[-1.0, 0.5, 0.5, -0.0, 0.0, 0.5, -1.0], [1.0, -1.0, 0.25, 0.25, 0.25, -0.5, 2.0**-140]])
     for m in range(1, 8):
         ranges = torch.empty(2, 3, dtype=torch.float64, device=default_device())

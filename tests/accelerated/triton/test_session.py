@@ -41,7 +41,7 @@ N = 40
 
 
 class Spy:
-    """S1 of Triton, which notes what it is given, and the other stages of Numba."""
+    """Backend that records the arguments of S1, and runs S1 with Triton and all other stages with Numba."""
 
     def __init__(self) -> None:
         self.given: list[tuple[Any, Any, Any]] = []
@@ -80,7 +80,7 @@ def read(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> tuple[Session, 
 
 @pytest.mark.spec("CC-PREFILL")
 def test_q_and_k_are_never_copied_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """S1 reads the model's own memory, and what comes back is smaller than k."""
+    """Check that S1 reads the model's own tensors, and that copies to the host are smaller than k."""
     run, spy, (query,), copied = read(torch.float32, monkeypatch)
     ((q, k, lse),) = spy.given
     assert isinstance(q, Tensor)

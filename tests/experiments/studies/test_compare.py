@@ -1,4 +1,4 @@
-"""Options of compare as rules: their cells, resumed runs, tables and files."""
+"""Tests of `kvspec compare`: rules from options, cells, resumed runs, tables and files."""
 
 import math
 import re

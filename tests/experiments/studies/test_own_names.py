@@ -1,4 +1,4 @@
-"""Keys of rows: user-defined policies and tasks with their version, calibrations, and all inputs of a row."""
+"""Tests of the keys of rows: versions of user-defined policies and tasks, calibrations, and all inputs of a row."""
 
 import json
 import sys

@@ -297,7 +297,7 @@ def test_rows_that_are_none_are_refused_in_python(rows: Any, words: str, pocket:
 
 @pytest.mark.parametrize("missing", [None, float("nan"), pd.NA])
 def test_a_missing_text_is_not_read_as_a_word(missing: object, pocket: Pocket) -> None:
-    """Check None, which was once read as the text "None"."""
+    """Check that None is not an answer. A defect was to read None as the text "None"."""
     rows = [{**CODE, "text": TEXT}, {**MONTH, "text": missing, "evidence": ""}]
     with pytest.raises(SpecError, match="row 2': has an empty text"):
         kvspec.compare(*pocket, rows)
@@ -307,7 +307,7 @@ def test_a_missing_text_is_not_read_as_a_word(missing: object, pocket: Pocket) -
 def test_several_right_answers_come_in_any_sequence(answers: object, pocket: Pocket) -> None:
     """A data frame that was read from Parquet contains arrays.
 
-    An array once counted as one answer, the array's text.
+    Check that an array is several answers. A defect was to use the text of the array as one answer.
     """
     rows = pd.DataFrame([{**CODE, "answer": answers}, {**MONTH, "answer": "1111", "evidence": None}]).convert_dtypes()
     budgets: Any = np.array([200])

@@ -260,7 +260,7 @@ lengths = [200000]
 
 @pytest.mark.law("as-it-is-described")
 def test_a_part_reads_all_rows_of_a_file_or_has_tasks_without_it(tmp_path: Path) -> None:
-    """Check four problems. By the MD5 of its id, one of them is for development."""
+    """Check four problems. The MD5 of the id assigns one of them to the dev split."""
     rows = [{"problem": "What is 1 + 1?", "answer": "2", "unique_id": f"test/algebra/{at}.json"} for at in range(4)]
     (file := tmp_path / "math500.jsonl").write_text("\n".join(map(json.dumps, rows)))
     dev = [row for row in rows if int(hashlib.md5(row["unique_id"].encode()).hexdigest(), 16) % 5 < 2]

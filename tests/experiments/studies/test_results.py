@@ -314,7 +314,7 @@ def test_right_answers_of_the_readme_are_those_of_the_file() -> None:
 @pytest.mark.law("figures-are-counted-right")
 @pytest.mark.parametrize("study", ["rules", "facts", "paper-tasks"])
 def test_difference_and_counts_of_a_claim_are_of_the_same_samples(study: str) -> None:
-    """A row once had a difference over 84 samples and counts over 243 samples."""
+    """Check against a defect: a row had a difference of 84 samples, and counts of 243 samples."""
     head, *lines = evidence_pages.decided(study)
     rows = [dict(zip(head, line, strict=True)) for line in lines]
     by_answers = [one for one in rows if one["claim"].endswith("by answers")]

@@ -108,7 +108,7 @@ def test_a_study_runs_stops_and_goes_on(tmp_path: Path, one_thread: None, monkey
 def check_other_code(folder: Path, rows: list[Row]) -> None:
     """Check that brute force and masks reproduce the rows.
 
-    They must find a wrong likelihood and a wrong count of kept tokens.
+    These checks must detect a wrong likelihood and a wrong number of kept tokens.
     """
     changes: list[tuple[dict[str, Any], int]] = [({}, 0), ({"likelihood": -9.0}, 1), ({"evidence_kept": -1}, 1)]
     for change, code in changes:

@@ -89,7 +89,10 @@ def test_killed_workers_make_the_rows_of_one_that_is_alone(rules: Path, tmp_path
 
 
 def test_workers_are_processes_of_the_same_command(rules: Path, tmp_path: Path) -> None:
-    """`--workers 2` starts a second process. If the second process is killed, the first does its work."""
+    """`--workers 2` starts a second process.
+
+    If the second process is killed, the first process measures its samples.
+    """
     (tmp_path / "slow.py").write_text(SLOW, encoding="utf-8")
     text = rules.read_text(encoding="utf-8").replace('"snapkv", "streamingllm"', '"slow:POLICY"')
     rules.write_text(text, encoding="utf-8")

@@ -112,7 +112,7 @@ def test_there_are_at_least_ten_templates_without_digits() -> None:
 
 
 def test_each_word_of_a_place_is_common_in_the_text(ground: Ground) -> None:
-    """No word of the value is rare, only the place of the fact varies, and the text is not that of a number."""
+    """Check that no word of the value is rare, and that only the place of the fact varies."""
     for index in range(WINDOWS):
         each = [
             resolve_task(f'placed_fact(depth={depth}, mentions="none", value="words")')(ground, 2 * LENGTH, index, 3)[0]

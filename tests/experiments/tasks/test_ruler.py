@@ -252,7 +252,7 @@ def decoded(tokenizer: PreTrainedTokenizerFast, ids: tuple[int, ...]) -> str:
 def test_the_text_runs_on_around_the_facts_and_no_window_repeats(
     tokenizer: PreTrainedTokenizerFast, prose: Prose, text: Path
 ) -> None:
-    """Compare with the file: without the facts, a context is one passage of it. Facts follow whole lines."""
+    """Check that a context without the facts is one passage of the file. Facts follow whole lines."""
     whole = " ".join(text.read_text(encoding="utf-8").split())
     lines = set(text.read_text(encoding="utf-8").splitlines())
     count, seen = min(prose.windows(1024), 12), list[int]()

@@ -223,7 +223,7 @@ def test_damage_is_said(keys: list[str], tmp_path: Path) -> None:
 @pytest.mark.law("one-line-with-the-way-out")
 @pytest.mark.law("saved-is-what-was")
 def test_what_a_policy_keeps_is_put_and_answered(keys: list[str], tmp_path: Path) -> None:
-    """Check that a policy gives a separate key, and that an unknown policy or budget stores nothing."""
+    """Check that a chunk with a policy has a different key, and that an unknown policy or budget stores nothing."""
     here = ("--archive", str(tmp_path / "a"))
     kept = archived("put", str(tmp_path / "0.txt"), "--policy", "snapkv", "--budget", "0.9", *here).strip()
     assert kept not in keys

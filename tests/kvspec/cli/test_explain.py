@@ -241,7 +241,7 @@ def test_the_arrow_keys_walk_along_the_text_and_the_line(drive: Drive) -> None:
 
 
 def test_with_shift_they_walk_along_the_tokens(drive: Drive) -> None:
-    """Check moves from one trunk to the next, with the numbers of each token, and then a trunk alone."""
+    """Check that Shift with the arrow keys shows single tokens, and that an arrow key alone shows a trunk."""
     case = drawn(7)
     sizes, M = case.run.trunks.sizes.tolist(), case.run.impact
     keys = ["Home", *["Shift+ArrowRight"] * (sizes[0] + 1), "Shift+ArrowLeft", "ArrowLeft"]

@@ -133,7 +133,7 @@ def test_a_mistake_in_the_call_is_one_line_too(
 def test_a_model_that_is_none_is_named_with_what_to_type(
     command: str, model: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Refusal,
 ) -> None:
-    """Check that every command has the same check, and contacts no hub."""
+    """Check that every command has this check, and does not contact the hub."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -217,7 +217,10 @@ def test_an_out_that_cannot_be_made_is_refused_first(
 
 
 def test_a_look_at_a_folder_makes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that a check creates no folder. Workers of one study once removed each other's folders."""
+    """Check that a check creates no folder.
+
+    Check against a defect: workers of one study removed each other's folders.
+    """
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     monkeypatch.setattr(os, "mkdir", lambda *given, **names: pytest.fail(f"made {given}"))
     check_folder("out", tmp_path / "a" / "b", "study.jsonl")

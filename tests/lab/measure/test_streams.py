@@ -22,7 +22,10 @@ IDS = prompt(3 * BLOCK + 5)[0].tolist()
 
 
 def expected(rule: str) -> list[float]:
-    """Return the perplexity of each block from the oracle. Sinks and newest tokens are counted here again."""
+    """Return the perplexity of each block from the oracle.
+
+    This function selects sinks and newest tokens with its own code.
+    """
     oracle, losses, logits = Oracle(prepared("Llama", **SMALL), rule), list[float](), None
     for start in range(0, 3 * BLOCK, SEGMENT):
         ids = IDS[start : start + SEGMENT]

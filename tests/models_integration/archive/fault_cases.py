@@ -112,7 +112,7 @@ class Case:
                 shard.rmdir()
 
     def _age_hers(self) -> None:
-        """Set old times for her files, so that his chunk is the latest used.
+        """Set old times for the files of the first tenant, so that the chunk of the second tenant is the last used.
 
         The clock of the files may not have advanced.
         """
@@ -176,7 +176,7 @@ class Case:
         self._age_hers()
 
     def assert_gone(self, actual: list[bytes] | None = None) -> None:
-        """Check that no token, tenant, key or salt of hers is left in the folder or in the given bytes."""
+        """Check that no token, tenant, key or salt of the first tenant remains in the folder or in the given bytes."""
         actual = blobs(self.folder) if actual is None else actual
         for name in ("hers", "hers, damaged"):
             manifest, tensors = MADE[name]

@@ -149,7 +149,7 @@ class ArchiveMachine(RuleBasedStateMachine):
 
     @rule(store=stores, tenant=tenants, text=texts)
     def ask_as_another_tenant(self, store: int, tenant: str, text: int) -> None:
-        """Read a chunk as a different tenant. The result is a miss, and nothing changes."""
+        """Read a chunk as a different tenant. `get` returns None, and nothing changes."""
         if key := self.key(tenant, text):
             before, (other,) = blobs(self.folder), {*TENANTS} - {tenant}
             assert self.stores[store].get(key, other) is None
@@ -214,7 +214,7 @@ class ArchiveMachine(RuleBasedStateMachine):
 
     @rule(store=stores, tenant=tenants, fault=FAULTS)
     def forget(self, store: int, tenant: str, fault: Fault) -> None:
-        """Forget a tenant. No word of the tenant is left in any file, even on a full disk."""
+        """Forget a tenant. No text of the tenant remains in any file, even on a full disk."""
         own = {key for key in self.may if self.texts[key][0] == tenant}
         with self.interrupted(store, fault, "error") as how:
             self.stores[store].forget(tenant)

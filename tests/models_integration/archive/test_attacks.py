@@ -38,7 +38,7 @@ PUTS_LEAST = 12
 
 
 def write_slowly(ready: Connection, descriptor: int, parts: Sequence[memoryview]) -> None:
-    """Write with 8 MB a second, so that kills occur during writes. `ready` gets a byte before each 8 KB."""
+    """Write 8 MB per second, so that processes are killed during writes. Send a byte to `ready` before each 8 KB."""
     for part in parts:
         for at in range(0, len(part), 1 << 13):
             ready.send_bytes(b"x")
@@ -57,7 +57,7 @@ def write_until_killed(folder: Path, first: int, ready: Connection) -> None:
 
 
 def write_for(seconds: float, folder: Path, first: int, together: Barrier) -> None:
-    """Put chunks for some seconds, and a minimum number on every machine, after all processes are ready.
+    """Put chunks for some seconds, and at least a minimum number, after all processes are ready.
 
     For each stored chunk, create a file in the folder `told`.
     """
@@ -183,9 +183,10 @@ def flipped(data: bytes, bit: int) -> bytes:
 def test_every_flipped_bit_of_an_object_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, encrypted: bool, share: int,
 ) -> None:
-    """Run 500 flips in the nightly profile. Each flip gives a miss and a quarantined file.
+    """Run 500 flips in the nightly profile.
 
-    With the original file, the chunk is found again.
+    After each flip, `get` returns None and the file is in quarantine. After the original file is restored, `get`
+    returns the chunk.
     """
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # This saves time. No process is killed in this test.
     rng = random.Random(part)

@@ -143,7 +143,7 @@ def test_forget_needs_the_master_key(tmp_path: Path, master: bytes | None, salts
 
 @pytest.mark.law("figures-are-counted-right")
 def test_verify_reads_each_salt_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that each salt is read once, and once more for the objects of its tenant, but not for each object."""
+    """Check that each salt is read at most twice, and not once for each object."""
     with opened(tmp_path) as archive:
         for seed in range(40):
             archive.put(*chunk(seed, tenant=f"tenant {seed}", layers=1))

@@ -45,7 +45,7 @@ for_each = pytest.mark.parametrize("operation", OPERATIONS)
 
 @pytest.fixture(autouse=True)
 def salts_from_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fix the salts. If a different chunk is in the same one of 256 folders, a put has one sync less."""
+    """Fix the salts. The number of syncs of a put depends on whether its folder, one of 256, already has a chunk."""
     monkeypatch.setattr(os, "urandom", Random(1).randbytes)
 
 

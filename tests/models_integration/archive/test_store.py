@@ -88,8 +88,8 @@ def test_each_part_of_the_identity_makes_another_key(change: dict[str, Any]) -> 
 def test_a_foreign_version_is_refused_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check a different format, and a different meaning of the specification.
 
-    A different meaning gives a different key, so a chunk that is put again is stored in addition. A clarification does
-    not change the meaning.
+    If a version changes the meaning of the specification, the key of a chunk changes, and `put` stores the chunk again.
+    A clarification does not change the meaning.
     """
     keys, names = [], ("manifest.SPEC_VERSION", "objects.SPEC_VERSION")
     for version, own, seed in (

@@ -160,7 +160,7 @@ def _closing_over(by: float) -> Callable[[Tensor], Tensor]:
 
 
 def _holding(use: Callable[[Any, Any], Any], one: Any, other: Any) -> tuple[str, Change, Change]:
-    """Return a pair of models that hold different values."""
+    """Return two models whose layers have a module with different values."""
     return "Llama", _exchanged(_UP, lambda base: Holding(base, one, use)), _set(f"{_UP}.value", other)
 
 

@@ -69,7 +69,7 @@ def moved(model: Any, device: str) -> PreTrainedModel:
 
 @pytest.fixture
 def identified(monkeypatch: pytest.MonkeyPatch) -> list[PreTrainedModel]:
-    """Return the list of models whose parameters have been read for an identity."""
+    """Return a list to which each model is appended whose parameters are read for an identity."""
     seen: list[PreTrainedModel] = []
     weights = home._weights
 

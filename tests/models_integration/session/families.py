@@ -157,7 +157,8 @@ def crossed(
     Args:
         name: name of the second parameter.
         values: values of the second parameter.
-        always: values that every family runs in every profile. If empty, each family runs one of all values, in turn.
+        always: values that every family runs in every profile. If empty, each family runs one value, and the families
+            take different values.
         whole: families that run every value in every profile.
     """
     others, met = list(values), list(always)

@@ -95,7 +95,7 @@ class MaskedModel:
     def expect(self, row: Row) -> Expected:
         """Return the result of one forward pass over all tokens of the row.
 
-        Each row is asked for twice, so the last results are kept.
+        Each result is needed twice, so the last results are cached.
         """
         for known, expected in self._known:
             if known is row:

@@ -390,7 +390,7 @@ class Tripped(BaseException):
 
 
 class Trip(NamedTuple):
-    """Exception at a given call of the functions of a place. Calls are counted from 0.
+    """Planned exception: the place and the call number, counted from 0, at which it is raised.
 
     An empty place raises no exception.
     """

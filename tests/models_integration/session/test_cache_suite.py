@@ -98,7 +98,7 @@ def rotated(
 ) -> Tensor:
     """Rotate keys from their positions in the text to positions 0, 1, ..., or before `end`, as the model does.
 
-    Keys of other layers than `layers`, and of tokens outside `part`, are not rotated.
+    Only keys of the layers `layers` and of the tokens in `part` are rotated.
     """
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -212,7 +212,7 @@ def at_least_four(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
 
 
 def eight_at_a_time(prompt: list[int], kept: Kept, following: list[int], folder: str) -> Tensor:
-    """Let the ninth next token, and all later ones, attend to the whole prompt."""
+    """Let the ninth token after the prompt, and all later tokens, attend to the whole prompt."""
     actual = after_eviction(prompt, kept, following, folder)
     if len(following) > 8:
         actual[8:] = after_eviction(prompt, everything(prompt, kept), following, folder)[8:]
@@ -316,7 +316,10 @@ def test_each_mistake_is_found(
     engine: Callable[..., Any], family: str, calls: list[Call], words: str, tmp_path: Path, folder: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Check that at least one call of the suite notices the mistake. If no words matter, no explanation is tried."""
+    """Check that at least one call of the suite detects the mistake.
+
+    Without expected words, mistakes are not explained.
+    """
     if not words:
         monkeypatch.setattr(judge, "site", lambda *given: "")
     place = folder if family == "llama" else str(save_tiny(family, tmp_path))
@@ -341,7 +344,7 @@ def constant_changed(
 def test_attention_with_another_constant_after_the_prompt_is_found(
     family: str, name: str, change: Callable[[Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A failure has no explanation, because trying all of them takes half a minute."""
+    """Failures are not explained, because an explanation takes half a minute."""
     monkeypatch.setattr(judge, "site", lambda *given: "")
     place = str(save_tiny(family, tmp_path))
     for engine in (after_eviction, plain):
@@ -416,7 +419,7 @@ def test_a_mistake_is_told_with_its_layer_head_and_step(
 
 
 def test_a_prompt_that_is_read_again_is_found(folder: str) -> None:
-    """Check an engine that evicts from a prompt's cache again when it meets the same prompt."""
+    """Check an engine that, if a prompt occurs again, evicts from the compacted cache of this prompt."""
     known: dict[tuple[int, ...], Kept] = {}
 
     def engine(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
@@ -454,7 +457,10 @@ FOUND = {
 def test_a_certificate_names_the_row_of_the_mistake_and_what_is_not_served(
     name: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Check that SHY passes only cases without eviction, which certify nothing. The model reads no long prompts."""
+    """Check that an engine that runs only cases without eviction certifies nothing.
+
+    The model accepts no long prompts.
+    """
     def asked(*words: str) -> tuple[int, str]:
         monkeypatch.setattr("sys.argv", ["verify", *words, "--out", "found"])
         return verify_main.main(), capsys.readouterr().out

@@ -258,7 +258,7 @@ def test_head_scores_are_the_largest_of_a_rehearsal(family: str) -> None:
 
 
 def check_full_heads(model: Any, calibration: Any, full: Sequence[int]) -> None:
-    """Check half of 200 tokens: two of six heads keep all tokens, and four heads share a window of 200 tokens."""
+    """Check a budget of half of 200 tokens: two of six heads keep all tokens, and four heads share 200 tokens."""
     n = 200
     policy = NamedPolicy("kvzip-heads", 0.5, calibration=calibration, N_sink=2, N_recent=4)
     run, cache = read_prompt(model, policy, n)

@@ -33,7 +33,10 @@ QUESTIONS = [[*TOPICS[topic][5:40:7]] for topic in (1, 0)]
 
 
 def dialogue() -> list[list[int]]:
-    """Return 16 utterances of 4 to 7 tokens. Two utterances about one topic follow two about the other."""
+    """Return 16 utterances of 4 to 7 tokens.
+
+    Two utterances about one topic follow two utterances about a second topic.
+    """
     rng = np.random.default_rng(2)
     return [rng.choice(TOPICS[at // 2 % 2], 4 + at % 4).tolist() for at in range(16)]
 
@@ -71,7 +74,7 @@ class Oracle(MaskedModel):
         return seen
 
     def kept(self, row: Row, prompt: Sequence[int], stored: Sets, shares: list[int]) -> Sets:
-        """Return what each layer keeps of the stored tokens: those that the patched prompt attends to most."""
+        """Return the tokens that each layer keeps: the stored tokens to which the patched prompt attends most."""
         n, result = len(row.tokens), []
         longest = max(len(own) for sets in stored for own in sets)
         total = M * len(stored) * self.heads

@@ -1,4 +1,4 @@
-"""Sessions that are entered by hand and never left, sessions in other threads and tasks, and the display of results."""
+"""Tests of sessions that are never closed, of sessions in threads and tasks, and of `repr`."""
 
 import asyncio
 import gc

@@ -221,7 +221,7 @@ def test_eager_attention_is_served_as_it_is(family: str, policy: str) -> None:
 
 
 def check_hidden_token(model: PreTrainedModel, policy: str = "crystalcache") -> None:
-    """Check that hiding a token in a 2D mask hides the same token in every head, independent of its slot."""
+    """Check that a 2D mask hides the same token in every head, in whichever slot the head stores the token."""
     following, (_, cache) = prompt(NEW, seed=9), read_prompt(model, method(policy))
     kept = live_sets(cache)
     own = kept[max(kept)][0]

@@ -1,6 +1,6 @@
 """Models unlike Llama: recurrent states, latents, indexers, shared caches, and positions without RoPE.
 
-The oracle is a full cache with masks. An oracle that runs the same model shares the faults of the model. Therefore
+The oracle is a full cache with masks. The oracle runs the same model, so it has the same faults as the model. Therefore
 turns and padded rows are also compared with one forward pass over all tokens.
 """
 
@@ -160,7 +160,7 @@ def check_conversation(model: PreTrainedModel, policy: str) -> None:
 
 
 def refused(name: str, policy: str) -> str | None:
-    """Return the reason why a model refuses a policy, or None."""
+    """Return the error for a policy that a model does not support, or None."""
     if policy == "adakv" and name in (*LATENT, *INDEXED):
         return r"one latent for all heads \(MLA\): use a policy that keeps the same tokens"
     if policy != "streamingllm" and name in INDEXED:
@@ -169,7 +169,10 @@ def refused(name: str, policy: str) -> str | None:
 
 
 def conversations() -> list[Any]:
-    """Return each model with each policy. By day, a model has streamingllm, one more policy, and those it refuses."""
+    """Return each model with each policy.
+
+    A daily run has streamingllm, one more policy, and all unsupported policies of each model.
+    """
     result, others = [], ("crystalcache", "chunkkv", "adakv")
     for at, name in enumerate([*MODELS, *LATENT, *INDEXED, "gemma3n", *OTHER_POSITIONS, *SINKS]):
         for policy in ("streamingllm", *others):

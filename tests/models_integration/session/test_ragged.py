@@ -199,7 +199,7 @@ def test_whole_blocks_after_every_turn(name: str) -> None:
 
 @pytest.mark.spec("PO-TURN")
 def test_a_turn_is_decided_over_each_head_s_own_keys() -> None:
-    """Check Knorm after a turn: of the stored tokens, those with the smallest of the model's keys are kept."""
+    """Check Knorm after a turn: each head keeps the stored tokens with the smallest keys of the model."""
     model = build("llama")
     with published("knorm", model)(model):
         at_once(model, prompt(PROMPT), cache := RetainedCache(model.config))
@@ -322,7 +322,10 @@ def test_a_session_s_steps_are_those_of_one_call_for_each_head(monkeypatch: pyte
 def test_rows_of_equal_length_are_one_call_of_attention(
     counts: list[list[int]], monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Check rows in which each head keeps different tokens. Only a row whose heads differ in number is read by head."""
+    """Check rows in which each head keeps different tokens.
+
+    Attention runs separately for each head only in rows whose heads store different numbers of tokens.
+    """
     model, calls, attend = build("llama"), list[int](), cached_attention._attended
 
     def counted(*given: Any) -> Tensor:

@@ -210,7 +210,7 @@ def test_arguments_may_come_by_position_and_no_guidance_is_none() -> None:
 @pytest.mark.law("as-it-is-described")
 @WHERE
 def test_a_cache_that_transformers_takes_as_unsaid_is_no_cache(where: str) -> None:
-    """Check names that transformers treats as no choice.
+    """Check attention names that transformers treats like an unset attention.
 
     Hub files of Gemma 2 and 3 have them, and the cache is dynamic.
     """

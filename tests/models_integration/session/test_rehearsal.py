@@ -1,4 +1,4 @@
-"""The rehearsal: the repeat gives the same tensors as one forward pass over the whole text, and leaves no trace."""
+"""Tests of KVzip's repetition: the tensors equal those of one long forward pass, and nothing else changes."""
 
 from dataclasses import replace
 from typing import Any

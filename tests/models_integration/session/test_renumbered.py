@@ -110,7 +110,7 @@ def pairs() -> list[Any]:
 @pytest.mark.spec("POS-RENUMBERED", "POS-TURN")
 @pytest.mark.parametrize(("name", "policy"), pairs())
 def test_a_session_equals_the_oracle(name: str, policy: str) -> None:
-    """A prompt, 20 decode steps and two turns: logits equal the oracle's, and the text's positions give others."""
+    """Check a prompt, 20 decode steps and two turns: the logits equal the logits of the oracle."""
     make, interleaved = MODELS[name]
     check_session(make(), policy, interleaved)
 
@@ -188,7 +188,7 @@ def stream_of(
 @pytest.mark.filterwarnings("error:the text has")
 @pytest.mark.parametrize("policy", ["streamingllm", "h2o", "snapkv"])
 def test_an_endless_text_stays_in_the_range_of_the_model(policy: str) -> None:
-    """Turns of four tokens, five times as many as the model has positions: logits equal an oracle without a base."""
+    """Check a text with five times the positions of the model against an oracle without a base."""
     model = prepared("Llama", **{**SMALL, "max_position_embeddings": 64})
     made = policy_from_name("snapkv", 16, W=2, positions=RENUMBERED) if policy == "snapkv" else POLICIES[policy]()
     cache, errors, largest = stream_of(model, made, 320, 4)
@@ -346,7 +346,7 @@ def test_a_chunk_is_not_spliced_into_renumbered_tokens() -> None:
 @pytest.mark.spec("POS-RENUMBERED", "POS-BASE")
 @pytest.mark.parametrize("policy", ["streamingllm", "snapkv", "adakv", "q-filters"])
 def test_one_observation_and_several_turns_follow_the_rule(policy: str) -> None:
-    """`observe`, `decide`, `compact` and `read` give the oracle's logits, and refuse a policy of the other rule."""
+    """Check `observe`, `decide`, `compact` and `read`, and the error for a policy with the other rule."""
     model, ids = prepared("Llama", **SMALL), prompt(40)
     constants = {"calibration": calibration(model)} if policy == "q-filters" else {}
     given = policy_from_name(policy, 12, positions=RENUMBERED, **constants) if constants else POLICIES[policy]()
@@ -384,7 +384,7 @@ def test_text_read_after_a_renumbered_stream_has_positions_of_the_stream() -> No
 
 @pytest.mark.spec("POS-RENUMBERED")
 def test_generate_follows_the_rule_with_and_without_beams() -> None:
-    """A greedy answer is that of the oracle, and two equal beams give the answer of one."""
+    """Check that a greedy answer equals the answer of the oracle, and that two equal beams give the same answer."""
     model, oracle = build("llama"), Oracle(build("llama"))
     with StreamingLLM(17, N_sink=2, positions=RENUMBERED)(model) as run:
         found = greedy(model, prompt(40), 8)[0].tolist()

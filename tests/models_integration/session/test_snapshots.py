@@ -263,7 +263,7 @@ def _twice(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> None:
 
 
 def _stateless(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Remove the states, but keep the number of their columns."""
+    """Remove the states of the policy, but not the number of columns for which the states were made."""
     manifest["states"] = []
     for name in [name for name in tensors if name.startswith("row 0.")]:
         del tensors[name]

@@ -56,7 +56,7 @@ def test_hundreds_of_generated_tokens_stay_at_the_budget() -> None:
 
 @pytest.mark.law("parts-equal-the-whole")
 def test_beams_keep_their_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that a beam that continues from a different beam takes over the state of that beam.
+    """Check that a beam that continues from a second beam gets the state of the second beam.
 
     The values of the first layer depend only on the token. They show which tokens a row has read.
     """

@@ -311,9 +311,9 @@ def test_pieces_of_other_padding_or_rows_are_refused() -> None:
 
 @pytest.mark.spec("PO-READ")
 def test_read_tokens_are_no_steps() -> None:
-    """D does not decay in `reading()`, and the next decode-time eviction does not come earlier.
+    """D does not decay in `reading()`, and the next decode-time eviction is not earlier.
 
-    The eviction comes at its step, and finds the tokens in the tail.
+    The eviction occurs at the expected step, and includes the tokens of the tail.
     """
     model, cache = build("llama"), RetainedCache(build("llama").config)
     with breathing()(model) as run:
@@ -342,7 +342,7 @@ def test_read_tokens_are_no_steps() -> None:
 @pytest.mark.law("parts-equal-the-whole")
 @pytest.mark.parametrize("policy", [h2o, tova, lambda: rkv(W=4, every=3)], ids=["h2o", "tova", "rkv"])
 def test_sums_take_up_what_was_read(policy: Callable[[], Any]) -> None:
-    """Check that a turn after a read text keeps what a turn over both keeps. No token was evicted between the two."""
+    """Check that a turn after a text in `reading()` keeps the same tokens as one turn with this text and the turn."""
     model, actual = build("llama"), []
     for reads in (True, False):
         with CustomPolicy(policy(), 0.3)(model) as run:

@@ -166,7 +166,10 @@ def test_a_policy_that_fails_costs_only_its_eviction(engine: Engine, monkeypatch
 
 @pytest.mark.law("refused-before-anything-changes")
 def test_a_bad_policy_is_refused_before_the_engine(engine: Engine) -> None:
-    """vLLM's server answers HTTP 400 to both errors. The newest version raises its own for a ValueError."""
+    """Check the error.
+
+    vLLM's server answers HTTP 400 both to a ValueError and to the VLLMValidationError of the newest version.
+    """
     from vllm.exceptions import VLLMValidationError
 
     with pytest.raises((ValueError, VLLMValidationError), match="kvspec: policy = 'nosuch': must be a built-in policy"):

@@ -248,7 +248,7 @@ def test_a_decision_is_made_once() -> None:
 @pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize("observed", [3, 7, -4])
 def test_a_layer_that_the_model_lacks_is_refused_before_the_prompt(observed: int) -> None:
-    """A worker once noticed the layer in the middle of a step, and the engine stopped."""
+    """Check against a defect: a worker detected the layer in the middle of a step, and the engine stopped."""
     given = {"policy": "crystalcache", "budget": 0.3, "sentence_ends": [5], "observed_layer": observed}
     asked = parse_request(given, OPEN)
     assert asked is not None

@@ -108,7 +108,7 @@ def replaced(module: str, name: str, make: Callable[[Any], Any]) -> Plant:
 
 
 def with_slots(change: Callable[[Any, int], Any]) -> Plant:
-    """Return a plant that moves the tokens of other slots, from (slots, layer)."""
+    """Plant an error: move the tokens of wrong slots, which `change` computes from slots and layer."""
     return replaced("runner", "_Model._slots", lambda own: staticmethod(
         lambda decider, sets, layer: change(own(decider, sets, layer), layer)
     ))
@@ -121,7 +121,7 @@ def first_is_next(slots: Any, layer: int) -> Any:
 
 
 def with_shifts(change: Callable[[Any], Any]) -> Plant:
-    """Return a plant that subtracts other shifts from lengths and slots."""
+    """Plant an error: subtract wrong shifts from lengths and slots."""
     return replaced(
         "runner", "shift_lengths", lambda own: lambda runner, shifts, counts: own(runner, change(shifts), counts)
     )
@@ -221,7 +221,10 @@ AT_DAY = (
     one if one in AT_DAY else pytest.param(one, marks=pytest.mark.nightly) for one in ERRORS
 ])
 def test_planted_errors_are_noticed(error: str) -> None:
-    """A check of kvspec or of this test notices each error. An exception of vLLM or a time limit does not count."""
+    """Check that an assertion of kvspec or of this test detects each error.
+
+    Exceptions of vLLM and time limits do not count.
+    """
     engine = new_engine()
     with pytest.MonkeyPatch.context() as patch:
         ERRORS[error](engine, patch)

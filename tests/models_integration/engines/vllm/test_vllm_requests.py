@@ -96,7 +96,7 @@ def test_a_long_answer_equals_masking_at_every_step(engine: Engine, name: str, c
     "snapkv", "tova", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("h2o-described", "rkv")),
 ])
 def test_prompts_near_the_size_of_a_block_or_chunk(engine: Engine, policy: str) -> None:
-    """Each prompt is the only one, so that it is read in whole chunks."""
+    """Check one prompt at a time, so that each chunk has its full size."""
     asked = {
         "snapkv": asking("snapkv", 24, budget=0.5, W=8), "h2o-described": asking("h2o-described", 24, budget=0.5, W=8),
         "tova": asking("tova", 24, budget=16), "rkv": asking("rkv", 24, budget=20, every=4, W=4),
@@ -182,7 +182,7 @@ def test_blocks_that_the_backend_divides_are_refused(engine: Engine) -> None:
 
 
 def test_policies_are_made_once_and_forgotten(engine: Engine) -> None:
-    """Each request once made its policy again, and the worker kept every policy."""
+    """Check that requests with equal arguments share one policy, and that old policies are freed."""
     model = engine.runner.kvspec
     before = model._policies.policy.cache_info()
     for budget in range(70, 150):

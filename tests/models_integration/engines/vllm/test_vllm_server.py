@@ -36,7 +36,7 @@ def serving(tmp_path: Path, *command: str, wait: str | None = None) -> Iterator[
     Args:
         tmp_path: folder for the log of the server, and for the id of the process.
         command: module of Python and arguments of the server.
-        wait: text of the log after which the block begins. None: the block begins when the server answers.
+        wait: text of the log after which the block begins. If None, the block begins when the server answers.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -190,7 +190,7 @@ def metrics(url: str) -> dict[str, float]:
 
 
 def test_a_server_that_starts_ends_after_sigterm(tmp_path: Path) -> None:
-    """vLLM once ignored the signal while its engine started, and served."""
+    """Check SIGTERM during the start of the engine, which vLLM 0.32 without kvspec ignores."""
     with serving(tmp_path, *kvspec_serve("knorm", "0.3"), wait="Initializing a V1 LLM engine"):
         pass
     assert "Started server process" not in (tmp_path / "log").read_text()

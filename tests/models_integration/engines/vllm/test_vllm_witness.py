@@ -159,7 +159,7 @@ def a_layer_stays_whole(engine: Engine, patch: pytest.MonkeyPatch) -> None:
 
 
 def sets_of_another_request(engine: Engine, patch: pytest.MonkeyPatch) -> None:
-    """Give each request the set of the request before with the same number of kept tokens."""
+    """Give each request the kept set of the previous request with equally many kept tokens."""
     before = dict[tuple[int, int], Any]()
 
     def change(slots: Any, layer: int) -> Any:
@@ -170,7 +170,7 @@ def sets_of_another_request(engine: Engine, patch: pytest.MonkeyPatch) -> None:
 
 
 def sets_of_cancelled_requests(engine: Engine, patch: pytest.MonkeyPatch) -> None:
-    """Give a request the set of the request before, if that was cancelled."""
+    """Give each request the kept set of the previous request, if the previous request was cancelled."""
     last, stale, finish = dict[int, Any](), dict[int, Any](), engine.scheduler.finish_requests
 
     def change(slots: Any, layer: int) -> Any:
