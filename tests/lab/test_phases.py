@@ -12,7 +12,9 @@ pytest.importorskip("nox")
 import noxfile
 from conformance.paths import ROOT
 from conformance.plugin import judges
+from conformance.strategies.one_change import CALLS
 
+NUMBERS = CALLS["nestedkv.anomaly_score"].changes
 GIVEN = {
     "numba": noxfile.OF_NUMBA,
     "torch": noxfile.JUDGING,
@@ -32,6 +34,17 @@ def test_each_path_that_a_process_is_given_is_there() -> None:
     given = [path for paths in GIVEN.values() for path in paths]
     left_out = [f"conformance/suite/test_{name}.py" for name in noxfile.OF_HOST]
     assert [path for path in (*given, *left_out) if not list(ROOT.glob(path))] == []
+
+
+def test_each_test_that_a_process_leaves_out_is_there() -> None:
+    """pytest accepts names of tests that do not exist."""
+    words = [*noxfile.BY_DAY, *noxfile.ON_HOST, *noxfile.OTHER_KERNELS, *noxfile.WITHOUT_TORCH["core"][1]]
+    tests = [word.removeprefix("--deselect=").partition("[") for word in words if "::" in word]
+    assert len(tests) > 20
+    for name, _, case in tests:
+        path, _, function = name.partition("::")
+        assert f"def {function}(" in (ROOT / path).read_text(encoding="utf-8"), name
+        assert not case or any(change.startswith(case.removeprefix("nestedkv.anomaly_score-")) for change in NUMBERS)
 
 
 def test_a_gpu_is_given_what_the_phases_are() -> None:
