@@ -148,7 +148,7 @@ def test_a_wrong_policy_dies_on_the_fixed_inputs(name: str, how: str, view: View
 
 
 @pytest.mark.parametrize(("name", "shapes"), [
-    *(pytest.param(name, [SHAPES[::5][at % 2]], id=f"{name}-one size") for at, name in enumerate(METHODS)),
+    *(pytest.param(name, SHAPES[:1], id=f"{name}-one size") for name in METHODS),
     *(pytest.param(name, SHAPES, id=f"{name}-all sizes", marks=pytest.mark.nightly) for name in METHODS),
 ])
 def test_a_right_policy_passes_on_the_fixed_inputs(

@@ -398,6 +398,7 @@ def test_requests_that_run_at_once_are_counted() -> None:
     assert most_at_once([Answer([])]) == 0
 
 
+@pytest.mark.nightly  # by day, a certificate is made and checked by the same command
 def test_verify_judges_a_server(model: PreTrainedModel, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "tiny")
     with serving(Evicting(model)) as url:

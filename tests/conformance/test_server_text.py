@@ -1,5 +1,6 @@
 """Black-box test with text: verdicts on servers that evict, that do not, and that cannot be tested."""
 
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 from conformance.server_suite import test_text as suite
 from conformance.server_suite.reading import WEIGHT_NOISE, with_noise
 from conformance.server_suite.text import Question, evicts, questions
+from conformance.verify import runs
 from conformance.verify.__main__ import run, seeded
 from conformance.verify.request import parsed
 from conformance.verify.runs import prepared
@@ -88,8 +90,14 @@ def test_text_is_sent_without_options_of_vllm() -> None:
 
 
 def test_verify_chooses_text_if_the_server_refuses_token_ids(
-    pocket: tuple[PreTrainedModel, Any], tmp_path: Path,
+    pocket: tuple[PreTrainedModel, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The suite is a copy that searches two prompts."""
+    copied = shutil.copytree(Path(suite.__file__).parent, tmp_path / "suite")
+    text = (copied / "test_text.py").read_text(encoding="utf-8")
+    (copied / "test_text.py").write_text(text.replace("witness.seed)", "witness.seed, 2)"), encoding="utf-8")
+    monkeypatch.setitem(runs.SUITES, "server", copied)
+
     def reply(request: Any) -> tuple[int, object]:
         if not isinstance(request["prompt"], str):
             return 422, {"detail": "prompt must be a string."}
@@ -97,7 +105,7 @@ def test_verify_chooses_text_if_the_server_refuses_token_ids(
         return 200, {"choices": [{"text": text}]}
 
     with replying(reply) as url:
-        request = seeded(parsed(["--server", url, "--model", "pocket", "--out", str(tmp_path)]))
+        request = seeded(parsed(["--server", url, "--model", "pocket", "--seed", "0", "--out", str(tmp_path)]))
         record, _ = run(request, prepared(request), "log.txt")
     assert {item: row["verdict"] for item, row in record["items"].items()} == {
         "server: size": "not run", "server: masking": "not run", "server: eviction": "pass",

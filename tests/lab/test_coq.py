@@ -252,6 +252,7 @@ def test_the_suite_refuses_a_wrong_engine(program: Path, tmp_path: Path) -> None
 
 
 @needs_coq
+@pytest.mark.nightly
 @pytest.mark.spec("CC-BUDGET-FORMS")
 def test_an_error_in_a_twin_is_found_by_comparison(program: Path, tmp_path: Path) -> None:
     """No vector has a budget text of 64 characters."""
