@@ -37,6 +37,7 @@ class Files(IndexDataCacheFile):  # type: ignore[misc]  # Numba is untyped
         self._save_index({**self._load_index(), key: name})
 
 
+# numba 0.68 has no public way to give a function a different cache: `njit(cache=True)` always makes a FunctionCache.
 class _Cache(FunctionCache):  # type: ignore[misc]
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)

@@ -105,9 +105,11 @@ class Masked:
                 if (index := layer_of(name, module)) in self.stores:
                     self.modules.setdefault(index, module)
         for module in self.modules.values():
+            # The indexer chooses tokens before the attention function runs (transformers 5.24): a hook limits its mask.
             if getattr(module, "indexer", None) is not None:
                 module.register_forward_pre_hook(_hidden_from_the_indexer, with_kwargs=True)
         self.reset()
+        # Configs of transformers 5.24 have no public property for the name of the attention.
         self.model.set_attn_implementation(_registered(config._attn_implementation))
 
     def reset(self) -> None:
@@ -202,6 +204,7 @@ def _registered(stock: str) -> str:
     name = f"masked_{stock}"
     if name not in ALL_ATTENTION_FUNCTIONS:
         AttentionInterface.register(name, _masking(stock))
+        # transformers 5.24 makes no mask for a name without a mask function, and the results would be wrong.
         AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[stock])
     return name
 

@@ -16,8 +16,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from experiments.tasks import Sample
 from models_integration.model.architecture import check_positions
+from models_integration.model.gguf import read_gguf
 from models_integration.model.identity import ModelIdentity, identify
-from models_integration.model.published_weights import WEIGHTS, located, read_gguf
+from models_integration.model.published_weights import WEIGHTS, located
 from models_integration.pocket import SHIPPED, load_pocket_tokenizer
 from models_integration.policies.methods import (
     CrystalCache,

@@ -8,6 +8,7 @@ from experiments.studies.evidence.page import study_sections
 from experiments.studies.evidence.rules import Rules, load_rules
 from experiments.studies.evidence.run import ONE_STUDY, merged
 from experiments.studies.evidence.tables import failures, grouped
+from experiments.studies.own_texts import answer_table, user_question_rows
 from experiments.studies.page import Html, page
 from experiments.studies.report import TABLES, say, summary, write_table
 from experiments.studies.results import STUDY, Row, load_rows
@@ -64,8 +65,10 @@ def check_outputs(outputs: Mapping[str, Path | None], reads: Sequence[Path], for
         raise SpecError("figure", str(outputs["figure"]), "needs matplotlib: pip install 'kvspec[plots]'")
 
 
-def write_outputs(rows: Sequence[Row], table: Path | None, figure: Path | None) -> None:
-    """Write the table and the figure of rows to the given paths, and print the paths. Skip a path that is None.
+def write_outputs(
+    rows: Sequence[Row], table: Path | None, figure: Path | None, answers: Path | None = None,
+) -> None:
+    """Write the table and the figure of rows, and the answers to your own questions. Skip a path that is None.
 
     Raises:
         SpecError: if the rows belong to different runs, because rows of different runs must not be averaged.
@@ -84,6 +87,9 @@ def write_outputs(rows: Sequence[Row], table: Path | None, figure: Path | None) 
 
         write_figure(rows, figure)
         say(str(figure))
+    if answers is not None:
+        publish_readable(answers, answer_table(user_question_rows(rows)).to_csv(index=False).encode())
+        say(str(answers))
 
 
 def write_page(folder: Path, rules: list[Rules], out: Path | None = None) -> None:

@@ -23,7 +23,7 @@ from experiments.studies.evidence.run import (
     rows_of,
     run_items,
 )
-from experiments.studies.own_texts import answer_table, question_results, user_question_rows
+from experiments.studies.own_texts import question_results, user_question_rows
 from experiments.studies.report import (
     control_table,
     failed_controls,
@@ -302,10 +302,7 @@ def _show(rows: Sequence[Row], rules: Rules, console: Console, running: Running)
     for result in question_results(user_question_rows(rows)):
         console.print(result, highlight=False, soft_wrap=isinstance(result, str))
     write_page(running.out, [rules] if running.file else [])
-    write_outputs(rows, running.table, running.figure)
-    if running.answers is not None:
-        publish_readable(running.answers, answer_table(user_question_rows(rows)).to_csv(index=False).encode())
-        say(str(running.answers))
+    write_outputs(rows, running.table, running.figure, running.answers)
     failed = failed_controls(controls)
     if failed:
         console.print(f"controls FAIL: {', '.join(failed)}. With this model, length and budget, the comparison is"

@@ -11,6 +11,7 @@ __all__ = ["flash_attention"]
 
 # Head sizes that the kernel accepts unchanged. On CUDA, torch first pads all other sizes.
 _CUDA_WIDTHS = range(8, 257, 8)
+# `scaled_dot_product_attention` does not return the log-sum-exp (torch 2.13), so kvspec calls these private kernels.
 _KERNELS = {"cpu": "_scaled_dot_product_flash_attention_for_cpu", "cuda": "_scaled_dot_product_flash_attention"}
 
 

@@ -127,6 +127,7 @@ def _prepare(model: PreTrainedModel, files: dict[str, Path]) -> None:
     """
     for name, module in list(model.named_modules()):
         parent, _, child = name.rpartition(".")
+        # transformers 5.24 does not save rotary frequencies (`persistent=False`), so the files do not contain them.
         if any(buffer.endswith("inv_freq") for buffer in module._buffers):
             setattr(model.get_submodule(parent), child, type(module)(model.config))
         elif any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):

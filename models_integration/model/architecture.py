@@ -296,6 +296,7 @@ def restored_rotation(model: nn.Module) -> Iterator[None]:
 
 def _version(buffer: Tensor) -> int | None:
     """Return torch's count of writes to a tensor, without a transfer to the host, or None for an inference tensor."""
+    # torch 2.13 has no public name for this count.
     return None if buffer.is_inference() else buffer._version
 
 

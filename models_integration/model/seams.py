@@ -50,6 +50,7 @@ def eager_attention(module: nn.Module) -> Callable[..., Any] | None:
 
     Each modelling file has a separate eager attention, which applies the model's soft cap.
     """
+    # transformers 5.24 registers no function for "eager": each modelling file passes its own as the default.
     return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
 
 

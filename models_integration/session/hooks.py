@@ -182,6 +182,7 @@ class Hold:
         """
         self._use()
         self.begun, self.is_open, self._owner = True, True, get_ident()
+        # transformers 5.24 has no hook around `generate`, so the method of this object is replaced.
         generate = getattr(self._model, "generate", None)
         if generate is not None:
             self._block.enter_context(replaced(self._model, "generate", self._guarded(generate)))

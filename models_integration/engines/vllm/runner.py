@@ -198,7 +198,7 @@ class _Evicting:
         with undrawn_chunks(self):
             output = vllm.sample_tokens(*args, **kwargs)
         if self.kvspec is not None and self.kvspec.reports:
-            # With asynchronous scheduling, the output that the scheduler reads is inside.
+            # With asynchronous scheduling, vLLM 0.32 wraps the output, and the scheduler reads only the inner output.
             setattr(getattr(output, "_model_runner_output", output), KEY, self.kvspec.reports)
             self.kvspec.reports = {}
         return output

@@ -178,6 +178,7 @@ def refusals(config: Any) -> Iterator[tuple[str, Any, str]]:
         size = getattr(parallel, f"{name}_parallel_size", 1)
         yield f"{name}_parallel_size", size > 1 and size, "a rank has only a part of the layers, heads or tokens"
     yield "data_parallel_size", (size := parallel.data_parallel_size) > 1 and size, "was not tested"
+    # vLLM 0.32 has no public field for the number of API servers, and sets this field if there are several.
     yield "api_server_count", (size := getattr(parallel, "_api_process_count", 1)) > 1 and size, (
         "statements, metrics and the end after SIGTERM were tested with one server: type --api-server-count 1"
     )
@@ -324,7 +325,8 @@ def check_layout(layer: Any, pages: Any, block_size: int) -> None:
 
 def spec_registry() -> Any:
     """Return vLLM's registry of cache specs, with the specs of vLLM in it."""
-    # Without this call, vLLM takes the first registration for all of its own, and knows no other spec.
+    # vLLM 0.32 registers its own specs on first use, and only if the registry is empty. Without this call, the registry
+    # would have only the spec of kvspec.
     KVCacheSpecRegistry._ensure_registered()
     return KVCacheSpecRegistry
 

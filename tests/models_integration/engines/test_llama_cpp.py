@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from conformance.paths import ROOT
 from kvspec.cli.app import app
 from lab.measure.gguf_files import tiny_llama, write_gguf
-from models_integration.model.published_weights import read_gguf
+from models_integration.model.gguf import read_gguf
 
 pytestmark = pytest.mark.law("eviction-equals-masking")
 

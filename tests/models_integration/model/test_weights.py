@@ -29,6 +29,7 @@ from experiments.studies.subject import Loading  # noqa: E402
 from kvspec import cli  # noqa: E402
 from lab.measure.gguf_files import tiny_llama, write_gguf, write_wheel  # noqa: E402
 from models_integration.model import published_weights  # noqa: E402
+from models_integration.model.gguf import read_gguf  # noqa: E402
 from models_integration.model.published_weights import (  # noqa: E402
     SMOLLM2,
     PublishedWeights,
@@ -36,7 +37,6 @@ from models_integration.model.published_weights import (  # noqa: E402
     fetch,
     home,
     located,
-    read_gguf,
 )
 from spec.errors import SpecError  # noqa: E402
 from tests.models_integration.session.families import relative  # noqa: E402
