@@ -19,7 +19,7 @@ def judged_differences(
     stated: Sequence[HeadSets], expected: Sequence[HeadSets], ids: Sequence[int], copies: Iterable[Sequence[HeadSets]],
     sequential: bool,
 ) -> tuple[set[Difference], set[Difference]]:
-    """Return the differences that rounding cannot explain, and the differences that decide nothing.
+    """Return the differences that rounding cannot explain, and the differences that may be due to rounding.
 
     Rounding explains a token's difference if noise changes the same set at a token with the same id. Equal tokens can
     tie, and each noisy copy shows only one order of tied tokens. If the selector is sequential, a tie changes all later

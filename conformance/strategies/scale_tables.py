@@ -133,7 +133,7 @@ def blocks_of_edges(side: int, blocks: int) -> tuple[CoAttention, Trunks]:
 def two_blocks(size: int) -> tuple[CoAttention, Trunks]:
     """Return two trunks of `size` tokens, with an edge from each token to the corresponding token of the other trunk.
 
-    The multiset of edges has 2 size members.
+    Each of the `size` pairs of tokens has one edge in each direction.
     """
     at = np.arange(2 * size)
     index = ((at + size) % (2 * size))[:, None]

@@ -207,7 +207,7 @@ def _sample(
 
 
 def _window(ground: Ground, kind: str, length: int, turn: int, seed: int) -> tuple[Prose, int, bool]:
-    """Return text and place of window number `turn` of a kind, and whether the window is for dev samples."""
+    """Return the text and the place of window number `turn` of a kind, and True if the window is for dev samples."""
     if kind == "records":
         return _records(ground.tokenizer, length, (seed, length, turn)), 0, turn % DEV_SHARE == 0
     places = range(ground.prose.windows(length)) if kind == "prose" else range(len(_sources(length)))

@@ -1,7 +1,7 @@
 """Task `placed_fact`: one text, in which the place of the fact and the later mentions of its topic vary independently.
 
 The filler is from the running text that comes with kvspec. Lines that repeat eight tokens of an earlier line are left
-out. So no eight tokens occur twice in a context, and contexts of different windows share no eight tokens.
+out. Therefore no run of eight tokens occurs twice in a context, or in contexts of different windows.
 """
 
 import hashlib

@@ -1,4 +1,7 @@
-"""Commands of `kvspec` and the options of each command. A command imports the module with the work when it runs."""
+"""Commands of `kvspec` and the options of each command.
+
+A command imports the code that does its work only when the command runs.
+"""
 
 import os
 import signal

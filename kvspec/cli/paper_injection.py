@@ -120,7 +120,7 @@ def _key(row: Row) -> str:
 def _measure(
     subject: Subject, tables: Sequence[InjectionTable], talks: Sequence[Talk], path: Path, console: Console,
 ) -> bool:
-    """Ask the questions without a stored answer, and store the answers. Return True if Ctrl-C stopped the run."""
+    """Ask the questions that have no stored answer, and store the answers. Return True if Ctrl-C stopped the run."""
     sessions, stored = _sessions(tables), set(map(_key, load_rows(path)))
     every = _identities(subject, talks, sessions)
     left = {at: row for at, row in every.items() if _key(row) not in stored}

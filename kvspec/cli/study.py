@@ -1,4 +1,7 @@
-"""Commands of `kvspec` that measure samples. A command imports the module with the work when it runs."""
+"""Commands of `kvspec` that measure samples.
+
+A command imports the code that does its work only when the command runs.
+"""
 
 from pathlib import Path
 from typing import Annotated

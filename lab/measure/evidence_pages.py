@@ -222,7 +222,7 @@ def templates() -> list[list[str]]:
 
 
 def depths() -> list[list[str]]:
-    """Return the recovery at each depth of the fact, for a policy that keeps the newest tokens and for three others."""
+    """Return the recovery at each depth of the fact, for StreamingLLM and three different policies."""
     whole = samples_of("rules").where(task=FACTS, placement=("after",))
     at = {
         depth: [row for row in whole.rows if row["metadata"]["depth"] == depth] for depth in (0.1, 0.3, 0.5, 0.7, 0.9)

@@ -134,7 +134,7 @@ def held(
     arm: str, session: Sequence[int], prefix: Sequence[int], raw: Sequence[Sequence[int]],
     wrapped: Sequence[Sequence[int]],
 ) -> dict[str, object]:
-    """Return the tokens of an arm, token by token, as the paper describes the arm."""
+    """Return the tokens of an arm by the paper's description, computed token by token."""
     ids = [token for at, token in enumerate(session) if arm != "global_sink" or at < 4]
     if arm == "prefix":
         ids.extend(prefix)

@@ -150,7 +150,7 @@ class Method:
         return None
 
     def over_budget(self, retentions: Sequence[Retention]) -> int:
-        """Return the mean number of kept tokens of a set minus the budget of the user, in the prompt with the most."""
+        """Return the mean number of kept tokens minus the user's budget, for the prompt with the largest difference."""
         return max(excess_tokens(self.budget, one) for one in retentions)
 
 

@@ -50,7 +50,7 @@ class Stream:
         return self._decode and not self._inside and not self._outputs
 
     def segment_end(self, columns: int, stated: int) -> int:
-        """Return the number of columns after which a segment ends that begins after `columns`: columns + C.
+        """Return the end of a segment that begins after `columns` columns: columns + C.
 
         Without a stream, this is `stated`, the number that the session gives.
         """

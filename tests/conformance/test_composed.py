@@ -144,7 +144,7 @@ def test_one_block_is_the_whole_prompt(text: str) -> None:
 
 
 def test_each_scorer_of_a_text_has_an_oracle() -> None:
-    """List the named policies without an oracle of parts: they have no parts, or score and select together."""
+    """Check that only these policies have no oracle of parts: they have no parts, or score and select in one step."""
     without = {name for name in METHODS if name not in HOSTS}
     assert without == {"crystalcache", "kvzip-heads", "simlayerkv", "vase"}
     for name in without:

@@ -140,7 +140,7 @@ def test_a_right_score_passes_and_a_snapkv_of_key_norms_does_not() -> None:
     (0, "after the prompt, kept set 0 of 2"), (2, "after decode step 2 of 3, kept set 0 of 2"),
 ])
 def test_a_difference_names_the_first_decode_step(first: int, words: str) -> None:
-    """Check a policy that keeps the newest tokens from decode step `first` on."""
+    """Check a policy that is wrong from decode step `first` on: it then keeps the newest tokens."""
     method, inputs = Method("h2o"), replace(rounded(drawn(1, 12, 1, (2, 1))), steps=3)
 
     def late(_: Method, seen: Inputs, B: int) -> Kept:

@@ -1,4 +1,7 @@
-"""Backends that are wrong only at shapes of real models. A test of the suite finds each, mostly in a quick run."""
+"""Backends that are wrong only at shapes of real models.
+
+A test of the suite detects each error, in most cases in a quick run.
+"""
 
 import itertools
 from collections.abc import Callable

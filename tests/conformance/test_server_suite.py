@@ -351,7 +351,7 @@ def test_a_server_in_bfloat16(model: PreTrainedModel, fault: Fault, rule: str, w
 
 
 def test_the_pocket_model_in_bfloat16_is_far_inside_the_bound(pocket: PreTrainedModel) -> None:
-    """The pocket model's answers depend little on the evicted tokens, so a bfloat16 server of it is undecided."""
+    """Check the verdict "undecided": in bfloat16, the pocket model's answers depend too little on evicted tokens."""
     rounded = copy.deepcopy(pocket).bfloat16()
     with serving(Evicting(rounded, "streamingllm")) as url:
         witness = Witness(pocket, Server.of(url, "tiny"), "bfloat16")

@@ -232,7 +232,7 @@ READS: dict[str, tuple[Needs, Callable[[Observation], object]]] = {
 @pytest.mark.spec("PO-RETAIN")
 @pytest.mark.parametrize("read", READS)
 def test_what_the_needs_do_not_ask_for_is_missed_by_name(read: str) -> None:
-    """The observation has the tensor, but a session would not have captured it."""
+    """The observation has the tensor, but a session would not capture the tensor."""
     needs, score = READS[read]
     policy = policy_from_score(score, needs=needs)  # type: ignore[arg-type]
     with pytest.raises(SpecError, match=r"used by the scorer, but not declared; declare Needs\(") as caught:

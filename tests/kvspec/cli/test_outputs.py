@@ -1,4 +1,4 @@
-"""No command overwrites an input file, or replaces a user's file without --force. Texts are read as stored."""
+"""No command overwrites an input file, or replaces a user's file without --force. Texts are read without changes."""
 
 import json
 import sys

@@ -228,7 +228,8 @@ def survive(folder: Path, *sought: list[bytes]) -> list[bytes]:
 def test_neither_quarantine_nor_temporary_files_nor_an_old_list_keep_anything(
     quick_path: Path, encrypted: bool,
 ) -> None:
-    """Check damaged objects, unfinished files with a torn header, misnamed files, and the list of an older version."""
+    """Check damaged objects, unfinished files with an incomplete header, misnamed files, and an older version's
+    list."""
     with opened(quick_path, encrypted) as archive, opened(quick_path, encrypted) as other:
         keys = [archive.put(*made(seed)) for seed in range(60)]
         salts = [path.read_bytes() for path in (quick_path / "keys").glob("*")]

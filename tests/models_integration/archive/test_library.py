@@ -234,7 +234,7 @@ def test_an_encoder_without_a_download_knows_synonyms(monkeypatch: pytest.Monkey
 
 
 def test_an_encoder_ranks_every_chunk(tmp_path: Path) -> None:
-    """Check an empty corpus and chunks without text. A query without text ranks by name."""
+    """Check an empty corpus and chunks without text. If the query has no text, the chunks are sorted by name."""
     rank = dense(CORPUS, folder := saved(tmp_path, BertModel))
     assert all(rank(text)[0] == name for name, text in CORPUS.items())
     assert sorted(rank("password")) == rank("") == sorted(CORPUS)

@@ -199,7 +199,7 @@ def test_the_threshold_of_the_paper_keeps_what_exceeds_it(tmp_path: Path) -> Non
 
 @pytest.mark.law("refused-before-anything-changes")
 def test_missing_hidden_states_are_refused(tmp_path: Path) -> None:
-    """Refuse turns, blocks, steps, observations without hidden states, `kvspec keep` and vLLM, in one sentence."""
+    """Check that turns, blocks, steps, observations without hidden states, `kvspec keep` and vLLM raise an error."""
     model: Any = build("llama")
     networks = random_networks(3, 2, model.config.hidden_size, 6)
     policy = NamedPolicy("kvzap", 0.5, calibration=with_networks(model, networks))

@@ -54,7 +54,7 @@ def rehearsed(model: Any, ids: Tensor) -> ObservedSegment:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "gpt_neox"])
 def test_a_repeat_asks_and_is_asked_as_in_the_whole_text(family: str) -> None:
-    """Check the repeat against one forward pass over prompt and repeat.
+    """Compare the repetition with one forward pass over the prompt and the repetition.
 
     The queries come from kvspec's capture, the keys from the cache of transformers.
     """
