@@ -51,7 +51,7 @@ SUBPACKAGES: dict[str, tuple[str, ...]] = {
     "conformance": (*SUITE, "cache_suite", "server_suite"),
 }
 # Packages that export names for users and load them on first use. Modules inside the package must not import them.
-DOORS = {"models_integration"}
+PUBLIC_PACKAGES = {"models_integration"}
 # What only the repository has: their folders may use each other, their modules not in circles.
 LOOSE = {"tests", "lab"}
 
@@ -128,9 +128,9 @@ def subpackage_refusal(module: Module, name: str, target: str | None) -> str | N
     package, subpackage, top = module.package, subpackage_of(module.name), name.partition(".")[0]
     if package == "conformance" and subpackage in SUITE and top != package:
         return None if top in SUITE_NEEDS | sys.stdlib_module_names else f"the suite must not import {top}"
-    if target is None or top != package or package not in SUBPACKAGES or module.name in DOORS:
+    if target is None or top != package or package not in SUBPACKAGES or module.name in PUBLIC_PACKAGES:
         return None
-    if target in DOORS:
+    if target in PUBLIC_PACKAGES:
         return f"{package} is the users' door: inside, name the module"
     order, other = SUBPACKAGES[package], subpackage_of(target)
     if subpackage in order and other in order and order.index(subpackage) < order.index(other):
@@ -161,7 +161,7 @@ def circle_problems(modules: Mapping[str, Module]) -> Iterator[str]:
     used: dict[str, set[str]] = {}
     for module in modules.values():
         targets = {module_of(name, modules) for _, name in module.imports} - {None, module.name}
-        graph[module.name] = set() if module.name in DOORS else {target for target in targets if target}
+        graph[module.name] = set() if module.name in PUBLIC_PACKAGES else {target for target in targets if target}
         here = f"{module.package}.{subpackage_of(module.name)}"
         for target in graph[module.name]:
             there = f"{modules[target].package}.{subpackage_of(target)}"

@@ -26,7 +26,16 @@ from spec.policy import Needs, Policy
 from spec.retention import Retention
 
 __all__ = [
-    "EVICT", "Onward", "answered", "attempted", "cropped", "generated", "needed", "next_token", "onward", "read_budget",
+    "EVICT",
+    "Onward",
+    "answered",
+    "attempted",
+    "cropped",
+    "generated",
+    "make_forward",
+    "needed",
+    "next_token",
+    "read_budget",
     "retentions",
 ]
 
@@ -106,7 +115,7 @@ def cropped(retention: Retention, tokens: int) -> Retention:
     return Retention(retention.positions[stays], before[retention.offsets], seen, retention.granularity)
 
 
-def onward(model: PreTrainedModel, cache: RetainedCache) -> Onward:
+def make_forward(model: PreTrainedModel, cache: RetainedCache) -> Onward:
     """Return a function that processes tokens with a model and a cache, without eviction."""
 
     def forward(ids: Tensor) -> Tensor:

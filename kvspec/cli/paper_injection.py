@@ -27,7 +27,7 @@ from experiments.studies.results import Row, append_row, load_rows
 from experiments.studies.subject import Loading, Subject
 from experiments.studies.workers import Launch
 from kvspec.cli.checks import check_folder
-from kvspec.cli.paper_runs import INJECTION, Asked, page_names, publish_tables
+from kvspec.cli.paper_runs import INJECTION, PaperOptions, page_names, publish_tables
 from kvspec.cli.study_runs import finish
 from spec import SPEC_VERSION
 from spec.errors import SpecError
@@ -41,7 +41,7 @@ _IDENTITY = ("study", "model", "spec_version", "question", "talk", "session")
 """Columns that identify an answer."""
 
 
-def run(asked: Asked, loading: Loading, launch: Launch) -> None:
+def run(asked: PaperOptions, loading: Loading, launch: Launch) -> None:
     """Ask the models all questions that have no stored answer, then print and write the tables.
 
     Raises:
@@ -68,7 +68,7 @@ def run(asked: Asked, loading: Loading, launch: Launch) -> None:
         finish(rows, False, stopped)
 
 
-def _parts(asked: Asked, loading: Loading) -> Iterator[tuple[Subject, Sequence[InjectionTable], Sequence[Talk]]]:
+def _parts(asked: PaperOptions, loading: Loading) -> Iterator[tuple[Subject, Sequence[InjectionTable], Sequence[Talk]]]:
     """Yield the tables of each model with their conversations: first generated conversations, then those of a file."""
     most = (QUICK_QUESTIONS, QUICK_QUESTIONS) if asked.quick else (QUESTIONS, OF_LOCOMO)
     generated = [draw_talk(index) for index in range(most[0])]

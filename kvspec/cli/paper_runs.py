@@ -32,7 +32,7 @@ from models_integration.policies.methods import constants_of, parse_policy
 from reference.calibration import load_calibration, save_calibration
 from spec.errors import SpecError
 
-__all__ = ["INJECTION", "Asked", "publish_tables", "run"]
+__all__ = ["INJECTION", "PaperOptions", "publish_tables", "run"]
 
 _ACROSS = 7
 """Number of columns of results that a screen of 1280 pixels shows without scrolling."""
@@ -44,7 +44,7 @@ _BEHIND = 4 * MAX_NEW_TOKENS
 
 
 @dataclass(frozen=True)
-class Asked:
+class PaperOptions:
     """Options of `kvspec paper`.
 
     Attributes:
@@ -82,7 +82,7 @@ class _Study(NamedTuple):
     """Sentence about the lengths that the model does not support. Empty if all lengths are supported."""
 
 
-def run(asked: Asked, loading: Loading, launch: Launch) -> None:
+def run(asked: PaperOptions, loading: Loading, launch: Launch) -> None:
     """Measure the samples without a stored result, then print and write the tables. A dry run stores nothing.
 
     Raises:
@@ -96,7 +96,7 @@ def run(asked: Asked, loading: Loading, launch: Launch) -> None:
         _run(asked, loading)
 
 
-def _run(asked: Asked, loading: Loading) -> None:
+def _run(asked: PaperOptions, loading: Loading) -> None:
     console, paper = Console(), _checked(asked)
     result, missing, stopped, failed = list[tuple[Part, Measured]](), _missing(paper, asked), False, False
     for model in asked.models:
@@ -118,7 +118,7 @@ def _run(asked: Asked, loading: Loading) -> None:
     finish(asked.out / STUDY, failed, stopped)
 
 
-def _checked(asked: Asked) -> Paper:
+def _checked(asked: PaperOptions) -> Paper:
     paper = load_paper(asked.paper).of(asked.part)
     check_counts(batch_size=asked.batch_size)
     known = {name for part in paper.parts for name in part.files}
@@ -130,7 +130,7 @@ def _checked(asked: Asked) -> Paper:
     return paper
 
 
-def _missing(paper: Paper, asked: Asked) -> dict[str, list[str]]:
+def _missing(paper: Paper, asked: PaperOptions) -> dict[str, list[str]]:
     """Return a sentence about the missing benchmark files of each part, by the name of the part."""
     given, result = {path.stem for path in asked.files}, dict[str, list[str]]()
     for part in paper.parts:
@@ -139,7 +139,7 @@ def _missing(paper: Paper, asked: Asked) -> dict[str, list[str]]:
     return result
 
 
-def _subject(paper: Paper, asked: Asked, loading: Loading, *, save: bool) -> Subject:
+def _subject(paper: Paper, asked: PaperOptions, loading: Loading, *, save: bool) -> Subject:
     """Load the model, and a calibration if a policy needs one. If `save` is True, store a new calibration."""
     subject = loading.subject()
     policies = [name for part in paper.parts for name in part.study.get("policies", paper.study.get("policies", ()))]
@@ -157,7 +157,7 @@ def _subject(paper: Paper, asked: Asked, loading: Loading, *, save: bool) -> Sub
     return replace(subject, calibration=result)
 
 
-def _studies(paper: Paper, asked: Asked, subject: Subject, model: str) -> Iterator[_Study]:
+def _studies(paper: Paper, asked: PaperOptions, subject: Subject, model: str) -> Iterator[_Study]:
     running = Running(asked.out, batch_size=asked.batch_size, again=asked.again)
     for part in paper.parts:
         rules = rules_of_part(paper, part, [model], asked.files, asked.quick)
@@ -205,7 +205,7 @@ def _counts(filled: Filled) -> str:
     return f", n = {' to '.join(map(str, dict.fromkeys((filled.n[0], filled.n[-1]))))} in each cell"
 
 
-def _write(paper: Paper, filled: Sequence[Filled], asked: Asked) -> None:
+def _write(paper: Paper, filled: Sequence[Filled], asked: PaperOptions) -> None:
     about = note(
         "Each cell is the mean of the samples with a 95 % interval. A column 'over NAME' shows the paired difference"
         " from NAME, such as the best baseline or the full cache. 'exact' is the share of answers whose first number is"
@@ -244,7 +244,7 @@ def publish_tables(out: Path, title: str, sections: Sequence[Html], tables: Iter
     say(f"{out / _PAGE}, tables.csv and a LaTeX file for each table")
 
 
-def _plan(asked: Asked, loading: Loading) -> None:
+def _plan(asked: PaperOptions, loading: Loading) -> None:
     """Print the samples, tokens, memory and hours of a run. Measure one sample of each part, and store nothing.
 
     Raises:

@@ -85,13 +85,13 @@ def paper(
     """
     from experiments.studies.subject import Loading
     from experiments.studies.workers import Launch
-    from kvspec.cli.paper_runs import INJECTION, Asked, run
+    from kvspec.cli.paper_runs import INJECTION, PaperOptions, run
 
     if name == INJECTION:
         from kvspec.cli.paper_injection import run
     folder = out or Path("results") / Path(name).stem
     files = tuple(file or ())
-    asked = Asked(name, names_of("model", model), part, quick, files, folder, batch_size, again, dry_run, force)
+    asked = PaperOptions(name, names_of("model", model), part, quick, files, folder, batch_size, again, dry_run, force)
     run(asked, Loading("", backend, device, dtype, attn), Launch(workers, engine, address))
 
 

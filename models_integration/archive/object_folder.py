@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from models_integration.archive.errors import ArchiveError, ArchiveReadOnly, named_errors
 from models_integration.archive.keyring import key_in
-from models_integration.cache.atomic_file import TEMPORARY, Late, erase, is_being_written, publish, sync
+from models_integration.cache.atomic_file import TEMPORARY, DeferredBytes, erase, is_being_written, publish, sync
 
 __all__ = ["File", "ObjectFolder"]
 
@@ -138,7 +138,7 @@ class ObjectFolder:
         with suppress(OSError):
             os.utime(self.path(key), follow_symlinks=False)
 
-    def publish(self, path: Path, parts: Sequence[memoryview], digest: Late | None) -> None:
+    def publish(self, path: Path, parts: Sequence[memoryview], digest: DeferredBytes | None) -> None:
         """Write an object. A replaced object is overwritten and deleted.
 
         Raises:

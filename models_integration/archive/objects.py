@@ -16,7 +16,7 @@ from torch import Tensor
 from models_integration.archive.errors import ForeignVersion, KeyUnavailable
 from models_integration.archive.keyring import NONCE_BYTES, Cipher
 from models_integration.archive.manifest import SECONDS_MOST, Manifest, canonical, check_contents, meaning
-from models_integration.cache.atomic_file import Late
+from models_integration.cache.atomic_file import DeferredBytes
 from models_integration.cache.tensor_file import (
     ZEROS,
     Damaged,
@@ -48,7 +48,7 @@ def key_for(manifest: Manifest, cipher: Cipher | None) -> str:
 
 def pieces(
     manifest: Manifest, tensors: Mapping[str, Tensor], cipher: Cipher | None,
-) -> tuple[list[memoryview], Late | None]:
+) -> tuple[list[memoryview], DeferredBytes | None]:
     """Return the parts of the file in order, and for an unencrypted object the digest.
 
     The tensors are copied only for encryption. The parts contain zeros instead of the digest. The key and the time of

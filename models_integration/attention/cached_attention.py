@@ -21,7 +21,7 @@ from transformers import masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward, use_gqa_in_sdpa
 
 from models_integration.cache.positions import EMPTY, LayersDiffer, SlotOffset, StoredRows
-from models_integration.cache.ragged_layer import HeadLayout, RaggedLayer, rectangle
+from models_integration.cache.ragged_layer import HeadLayout, RaggedLayer, dense_view
 from spec.errors import SpecError
 
 __all__ = [
@@ -200,7 +200,7 @@ def ragged_attention(
         raise SpecError("attention_mask", type(masks).__name__, "must be 2D, or left out: heads store different tokens")
     layer = layer.attended()
     aligned = masks.plain and len(set(layer.rows.seen_at_compaction.tolist())) == 1
-    if (as_one := rectangle(layer) if aligned else None) is not None:
+    if (as_one := dense_view(layer) if aligned else None) is not None:
         mask = masks.of(layer.head_rows(0), layer.layout.lengths[0], layer.padded_seen)
         return _attended(stock, module, query, *as_one, mask, options)
     if _by_variable_length(stock, query, layer, masks, options):
@@ -209,7 +209,7 @@ def ragged_attention(
         scale = options.get("scaling")
         return attended_in_runs(variable_length(), query, layer.keys, layer.values, layer.layout, scale)
     each = [(row, row + 1) for row in range(layer.batch)] if not aligned else _alike(layer)
-    parts = [rectangle(layer, *rows) if aligned else None for rows in each]
+    parts = [dense_view(layer, *rows) if aligned else None for rows in each]
     segments, outputs = layer.segments() if any(part is None for part in parts) else [], []
     for (first, stop), part in zip(each, parts, strict=True):
         if part is None:

@@ -29,7 +29,7 @@ from models_integration.attention.cached_attention import (
 from models_integration.attention.flash import flash_attention
 from models_integration.attention.hidden import hidden_of, reading_hidden
 from models_integration.cache.dense_layer import RetainedLayer, on_host
-from models_integration.cache.positions import EMPTY, shown_columns
+from models_integration.cache.positions import EMPTY, select_columns
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import IMPLEMENTATIONS, OURS, Architecture
@@ -38,7 +38,7 @@ from spec.errors import SpecError
 from spec.policy import LayerView, Needs, Repeat
 
 __all__ = [
-    "NO_HIDDEN", "OTHER_TENSORS", "Attended", "Recorder", "Repeated", "Watcher", "observing", "reads_attention",
+    "NO_HIDDEN", "OTHER_TENSORS", "AttentionInputs", "Recorder", "Repeated", "Watcher", "observing", "reads_attention",
     "untraced",
 ]
 
@@ -47,7 +47,7 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True)
-class Attended:
+class AttentionInputs:
     """Attention inputs of a layer: query (rows, H, n, d), key and value (rows, H_kv, live, d), or of a ragged layer."""
 
     layer: int
@@ -88,7 +88,7 @@ class Watcher(ABC):
         return False
 
     @abstractmethod
-    def attended(self, module: nn.Module, seen: Attended) -> None:
+    def attended(self, module: nn.Module, seen: AttentionInputs) -> None:
         """Handle the inputs of a layer's attention, after the last use of the keys and values in this forward pass."""
 
 
@@ -138,7 +138,7 @@ class Recorder:
     latent: bool = False
     """True if the cache stores latents from which the model computes the keys and values of the heads."""
 
-    def record(self, module: nn.Module, layer: Attended) -> None:
+    def record(self, module: nn.Module, layer: AttentionInputs) -> None:
         """Record the attention inputs of one layer.
 
         Queries of later forward passes are appended. The last keys and values contain all earlier keys and values. If a
@@ -219,11 +219,11 @@ class Recorder:
         return {layer: self._view(seen, row, slots, queries) for layer, seen in self.seen.items()}
 
     def _view(self, seen: _Seen, row: int, slots: Tensor | None, queries: Tensor | None) -> LayerView:
-        v = None if seen.v is None else shown_columns(seen.v[row], slots)
+        v = None if seen.v is None else select_columns(seen.v[row], slots)
         lse = None if seen.lse is None else seen.lse[row]
-        hidden = None if seen.hidden is None else shown_columns(seen.hidden[row][None], queries)[0]
+        hidden = None if seen.hidden is None else select_columns(seen.hidden[row][None], queries)[0]
         asked = self._asked(seen.q[row], queries)
-        view = self._shown(seen, asked, shown_columns(seen.k[row], slots), v, lse, hidden=hidden)
+        view = self._shown(seen, asked, select_columns(seen.k[row], slots), v, lse, hidden=hidden)
         if self.needs.rehearsal is None or seen.repeats is None:
             return view
         return replace(view, repeats=tuple(each.of_row(row, self.needs.takes) for each in seen.repeats))
@@ -242,12 +242,12 @@ class Recorder:
         """Return the keys and values (H, stored, d) that the model computed from the latents of one row."""
         stored = layer.stored_positions()
         slots = stored[row if len(stored) > 1 else 0] != EMPTY
-        return shown_columns(seen.k[row], slots), None if seen.v is None else shown_columns(seen.v[row], slots)
+        return select_columns(seen.k[row], slots), None if seen.v is None else select_columns(seen.v[row], slots)
 
     def _asked(self, q: Tensor, queries: Tensor | None) -> Tensor:
         """Return the queries (H, n, d) of tokens, limited to the needed number."""
         noted = q.shape[1]
-        q = shown_columns(q, None if queries is None else queries[len(queries) - noted :])
+        q = select_columns(q, None if queries is None else queries[len(queries) - noted :])
         return q[:, max(0, q.shape[1] - (noted if self.needs.query_rows is None else self.needs.query_rows)) :]
 
     def _shown(
@@ -337,7 +337,7 @@ def _observed(stock: str) -> AttentionFunction:
                 raise SpecError("model", type(module).__name__, OTHER_TENSORS)
             merged = ragged_attention(stock_attention, module, query, layer, attention_mask, options)
             if watcher is not None:
-                watcher.attended(module, Attended(
+                watcher.attended(module, AttentionInputs(
                     index, query, key, value, None, attention_mask, options, hidden_of(module)
                 ))
             return merged, None
@@ -361,7 +361,7 @@ def _observed(stock: str) -> AttentionFunction:
         else:
             output, lse = (both[0], None), both[1]
         hidden = hidden_of(module)
-        watcher.attended(module, Attended(index, query, key, value, lse, attention_mask, options, hidden))
+        watcher.attended(module, AttentionInputs(index, query, key, value, lse, attention_mask, options, hidden))
         return output
 
     return attention

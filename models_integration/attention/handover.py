@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from models_integration.attention.capture import (
     NO_HIDDEN,
     OTHER_TENSORS,
-    Attended,
+    AttentionInputs,
     Watcher,
     observing,
     reads_attention,
@@ -201,7 +201,7 @@ class _Watcher(Watcher):
         """True, to check that the attention modules receive the hidden states."""
         return True
 
-    def attended(self, module: nn.Module, seen: Attended) -> None:
+    def attended(self, module: nn.Module, seen: AttentionInputs) -> None:
         """Compare the inputs of a layer's attention with the cache."""
         layer = self._cache.layers[seen.layer]
         assert isinstance(layer, RetainedLayer)

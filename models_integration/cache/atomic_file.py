@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = [
-    "NO_SPACE", "TEMPORARY", "Late", "NotRegular", "erase", "is_being_written", "publish", "publish_readable",
+    "NO_SPACE", "TEMPORARY", "DeferredBytes", "NotRegular", "erase", "is_being_written", "publish", "publish_readable",
     "read_at", "regular_file", "sync",
 ]
 
@@ -32,7 +32,7 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
-class Late:
+class DeferredBytes:
     """Bytes (the digest) in the first page of a file, computed while all other bytes are written to the disk."""
 
     offset: int
@@ -40,7 +40,7 @@ class Late:
 
 
 def publish(
-    path: Path, parts: Sequence[memoryview], replace: bool = True, late: Late | None = None, mode: int = 0o600,
+    path: Path, parts: Sequence[memoryview], replace: bool = True, late: DeferredBytes | None = None, mode: int = 0o600,
     nameless: bool = False,
 ) -> None:
     """Write a file durably and atomically: write a temporary file, fsync, rename, and fsync of the folder.
@@ -168,7 +168,7 @@ def _link(temporary: Path, path: Path) -> None:
     temporary.unlink()
 
 
-def _write_both(descriptor: int, parts: Sequence[memoryview], late: Late) -> None:
+def _write_both(descriptor: int, parts: Sequence[memoryview], late: DeferredBytes) -> None:
     with ThreadPoolExecutor(1) as beside:
         computed = beside.submit(late.compute)
         _write(descriptor, parts)

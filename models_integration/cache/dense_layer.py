@@ -16,7 +16,7 @@ from models_integration.cache.positions import (
     StoredRows,
     filled,
     gathered,
-    shown_columns,
+    select_columns,
     slots_of,
 )
 from models_integration.cache.renumbering import LayerNumbering, TurnedKeys
@@ -198,7 +198,7 @@ class DenseLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's 
             return keys, values
         stored = self.stored_positions()
         is_stored = stored[row if len(stored) > 1 else 0] != EMPTY
-        return shown_columns(keys, is_stored), shown_columns(values, is_stored)
+        return select_columns(keys, is_stored), select_columns(values, is_stored)
 
     def head_positions(self, row: int, head: int) -> Tensor:
         """Return the absolute positions that one KV head of one row stores, ascending."""

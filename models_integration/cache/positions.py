@@ -19,7 +19,7 @@ from spec.errors import SpecError
 
 __all__ = [
     "EMPTY", "NO_HOLE", "LayersDiffer", "Plan", "SlotOffset", "StoredRows", "chosen_rows", "filled", "gathered",
-    "shown_columns", "slots_of",
+    "select_columns", "slots_of",
 ]
 
 EMPTY = -1
@@ -246,7 +246,7 @@ def filled(kept: Sequence[Tensor], width: int) -> Tensor:
     return rows
 
 
-def shown_columns(tensor: Tensor, shown: Tensor | None) -> Tensor:
+def select_columns(tensor: Tensor, shown: Tensor | None) -> Tensor:
     """Return the columns of (heads, columns, d) for which `shown` is True, as a view if these are the last columns."""
     if shown is None or bool(shown.all()):
         return tensor

@@ -20,7 +20,7 @@ from models_integration.cache.positions import EMPTY, StoredRows, slots_of
 from models_integration.cache.renumbering import LayerNumbering, TurnedKeys
 from spec.errors import SpecError
 
-__all__ = ["HEADS", "HeadLayout", "RaggedLayer", "rectangle"]
+__all__ = ["HEADS", "HeadLayout", "RaggedLayer", "dense_view"]
 
 HEADS = ("positions", "lengths", "seen", "holes")
 """Names of the tensors in a file that describe a layer's heads, in the order of the arguments of `unpacked`."""
@@ -236,7 +236,7 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
     def held(self, row: int, heads: slice) -> tuple[Tensor, Tensor]:
         """Return keys and values (heads, stored, d) of KV heads with equally many tokens, as views if possible."""
         layer = self.attended()
-        if (as_one := rectangle(layer)) is not None:
+        if (as_one := dense_view(layer)) is not None:
             return as_one[0][row, heads], as_one[1][row, heads]
         segments = layer.segments()[row * self.heads : (row + 1) * self.heads][heads]
         return torch.cat([keys[0] for keys, _ in segments]), torch.cat([values[0] for _, values in segments])
@@ -386,7 +386,7 @@ def _put(storage: Tensor, slots: Tensor, new: Tensor) -> Tensor:
     return storage.index_copy_(0, slots, tokens.detach())
 
 
-def rectangle(layer: RaggedLayer, first: int = 0, stop: int | None = None) -> tuple[Tensor, Tensor] | None:
+def dense_view(layer: RaggedLayer, first: int = 0, stop: int | None = None) -> tuple[Tensor, Tensor] | None:
     """Return keys and values (rows, H_kv, stored, d) of these rows as views, if all heads store equally many tokens."""
     assert layer.keys is not None
     assert layer.values is not None

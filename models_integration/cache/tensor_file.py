@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models_integration.cache.atomic_file import Late, NotRegular, publish, read_at, regular_file
+from models_integration.cache.atomic_file import DeferredBytes, NotRegular, publish, read_at, regular_file
 
 __all__ = [
     "NAMES", "Damaged", "Header", "header_at", "header_bytes", "header_of", "parts", "prove", "raw_bytes", "read",
@@ -56,7 +56,7 @@ class Header:
     """Number of bytes up to the end of the last tensor."""
 
 
-def parts(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> tuple[list[memoryview], Late]:
+def parts(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> tuple[list[memoryview], DeferredBytes]:
     """Return the parts of the file in order, with zeros instead of the digest, and the digest.
 
     Tensors on the CPU are not copied. Wide dtypes come first, so that every tensor is aligned.
@@ -70,7 +70,7 @@ def parts(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> tuple[l
         views.append(view)
         at = end
     whole = [memoryview(header_bytes({"digest": ZEROS.decode(), **metadata}, entries)), *views]
-    return whole, Late(DIGEST_AT, lambda: _digest(whole))
+    return whole, DeferredBytes(DIGEST_AT, lambda: _digest(whole))
 
 
 def header_bytes(metadata: Mapping[str, str], entries: Mapping[str, Mapping[str, object]]) -> bytes:

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from models_integration.attention.capture import Attended
+from models_integration.attention.capture import AttentionInputs
 from models_integration.attention.flash import flash_attention
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import check_positions, describe
@@ -152,14 +152,14 @@ def _no_values(module: Any, hidden: Tensor) -> Tensor:
     return hidden.new_zeros(*hidden.shape[:-1], module.out_features)
 
 
-def _asked(decoder: nn.Module, config: Any, ids: Tensor) -> tuple[nn.Module, Attended]:
+def _asked(decoder: nn.Module, config: Any, ids: Tensor) -> tuple[nn.Module, AttentionInputs]:
     """Return the first layer's attention module and its attention inputs."""
     sdpa = attention_of(config) == "sdpa"
 
     def ask(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: object, **options: Any) -> NoReturn:
         # If a session uses the kernel's log-sum-exp, it is used here too, so that the bits are equal.
         both = flash_attention(module, q, k, v, options) if sdpa else None
-        raise _Asked(module, Attended(0, q, k, v, None if both is None else both[1], None, options))
+        raise _Asked(module, AttentionInputs(0, q, k, v, None if both is None else both[1], None, options))
 
     AttentionInterface.register(_NAME, ask)
     AttentionMaskInterface.register(_NAME, lambda **_: None)

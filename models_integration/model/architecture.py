@@ -35,8 +35,8 @@ from spec.errors import SpecError
 from spec.policy import Needs
 
 __all__ = [
-    "BUSY", "Architecture", "attention_modules", "check_free", "check_positions", "decoder_inputs", "decoder_of",
-    "decoders_of", "describe", "device_of", "position_range", "restored_rotation", "unwrapped",
+    "DECODERS_IN_SESSION", "Architecture", "attention_modules", "check_free", "check_positions", "decoder_inputs",
+    "decoder_of", "decoders_of", "describe", "device_of", "position_range", "restored_rotation", "unwrapped",
 ]
 
 IMPLEMENTATIONS = ("sdpa", "eager")
@@ -49,7 +49,7 @@ _FIXED_SIZE = "nothing to evict: it has no full-attention layer, and windows and
 _UNOBSERVED = "its attention cannot be observed: its module has no eager_attention_forward"
 
 # Decoders inside a context. A second context on the same decoder is not allowed.
-BUSY: WeakSet[nn.Module] = WeakSet()
+DECODERS_IN_SESSION: WeakSet[nn.Module] = WeakSet()
 
 
 class Part(NamedTuple):
@@ -212,7 +212,7 @@ def check_free(model: PreTrainedModel) -> None:
     Raises:
         SpecError: if a context is open, because the context's policy would evict from the text.
     """
-    if any(decoder in BUSY for decoder in decoders_of(model)):
+    if any(decoder in DECODERS_IN_SESSION for decoder in decoders_of(model)):
         reason = "end that block first, or use a lock around the blocks of all threads and tasks"
         raise SpecError("model", type(model).__name__, f"is already inside `with policy(model)`: {reason}")
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models_integration.attention.capture import Attended, Watcher, observing
+from models_integration.attention.capture import AttentionInputs, Watcher, observing
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import Architecture, describe, restored_rotation
 from models_integration.model.cache_argument import cache_name
@@ -136,7 +136,7 @@ class _Statistics(Watcher):
     filters: dict[int, Matrix] = field(default_factory=dict)
     covariance: dict[int, list[Cube]] = field(default_factory=dict)
 
-    def attended(self, module: nn.Module, seen: Attended) -> None:
+    def attended(self, module: nn.Module, seen: AttentionInputs) -> None:
         self.covariance[seen.layer] = []
         self.layers[seen.layer] = [self.head(one, seen.layer) for one in seen.query[0]]
         self.filters[seen.layer] = query_filters(seen.query[0].detach().double().cpu().numpy(), seen.key.shape[1])

@@ -65,9 +65,9 @@ class CustomPolicy(RetentionPolicy):
     ) -> None:
         method = method_of(policy, parse_budget(budget), replace(REFERENCE, name=backend), positions)
         warn_small_budget(budget, policy)
-        self._be(method)
+        self._set_method(method)
 
-    def _be(self, method: Method) -> None:
+    def _set_method(self, method: Method) -> None:
         object.__setattr__(self, "method", method)
 
     @property
@@ -132,7 +132,7 @@ class CrystalCache(CustomPolicy):
             chosen.require_breath()
         policy = crystalcache(ends, parameters, chosen)
         warn_small_budget(budget, policy)
-        self._be(CrystalMethod(
+        self._set_method(CrystalMethod(
             policy, share, chosen, decode, positions, sentence_ends=ends, parameters=parameters, stream=stream,
         ))
         object.__setattr__(self, "_families", breath if auto else None)

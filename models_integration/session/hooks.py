@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from models_integration.attention.capture import untraced
 from models_integration.cache.history import columns_of, empty_cache_of
 from models_integration.cache.retained_cache import check_cache
-from models_integration.model.architecture import BUSY, check_free, decoders_of
+from models_integration.model.architecture import DECODERS_IN_SESSION, check_free, decoders_of
 from models_integration.model.cache_argument import for_generate, with_one_cache
 from models_integration.model.seams import calls_of_generate
 from models_integration.session.inputs import ONE_FORWARD
@@ -234,8 +234,8 @@ class Hold:
             raise SpecError("model", type(self._model).__name__, reason)
         with ExitStack() as hooks:
             for decoder in decoders_of(self._model):
-                BUSY.add(decoder)
-                hooks.callback(BUSY.discard, decoder)
+                DECODERS_IN_SESSION.add(decoder)
+                hooks.callback(DECODERS_IN_SESSION.discard, decoder)
             hooks.enter_context(hooked(self._decoder, self._before, self._after))
             hooks.callback(self._close)
             self._hooks = hooks.pop_all()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models_integration.attention.capture import Attended, Recorder, Repeated, Watcher, observing
+from models_integration.attention.capture import AttentionInputs, Recorder, Repeated, Watcher, observing
 from models_integration.cache.dense_layer import RetainedLayer
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import Architecture, restored_rotation
@@ -148,7 +148,7 @@ class ObservedSegment(Watcher):
         """Return True if the log-sum-exp of the layer is wanted. Only a first prompt without padding is supported."""
         return self._lse and not self.later and layer in self.layers and self.padding is None
 
-    def attended(self, module: nn.Module, seen: Attended) -> None:
+    def attended(self, module: nn.Module, seen: AttentionInputs) -> None:
         """Record the attention inputs of a layer, after the attention."""
         self.recorder.record(module, seen)
 
@@ -245,7 +245,7 @@ class _Watcher(Watcher):
         self.attention: dict[int, tuple[Tensor, Tensor]] = {}
         self.norms: dict[int, Tensor] = {}
 
-    def attended(self, module: nn.Module, seen: Attended) -> None:
+    def attended(self, module: nn.Module, seen: AttentionInputs) -> None:
         """Store the queries and keys of the repeat after the attention of a layer, and restore the layer."""
         index, r = seen.layer, seen.query.shape[2]
         assert seen.hidden is not None

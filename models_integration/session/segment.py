@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from models_integration.attention.capture import Attended, Watcher
+from models_integration.attention.capture import AttentionInputs, Watcher
 from models_integration.cache.continuation import Continuation, Decision
 from models_integration.cache.retained_cache import RetainedCache, failing_whole
 from models_integration.model.architecture import Architecture
@@ -86,7 +86,7 @@ class Segment(Watcher):
         """True if the policy uses the hidden states that the attention receives."""
         return self.observed.wants_hidden
 
-    def attended(self, module: nn.Module, seen: Attended) -> None:
+    def attended(self, module: nn.Module, seen: AttentionInputs) -> None:
         """Record, decide and compact as far as possible after the attention of a layer."""
         layer = seen.layer
         if self._each_alone and layer not in self._full:

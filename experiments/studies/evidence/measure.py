@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.studies.answers import generated, onward
+from experiments.studies.answers import generated, make_forward
 from experiments.studies.evidence.kept import BLIND, FULL, Prompt, Step, evidence_mask
 from experiments.studies.results import Row
 from experiments.studies.subject import Subject
@@ -268,7 +268,7 @@ class _Reader:
         """Return greedy answers with a cache that has processed the gold answer, from the logits of the first token."""
         if len(self._gold) > 1:
             cache.crop(1 - len(self._gold))
-        forward = onward(self._subject.model, cache)
+        forward = make_forward(self._subject.model, cache)
         return generated(forward, first, self._subject.stop_ids, self._limit, cache.batch_select_indices)
 
     def _stored(self, length: float, fed: Sequence[int], answer: list[int] | None) -> list[float]:

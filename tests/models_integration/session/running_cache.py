@@ -30,7 +30,7 @@ from models_integration import (
 from models_integration.cache.continuation import CrystalStates
 from models_integration.cache.dense_layer import DenseLayer, RetainedLayer
 from models_integration.cache.positions import EMPTY
-from models_integration.cache.ragged_layer import RaggedLayer, rectangle
+from models_integration.cache.ragged_layer import RaggedLayer, dense_view
 from models_integration.model.identity import ModelIdentity, identify
 from models_integration.model.rotation import Rotary, recognise
 from reference.policies import (
@@ -365,7 +365,7 @@ class Judge:
         self.met("a segment that evicts" if evicted else "a segment that evicts nothing")
         for layer in life.cache.full_layers:
             if isinstance(layer, RaggedLayer):
-                self.met("heads of one length" if rectangle(layer) is not None else "heads of different lengths")
+                self.met("heads of one length" if dense_view(layer) is not None else "heads of different lengths")
             elif life.cache.layers_differ:
                 self.met("layers that differ, whose heads agree")
         self.check_storage(life)

@@ -16,7 +16,7 @@ from conformance.methods.kvzap import rows
 from conformance.methods.policies import top
 from conformance.strategies.policy_inputs import Inputs, random_gates, random_networks
 from models_integration import CustomPolicy, NamedPolicy, RetainedCache
-from models_integration.attention.capture import Attended, Recorder
+from models_integration.attention.capture import AttentionInputs, Recorder
 from models_integration.attention.hidden import hidden_of
 from models_integration.engines.keep import keep
 from models_integration.engines.vllm.arguments import RequestPolicy
@@ -233,7 +233,7 @@ def test_a_model_that_shows_no_hidden_states_is_refused(monkeypatch: pytest.Monk
     module = describe(seen).attention[0]
     tensor = torch.zeros(1, 2, 3, 4)
     with pytest.raises(SpecError, match=words):
-        Recorder(HIDDEN).record(module, Attended(0, tensor, tensor, tensor, None, None, {}))
+        Recorder(HIDDEN).record(module, AttentionInputs(0, tensor, tensor, tensor, None, None, {}))
     monkeypatch.setattr("models_integration.attention.capture.hidden_of", lambda module: None)
     with pytest.raises(SpecError, match=words):
         method_of(Looking(HIDDEN))(seen)

@@ -10,7 +10,7 @@ import torch
 
 from conformance.verify.function import Verdict
 from models_integration import CrystalCache, StreamingLLM
-from models_integration.model.architecture import BUSY, describe
+from models_integration.model.architecture import DECODERS_IN_SESSION, describe
 from spec.errors import SpecError
 from spec.parameters import TINY
 from tests.models_integration.session.families import build, greedy, prompt
@@ -24,13 +24,13 @@ def test_a_session_that_nobody_holds_ends(policy: str) -> None:
     decoder = describe(model).decoder
     run = method(policy)(model).__enter__()
     greedy(model, prompt(40), 3)
-    assert decoder in BUSY
+    assert decoder in DECODERS_IN_SESSION
     held = [run]
     del run
     with pytest.warns(RuntimeWarning, match="evicts nothing from now on: write `with policy"):
         held.clear()
     gc.collect()
-    assert decoder not in BUSY
+    assert decoder not in DECODERS_IN_SESSION
     assert not decoder._forward_pre_hooks
     assert not decoder._forward_hooks
     assert "generate" not in vars(model)

@@ -19,7 +19,7 @@ from transformers.models.llama import modeling_llama
 
 from models_integration import FullCache, RetainedCache, RetentionPolicy, StreamingLLM, observe, prefill
 from models_integration.archive.layer_masks import layer_masks
-from models_integration.attention.capture import Attended, Recorder, observing
+from models_integration.attention.capture import AttentionInputs, Recorder, observing
 from models_integration.cache.dense_layer import DenseLayer
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.model.architecture import describe
@@ -537,7 +537,7 @@ def test_policies_that_read_attention_read_text_alone() -> None:
 ])
 def test_attention_beyond_q_and_k_is_refused(dtype: torch.dtype, options: dict[str, Tensor], words: str) -> None:
     tensor = torch.zeros(1, 2, 3, 4, dtype=dtype)
-    seen = Attended(0, tensor, tensor, tensor, None, None, options)
+    seen = AttentionInputs(0, tensor, tensor, tensor, None, None, options)
     with pytest.raises(SpecError, match=words):
         Recorder(Needs("observed", None)).record(describe(build("llama")).attention[0], seen)
 
