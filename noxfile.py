@@ -104,7 +104,8 @@ BY_DAY = [f"--deselect={test}" for test in (*SLOW_INTERPRETED, *(
 SESSIONS = "tests/models_integration/session"
 OTHER_KERNELS = [
     "tests/models_integration/archive/test_splice.py",
-    *(f"{SESSIONS}/test_{name}.py" for name in ("oracle", "torch", "capture", "published", "verbs", "turns")),
+    *(f"{SESSIONS}/test_{name}.py" for name in ("session_machine", "torch", "capture", "published", "verbs", "turns")),
+    f"--deselect={SESSIONS}/test_session_machine.py::test_a_session_equals_the_masked_model",
     "tests/accelerated/test_torch.py",
     f"--deselect={SESSIONS}/test_torch.py::test_a_compiled_model_is_the_model",
 ]
@@ -112,7 +113,10 @@ OTHER_KERNELS = [
 # What is too long for CI, as modules with arguments. The oracle of the first holds some gigabytes: it is one process.
 ARCHIVE = "tests/models_integration/archive"
 OF_MODELS = ["tests/models_integration", "tests/experiments", "tests/kvspec"]
-MACHINES = ["tests/models_integration/session/test_session_machine.py", f"{ARCHIVE}/test_archive_machine.py"]
+MACHINES = [
+    f"{SESSIONS}/test_session_machine.py::test_a_session_equals_the_masked_model",
+    f"{ARCHIVE}/test_archive_machine.py::TestArchive",
+]
 MARKED = ["pytest", "--kvspec-profile", "nightly", "-m", "nightly"]
 NIGHTLY = {
     "32768-tokens": [*MARKED, "-v", "--backend", "numba", "conformance/suite"],

@@ -12,7 +12,7 @@ from typing import Any
 # Modules that the server imports once. The server ignores a name that does not exist, and then each process imports.
 WORK = [
     "tests.models_integration.archive.fault_cases", "tests.models_integration.archive.test_attacks",
-    "tests.models_integration.archive.test_store", "tests.models_integration.session.saved",
+    "tests.models_integration.archive.test_store", "tests.models_integration.session.sessions",
     "tests.experiments.studies.experiments", "tests.experiments.studies.test_results",
 ]
 assert all(map(find_spec, WORK)), WORK

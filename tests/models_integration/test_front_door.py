@@ -1,7 +1,14 @@
-"""Public names, arguments and descriptions of policies: fast to import, checked on creation, correct for a session."""
+"""Public names and arguments, slips that the error corrects, and the numbers that sessions and commands report."""
 
+import json
+import re
 import subprocess
 import sys
+import warnings
+from functools import partial
+from math import ceil
+from pathlib import Path
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -16,19 +23,26 @@ from typer.testing import CliRunner
 import kvspec
 import models_integration
 import reference
+from conformance.paths import SPEC
+from experiments.studies.report import summary_tables
 from kvspec.cli.app import app
 from models_integration import (
     CrystalCache,
     FullCache,
+    NamedPolicy,
+    RetainedCache,
     RetentionPolicy,
     StreamingLLM,
     policy_from_name,
     prefill,
 )
+from models_integration.pocket import load_pocket
+from models_integration.policies.methods import CustomPolicy, parse_policy
 from models_integration.policies.values import sentence_ends
+from reference.policies import kvcrush, snapkv, vase
 from reference.policies.budgets import tokens_of
 from reference.policies.describe import describe_policy, list_policies
-from reference.policies.names import POLICIES
+from reference.policies.names import LEFT_OUT, NAMES, POLICIES, check_name
 from spec.backend import Backend
 from spec.budget import Budget, parse_budget
 from spec.errors import BackendUnavailable, SpecError
@@ -254,3 +268,281 @@ def test_a_tokenizer_without_ends_is_refused() -> None:
     with pytest.raises(SpecError, match="must be a tokenizer of transformers"):
         sentence_ends(["."])  # type: ignore[arg-type]
 
+
+FEW_WORDS = {"<unk>": 0, "word": 1, ".": 2, "\n": 3, " ": 4}
+
+
+def small_tokenizer() -> Any:
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=Tokenizer(WordLevel(FEW_WORDS, unk_token="<unk>")), unk_token="<unk>",
+    )
+
+
+@pytest.mark.law("as-it-is-described")
+@pytest.mark.parametrize(("written", "name"), [
+    ("SnapKV", "snapkv"), ("AdaKV", "adakv"), ("ada-kv", "adakv"), ("Ada_KV", "adakv"), ("r-kv", "rkv"),
+    ("R-KV", "rkv"), ("full", "fullcache"), ("Full Cache", "fullcache"), ("1d", "triattention"),
+    ("1d_div", "diverse-triattention"), ("H2O", "h2o"), ("Streaming-LLM", "streamingllm"), ("SnapKVPress", "snapkv"),
+    ("Expected_Attention", "expected-attention"), ("NestedKV", "nestedkv"), ("CrystalCache", "crystalcache"),
+    *((name, name) for name in NAMES),
+])
+def test_names_are_those_that_people_write(written: str, name: str) -> None:
+    assert check_name(written) == name
+    assert describe_policy(written).name == name
+
+
+@pytest.mark.law("as-it-is-described")
+def test_a_policy_by_another_spelling_is_the_policy() -> None:
+    policy = kvspec.policy_from_name("SnapKV", 0.3, window=16)
+    assert isinstance(policy, NamedPolicy)
+    assert (policy.name, policy.constants["W"]) == ("snapkv", 16)
+    assert parse_policy("Snap-KV(window=16)") == ("snapkv", {"W": 16})
+    assert isinstance(kvspec.policy_from_name("full"), kvspec.FullCache)
+    with pytest.raises(SpecError, match=r"W = 8: is the constant W, which is also given"):
+        kvspec.policy_from_name("snapkv", 0.3, window=16, W=8)
+    own = kvspec.policy_from_name("curdkv", 0.3, window=7)
+    assert isinstance(own, NamedPolicy)
+    assert own.constants["window"] == 7
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_a_method_that_is_left_out_has_its_reason(name: str) -> None:
+    page = (SPEC / "policies.md").read_text(encoding="utf-8")
+    section = page.split("## What is not specified")[1].split("\n## ")[0]
+    assert name in section.lower()
+    for written in (name, name.upper()):
+        with pytest.raises(SpecError, match=re.escape(LEFT_OUT[name])):
+            kvspec.policy_from_name(written, 0.3)
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_suggestions_are_similar_names() -> None:
+    with pytest.raises(SpecError) as caught:
+        kvspec.policy_from_name("random", 0.3)
+    assert "knorm" not in str(caught.value)
+    with pytest.raises(SpecError, match="did you mean snapkv"):
+        kvspec.policy_from_name("snapkw", 0.3)
+
+
+def slips() -> dict[str, tuple[Any, str]]:
+    """Return calls with mistakes and the words of their errors, by name."""
+    model: Any = build("llama")
+    policy: Any = kvspec.StreamingLLM(0.5)
+    call: Any = kvspec
+    observed = kvspec.observe(model, prompt(20))
+    decision = kvspec.decide(policy, observed)
+
+    def entered() -> None:
+        with policy:
+            pass
+
+    def generating(given: Any) -> Any:
+        def run() -> None:
+            with policy(model):
+                model.generate(given, max_new_tokens=2)
+
+        return run
+
+    return {
+        "no model": (entered, r"type `with policy\(model\) as run:`"),
+        "budget first": (lambda: call.policy_from_name(0.3, "snapkv"), r"name = 0.3: must be text; the name comes"),
+        "a Policy": (lambda: call.policy_from_name(snapkv(), 0.3), r"type kvspec.CustomPolicy\(policy, 0.3\)"),
+        "decide, swapped": (lambda: call.decide(observed, policy), r"type kvspec.decide\(policy, observed\)"),
+        "decide, no prompt": (lambda: call.decide(policy.on(model), model), r"type kvspec.decide\(policy, observed\)"),
+        "decide, no budget": (lambda: call.decide(snapkv(), observed), r"type kvspec.CustomPolicy\(policy, 0.3\)"),
+        "compact, swapped": (lambda: call.compact(decision, observed.cache), r"type kvspec.compact\(observed.cache"),
+        "observe, swapped": (lambda: call.observe(prompt(20), model), "model = 'Tensor': must be a transformers"),
+        "observe, text": (lambda: call.observe(model, "text"), r"input_ids = 'text': .*return_tensors"),
+        "prefill, swapped": (lambda: call.prefill(policy, model, prompt(9)), r"type kvspec.prefill\(model, "),
+        "save, swapped": (lambda: call.save_cache("f", observed.cache, model), r"type kvspec.save_cache\(run.cache, "),
+        "save, no prompt": (lambda: call.save_cache(None, model, "f"), "cache = None: is empty before a prompt"),
+        "load, swapped": (lambda: call.load_cache(model, "f"), r"type kvspec.load_cache\(path, model\)"),
+        **{f"a tokenizer as ends, by {way}": (partial(make, sentence_ends=small_tokenizer()), (
+            r"^sentence_ends = .*Tokenizer.*: must be a set of token ids; .*sentence_ends\(tokenizer\) makes the set$"
+        )) for way, make in {
+            "class": partial(call.CrystalCache, 0.5), "name": partial(call.policy_from_name, "crystalcache", 0.5),
+        }.items()},
+        "generate text": (generating("text"), r"inputs = 'text': .*model.generate\(\*\*tokenizer\(text, return_ten"),
+        "generate a dict": (generating({"input_ids": prompt(9)}), r"inputs = 'dict': .*model.generate\(\*\*"),
+        "generate a list": (generating([1, 2, 3]), r"inputs = 'list': .*model.generate\(\*\*"),
+    }
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_likely_slips_say_what_to_type() -> None:
+    for name, (call, words) in slips().items():
+        with pytest.raises(SpecError, match=words):
+            call()
+            pytest.fail(name)
+
+
+@pytest.mark.law("decided-as-the-reference")
+def test_decide_takes_a_policy_as_people_hold_it() -> None:
+    model: Any = build("llama")
+    observed = kvspec.observe(model, prompt(40))
+    for name in ("snapkv", "criticalkv"):
+        policy = kvspec.policy_from_name(name, 0.5, W=8)
+        direct, prepared = (kvspec.decide(one, observed) for one in (policy, policy.on(model)))
+        for ours, theirs in zip(direct.retentions, prepared.retentions, strict=True):
+            assert ours.positions.tolist() == theirs.positions.tolist()
+
+
+@pytest.mark.law("as-it-is-described")
+def test_the_documented_call_of_save_cache_has_types() -> None:
+    """`run.cache` is None before a prompt, so save_cache must accept its type."""
+    assert get_type_hints(kvspec.save_cache)["cache"] == RetainedCache | None
+
+
+@pytest.mark.law("decided-as-the-reference")
+def test_one_tokenizer_serves_every_policy() -> None:
+    model: Any = build("llama")
+    ends, template = kvspec.sentence_ends(small_tokenizer()), kvspec.repeat_template(small_tokenizer())
+    for name, constants in (("crystalcache", {"sentence_ends": ends}), ("kvzip", {"template": template}), ("h2o", {})):
+        kept = []
+        for given in ({"tokenizer": small_tokenizer()}, constants):
+            with kvspec.policy_from_name(name, 0.5, **given)(model) as run, torch.no_grad():
+                model(input_ids=prompt(40))
+            kept.append([one.positions.tolist() for one in run.retentions])
+        assert kept[0] == kept[1]
+    seven = frozenset({7})
+    policy: Any = kvspec.policy_from_name("crystalcache", 0.5, tokenizer=small_tokenizer(), sentence_ends=seven)
+    assert policy.on(model).sentence_ends == seven
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_a_session_of_a_missing_tokenizer_says_so(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"sentence_ends = None: .*tokenizer="):
+        kvspec.policy_from_name("crystalcache", 0.5)
+    with pytest.raises(SpecError, match=r"template = None: .*tokenizer="):
+        kvspec.policy_from_name("kvzip", 0.5)
+
+
+TWENTY = Budget(count=20)
+TEXT = "The river runs past the old mill, and the miller counts sacks. " * 40
+
+
+@pytest.mark.law("figures-are-counted-right")
+@pytest.mark.law("figures-are-counted-right")
+@pytest.mark.law("figures-are-counted-right")
+@pytest.mark.law("figures-are-counted-right")
+@pytest.mark.parametrize(("policy", "kept", "reason"), [
+    (CustomPolicy(snapkv(), TWENTY), 32, "snapkv always keeps the last 32 tokens"),
+    (CustomPolicy(vase(), TWENTY), 68, "vase always keeps the first 4 and the last 64 tokens"),
+    (CustomPolicy(kvcrush(), TWENTY), 36,
+     "kvcrush always keeps the last 32 tokens, and does not promise an exact budget"),
+])
+def test_the_budget_is_the_one_that_was_asked(policy: CustomPolicy, kept: int, reason: str) -> None:
+    model = build("llama")
+    with policy(model) as run, torch.no_grad():
+        model(input_ids=torch.cat([prompt(100, seed=1), prompt(100, seed=2)]))
+    sizes = [len(one.group(at)) for one in run.retentions for at in range(one.groups)]
+    assert set(sizes) == {kept}
+    assert run.over_budget == kept - 20
+    assert [str(one) for one in run.kept_tokens] == [f"{kept} of 100 tokens, budget 20: {reason}"] * 2
+    assert f"kept='{run.kept_tokens[0]}'" in repr(run)
+
+
+def test_unequal_sets_count_by_their_mean() -> None:
+    model = build("llama")
+    with policy_from_name("adakv", 0.3, W=4)(model) as run, torch.no_grad():
+        model(input_ids=prompt(60))
+    sizes = [len(run.retentions[0].group(at)) for at in range(run.retentions[0].groups)]
+    (counts,) = run.kept_tokens
+    assert (counts.least, counts.most, counts.mean) == (min(sizes), max(sizes), sum(sizes) / len(sizes))
+    assert counts.least < counts.most
+    assert run.over_budget == counts.over_budget == max(0, ceil(counts.mean) - 18)
+    assert str(counts) == f"{counts.least} to {counts.most} (mean {counts.mean:.1f}) of 60 tokens, budget 18"
+
+
+def test_crystalcache_says_that_whole_trunks_are_kept(tmp_path: Path) -> None:
+    """Check that more than 132 tokens are always kept, because a whole trunk is kept at the border of the window."""
+    model, tokenizer = load_pocket()
+    (tmp_path / "text.txt").write_text("a b c d " * 90, encoding="utf-8")
+    ids = tokenizer("a b c d " * 90, return_tensors="pt").input_ids
+    policy = CrystalCache(0.3, kvspec.sentence_ends(tokenizer), backend="numpy")
+    run = prefill(model, policy, ids).run
+    (retention,), (counts,) = run.retentions, run.kept_tokens
+    assert isinstance(retention, CrystalRetention)
+    asked = policy.method.budget.tokens(ids.shape[1])
+    assert counts.budget == asked
+    assert counts.floor == sum(retention.trunks.sizes[retention.protected]) >= 132
+    assert run.over_budget == max(0, len(retention.kept) - asked)
+    if run.over_budget:
+        assert f"whole trunks of the first 4 and the last 128 tokens, here {counts.floor} tokens" in str(counts)
+    line = ["keep", str(tmp_path / "text.txt"), "--budget", "0.3", "--backend", "numpy"]
+    output = CliRunner().invoke(app, [*line, "--format", "json"])
+    shown = json.loads(output.stdout)
+    assert (shown["kept"], shown["budget"], shown["over_budget"]) == (len(retention.kept), asked, run.over_budget)
+    assert CliRunner().invoke(app, line).stderr == f"kept {counts}\n"
+
+
+def test_tables_show_what_is_kept_beside_the_budget() -> None:
+    row = {
+        "policy": "crystalcache", "task": "needle", "length": 1024, "budget_requested": "0.15", "budget": 154,
+        "placement": "after", "n": 10, "seed": 42, "control": False, "model": "m@0", "backend": "numpy",
+        "spec_version": "0.4.1", "correct": 5, "accuracy": 0.5, "mean_kept": 165.2, "mean_cache": 170.0,
+        "peak_cache": 200, "over_budget": 36,
+    }
+    for width in (120, 60, 34):
+        (table,) = summary_tables([row], width)
+        assert any(re.search(r"165 of 154", str(cell)) for column in table.columns for cell in column.cells), width
+
+
+@pytest.mark.law("as-it-is-described")
+@pytest.mark.parametrize(("name", "budget", "said"), [
+    ("snapkv", 30, r"budget=30 is a number of tokens, but snapkv always keeps the last 32 tokens; write budget=0\.3 "),
+    ("snapkv", "30", r"budget='30' is a number of tokens"),
+    ("kvcrush", 20, r"kvcrush always keeps the last 32 tokens; write budget=0\.2 to keep 20 % of the prompt"),
+    ("criticalkv", 30, r"criticalkv always keeps the last 32 tokens"),
+    ("streamingllm", 2, r"streamingllm always keeps the first 4 tokens"),
+    ("crystalcache", 130, r"crystalcache always keeps the first 4 and the last 128 tokens$"),
+    ("snapkv", 1, r"budget=1 keeps one token; write budget=1\.0"),
+])
+def test_a_number_below_what_is_always_kept_is_warned_of(name: str, budget: int | str, said: str) -> None:
+    model, constants = build("llama"), {"sentence_ends": frozenset({130})} if name == "crystalcache" else {}
+    with pytest.warns(UserWarning, match=said):
+        policy_from_name(name, budget, **constants)(model)
+
+
+@pytest.mark.law("as-it-is-described")
+@pytest.mark.parametrize("budget", [0.01, "1%", 32, Budget(count=3)])
+def test_a_fraction_and_a_plain_budget_are_not_warned_of(budget: float | str | Budget) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        policy_from_name("snapkv", budget)
+        StreamingLLM(Budget(count=2))
+
+
+@pytest.mark.law("as-it-is-described")
+def test_a_text_beyond_the_positions_is_warned_of_once() -> None:
+    """Check a prompt, steps and a later turn. Up to the last position, there is no warning."""
+    model = build("llama")
+    model.config.max_position_embeddings = 48
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with StreamingLLM(20)(model), torch.no_grad():
+            greedy(model, prompt(40), 9)
+    with warnings.catch_warnings(record=True) as caught, StreamingLLM(20)(model) as run:
+        warnings.simplefilter("always")
+        answer = greedy(model, prompt(40), 20)
+        greedy(model, torch.cat([prompt(40), answer, prompt(30)], dim=1), 3, past_key_values=run.cache)
+    ours = [str(one.message) for one in caught if "eviction does not renumber" in str(one.message)]
+    assert len(ours) == 1
+    assert re.match(r"the text has 49 tokens, but LlamaForCausalLM was trained for 48 positions", ours[0])
+    assert "rope_parameters" in ours[0]
+    model.config.rope_parameters = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 48}
+    with warnings.catch_warnings(), StreamingLLM(20)(model), torch.no_grad():
+        warnings.simplefilter("error")
+        model(input_ids=prompt(100))
+
+
+@pytest.mark.law("one-line-with-the-way-out")
+@pytest.mark.parametrize(("text", "tokens", "argument"), [("hi", 4096, "TEXT"), (TEXT, 100, "tokens")])
+def test_a_text_that_is_too_short_calibrates_nothing(text: str, tokens: int, argument: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    line = ["calibrate", str(tmp_path / "text.txt"), "--tokens", str(tokens), "--out", str(tmp_path / "c.npz")]
+    error = CliRunner().invoke(app, line).exception
+    assert f"{argument} = " in str(error)
+    assert "must be at least 256 tokens, because" in str(error)
+    assert not (tmp_path / "c.npz").exists()

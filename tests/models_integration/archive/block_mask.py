@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from lab.item_vectors import vocabulary
 from tests.models_integration.session.families import SMALL, VOCABULARY, prepare, tiny
 
 LATENT: dict[str, Any] = {
@@ -65,6 +66,11 @@ def build(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Pr
     own = REFUSED[family] if family in REFUSED else FAMILIES[family]
     return prepare(tiny(_MODELS.get(family, family), **{**SMALL, **own, **changes}), dtype=dtype)
 
+
+CHAT = vocabulary({
+    "<|im_start|>": [127], "<|im_end|>": [128], "<|end|>": [129], "<｜User｜>": [3, 4, 5], "\n": [4],
+    "user\n": [5, 4], "system\nYou are a helpful assistant.": [6, 7, 8],
+})
 
 Chunks = Sequence[tuple[list[int], int]]
 """Ids of each chunk, and the number of hidden ids at its beginning."""

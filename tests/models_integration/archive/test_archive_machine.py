@@ -3,20 +3,24 @@
 An interrupted operation adds possible states. Each observation removes some, and at least one must remain.
 """
 
+import errno
 import json
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, currently_in_test_context, event, settings
+from hypothesis import HealthCheck, Phase, currently_in_test_context, event, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from lab.faults import FAULTS, WELL, Fault, Killed
+from lab.mutants.edits import Edit, replaced
 from models_integration.archive.errors import ArchiveError, KeyUnavailable
 from models_integration.archive.keyring import Keyring
 from models_integration.archive.objects import FORMAT
@@ -289,3 +293,62 @@ TestArchive.settings = settings(
     _profile, max_examples=max(30, _profile.max_examples // 5), stateful_step_count=12,
     suppress_health_check=[HealthCheck.too_slow],
 )
+
+
+ROWS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("mutants.toml").read_text(encoding="utf-8"))
+MUTANTS, PROGRAMS = ROWS["mutants"], ROWS["programs"]
+WORDS = {"ALICE": TENANTS[0], "BOB": TENANTS[1], "WELL": WELL, "EROFS": errno.EROFS}
+UNGUIDED = settings(max_examples=2000, stateful_step_count=15, phases=[Phase.generate], database=None, deadline=None)
+
+
+class Words(dict[Any, Any]):
+    """Meanings of the words of a row. Any other word means itself."""
+
+    def __missing__(self, word: Any) -> Any:
+        return word
+
+
+def run(program: dict[str, Any], encrypted: bool = False) -> None:
+    """Run the steps of a program on a new archive that has chunk 0 of each tenant."""
+    machine = ArchiveMachine()
+    try:
+        machine.open(encrypted, None)
+        for call in range(*program.get("calls", [1])):
+            words = Words({**WORDS, "CALL": call})
+            for name, *given in program["steps"]:
+                getattr(machine, name)(*(
+                    Fault(*map(words.__getitem__, x)) if isinstance(x, list) else words[x] for x in given
+                ))
+        machine.get_all(0)
+    finally:
+        machine.teardown()
+
+
+def mistake(row: dict[str, str]) -> AbstractContextManager[None]:
+    """Apply a planted error to this process."""
+    return replaced(Edit(row["of"], body=row["body"]))
+
+
+@pytest.mark.law("the-proof-has-teeth")
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_killed(name: str) -> None:
+    run(MUTANTS[name])
+    with mistake(MUTANTS[name]), pytest.raises((AssertionError, ArchiveError)):
+        run(MUTANTS[name])
+
+
+@pytest.mark.nightly
+@pytest.mark.law("the-proof-has-teeth")
+@pytest.mark.parametrize("name", MUTANTS)
+def test_random_programs_find_it(name: str) -> None:
+    with mistake(MUTANTS[name]), pytest.raises((AssertionError, ArchiveError)):
+        run_state_machine_as_test(ArchiveMachine, settings=UNGUIDED)
+
+
+@pytest.mark.law("promised-is-there-forgotten-is-not")
+@pytest.mark.parametrize("encrypted", [False, True], ids=["clear", "encrypted"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_once_failed_holds(name: str, encrypted: bool) -> None:
+    if encrypted:
+        pytest.importorskip("cryptography")
+    run(PROGRAMS[name], encrypted)

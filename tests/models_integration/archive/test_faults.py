@@ -26,7 +26,7 @@ from models_integration.archive.store import Archive, Report, Stored
 from models_integration.cache import atomic_file, tensor_file
 from models_integration.cache.atomic_file import TEMPORARY, publish
 from tests.models_integration.archive.fault_cases import MADE, OPERATIONS, Case, chunk, path_of
-from tests.models_integration.archive.test_gate import ROWS, mistake
+from tests.models_integration.archive.test_archive_machine import ROWS, mistake
 
 pytestmark = pytest.mark.law("promised-is-there-forgotten-is-not")
 

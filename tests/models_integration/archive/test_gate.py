@@ -1,26 +1,18 @@
 """Self-calibration: recognised models and rotations, and codec and rotation on tensors compared with the reference."""
 
 import copy
-import errno
-import tomllib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import run_state_machine_as_test
 
 from conformance import tolerances
 from conformance.plugin import sparingly
-from lab.faults import WELL, Fault
-from lab.mutants.edits import Edit, replaced
-from models_integration.archive.errors import ArchiveError
 from models_integration.archive.library import decode, encode
 from models_integration.model import rotation as rope
 from models_integration.model.errors import UnknownModel
@@ -31,7 +23,6 @@ from reference.injection.rotation import TURNS, shift_angles
 from spec.arrays import Cube, Vector
 from spec.errors import SpecError
 from tests.models_integration.archive.block_mask import REFUSED, ROTATIONS, build
-from tests.models_integration.archive.test_archive_machine import TENANTS, ArchiveMachine
 from tests.models_integration.session.families import _GQA, VOCABULARY, prepared
 from tests.reference.test_injection import keys, near
 
@@ -218,62 +209,3 @@ def test_tensors_turn_as_the_reference_does(style: str, made: tuple[Cube, Vector
     exact = shift_angles(x.shape[1], start, theta)
     rounding = 4 * tolerances.UNIT_ROUNDOFF["float32"] * (start + x.shape[1])
     assert (np.abs(angles.numpy() - exact) <= rounding).all()
-
-
-ROWS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("mutants.toml").read_text(encoding="utf-8"))
-MUTANTS, PROGRAMS = ROWS["mutants"], ROWS["programs"]
-WORDS = {"ALICE": TENANTS[0], "BOB": TENANTS[1], "WELL": WELL, "EROFS": errno.EROFS}
-UNGUIDED = settings(max_examples=2000, stateful_step_count=15, phases=[Phase.generate], database=None, deadline=None)
-
-
-class Words(dict[Any, Any]):
-    """Meanings of the words of a row. Any other word means itself."""
-
-    def __missing__(self, word: Any) -> Any:
-        return word
-
-
-def run(program: dict[str, Any], encrypted: bool = False) -> None:
-    """Run the steps of a program on a new archive that has chunk 0 of each tenant."""
-    machine = ArchiveMachine()
-    try:
-        machine.open(encrypted, None)
-        for call in range(*program.get("calls", [1])):
-            words = Words({**WORDS, "CALL": call})
-            for name, *given in program["steps"]:
-                getattr(machine, name)(*(
-                    Fault(*map(words.__getitem__, x)) if isinstance(x, list) else words[x] for x in given
-                ))
-        machine.get_all(0)
-    finally:
-        machine.teardown()
-
-
-def mistake(row: dict[str, str]) -> AbstractContextManager[None]:
-    """Apply a planted error to this process."""
-    return replaced(Edit(row["of"], body=row["body"]))
-
-
-@pytest.mark.law("the-proof-has-teeth")
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_is_killed(name: str) -> None:
-    run(MUTANTS[name])
-    with mistake(MUTANTS[name]), pytest.raises((AssertionError, ArchiveError)):
-        run(MUTANTS[name])
-
-
-@pytest.mark.nightly
-@pytest.mark.law("the-proof-has-teeth")
-@pytest.mark.parametrize("name", MUTANTS)
-def test_random_programs_find_it(name: str) -> None:
-    with mistake(MUTANTS[name]), pytest.raises((AssertionError, ArchiveError)):
-        run_state_machine_as_test(ArchiveMachine, settings=UNGUIDED)
-
-
-@pytest.mark.law("promised-is-there-forgotten-is-not")
-@pytest.mark.parametrize("encrypted", [False, True], ids=["clear", "encrypted"])
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_what_once_failed_holds(name: str, encrypted: bool) -> None:
-    if encrypted:
-        pytest.importorskip("cryptography")
-    run(PROGRAMS[name], encrypted)

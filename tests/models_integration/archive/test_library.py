@@ -22,16 +22,12 @@ from models_integration.model.rotation import plain_layers, prefilled
 from reference.injection.quantisers import ARMS
 from reference.injection.wrappers import FORMS, wrap
 from spec.errors import SpecError
-from tests.models_integration.archive.block_mask import ROTATIONS, block_masked, build, ids
+from tests.models_integration.archive.block_mask import CHAT, ROTATIONS, block_masked, build, ids
 from tests.models_integration.archive.test_splice import BOUND, QUERY, SYSTEM, read
 from tests.models_integration.session.families import relative
 
 pytestmark = pytest.mark.law("as-it-is-described")
 
-VOCABULARY = vocabulary({
-    "<|im_start|>": [127], "<|im_end|>": [128], "<|end|>": [129], "<｜User｜>": [3, 4, 5], "\n": [4], "user\n": [5, 4],
-    "system\nYou are a helpful assistant.": [6, 7, 8],
-})
 PARTS = [ids(7, 3), ids(6, 5)]
 
 
@@ -52,12 +48,12 @@ def test_the_recommended_wrapper_has_markers_of_the_model(markers: dict[str, lis
 ])
 def test_put_and_inject_equal_the_block_mask(archive: Archive, family: str, form: str) -> None:
     model = build(family)
-    library = Library(archive, model, VOCABULARY, "alice")
+    library = Library(archive, model, CHAT, "alice")
     keys = [library.put(part, form) for part in PARTS]
     assert len(archive.entries("alice")) == 2
     assert [library.put(part, form) for part in PARTS] == keys
     cache, markers = library.inject(read(model, SYSTEM)[1], keys)
-    wrapped = [wrap(FORMS[form], part, VOCABULARY) for part in PARTS]
+    wrapped = [wrap(FORMS[form], part, CHAT) for part in PARTS]
     tokens = SYSTEM + [token for one in wrapped for token in one.ids[one.hidden :]]
     assert [tokens[at] in (127, 128) for at in range(len(tokens))] == [at in markers for at in range(len(tokens))]
     oracle = block_masked(model, SYSTEM, [(list(one.ids), one.hidden) for one in wrapped], QUERY)
@@ -69,7 +65,7 @@ def test_put_and_inject_equal_the_block_mask(archive: Archive, family: str, form
 @pytest.mark.parametrize("codec", ARMS)
 def test_every_codec_comes_back_within_its_step(archive: Archive, codec: str) -> None:
     model = build("Llama")
-    library = Library(archive, model, VOCABULARY, "alice")
+    library = Library(archive, model, CHAT, "alice")
     chunk = library.get(library.put(PARTS[0], codec=codec))
     assert chunk is not None
     for (keys, values), layer in zip(chunk.layers.values(), plain_layers(prefilled(model, PARTS[0])), strict=True):
@@ -81,8 +77,8 @@ def test_every_codec_comes_back_within_its_step(archive: Archive, codec: str) ->
 @pytest.mark.law("a-splice-equals-a-block-mask")
 @pytest.mark.law("an-identity-tells-apart")
 def test_half_of_the_layers_and_each_input_make_another_key(archive: Archive) -> None:
-    library = Library(archive, build("Llama"), VOCABULARY, "alice")
-    other = Library(archive, build("Llama"), VOCABULARY, "bob")
+    library = Library(archive, build("Llama"), CHAT, "alice")
+    other = Library(archive, build("Llama"), CHAT, "bob")
     keys = {
         library.put(PARTS[0]), library.put(PARTS[1]), library.put(PARTS[0], "markers"),
         library.put(PARTS[0], codec="kivi"), library.put(PARTS[0], upper=True), other.put(PARTS[0]),
@@ -92,7 +88,7 @@ def test_half_of_the_layers_and_each_input_make_another_key(archive: Archive) ->
     assert half is not None
     assert sorted(half.layers) == [1]
     with pytest.raises(SpecError, match="upper half of the model has no full-attention layer"):
-        Library(archive, build("Gemma3Text", layer_types=["full_attention", "sliding_attention"]), VOCABULARY, "a").put(
+        Library(archive, build("Gemma3Text", layer_types=["full_attention", "sliding_attention"]), CHAT, "a").put(
             PARTS[0], upper=True
         )
 
@@ -101,31 +97,31 @@ def test_half_of_the_layers_and_each_input_make_another_key(archive: Archive) ->
 @pytest.mark.law("refused-before-anything-changes")
 def test_a_chunk_of_another_model_or_tenant_is_refused_by_name(archive: Archive) -> None:
     model = build("Llama")
-    library = Library(archive, model, VOCABULARY, "alice")
+    library = Library(archive, model, CHAT, "alice")
     key = library.put(PARTS[0])
     cache = read(model, SYSTEM)[1]
     with pytest.raises(NoSuchChunk, match="bob"):
-        Library(archive, model, VOCABULARY, "bob").inject(cache, [key])
+        Library(archive, model, CHAT, "bob").inject(cache, [key])
     other = build("Llama")
     with torch.no_grad():
         next(other.parameters()).mul_(2)
     for wrong in (other, build("Llama", rms_norm_eps=1e-3)):
         with pytest.raises(WrongModel):
-            Library(archive, wrong, VOCABULARY, "alice").inject(cache, [key])
+            Library(archive, wrong, CHAT, "alice").inject(cache, [key])
     with pytest.raises(OtherFrequencies):
-        Library(archive, build("Llama", rope_parameters=ROTATIONS["yarn"]), VOCABULARY, "alice").inject(cache, [key])
+        Library(archive, build("Llama", rope_parameters=ROTATIONS["yarn"]), CHAT, "alice").inject(cache, [key])
     rounded = build("Llama")
     inner = rounded.get_submodule("model.rotary_emb")
     inner.register_buffer("inv_freq", inner.get_buffer("inv_freq").bfloat16(), persistent=False)
     with pytest.raises(OtherDtype, match="rounds the buffer"):
-        Library(archive, rounded, VOCABULARY, "alice").inject(cache, [key])
+        Library(archive, rounded, CHAT, "alice").inject(cache, [key])
     assert cache.get_seq_length() == len(SYSTEM)
 
 
 @pytest.mark.law("a-splice-equals-a-block-mask")
 @pytest.mark.law("refused-before-anything-changes")
 def test_names_and_markers_are_checked(archive: Archive) -> None:
-    library = Library(archive, build("Llama"), VOCABULARY, "alice")
+    library = Library(archive, build("Llama"), CHAT, "alice")
     with pytest.raises(SpecError, match="form = 'E'"):
         library.put(PARTS[0], "E")
     with pytest.raises(SpecError, match="codec = 'int8'"):
@@ -144,7 +140,7 @@ def test_a_long_chunk_is_archived_under_the_long_frequencies(archive: Archive) -
     The chunk is re-based into a shorter session and back into a longer session.
     """
     model = build("Llama", rope_parameters=dict(ROTATIONS["longrope"]))
-    library = Library(archive, model, VOCABULARY, "alice")
+    library = Library(archive, model, CHAT, "alice")
     long = ids(70, 6)
     key = library.put(long)
     cache, _ = library.inject(None, [key], room=len(QUERY))

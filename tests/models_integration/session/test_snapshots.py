@@ -43,8 +43,21 @@ from tests.models_integration.session.families import (
     prompt,
     step_by_step,
 )
-from tests.models_integration.session.saved import N, differing, gapped, go_on, lived, same
-from tests.models_integration.session.sessions import T, batch, breathing, method, prompts, read_prompt, tokens
+from tests.models_integration.session.sessions import (
+    PROMPT,
+    T,
+    batch,
+    breathing,
+    differing,
+    gapped,
+    go_on,
+    lived,
+    method,
+    prompts,
+    read_prompt,
+    same,
+    tokens,
+)
 from tests.processes import started
 
 pytestmark = pytest.mark.law("saved-is-what-was")
@@ -195,8 +208,8 @@ def test_killed_while_saving_it_leaves_the_old_file_or_the_new_one(tmp_path: Pat
             save_cache(second, model, path, known)
         calls, cache = len(made.calls), load_cache(path, model, known)
         actual.append(cache.get_seq_length())
-        same(cache, {N + 1: first, N + T + 3: second}[actual[-1]])
-    assert set(actual) == {N + 1, N + T + 3}
+        same(cache, {PROMPT + 1: first, PROMPT + T + 3: second}[actual[-1]])
+    assert set(actual) == {PROMPT + 1, PROMPT + T + 3}
     for left in tmp_path.glob(".tmp-*"):
         os.utime(left, (1, 1))
     save_cache(first, model, path)
