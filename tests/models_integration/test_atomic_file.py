@@ -63,10 +63,7 @@ def test_a_link_is_followed_and_a_pipe_is_written_to(tmp_path: Path) -> None:
 
 @pytest.mark.law("promised-is-there-forgotten-is-not")
 def test_a_file_has_no_name_before_its_last_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check systems with and without unnamed files.
-
-    Without them, the file has a name that the next writer finds. Both leave the same file.
-    """
+    """Check systems without unnamed files too: the file has a name that the next writer finds."""
     seen = list[list[str]]()
     fsync = os.fsync
 

@@ -13,10 +13,7 @@ MEMORY = Path("/dev/shm")
 
 @pytest.fixture
 def quick_path(tmp_path: Path) -> Iterator[Path]:
-    """Yield a folder in memory, if possible.
-
-    Thousands of fsyncs on a disk would add nothing to tests of killed processes.
-    """
+    """Yield a folder in memory, if possible: thousands of fsyncs on a disk would add nothing to these tests."""
     if not MEMORY.is_dir():
         yield tmp_path
         return

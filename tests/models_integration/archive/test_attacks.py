@@ -27,7 +27,7 @@ from models_integration.cache import atomic_file as files
 from models_integration.cache.tensor_file import Damaged, header_bytes, parts, read_bytes, write
 from spec import SPEC_VERSION
 from spec.errors import SpecError
-from tests.models_integration.archive.fault_cases import chunk, opened, path_of
+from tests.models_integration.archive.fault_cases import chunk, path_of
 from tests.processes import started
 
 pytestmark = pytest.mark.law("an-object-proves-itself")
@@ -126,11 +126,10 @@ def read_where_nothing_can_be_written(folder: Path) -> None:
 
 
 KILLS = 200
-FLIPS = 500  # There are 500 flips in the header and 500 in the payload.
 WRITTEN_MOST = 30
 """Largest number of 8 KB pieces that a writer begins to write before it is killed. A chunk has ten pieces."""
 SHARE = 5
-"""Outside the nightly profile, one in `SHARE` of the kills and flips is run."""
+"""Outside the nightly profile, one in `SHARE` of the kills is run."""
 
 
 @pytest.fixture
@@ -170,40 +169,6 @@ def test_no_killed_writer_leaves_a_torn_object(quick_path: Path, share: int) -> 
         assert report.clean
         assert report.read == len(entries)
         archive.put(*chunk(5_000_000))
-
-
-def flipped(data: bytes, bit: int) -> bytes:
-    changed = bytearray(data)
-    changed[bit // 8] ^= 1 << bit % 8
-    return bytes(changed)
-
-
-@pytest.mark.parametrize("encrypted", [False, True], ids=["clear", "encrypted"])
-@pytest.mark.parametrize("part", ["header", "payload"])
-def test_every_flipped_bit_of_an_object_is_detected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, encrypted: bool, share: int,
-) -> None:
-    """Run 500 flips in the nightly profile.
-
-    After each flip, `get` returns None and the file is in quarantine. After the original file is restored, `get`
-    returns the chunk.
-    """
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # This saves time. No process is killed in this test.
-    rng = random.Random(part)
-    with opened(tmp_path, encrypted) as archive:
-        key = archive.put(*chunk(1))
-        (path,) = (tmp_path / "objects").glob("*/*")
-        data = path.read_bytes()
-        header = 8 + int.from_bytes(data[:8], "little")
-        low, high = (0, header) if part == "header" else (header, len(data))
-        for _ in range(FLIPS // share):
-            path.write_bytes(flipped(data, rng.randrange(8 * low, 8 * high)))
-            assert archive.get(key, "alice") is None
-            assert not path.exists()
-            (quarantined,) = (tmp_path / "quarantine").glob(f"*-{path.name}")
-            quarantined.unlink()
-            path.write_bytes(data)
-        assert archive.get(key, "alice") is not None
 
 
 @pytest.mark.law("promised-is-there-forgotten-is-not")
@@ -310,10 +275,7 @@ def test_crafted_tensors_are_a_miss_and_cannot_be_put(tmp_path: Path, change: st
     ((0, 4), (0, 4)), ((0, 8), (4, 12)), ((4, 8),), ((0, 4), (8, 12)),
 ])
 def test_a_crafted_place_of_a_tensor_is_damage(tmp_path: Path, entry: Any) -> None:
-    """Check overlapping places and unused bytes too, which no safetensors reader accepts.
-
-    The digest does not matter.
-    """
+    """Check overlapping places and unused bytes too, which no safetensors reader accepts."""
     metadata = {"digest": "0" * 64, "format": FORMAT, "spec": SPEC_VERSION, "manifest": chunk(2)[0].to_json()}
     entries, size = {"x": entry}, 4
     if isinstance(entry, tuple):
@@ -337,10 +299,7 @@ def least_memory(work: Any) -> int:
 
 @pytest.mark.parametrize("kind", ["sparse", "sparse that adds up", "a header of 96 MB"])
 def test_what_is_too_large_is_a_miss_before_memory_is_taken(quick_path: Path, kind: str) -> None:
-    """Check sparse files of 1 TiB, and a header that accounts for every byte.
-
-    Forgetting them does not fill the disk.
-    """
+    """Check sparse files of 1 TiB, and that forgetting them does not fill the disk."""
     manifest, tensors = chunk(2)
     with Archive(quick_path) as archive:
         path = path_of(quick_path, manifest.key)

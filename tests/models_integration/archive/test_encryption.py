@@ -48,10 +48,7 @@ def test_an_encrypted_archive_neither_gives_nor_takes_objects_in_the_clear(tmp_p
 
 @pytest.mark.law("refused-before-anything-changes")
 def test_under_another_salt_a_sound_object_is_locked_and_stays(tmp_path: Path) -> None:
-    """Check lost, new and exchanged salts, and objects of a different archive.
-
-    With the old salts everything is read again.
-    """
+    """Check lost, new and exchanged salts, objects of a different archive, and the old salts again."""
     with opened(tmp_path) as archive:
         keys = {tenant: archive.put(*chunk(1, tenant=tenant)) for tenant in ("alice", "bob")}
     files = {key: path_of(tmp_path, key).read_bytes() for key in keys.values()}
@@ -93,10 +90,7 @@ def test_under_another_salt_a_sound_object_is_locked_and_stays(tmp_path: Path) -
 
 @pytest.mark.law("refused-before-anything-changes")
 def test_an_encrypted_object_of_the_version_before_is_foreign_and_stays(tmp_path: Path) -> None:
-    """The header has neither digest nor mark, so damage and a different salt look the same.
-
-    `forget` erases such objects.
-    """
+    """The header has neither digest nor mark, so damage and a different salt look the same."""
     with opened(tmp_path) as archive:
         path = path_of(tmp_path, key := archive.put(*chunk(1)))
         data = path.read_bytes()
@@ -176,10 +170,7 @@ def test_a_salt_that_could_not_be_read_once_locks_nothing_afterwards(
 def test_a_put_whose_tenant_is_forgotten_meanwhile_promises_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Check a salt that is destroyed after the chunk was encrypted.
-
-    The forgetting process has already searched the folders.
-    """
+    """Check a salt that is destroyed after the chunk was encrypted."""
     with opened(tmp_path) as archive:
         publish = archive._files.publish
 

@@ -6,7 +6,6 @@ import fcntl
 import gc
 import os
 import random
-import resource
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -20,7 +19,7 @@ import pytest
 from conformance.plugin import profile_of
 from lab.faults import CALLS, LAST, SHORT, Disk, faults, recording
 from models_integration.archive import keyring, object_folder, objects, store
-from models_integration.archive.errors import ArchiveError, ArchiveFull
+from models_integration.archive.errors import ArchiveError
 from models_integration.archive.object_folder import ASIDE
 from models_integration.archive.store import Archive, Report, Stored
 from models_integration.cache import atomic_file, tensor_file
@@ -34,8 +33,6 @@ pytestmark = pytest.mark.law("promised-is-there-forgotten-is-not")
 ERRORS = {**{errno.errorcode[number]: number for number in (errno.ENOSPC, errno.EIO, errno.EROFS)}, "short": SHORT}
 SAMPLE = 3
 """Number of calls that are tested for each case outside the nightly profile."""
-LEAST_STEP, STEP = 128, 8192
-"""Bytes between two sizes of a full disk."""
 MODULES = (atomic_file, tensor_file, keyring, object_folder, objects, store)
 WITHOUT_THE_SYSTEM = {"fspath", "strerror", "getpid"}
 
@@ -143,32 +140,6 @@ def test_a_chunk_that_was_set_aside_is_there_or_the_failure_is_named(
         assert at > 3
 
 
-@for_both
-@for_each
-def test_a_full_disk_stops_neither_erasing_nor_opening(
-    quick_path: Path, pytestconfig: pytest.Config, operation: str, encrypted: bool,
-) -> None:
-    """Limit the file size in the kernel, to any size between zero and the size that the operation needs."""
-    template = prepared(quick_path / "template", operation, encrypted)
-    size, done = 0, False
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    while not done or size < 1 << 16:
-        case = template.copied(quick_path / str(size))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-        try:
-            with case.open() as archive:
-                OPERATIONS[operation](archive, case.keys)
-            done = True
-        except ArchiveFull:
-            done = False
-            assert operation == "put"
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        case.check(done)
-        shutil.rmtree(case.folder)
-        size += LEAST_STEP if profile_of(pytestconfig) == "nightly" else STEP
-
-
 @pytest.mark.law("the-proof-has-teeth")
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.rpartition(".")[2])
 def test_every_call_of_the_archive_can_fail(module: ModuleType) -> None:
@@ -265,10 +236,7 @@ def test_without_any_one_sync_something_is_lost_or_left(quick_path: Path, operat
 @pytest.mark.parametrize("begun", [False, True], ids=["new", "begun"])
 @pytest.mark.parametrize("dropped", range(8))
 def test_the_first_put_of_a_new_archive_is_durable(quick_path: Path, dropped: int, begun: bool) -> None:
-    """Check the folders of the archive too, also if a killed process created them.
-
-    Without any one of the syncs, the chunk may be lost.
-    """
+    """Check folders that a killed process created, too. Without any one of the syncs, the chunk may be lost."""
     (root := quick_path / "root").mkdir()
     with recording(root, dropped, each=False) as (calls, states):
         if begun:
@@ -321,10 +289,7 @@ def test_a_chunk_that_is_put_again_is_durable_by_then(quick_path: Path) -> None:
 def test_of_a_forgotten_object_that_was_replaced_nothing_is_left(
     quick_path: Path, operation: str, dropped: int,
 ) -> None:
-    """Check the bytes of a damaged object that a put replaced, and the name of an object that a reader quarantined.
-
-    One of the readers was stopped before it synced the removal of the name.
-    """
+    """Check the bytes that a put replaced, and the name that a reader moved, also if its removal was not synced."""
     case = prepared(quick_path / "archive", "forget", encrypted=False)
     for path in case.folder.rglob(".tmp-*"):
         path.unlink()  # Erasing these files syncs the same folder.

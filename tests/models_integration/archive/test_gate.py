@@ -134,10 +134,7 @@ def test_dynamic_frequencies_are_refused_beyond_their_range() -> None:
 
 @pytest.mark.law("the-proof-has-teeth")
 def test_the_bound_of_the_probe_lies_far_from_both() -> None:
-    """Correct hypotheses have errors below a hundredth of the bound.
-
-    Wrong hypotheses exceed the bound a hundredfold.
-    """
+    """Correct and wrong hypotheses have errors a hundredfold below and above the bound."""
     model = build("Llama")
     before, after = (rope._probe(model, start) for start in (0, rope.PROBE_START))
     actual = recognise(model)

@@ -135,10 +135,7 @@ def test_names_and_markers_are_checked(archive: Archive) -> None:
 
 @pytest.mark.law("a-splice-equals-a-block-mask")
 def test_a_long_chunk_is_archived_under_the_long_frequencies(archive: Archive) -> None:
-    """Check longrope with a chunk beyond the first range.
-
-    The chunk is re-based into a shorter session and back into a longer session.
-    """
+    """Check longrope: a chunk beyond the first range is re-based into a shorter session."""
     model = build("Llama", rope_parameters=dict(ROTATIONS["longrope"]))
     library = Library(archive, model, CHAT, "alice")
     long = ids(70, 6)
@@ -213,10 +210,7 @@ def test_bm25_takes_an_accent_however_it_is_written() -> None:
 
 
 def test_an_encoder_without_a_download_knows_synonyms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check a query that shares no word with its text.
-
-    WordLlama's weights are in its wheel, so no name server is contacted. It adds no log handler.
-    """
+    """Check that no server is contacted, because the weights are in the wheel, and that no log handler is added."""
     pytest.importorskip("wordllama")
     for name in [name for name in sys.modules if name.partition(".")[0] == "wordllama"]:
         monkeypatch.delitem(sys.modules, name)

@@ -50,10 +50,6 @@ SYSTEM, QUERY = ids(5, 1), ids(4, 2)
 CHUNKS = [(ids(7, 3), 0), (ids(9, 4), 3), (ids(6, 5), 0)]  # The second chunk has a hidden preamble.
 
 
-def as_it_is(chunk: Chunk) -> Chunk:
-    return chunk
-
-
 def read(model: PreTrainedModel, tokens: list[int], cache: RetainedCache | None = None) -> tuple[Tensor, RetainedCache]:
     """Run one forward pass with the defaults of transformers: no positions and no mask."""
     cache = RetainedCache(model.config.get_text_config(decoder=True)) if cache is None else cache
@@ -62,7 +58,7 @@ def read(model: PreTrainedModel, tokens: list[int], cache: RetainedCache | None 
 
 
 def injected(
-    model: PreTrainedModel, chunks: Chunks, change: Callable[[Chunk], Chunk] = as_it_is,
+    model: PreTrainedModel, chunks: Chunks, change: Callable[[Chunk], Chunk] = lambda chunk: chunk,
 ) -> tuple[Tensor, RetainedCache]:
     rotary = recognise(model)
     total = len(SYSTEM) + sum(len(chunk) - hidden for chunk, hidden in chunks) + len(QUERY)
@@ -82,7 +78,7 @@ def gap(logits: Tensor, cache: RetainedCache, oracle: Oracle) -> float:
     return max(relative(a.float(), b.float()) for a, b in pairs)
 
 
-def distance(model: PreTrainedModel, chunks: Chunks, change: Callable[[Chunk], Chunk] = as_it_is) -> float:
+def distance(model: PreTrainedModel, chunks: Chunks, change: Callable[[Chunk], Chunk] = lambda chunk: chunk) -> float:
     return gap(*injected(model, chunks, change), block_masked(model, SYSTEM, chunks, QUERY))
 
 
@@ -91,10 +87,7 @@ MOST, BOTH = ("Llama", "Glm", "DeepseekV3"), [("Gemma3Text", "yarn"), ("GPTNeoX"
 
 
 def cases() -> Iterator[Any]:
-    """Yield every family without changes in both dtypes, and with every rotation.
-
-    Most rotations run in the nightly profile.
-    """
+    """Yield every family in both dtypes and with every rotation. Most rotations run in the nightly profile."""
     for family in FAMILIES:
         yield family, None
         for rotation in ROTATIONS:
@@ -130,10 +123,7 @@ def parameters_of(family: str, rotation: str) -> dict[str, Any]:
 
 
 def test_a_chunk_is_rebased_where_the_session_outgrows_the_first_range() -> None:
-    """Check longrope: the chunk is archived under the short frequencies.
-
-    The session of 105 tokens uses the long frequencies.
-    """
+    """Check longrope: a chunk with short frequencies in a session of 105 tokens, which uses the long ones."""
     model = build("Llama", rope_parameters=dict(ROTATIONS["longrope"]))
     chunks = [ids(60, 6), ids(40, 7)]
     rotary = recognise(model)

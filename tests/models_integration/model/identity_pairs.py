@@ -30,7 +30,7 @@ _EXPERTS: dict[str, Any] = {
 _OWN: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}, "Qwen3Moe": _EXPERTS,
     "Gemma2": {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8}, "Gemma3": {"head_dim": 8},
-    "DeepseekV3": LATENT,
+    "DeepseekV3": LATENT, "Roberta": {"is_decoder": True},
 }
 
 # Family, field, its two values.
@@ -39,6 +39,7 @@ FIELDS: list[tuple[str, str, Any, Any]] = [
     ("Granite", "attention_multiplier", 1.0, 0.3), ("Mixtral", "num_experts_per_tok", 2, 1),
     ("GPTNeoX", "use_parallel_residual", True, False), ("Gemma2", "attn_logit_softcapping", 50.0, 0.5),
     ("Gemma2", "sliding_window", 4, 7), ("DeepseekV3", "routed_scaling_factor", 2.5, 1.0),
+    ("Roberta", "pad_token_id", 1, 7),
 ]
 
 
@@ -626,4 +627,8 @@ EQUAL: dict[str, tuple[Change, Change]] = {
     "generated with a static cache": (_nothing, _generated),
     "tagged": (_nothing, lambda model: model.add_model_tags(["mine"])),
     "parameters in another order": (_nothing, _pruned_and_back),
+    "tied parts that become equal ones": (
+        lambda model: setattr(model.get_submodule("model.layers.1.mlp"), "up_proj", model.get_submodule(_UP)),
+        _exchanged("model.layers.1.mlp.up_proj", copy.deepcopy),
+    ),
 }

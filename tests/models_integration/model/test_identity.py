@@ -45,7 +45,7 @@ from tests.models_integration.model.identity_pairs import (
     UNREADABLE,
     made,
 )
-from tests.models_integration.session.families import SMALL, at_once, prepared, prompt
+from tests.models_integration.session.families import at_once, prompt
 
 pytestmark = pytest.mark.law("an-identity-tells-apart")
 
@@ -179,17 +179,6 @@ def test_what_does_not_say_what_it_holds_is_refused_by_name(name: str) -> None:
         identify(model)
 
 
-@pytest.mark.parametrize("name", EQUAL)
-def test_models_that_look_unlike_and_answer_alike_have_one_identity(name: str) -> None:
-    model, (prepared, changed) = made("Llama"), EQUAL[name]
-    prepared(model)
-    before, answers = identify(model), logits(model)
-    actual = changed(model)
-    other = actual if isinstance(actual, PreTrainedModel) else model
-    assert identify(other) == before
-    assert torch.equal(logits(other), answers)
-
-
 class Leaking(torch.nn.Module):
     """Activation function defined by a user."""
 
@@ -264,11 +253,6 @@ def test_each_activation_of_transformers_is_described(name: str) -> None:
     assert identify(made("Llama", hidden_act=name)) == identify(made("Llama", hidden_act=name))
 
 
-def test_positions_that_are_counted_from_the_padding_are_told() -> None:
-    models = [prepared("Roberta", **{**SMALL, "pad_token_id": pad}, is_decoder=True) for pad in (1, 7)]
-    assert len({identify(model).digest for model in models}) == 2
-
-
 @pytest.mark.parametrize("family", ["GPTNeoX", "Llama"])
 def test_embeddings_that_are_resized_make_the_model_that_is_loaded_from_what_was_saved(
     family: str, tmp_path: Path,
@@ -283,25 +267,25 @@ def test_embeddings_that_are_resized_make_the_model_that_is_loaded_from_what_was
 
 @pytest.mark.law("refused-before-anything-changes")
 def test_a_hook_on_every_module_is_refused() -> None:
-    handle = register_module_forward_hook(lambda module, inputs, output: None)
-    try:
-        with pytest.raises(SpecError, match=r"'every module': has the forward hook, .*lambda"):
-            identify(made("Llama"))
-    finally:
-        handle.remove()
+    hook = register_module_forward_hook(lambda module, inputs, output: None)
+    with hook, pytest.raises(SpecError, match=r"'every module': has the forward hook, .*lambda"):
+        identify(made("Llama"))
 
 
 @pytest.mark.parametrize(("family", "name"), [
-    *(("Llama", name) for name in SAME), *product(["Gemma3", "DeepseekV3"], ["read", "saved and loaded", "attention"]),
+    *(("Llama", name) for name in [*SAME, *EQUAL]),
+    *product(["Gemma3", "DeepseekV3"], ["read", "saved and loaded", "attention"]),
 ])
 def test_what_changes_no_answer_makes_no_other_identity(family: str, name: str) -> None:
-    model = made(family)
+    """Check that the logits are equal too. Changes of SAME may change the order of sums."""
+    model, (prepared, changed) = made(family), EQUAL.get(name) or (lambda model: None, SAME[name])
+    prepared(model)
     before, answers = identify(model), logits(model)
-    changed = SAME[name](model)
-    if isinstance(changed, PreTrainedModel):
-        model = changed
-    assert identify(model) == before
-    assert float((logits(model) - answers).abs().max()) <= 1e-4 * max(1.0, float(answers.abs().max()))
+    actual = changed(model)
+    other = actual if isinstance(actual, PreTrainedModel) else model
+    assert identify(other) == before
+    bound = 1e-4 * max(1.0, float(answers.abs().max())) if name in SAME else 0.0
+    assert float((logits(other) - answers).abs().max()) <= bound
 
 
 def test_inside_a_context_a_model_is_who_it_was() -> None:
@@ -322,14 +306,6 @@ def test_a_long_prompt_that_exchanges_frequencies_makes_no_other_model(kind: str
     with torch.no_grad():
         model(input_ids=prompt(100) % 131)
     assert not torch.equal(model.get_buffer("model.rotary_emb.inv_freq"), held)
-    assert identify(model) == before
-
-
-def test_tied_parts_that_become_equal_ones_make_no_other_model() -> None:
-    model = made("Llama")
-    model.get_submodule("model.layers.1.mlp").up_proj = model.get_submodule("model.layers.0.mlp.up_proj")
-    before = identify(model)
-    model.get_submodule("model.layers.1.mlp").up_proj = copy.deepcopy(model.get_submodule("model.layers.0.mlp.up_proj"))
     assert identify(model) == before
 
 

@@ -134,14 +134,14 @@ def greedy(model: PreTrainedModel, input_ids: Tensor, new: int, **options: Any) 
     return output[:, input_ids.shape[1] :]
 
 
-def step_by_step(model: PreTrainedModel, input_ids: Tensor, cache: DynamicCache) -> Tensor:
+def step_by_step(model: PreTrainedModel, input_ids: Tensor, cache: DynamicCache | None) -> Tensor:
     """Return the logits of tokens that are read one at a time, with default positions and masks."""
     with torch.no_grad():
         steps = [model(input_ids=token, past_key_values=cache).logits for token in torch.split(input_ids, 1, dim=1)]
     return torch.cat(steps, dim=1)
 
 
-def at_once(model: PreTrainedModel, input_ids: Tensor, cache: DynamicCache, **options: Any) -> Tensor:
+def at_once(model: PreTrainedModel, input_ids: Tensor, cache: DynamicCache | None, **options: Any) -> Tensor:
     """Return the logits of tokens that are read in one forward pass."""
     with torch.no_grad():
         logits = model(input_ids=input_ids, past_key_values=cache, **options).logits

@@ -71,10 +71,7 @@ class Expected(NamedTuple):
 
 
 class MaskedModel:
-    """Copy of the model with a mask for each head in full-attention layers.
-
-    The remaining layers use their sliding window.
-    """
+    """Copy of the model with a mask for each head in full-attention layers, and sliding windows in all other layers."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = copy.deepcopy(model)

@@ -4,7 +4,7 @@ The model computes queries and keys at position 0, so a rotation has no effect. 
 float64, and stores raw keys with two arrays: positions of the text, and rotary positions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -46,12 +46,12 @@ class Oracle:
         actual: Tensor = logits[0]
         return actual
 
-    def evict(self, kept: dict[int, list[Tensor]]) -> None:
+    def evict(self, kept: Mapping[int, Sequence[Sequence[int] | Tensor]]) -> None:
         """Keep these positions of the text, by layer and KV head. One set of a layer is that of all heads."""
         for layer, heads in kept.items():
-            for head, positions in enumerate(heads * (len(self.raw[layer]) // len(heads))):
+            for head, positions in enumerate([*heads] * (len(self.raw[layer]) // len(heads))):
                 k, v, text, _ = self.raw[layer][head]
-                own = [slot for slot, position in enumerate(text.tolist()) if position in set(positions.tolist())]
+                own = [slot for slot, position in enumerate(text.tolist()) if position in {*map(int, positions)}]
                 assert len(own) == len(positions)
                 text = text[own]
                 rotary = torch.arange(self.seen - len(own), self.seen) if self.rule == "renumbered" else text

@@ -219,11 +219,8 @@ class Judge:
                 for row, own, shown, stored in zip(rows, ids, is_token, before, strict=True)
             ])
 
-        hook = self.model.base_model.register_forward_pre_hook(note, with_kwargs=True)
-        try:
+        with self.model.base_model.register_forward_pre_hook(note, with_kwargs=True):
             yield
-        finally:
-            hook.remove()
 
     def _check_nothing_returns(self, life: RunningCache, now: list[Sets]) -> None:
         for row, before, after in zip(life.rows, life.sets, now, strict=True):

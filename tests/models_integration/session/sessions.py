@@ -111,10 +111,11 @@ def method(name: str, budget: float | int | None = None) -> RetentionPolicy:
     return CustomPolicy(make_policy(name, small(name)), parse_budget(budget))
 
 
-def live_sets(cache: RetainedCache) -> HeadSets:
+def live_sets(cache: RetainedCache | None, row: int = 0) -> HeadSets:
     """Return the positions that each head of each full-attention layer stores now."""
+    assert cache is not None
     return {
-        index: [layer.head_positions(0, head).tolist() for head in range(layer.heads)]
+        index: [layer.head_positions(row, head).tolist() for head in range(layer.heads)]
         for index, layer in enumerate(cache.layers) if layer in cache.full_layers
     }
 
@@ -212,6 +213,16 @@ def shown(model: PreTrainedModel, ids: Tensor, needs: Needs, **options: Tensor) 
     with method_of(scorer)(model):
         at_once(model, ids, RetainedCache(model.config), **options)
     return scorer.shown[-1]
+
+
+@contextmanager
+def outputs_of(modules: Iterable[torch.nn.Module]) -> Iterator[list[Any]]:
+    """Record the outputs of these modules inside the block, in the order of the calls."""
+    seen = list[Any]()
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(module.register_forward_hook(lambda _, args, output: seen.append(output)))
+        yield seen
 
 
 _STOCK = ("sdpa", "eager", "flash_attention_2", "flex_attention")
@@ -319,11 +330,8 @@ class Observed:
             seen.new_k = new[1] if seen.new_k is None else np.concatenate([seen.new_k, new[1]], axis=1)
             self.keys.extend(new[1].transpose(1, 0, 2))
 
-        handle = attention.register_forward_pre_hook(look, with_kwargs=True)
-        try:
+        with attention.register_forward_pre_hook(look, with_kwargs=True):
             yield seen
-        finally:
-            handle.remove()
 
     def stored(self, positions: Any, seen: Seen) -> Any:
         """Return the keys of stored positions, followed by the keys of the observed forward passes."""

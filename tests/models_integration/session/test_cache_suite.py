@@ -112,10 +112,7 @@ def rotated(
 
 
 def test_a_cache_that_renumbers_is_judged_by_its_rule(folder: str) -> None:
-    """Check that the rule for renumbered positions applies only if declared.
-
-    Keys that were not rotated again fail under both rules.
-    """
+    """Check the rule if it is declared, and that keys that were not rotated again fail under both rules."""
     renumbered, untouched = partial(plain, shift=1, turn=rotated), partial(plain, shift=1)
     for kind in (WHOLE, "one set for all", "a set for each layer", EQUAL):
         check(renumbered, folder, kind, 5, renumbered=True)
@@ -453,10 +450,7 @@ FOUND = {
 def test_a_certificate_names_the_row_of_the_mistake_and_what_is_not_served(
     name: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Check that an engine that runs only cases without eviction certifies nothing.
-
-    The model accepts no long prompts.
-    """
+    """Check that an engine that runs only cases without eviction certifies nothing."""
     def asked(*words: str) -> tuple[int, str]:
         monkeypatch.setattr("sys.argv", ["verify", *words, "--out", "found"])
         return verify_main.main(), capsys.readouterr().out

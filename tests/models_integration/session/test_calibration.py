@@ -30,7 +30,7 @@ from conformance.tolerances import scores_agree
 from experiments.studies.results import load_rows
 from kvspec.cli.app import app
 from models_integration import CustomPolicy, NamedPolicy, RetainedCache, policy_from_name
-from models_integration.attention.capture import Attended, Recorder
+from models_integration.attention.capture import AttentionInputs, Recorder
 from models_integration.attention.hidden import hidden_of
 from models_integration.cache.retained_cache import storage_bytes
 from models_integration.engines.keep import keep
@@ -63,6 +63,7 @@ from tests.models_integration.session.sessions import (
     check_continuation,
     live_sets,
     method_of,
+    outputs_of,
     prompts,
     read_prompt,
     shown,
@@ -79,20 +80,10 @@ BOUND = 2e-6
 
 def hooked(model: Any, ids: Tensor) -> list[Tensor]:
     """Return each layer's queries (H, n, d) before the rotation, after the norm of the queries if there is one."""
-    actual: list[Tensor] = []
-    handles = []
-    for layer in model.model.layers:
-        attention: Any = layer.self_attn
-
-        def note(module: Any, given: Any, output: Tensor, d: int = attention.head_dim) -> None:
-            actual.append(output.view(ids.shape[1], -1, d).transpose(0, 1))
-
-        handles.append(getattr(attention, "q_norm", attention.q_proj).register_forward_hook(note))
-    with torch.no_grad():
+    layers = [layer.self_attn for layer in model.model.layers]
+    with outputs_of(getattr(one, "q_norm", one.q_proj) for one in layers) as seen, torch.no_grad():
         model(input_ids=ids)
-    for handle in handles:
-        handle.remove()
-    return actual
+    return [q.view(ids.shape[1], -1, one.head_dim).transpose(0, 1) for q, one in zip(seen, layers, strict=True)]
 
 
 @pytest.mark.spec("TA-STATISTICS")
@@ -110,10 +101,7 @@ def test_statistics_are_those_of_queries_before_their_rotation(family: str) -> N
 @pytest.mark.spec("TA-CALIBRATION")
 @pytest.mark.parametrize("name", ["triattention", "triattention-by-layer-and-head", "diverse-triattention-by-head"])
 def test_a_file_serves_its_own_model_and_rotation_only(name: str, tmp_path: Path) -> None:
-    """Check a policy by name.
-
-    It refuses a different model before anything is read, and the same weights with a different rotation.
-    """
+    """Check that a different model, and the same weights with a different rotation, raise an error."""
     model, other, turned, trained = build("llama"), build("qwen2"), build("llama"), build("llama")
     with torch.no_grad():
         next(trained.parameters())[:] += 1.0
@@ -194,10 +182,7 @@ def test_frequencies_that_change_with_the_length_are_refused(kind: str) -> None:
 @pytest.mark.spec("PO-EXPECTED-ATTENTION", "TA-POLICY")
 @pytest.mark.parametrize("name", ["gpt_oss", "lfm2", "gemma3"])
 def test_queries_are_rotated_back_whatever_the_code_of_the_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check by brute force.
-
-    gpt-oss has no `rotate_half` and uses YaRN's factor. LFM2 has a state. Gemma 3 has a wrapper.
-    """
+    """gpt-oss has no `rotate_half` and uses YaRN's factor. LFM2 has a state. Gemma 3 has a wrapper."""
     model, ids, kept = architectures.build(name), prompt(N), dict[str, Any]()
     ids = ids.where(ids != architectures.IMAGE, 9)
     attention = describe(model).attention
@@ -240,10 +225,7 @@ def test_queries_are_rotated_back_whatever_the_code_of_the_model(name: str, monk
     (lambda: build("gpt_neox"), "must rotate all 12 channels of a head, but rotates 6"),
 ])
 def test_head_scores_need_no_one_rotation(make: Callable[[], Any], words: str, tmp_path: Path) -> None:
-    """Check that head scores belong to the model and its rotations.
-
-    Policies that remove rotations refuse them.
-    """
+    """Check head scores of models whose rotations other policies cannot remove."""
     model, other, ids = make(), make(), prompt(LEAST, seed=9)
     for refused in (lambda: calibrate(model, ids), lambda: NamedPolicy("expected-attention", 20)(model)):
         with pytest.raises(SpecError, match=words):
@@ -300,10 +282,7 @@ L, H, HALF = 3, 4, 6  # Number of layers, heads and channel pairs of the family 
 
 @pytest.fixture
 def payload() -> dict[str, Any]:
-    """Return a payload with the published shapes.
-
-    Each head of each layer has three rows of head_dim / 2 float32 numbers.
-    """
+    """Return the published shapes: three rows of head_dim / 2 float32 numbers for each head."""
     rng, pairs = np.random.default_rng(3), [(layer, head) for layer in range(L) for head in range(H)]
     stats = {}
     for layer, head in pairs:
@@ -430,10 +409,7 @@ def test_a_head_pattern_names_the_full_heads(threshold: float | None, full: list
 @pytest.mark.spec("PO-KVZIP-HEADS")
 @pytest.mark.parametrize("streaming", [1, 3, 5])
 def test_a_head_pattern_decides_as_duoattention(streaming: int, tmp_path: Path) -> None:
-    """Compare kept tokens with kvpress's rule: the heads with the lowest values keep only sinks and recent tokens.
-
-    The budget is the one in the guide for users of kvpress.
-    """
+    """Compare with kvpress's rule, at the budget of the guide for users of kvpress."""
     n, sink, recent = 204, 2, 4
     budget = 1 - streaming / 6 * (1 - (sink + recent) / n)
     low = np.argsort(np.clip(SHARES, 0, 1), axis=None)[:streaming].tolist()
@@ -551,15 +527,8 @@ HIDDEN = Needs("all", 0, hidden=True)
 
 def normed(model: Any, ids: Tensor, mask: Tensor | None = None) -> list[Tensor]:
     """Return the output (rows, n, width) of the input norm of each layer."""
-    states = list[Tensor]()
-    hooks = [
-        layer.input_layernorm.register_forward_hook(lambda module, given, output: states.append(output))
-        for layer in model.model.layers
-    ]
-    with torch.no_grad():
+    with outputs_of(layer.input_layernorm for layer in model.model.layers) as states, torch.no_grad():
         model(input_ids=ids, attention_mask=mask)
-    for hook in hooks:
-        hook.remove()
     return states
 
 
@@ -702,7 +671,7 @@ def test_the_threshold_of_the_paper_keeps_what_exceeds_it(tmp_path: Path) -> Non
 
 @pytest.mark.law("refused-before-anything-changes")
 def test_missing_hidden_states_are_refused(tmp_path: Path) -> None:
-    """Refuse turns, blocks, steps, observations without hidden states, `kvspec keep` and vLLM, in one sentence."""
+    """Check that turns, blocks, steps, observations without hidden states, `kvspec keep` and vLLM raise an error."""
     model: Any = build("llama")
     networks = random_networks(3, 2, model.config.hidden_size, 6)
     policy = NamedPolicy("kvzap", 0.5, calibration=with_networks(model, networks))
@@ -736,7 +705,7 @@ def test_a_model_that_shows_no_hidden_states_is_refused(monkeypatch: pytest.Monk
     module = describe(seen).attention[0]
     tensor = torch.zeros(1, 2, 3, 4)
     with pytest.raises(SpecError, match=words):
-        Recorder(HIDDEN).record(module, Attended(0, tensor, tensor, tensor, None, None, {}))
+        Recorder(HIDDEN).record(module, AttentionInputs(0, tensor, tensor, tensor, None, None, {}))
     monkeypatch.setattr("models_integration.attention.capture.hidden_of", lambda module: None)
     with pytest.raises(SpecError, match=words):
         method_of(Looking(HIDDEN))(seen)

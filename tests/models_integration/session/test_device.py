@@ -87,11 +87,7 @@ def same(found: Session, expected: Session) -> bool:
 @pytest.mark.law("the-model-stays-as-it-was")
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_session_on_a_device_is_the_session_on_the_host(name: str) -> None:
-    """Compare a session on the device with a session on the host.
-
-    A policy that chooses on the device reads all kept positions of a prompt at once. The committed counts of a deeper
-    model differ by a whole number of reads for each layer.
-    """
+    """The committed counts of a deeper model differ by a whole number of reads for each layer."""
     host, device = models()
     method = method_on(name, host)
     actual, reads, session = host_reads(method, device, N)

@@ -20,7 +20,7 @@ from models_integration.session.verbs import read
 from spec.errors import SpecError
 from tests.models_integration.session.families import build, greedy, relative
 from tests.models_integration.session.masked import MaskedModel, Row, Sets
-from tests.models_integration.session.sessions import TOLERANCE, VISIBLE_EFFECT, live_sets
+from tests.models_integration.session.sessions import TOLERANCE, VISIBLE_EFFECT, live_sets, outputs_of
 
 pytestmark = [pytest.mark.law("eviction-equals-masking"), pytest.mark.spec("PO-EPICACHE")]
 
@@ -33,10 +33,7 @@ QUESTIONS = [[*TOPICS[topic][5:40:7]] for topic in (1, 0)]
 
 
 def dialogue() -> list[list[int]]:
-    """Return 16 utterances of 4 to 7 tokens.
-
-    Two utterances about one topic follow two utterances about a second topic.
-    """
+    """Return 16 utterances of 4 to 7 tokens, two by two about one of two topics."""
     rng = np.random.default_rng(2)
     return [rng.choice(TOPICS[at // 2 % 2], 4 + at % 4).tolist() for at in range(16)]
 
@@ -64,14 +61,10 @@ class Oracle(MaskedModel):
     """Masked model that also returns the attention weights of each layer, (H, n, n)."""
 
     def weights(self, row: Row) -> list[Tensor]:
-        seen: list[Tensor] = []
-        modules = [one for one in self._model.modules() if type(one).__name__.endswith("Attention")]
-        hooks = [one.register_forward_hook(lambda _, args, output: seen.append(output[1][0])) for one in modules]
         self._known.clear()
-        self.expect(row)
-        for hook in hooks:
-            hook.remove()
-        return seen
+        with outputs_of(one for one in self._model.modules() if type(one).__name__.endswith("Attention")) as seen:
+            self.expect(row)
+        return [output[1][0] for output in seen]
 
     def kept(self, row: Row, prompt: Sequence[int], stored: Sets, shares: list[int]) -> Sets:
         """Return the tokens that each layer keeps: the stored tokens to which the patched prompt attends most."""
@@ -179,9 +172,8 @@ def test_a_cache_never_stores_more_than_the_budget_a_block_and_the_patched_promp
         cache = kwargs[cache_name(module)]
         held.append((cache.mean_length if cache.get_seq_length() else 0) + kwargs["input_ids"].shape[1])
 
-    hook = model().register_forward_pre_hook(before, with_kwargs=True)
-    found = prefill_episodes(model(), dialogue(), M, block=BLOCK, episodes=2, window=WINDOW, embed=embed)
-    hook.remove()
+    with model().register_forward_pre_hook(before, with_kwargs=True):
+        found = prefill_episodes(model(), dialogue(), M, block=BLOCK, episodes=2, window=WINDOW, embed=embed)
     assert max(held) == M + BLOCK + max(map(len, found.prompts))
     assert [cache.mean_length for cache in found.caches] == [M, M]
     n = found.history.shape[1]
@@ -235,9 +227,8 @@ def test_wrong_arguments_are_refused_before_the_model_reads_a_block(changes: dic
     given = {"dialogue": dialogue(), "budget": M, "block": BLOCK, "episodes": 2, "window": WINDOW, **changes}
     calls: list[object] = []
     hook = model().register_forward_pre_hook(lambda *_: calls.append(None))
-    with pytest.raises(SpecError, match=shown):
+    with hook, pytest.raises(SpecError, match=shown):
         prefill_episodes(model(), given.pop("dialogue"), given.pop("budget"), **given)
-    hook.remove()
     assert not calls
 
 

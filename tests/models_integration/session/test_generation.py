@@ -1,6 +1,7 @@
 """Generation equals generation from a masked full cache, by each name of `generate`, in threads and for questions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import product
 from threading import Event, Thread
 from typing import Any, cast
@@ -44,14 +45,13 @@ def test_the_cache_that_generate_made_is_left_as_it_was(name: Callable[..., Any]
     """Check that later forward passes of the call use the session's cache, which generate also returns."""
     model, caches = build("llama"), list[Any]()
     given, generate = name(model)
-    with METHODS["crystalcache"]()(given) as run:
-        handle = model.register_forward_pre_hook(
-            lambda _, args, kwargs: caches.append(kwargs[CACHE]), with_kwargs=True
-        )
+    with (
+        METHODS["crystalcache"]()(given) as run,
+        model.register_forward_pre_hook(lambda _, args, kwargs: caches.append(kwargs[CACHE]), with_kwargs=True),
+    ):
         output: Any = generate(
             prompt(N), max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True, eos_token_id=None, **options
         )
-        handle.remove()
     made, *later = caches
     assert (type(made), made.get_seq_length()) == (DynamicCache, 0)
     assert all(cache is run.cache for cache in [*later, output[CACHE]])
@@ -105,11 +105,10 @@ def test_a_prompt_that_generate_leaves_half_way_is_given_up(name: Callable[..., 
         if len(calls) == 2:
             raise RuntimeError("boom")
 
-    handle = model.register_forward_pre_hook(second)
+    hook = model.register_forward_pre_hook(second)
     with METHODS["crystalcache"]()(given) as run:
-        with pytest.raises(RuntimeError, match="boom"):
+        with hook, pytest.raises(RuntimeError, match="boom"):
             generate(prompt(N), max_new_tokens=2, prefill_chunk_size=16, past_key_values=cache)
-        handle.remove()
         at_once(model, prompt(N), RetainedCache(model.config))
         assert run.kept is not None
         with pytest.raises(SpecError, match="a prompt was not finished"):
@@ -262,8 +261,6 @@ def test_a_thread_that_outlives_the_block_generates_under_the_policy(name: str, 
     gate.go.set()
     thread.join(60)
     assert torch.equal(actual[0], tokens)
-    assert run.cache is not None
-    assert expected.cache is not None
     assert live_sets(run.cache) == live_sets(expected.cache)
     assert not model.model._forward_pre_hooks
     assert greedy(model, prompt(N), 2).shape == (1, 2)
@@ -328,6 +325,17 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.cat(rows), torch.cat(masks)
 
 
+@contextmanager
+def after_document(policy: str, family: str = "llama", repeats: int = 1) -> Iterator[tuple[Any, Any]]:
+    """Yield a model, and a session that has read the document. Its cache has so many rows."""
+    model: Any = build(family)
+    with method(policy)(model) as run, torch.no_grad():
+        model(input_ids=document())
+        assert run.cache is not None
+        run.cache.batch_repeat_interleave(repeats)
+        yield model, run
+
+
 def answered(model: Any, ids: Tensor, cache: RetainedCache, **options: Any) -> tuple[Tensor, Tensor]:
     """Return the generated ids and the logits of each."""
     output = model.generate(
@@ -342,65 +350,39 @@ def answered(model: Any, ids: Tensor, cache: RetainedCache, **options: Any) -> t
     *(("llama", policy) for policy in POLICIES), ("qwen3", "adakv"), ("qwen3", "crystalcache"),
 ])
 def test_a_batch_of_questions_equals_single_questions(policy: str, family: str) -> None:
-    model: Any = build(family)
-    ids, mask = batch()
-    logits, tokens = [], []
+    (ids, mask), singles = batch(), []
     for row, length in enumerate(LENGTHS):
-        with method(policy)(model) as run, torch.no_grad():
-            model(input_ids=document())
-            assert run.cache is not None
-            with run.reading():
-                single = torch.cat([document(), prompt(length, seed=row)], dim=1)
-                new, own = answered(model, single, run.cache)
-        tokens.append(new)
-        logits.append(own)
-    with method(policy)(model) as run, torch.no_grad():
-        model(input_ids=document())
-        assert run.cache is not None
-        run.cache.batch_repeat_interleave(len(LENGTHS))
-        with run.reading():
-            actual, ours = answered(model, ids, run.cache, attention_mask=mask)
-    assert relative(ours, torch.cat(logits)) < 1e-5
-    assert torch.equal(actual, torch.cat(tokens))
+        with after_document(policy, family) as (model, run), run.reading():
+            singles.append(answered(model, torch.cat([document(), prompt(length, seed=row)], dim=1), run.cache))
+    with after_document(policy, family, len(LENGTHS)) as (model, run), run.reading():
+        actual, logits = answered(model, ids, run.cache, attention_mask=mask)
+    assert relative(logits, torch.cat([own for _, own in singles])) < 1e-5
+    assert torch.equal(actual, torch.cat([new for new, _ in singles]))
 
 
 @pytest.mark.law("parts-equal-the-whole")
 @pytest.mark.parametrize("policy", ["adakv", "streamingllm"])
 def test_a_second_batch_of_questions_follows_the_first(policy: str) -> None:
-    model: Any = build("llama")
     ids, mask = batch()
     later, hidden = prompt(4, seed=9).expand(3, -1), torch.tensor([[1] * 4, [0] * 2 + [1] * 2, [0] + [1] * 3])
-    with method(policy)(model) as run, torch.no_grad():
-        model(input_ids=document())
-        assert run.cache is not None
-        run.cache.batch_repeat_interleave(3)
-        with run.reading():
-            for text, shown in ((ids[:, N:], mask), (later, torch.cat([mask, hidden], dim=1))):
-                actual = model(input_ids=text, attention_mask=shown, past_key_values=run.cache).logits
+    with after_document(policy, repeats=3) as (model, run), run.reading():
+        for text, shown in ((ids[:, N:], mask), (later, torch.cat([mask, hidden], dim=1))):
+            actual = model(input_ids=text, attention_mask=shown, past_key_values=run.cache).logits
     for row in range(3):
-        with method(policy)(model) as run, torch.no_grad():
-            model(input_ids=document())
-            with run.reading():
-                for text in (prompt(LENGTHS[row], seed=row), later[:1, hidden[row] == 1]):
-                    single = model(input_ids=text, past_key_values=run.cache).logits
+        with after_document(policy) as (model, run), run.reading():
+            for text in (prompt(LENGTHS[row], seed=row), later[:1, hidden[row] == 1]):
+                single = model(input_ids=text, past_key_values=run.cache).logits
         assert relative(actual[row : row + 1, -1], single[:, -1]) < 1e-5
 
 
 @pytest.mark.law("refused-before-anything-changes")
 def test_padding_that_cannot_be_read_is_refused() -> None:
-    model: Any = build("llama")
     ids, mask = batch()
-    with method("h2o")(model) as run, torch.no_grad():
-        model(input_ids=document())
-        assert run.cache is not None
-        run.cache.batch_repeat_interleave(3)
+    with after_document("h2o", repeats=3) as (model, run):
         with run.reading(), pytest.raises(SpecError, match="pass questions of equal length, or one at a time"):
             model(input_ids=ids[:, N:], attention_mask=mask, past_key_values=run.cache)
         assert run.seen == N
-    with method("snapkv")(model) as run, torch.no_grad():
-        model(input_ids=document())
-        assert run.cache is not None
-        run.cache.batch_repeat_interleave(3)
+    with after_document("snapkv", repeats=3) as (model, run):
         with run.reading():
             with pytest.raises(SpecError, match="put the padding between the earlier text and the new text"):
                 model(input_ids=ids[:, N:], attention_mask=mask.flip(1).roll(9, 1), past_key_values=run.cache)
@@ -433,16 +415,12 @@ def test_the_cached_text_alone_says_to_crop_a_token() -> None:
 
 @pytest.mark.law("a-cache-like-any-other")
 def test_beams_of_a_prefix_say_how_to_repeat_it() -> None:
-    model: Any = build("llama")
     ids = torch.cat([document(), prompt(6, seed=4)], dim=1)
-    with method("streamingllm")(model) as run, torch.no_grad():
-        model(input_ids=document())
-        assert run.cache is not None
-        with run.reading():
-            with pytest.raises(SpecError, match=r"first type cache.batch_repeat_interleave\(3\)"):
-                greedy(model, ids, ANSWER, past_key_values=run.cache, num_beams=3)
-            run.cache.batch_repeat_interleave(3)
-            assert greedy(model, ids, ANSWER, past_key_values=run.cache, num_beams=3).shape == (1, ANSWER)
+    with after_document("streamingllm") as (model, run), run.reading():
+        with pytest.raises(SpecError, match=r"first type cache.batch_repeat_interleave\(3\)"):
+            greedy(model, ids, ANSWER, past_key_values=run.cache, num_beams=3)
+        run.cache.batch_repeat_interleave(3)
+        assert greedy(model, ids, ANSWER, past_key_values=run.cache, num_beams=3).shape == (1, ANSWER)
 
 
 @pytest.mark.law("as-it-is-described")

@@ -6,6 +6,7 @@ import gc
 import pickle
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from typing import Any
@@ -17,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from conformance.verify.function import Verdict
 from models_integration import CrystalCache, FullCache, RetainedCache, RetentionPolicy, StreamingLLM, prefill
-from models_integration.model.architecture import BUSY, attention_modules, describe
+from models_integration.model.architecture import DECODERS_IN_SESSION, attention_modules, describe
 from reference.crystalcache import prefill as decided
 from reference.crystalcache.coattention import attention
 from spec.errors import SpecError
@@ -108,13 +109,11 @@ def test_the_model_is_as_it_was_after_an_error(family: str, error: BaseException
     greedy(model, prompt(20), 2)
     before = snapshot(model)
     policy = method_of(Failing(error)) if where == "policy" else METHODS["crystalcache"]()
-    handle = failing_at(model, 1, error) if where == "layer" else None
-    with pytest.raises(type(error)), policy(model):
+    fails = failing_at(model, 1, error) if where == "layer" else nullcontext()
+    with fails, pytest.raises(type(error)), policy(model):
         assert vars(model)["generate"].__name__ == "generate"
         greedy(model, prompt(40), 4)
         raise error
-    if handle is not None:
-        handle.remove()
     check_as_it_was(before, model)
 
 
@@ -284,13 +283,13 @@ def test_a_session_that_nobody_holds_ends(policy: str) -> None:
     decoder = describe(model).decoder
     run = method(policy)(model).__enter__()
     greedy(model, prompt(40), 3)
-    assert decoder in BUSY
+    assert decoder in DECODERS_IN_SESSION
     held = [run]
     del run
     with pytest.warns(RuntimeWarning, match="evicts nothing from now on: write `with policy"):
         held.clear()
     gc.collect()
-    assert decoder not in BUSY
+    assert decoder not in DECODERS_IN_SESSION
     assert not decoder._forward_pre_hooks
     assert not decoder._forward_hooks
     assert "generate" not in vars(model)
@@ -339,10 +338,8 @@ def test_a_second_thread_in_a_forward_pass_is_told_of_the_first() -> None:
         thread.start()
         thread.join()
 
-    hook = describe(model).attention[1].register_forward_hook(during)
-    with method("snapkv")(model), torch.no_grad():
+    with describe(model).attention[1].register_forward_hook(during), method("snapkv")(model), torch.no_grad():
         model(input_ids=prompt(40))
-    hook.remove()
     (text,) = actual
     assert "is in a forward pass of a different thread: join the thread" in text
     assert "kvspec_" not in text

@@ -4,6 +4,7 @@ The oracle is a full cache with masks. The oracle runs the same model, so it has
 turns and padded rows are also compared with one forward pass over all tokens.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
@@ -147,13 +148,16 @@ def in_one_forward(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return logits
 
 
-def check_conversation(model: PreTrainedModel, policy: str) -> None:
+def check_conversation(
+    model: PreTrainedModel, policy: str, pieces: Sequence[int] = (N, 1, 1, 9, 1), **options: int,
+) -> None:
     """Compare a prompt, steps, a turn and a step with the masked model."""
     masked, cache = Masked(model), RetainedCache(model.config)
     with method(policy)(model) as run:
-        for number, tokens in enumerate((N, 1, 1, 9, 1)):
+        for number, tokens in enumerate(pieces):
             ids = prompt(tokens, seed=number)
-            assert relative(at_once(model, ids, cache), masked.read(ids)) < BOUND
+            actual: Any = at_once(model, ids, cache, **options)
+            assert relative(actual, masked.read(ids)[:, -actual.shape[1] :]) < BOUND
             if tokens > 1:
                 masked.keep(list(live_sets(cache).values()))
     assert run.bytes_freed > 0
@@ -169,10 +173,7 @@ def refused(name: str, policy: str) -> str | None:
 
 
 def conversations() -> list[Any]:
-    """Return each model with each policy.
-
-    A daily run has streamingllm, one more policy, and all unsupported policies of each model.
-    """
+    """Return all pairs. A daily run has streamingllm, one more policy, and all unsupported policies of each model."""
     result, others = [], ("crystalcache", "chunkkv", "adakv")
     for at, name in enumerate([*MODELS, *LATENT, *INDEXED, "gemma3n", *OTHER_POSITIONS, *SINKS]):
         for policy in ("streamingllm", *others):
@@ -266,15 +267,8 @@ def test_text_is_generated_in_two_turns(name: str, policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["streamingllm", "pyramidkv", "adakv"])
 def test_layers_that_share_a_cache_read_the_last_queries_alone(policy: str) -> None:
-    """Compare the last logits. If few logits are requested, Gemma 4 passes only the last queries to these layers."""
-    model, kept = build("gemma4"), 3
-    masked, cache = Masked(model), RetainedCache(model.config)
-    with method(policy)(model):
-        for number, tokens in enumerate((N, 9, 1)):
-            ids = prompt(tokens, seed=number)
-            actual = at_once(model, ids, cache, logits_to_keep=kept)
-            assert relative(actual, masked.read(ids)[:, -kept:]) < BOUND
-            masked.keep(list(live_sets(cache).values()))
+    """Check few requested logits: Gemma 4 then passes only the last queries to these layers."""
+    check_conversation(build("gemma4"), policy, (N, 9, 1), logits_to_keep=3)
 
 
 @pytest.mark.law("decided-as-the-reference")
@@ -296,10 +290,7 @@ def test_in_a_turn_each_kept_set_is_scored_with_the_sinks_of_its_own_heads() -> 
 @pytest.mark.law("decided-as-the-reference")
 @pytest.mark.parametrize("name", LATENT)
 def test_a_policy_reads_the_keys_that_the_model_makes_of_latents(name: str) -> None:
-    """Check keys in the prompt and in a later turn.
-
-    The policy reads the keys that attention receives, for each query head. The cache stores latents.
-    """
+    """Check a prompt and a turn. The cache stores latents, and the policy reads the keys of each query head."""
     model, looking, handed = build(name), Looking(Needs("all", None, values=True)), list[Any]()
     stock = ALL_ATTENTION_FUNCTIONS["sdpa"]
 

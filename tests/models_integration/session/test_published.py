@@ -54,10 +54,7 @@ def test_the_help_names_the_list_of_policies() -> None:
 
 
 def test_every_name_but_chunks_and_h2o_takes_a_diverse_form() -> None:
-    """Check that a policy without a diverse form raises an error: it does not keep the best single tokens.
-
-    SimLayerKV keeps single tokens too, but it has no diverse form: its lazy layers keep fixed positions.
-    """
+    """A policy without a diverse form does not keep the best single tokens. SimLayerKV's lazy layers do not either."""
     for name in ("streamingllm", *PUBLISHED):
         if POLICIES[name].of_model == frozenset() and name != "simlayerkv":
             if DIVERSE + name in NAMES:
@@ -195,10 +192,6 @@ def without_keys(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def as_it_is(model: PreTrainedModel) -> PreTrainedModel:
-    return model
-
-
 Change = Callable[[PreTrainedModel], PreTrainedModel]
 NAN = float("nan")
 # Name, budget, constants, change to the model, words of the error.
@@ -210,7 +203,7 @@ WRONG: dict[str, tuple[str, int, dict[str, Any], Change, str]] = {
     "zero keys, NestedKV": ("nestedkv", 20, {}, without_keys, "k = "),
     "zero keys, KeyDiff": ("keydiff", 20, {}, without_keys, "score = 'NaN'"),
     "a pinned prompt above the budget": (
-        "triattention", 20, {"pin_prompt": 21}, as_it_is, "pin_prompt = 21: exceeds the budget of 20",
+        "triattention", 20, {"pin_prompt": 21}, lambda model: model, "pin_prompt = 21: exceeds the budget of 20",
     ),
     "a NaN among the values": (
         "diverse-keydiff", 20, {}, lambda model: with_value(model, "layers.2.self_attn.v_proj", NAN), "V = ",

@@ -79,6 +79,7 @@ from tests.models_integration.session.sessions import (
     live_sets,
     method,
     method_of,
+    outputs_of,
     published,
     read_prompt,
     small,
@@ -91,7 +92,6 @@ def stored_in_steps(model: PreTrainedModel, name: str) -> list[HeadSets]:
     """Return the stored positions after the prompt and after each step, under a policy that evicts in steps."""
     with method(name)(model) as run, torch.no_grad():
         model(input_ids=prompt(PROMPT))
-        assert run.cache is not None
         stored = [live_sets(run.cache)]
         for token in torch.split(prompt(NEW, seed=9), 1, dim=1):
             model(input_ids=token, past_key_values=run.cache)
@@ -138,13 +138,9 @@ def test_h2o_drops_the_smallest_sum() -> None:
 
 def _weights(oracle: Masked, token: Tensor) -> list[Tensor]:
     """Return the attention weights (H, seen) of one query in each layer, as the eager model reports them."""
-    seen: list[Tensor] = []
-    modules = [one for one in oracle.model.modules() if type(one).__name__.endswith("Attention")]
-    hooks = [one.register_forward_hook(lambda module, args, output: seen.append(output[1][0, :, 0])) for one in modules]
-    oracle.read(token)
-    for hook in hooks:
-        hook.remove()
-    return seen
+    with outputs_of(one for one in oracle.model.modules() if type(one).__name__.endswith("Attention")) as seen:
+        oracle.read(token)
+    return [output[1][0, :, 0] for output in seen]
 
 
 def _grouped(heads: Tensor, head: int) -> Tensor:
@@ -175,7 +171,6 @@ def test_inference_mode_can_end_between_prompt_and_steps() -> None:
     with method("adakv")(model) as run:
         with torch.inference_mode():
             model(input_ids=prompt(PROMPT))
-        assert run.cache is not None
         kept = live_sets(run.cache)
         actual = step_by_step(model, following, run.cache)
     assert relative(actual, Masked(model, prompt(PROMPT), kept).read(following)) < TOLERANCE
@@ -220,10 +215,7 @@ def test_freed_bytes_add_up_over_turns_and_steps(name: str) -> None:
 @pytest.mark.spec("PO-BLOCKS")
 @pytest.mark.parametrize("name", ["streamingllm", "keydiff", "adakv", "h2o"])
 def test_whole_blocks_after_every_turn(name: str) -> None:
-    """Check that each head keeps all or no tokens of each block of four.
-
-    If a policy evicts in steps, the condition holds in the steps too.
-    """
+    """Check that each head keeps all or no tokens of each block of four, in steps too."""
     model, seen, before = build("llama"), 0, list[set[int]]([set()] * 6)
     with policy_from_name(name, 0.3, block=4, **small(name))(model):
         cache = RetainedCache(model.config)
@@ -352,7 +344,6 @@ def test_a_session_s_steps_are_those_of_one_call_for_each_head(monkeypatch: pyte
         monkeypatch.setattr(cached_attention, "variable_length", lambda: counted)
         with method("adakv")(model) as run, torch.no_grad():
             model(input_ids=prompt(PROMPT))
-            assert run.cache is not None
             logits.append(step_by_step(model, prompt(NEW), run.cache))
         assert (len(calls) > NEW) == served
     assert relative(logits[1], logits[0]) < TOLERANCE
@@ -362,10 +353,7 @@ def test_a_session_s_steps_are_those_of_one_call_for_each_head(monkeypatch: pyte
 def test_rows_of_equal_length_are_one_call_of_attention(
     counts: list[list[int]], monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Check rows in which each head keeps different tokens.
-
-    Attention runs separately for each head only in rows whose heads store different numbers of tokens.
-    """
+    """Attention runs separately for each head only in rows whose heads store different numbers of tokens."""
     model, calls, attend = build("llama"), list[int](), cached_attention._attended
 
     def counted(*given: Any) -> Tensor:
@@ -551,10 +539,7 @@ def observing_layer(layer: int) -> RetentionPolicy:
 def test_one_layer_at_most_is_whole(
     family: str, make: Callable[[], RetentionPolicy], whole: list[int], monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Check that earlier layers are compacted and their full tensors freed before a layer's keys are stored.
-
-    Layers up to the observed layer of CrystalCache wait for its decision.
-    """
+    """Check full tensors before a layer's keys are stored. Layers up to CrystalCache's observed layer wait for it."""
     alive: list[weakref.ref[Tensor]] = []
     counts: list[int] = []
     update = DenseLayer.update
@@ -598,10 +583,7 @@ def peak_bytes(run: Callable[[], object]) -> int:
     ("policy", "least"), [(StreamingLLM(0.125), 0.95 * 22 * 0.875), (CustomPolicy(cake(), 0.125), 24 * 0.875 - 1 - 2)],
 )
 def test_the_peak_of_a_deep_model_is_what_it_keeps_and_one_layer(policy: RetentionPolicy, least: float) -> None:
-    """Compare the memory of all tensors of the process with that of a whole prompt, in layers.
-
-    CAKE's cascade briefly holds copies of two more layers.
-    """
+    """Compare with a whole prompt, in layers. CAKE's cascade briefly holds copies of two more layers."""
     model = prepared("Llama", **{**_GQA, "num_hidden_layers": 24, "num_key_value_heads": 4})
 
     def run(block: Callable[[Session], AbstractContextManager[None]]) -> None:

@@ -43,7 +43,7 @@ from tests.models_integration.session.families import (
     relative,
 )
 from tests.models_integration.session.position_oracle import Oracle
-from tests.models_integration.session.sessions import batch, calibration
+from tests.models_integration.session.sessions import batch, calibration, live_sets
 from tests.models_integration.session.test_other_architectures import LATENT
 
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
@@ -82,11 +82,6 @@ POLICIES: dict[str, Callable[[], RetentionPolicy]] = {
 }
 
 
-def kept_sets(cache: RetainedCache, row: int = 0) -> dict[int, list[Tensor]]:
-    full = [(at, layer) for at, layer in enumerate(cache.layers) if layer in cache.full_layers]
-    return {at: [layer.head_positions(row, head) for head in range(layer.heads)] for at, layer in full}
-
-
 def pieces() -> list[Tensor]:
     """Return a prompt, 20 tokens as decode steps, and two turns, each with decode steps after it."""
     ids = prompt(40 + 20 + 9 + 3 + 7 + 2)
@@ -94,10 +89,7 @@ def pieces() -> list[Tensor]:
 
 
 def pairs() -> list[Any]:
-    """Return each model with each policy.
-
-    A daily run tests all policies on one model, and one policy on each other model.
-    """
+    """Return all pairs. A daily run tests all policies on one model, and one policy on each other model."""
     result = []
     for at, name in enumerate(MODELS):
         by_day = POLICIES if name == WHOLE[0] else {list(POLICIES)[at % len(POLICIES)]}
@@ -133,7 +125,7 @@ def check_session(model: PreTrainedModel, policy: str, interleaved: bool = False
             errors.append(relative(found.logits[0], wanted))
             differences.append(relative(kept.read(ids[0].tolist()), wanted))
             for oracle in (renumbered, kept):
-                oracle.evict(kept_sets(cache))
+                oracle.evict(live_sets(cache))
     assert run.positions == RENUMBERED
     assert max(errors) <= 1e-5
     assert max(differences) > 1e-2
@@ -151,7 +143,7 @@ def test_padded_rows_have_numbers_of_their_own(policy: str) -> None:
         cache = found.past_key_values
         for row, oracle in enumerate(oracles):
             oracle.read(rows[row][0].tolist())
-            oracle.evict(kept_sets(cache, row))
+            oracle.evict(live_sets(cache, row))
         for step in range(4):
             if step == 2:
                 cache.reorder_cache(torch.tensor([1, 0]))
@@ -178,7 +170,7 @@ def stream_of(
             found = model(ids, past_key_values=cache, use_cache=True)
             cache = found.past_key_values
             errors.append(relative(found.logits[0], oracle.read(ids[0].tolist())))
-            oracle.evict(kept_sets(cache))
+            oracle.evict(live_sets(cache))
     hook.remove()
     assert run.cache is not None
     return run.cache, errors, largest
@@ -356,7 +348,7 @@ def test_one_observation_and_several_turns_follow_the_rule(policy: str) -> None:
     assert observed.cache.numbering is None
     oracle.read(ids[0].tolist())
     for seed, n in ((4, 9), (5, 3)):
-        oracle.evict(kept_sets(cache))
+        oracle.evict(live_sets(cache))
         later = read(model, cache, prompt(n, seed), EVERYTHING, last=n)
         assert later.logits is not None
         assert relative(later.logits[0], oracle.read(prompt(n, seed)[0].tolist())) <= 1e-5
@@ -374,7 +366,7 @@ def test_text_read_after_a_renumbered_stream_has_positions_of_the_stream() -> No
         for ids in torch.split(prompt(120), 10, dim=1):
             cache = model(ids, past_key_values=cache, use_cache=True).past_key_values
             oracle.read(ids[0].tolist())
-            oracle.evict(kept_sets(cache))
+            oracle.evict(live_sets(cache))
     assert cache is not None
     assert cache.numbering.base > 0
     found = read(model, cache, prompt(5, 8), last=5).logits

@@ -471,10 +471,7 @@ def converse(machine: SessionMachine, policy: str) -> None:
 
 
 def converse_in_rows(machine: SessionMachine, policy: str) -> None:
-    """Run rows of different lengths. Some rows get different lengths again in a turn.
-
-    Later the rows are reordered, selected and repeated.
-    """
+    """Run rows of different lengths, in the prompt and in turns, that are reordered, selected and repeated."""
     life = machine.prompt(policy, 45, rows=3, padding=(20, 0, 1))
     machine.steps(life, 4)
     machine.crop(life, 2)
@@ -496,10 +493,7 @@ def converse_in_rows(machine: SessionMachine, policy: str) -> None:
 
 
 def converse_with_chunks(machine: SessionMachine, policy: str) -> None:
-    """Run a chunk first, then chunks with and without gaps.
-
-    The chunks follow steps, a turn, and both sides of a decode-time eviction.
-    """
+    """Run chunks with and without gaps: first, after steps, after a turn, and around a decode-time eviction."""
     begun: Any = machine.begin(policy)
     machine.splice(begun, [9, 14], evicted=(0, 3, 4))
     machine.turn(begun, 12)
@@ -607,7 +601,7 @@ def test_eager_attention_is_served_as_it_is(family: str, policy: str) -> None:
 
 
 def check_hidden_token(model: PreTrainedModel, policy: str = "crystalcache") -> None:
-    """Check that hiding a token in a 2D mask hides the same token in every head, independent of its slot."""
+    """Check that a 2D mask hides the same token in every head, in whichever slot the head stores the token."""
     following, (_, cache) = prompt(NEW, seed=9), read_prompt(model, method(policy))
     kept = live_sets(cache)
     own = kept[max(kept)][0]
@@ -773,10 +767,7 @@ def mutate(stack: ExitStack, name: str) -> None:
 @pytest.mark.law("the-proof-has-teeth")
 @pytest.mark.parametrize(("name", "judge"), [(name, judge) for name in MUTANTS for judge in MUTANTS[name]["checks"]])
 def test_a_mutant_is_killed(name: str, judge: str) -> None:
-    """Check that a check kills the mutant.
-
-    A different test runs the same check without the mutant.
-    """
+    """Check that a check kills the mutant. A different test runs the same check without the mutant."""
     with ExitStack() as stack:
         mutate(stack, name)
         with pytest.raises((AssertionError, pytest.fail.Exception)):  # the second if an error is not raised

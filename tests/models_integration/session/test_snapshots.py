@@ -66,10 +66,7 @@ Lived = tuple[PreTrainedModel, RetainedCache]
 
 
 def unread(family: str) -> Lived:
-    """Return a cache with layers that have no keys and no dtype yet.
-
-    At the start of a session, these are the layers that a chunk lacks and the sliding layers.
-    """
+    """Return a cache with layers without keys: those that a chunk lacks, and sliding layers."""
     model = build(family)
     cache, rotary = RetainedCache(model.config), recognise(model)
     chunk = computed(model, prompt(9, seed=5)[0].tolist(), rotary)

@@ -42,7 +42,6 @@ def loss(model: PreTrainedModel, policy: RetentionPolicy) -> tuple[Tensor, Any]:
     """Return the loss of a prompt, a step, a turn and a step, and the stored positions at the end."""
     with policy(model) as run:
         total = model(input_ids=prompt(N)).logits.square().mean()
-        assert run.cache is not None
         for piece in torch.split(prompt(6, seed=9), [1, 4, 1], dim=1):
             total = total + model(input_ids=piece, past_key_values=run.cache).logits.square().mean()
         return total, live_sets(run.cache)
@@ -100,7 +99,6 @@ def read_compiled(call: Any, policy: RetentionPolicy) -> tuple[Tensor, Any]:
     """Return the logits of a prompt's last token and of steps, and the stored positions at the end."""
     with policy(call) as run, torch.no_grad():
         last = call(input_ids=prompt(100)).logits[:, -1:]
-        assert run.cache is not None
         steps = step_by_step(call, prompt(2, seed=9), run.cache)
         return torch.cat([last, steps], dim=1), live_sets(run.cache)
 
@@ -132,7 +130,6 @@ def life(model: PreTrainedModel, name: str) -> Tensor:
     """Return the logits of a prompt, of steps, and of a text inside `reading()`."""
     with method(name)(model) as run, torch.no_grad():
         first = model(input_ids=tokens(N)).logits
-        assert run.cache is not None
         steps = step_by_step(model, tokens(2, seed=9), run.cache)
         with run.reading():
             return torch.cat([first, steps, at_once(model, tokens(3, seed=8), run.cache)], dim=1)
@@ -158,11 +155,7 @@ def rows(model: PreTrainedModel, path: Path) -> Tensor:
     ("memory", "crystalcache"), ("memory", "kvzip"), ("disk", "adakv"), ("disk", "h2o"),
 ])
 def test_an_offloaded_model_is_the_model(where: str, name: str, tmp_path: Path) -> None:
-    """Check that an offloaded model gives the same logits.
-
-    Between forward passes, the parameters are on the device meta. The hooks of the model move them to the execution
-    device.
-    """
+    """Check parameters that are on the device meta between forward passes, and are moved by hooks."""
     model, expected = build("llama"), life(build("llama"), name)
     if where == "memory":
         cpu_offload(model, execution_device=CPU)
@@ -195,10 +188,7 @@ def test_a_projection_that_cannot_be_read_is_refused(how: str) -> None:
 
 @pytest.mark.parametrize("name", ["crystalcache", "adakv", "kvzip", "h2o", "chunkkv", "nestedkv"])
 def test_the_default_device_is_not_used(name: str, tmp_path: Path) -> None:
-    """Check that no tensor is created on the default device.
-
-    `torch.set_default_device("cuda")` is for the caller's tensors. Tensors on the device meta have no values.
-    """
+    """`torch.set_default_device` is for the caller's tensors. Tensors on the device meta have no values."""
     model = build("llama")
     expected = life(model, name)
     with torch.device("meta"):
@@ -235,7 +225,6 @@ def test_what_wraps_a_model_is_served_as_the_model(wrap: Callable[[Any], Any], n
             model(input_ids=prompt(40))
             with pytest.raises(SpecError, match="assisted decoding"):
                 greedy(model, prompt(40), 2, prompt_lookup_num_tokens=3)
-        assert run.cache is not None
         actual.append(live_sets(run.cache))
     assert actual[0] == actual[1]
 

@@ -317,10 +317,7 @@ def test_pieces_of_other_padding_or_rows_are_refused() -> None:
 
 @pytest.mark.spec("PO-READ")
 def test_read_tokens_are_no_steps() -> None:
-    """D does not decay in `reading()`, and the next decode-time eviction is not earlier.
-
-    The eviction occurs at the expected step, and includes the tokens of the tail.
-    """
+    """D does not decay, and the next decode-time eviction occurs at its step, with the read tokens in the tail."""
     model, cache = build("llama"), RetainedCache(build("llama").config)
     with breathing()(model) as run:
         at_once(model, prompt(PROMPT), cache)
@@ -436,10 +433,7 @@ def test_hundreds_of_generated_tokens_stay_at_the_budget() -> None:
 
 @pytest.mark.law("parts-equal-the-whole")
 def test_beams_keep_their_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that a beam that continues from a different beam takes over the state of that beam.
-
-    The values of the first layer depend only on the token. They show which tokens a row has read.
-    """
+    """The values of the first layer depend only on the token, so they show which tokens a row has read."""
     model: Any = build("llama")
     first = model.model.layers[0]
     with torch.no_grad():
@@ -503,10 +497,7 @@ def test_a_cache_that_grew_outside_the_context_is_refused_by_name() -> None:
 @pytest.mark.law("a-cache-like-any-other")
 @pytest.mark.parametrize("decode", [False, True])
 def test_tokens_can_be_taken_back_until_a_breath(decode: bool) -> None:
-    """A cropped cache continues as if the removed tokens had not been read.
-
-    A cache that is cropped past its last eviction has no state.
-    """
+    """A cropped cache continues as if the tokens had not been read. Past its last eviction it has no state."""
     model, caches = build("llama"), []
     for extra in (0, 3):
         cache = RetainedCache(model.config)
@@ -525,10 +516,7 @@ def test_tokens_can_be_taken_back_until_a_breath(decode: bool) -> None:
 
 @pytest.mark.law("decided-as-the-reference")
 def test_steps_read_without_decode_do_not_fade() -> None:
-    """Read one cache in a session without decode, then in a session with decode.
-
-    D decays only in the second session.
-    """
+    """Read one cache without decode, then with decode. D decays only in the second session."""
     model, cache = build("llama"), RetainedCache(build("llama").config)
     with breathing(decode=False)(model):
         at_once(model, prompt(PROMPT), cache)
@@ -610,10 +598,7 @@ def test_generate_streams() -> None:
 @pytest.mark.spec("CC-STEP")
 @pytest.mark.parametrize(("generated", "seen", "steps", "tail"), [(True, LONG + 19, 19, 3), (False, 12, 12, 4)])
 def test_tokens_after_the_open_segment_are_steps(generated: bool, seen: int, steps: int, tail: int) -> None:
-    """Check generated tokens and single tokens.
-
-    The first generated token ends the open segment of the prompt. Later tokens are evicted by decode-time eviction.
-    """
+    """The first generated token ends the open segment of the prompt. Later tokens are decode steps."""
     model, cache = build("llama"), RetainedCache(build("llama").config)
     with streaming(decode=True)(model):
         greedy(model, prompt(LONG), 20, past_key_values=cache) if generated else step_by_step(model, prompt(12), cache)

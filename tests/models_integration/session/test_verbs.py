@@ -146,10 +146,7 @@ def llama(one_thread: None) -> Iterator[tuple[PreTrainedModel, ObservedSegment]]
 def test_one_observation_serves_every_policy_at_every_budget(
     name: str, llama: tuple[PreTrainedModel, ObservedSegment],
 ) -> None:
-    """Check each policy at each budget. A diverse policy is checked at the smaller budget only.
-
-    Sessions continue from the smaller budget. Published policies keep the budget, at their granularity.
-    """
+    """A diverse policy is checked at the smaller budget only. Sessions continue from the smaller budget."""
     model, observed = llama
     for budget in BUDGETS[name.startswith(DIVERSE) :]:
         policy = made(name, model, budget)
@@ -235,10 +232,7 @@ def test_what_cannot_be_observed_or_compacted_is_named() -> None:
 
 @pytest.mark.law("the-model-stays-as-it-was")
 def test_a_new_cache_that_fails_leaves_the_full_one_alone() -> None:
-    """Check tensors that both caches share: those of sliding layers.
-
-    The reset of some releases would set them to zero.
-    """
+    """Check tensors of sliding layers, which both caches share, and the reset of some releases would set to zero."""
     model = build("gemma3")
     observed = observe(model, prompt(N))
     before = [tensor.clone() for tensor in tensors(observed.cache)]
@@ -260,10 +254,7 @@ def rehearsed(model: Any, ids: Tensor) -> ObservedSegment:
 @pytest.mark.spec("PO-REHEARSAL")
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "gpt_neox"])
 def test_a_repeat_asks_and_is_asked_as_in_the_whole_text(family: str) -> None:
-    """Check the repeat against one forward pass over prompt and repeat.
-
-    The queries come from kvspec's capture, the keys from the cache of transformers.
-    """
+    """Compare with one forward pass. Queries come from kvspec's capture, keys from the cache of transformers."""
     model, ids = build(family), prompt(PROMPT)
     views = rehearsed(model, ids).prompt(0, POLICY.granularity).layers
     spans, read = chunks(ids[0].tolist(), REHEARSED["template"], 4, 3, 25, 8)
@@ -299,10 +290,7 @@ def test_norms_are_those_of_what_attention_reads() -> None:
 @pytest.mark.law("the-model-stays-as-it-was")
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_the_cache_is_as_it_was(family: str) -> None:
-    """Check that all tensors are unchanged, including those of sliding layers.
-
-    Later tokens do not attend to the repeat.
-    """
+    """Check tensors of sliding layers too. Later tokens do not attend to the repeat."""
     model, ids = build(family), prompt(PROMPT)
     plain, observed = observe(model, ids), rehearsed(model, ids)
     before = [(tensor.data_ptr(), tensor.clone()) for tensor in tensors(observed.cache)]
