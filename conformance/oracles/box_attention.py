@@ -25,7 +25,8 @@ def softmax_rows(
         for ends, others in ((logits.lo, [x.lo for x in beside]), (logits.hi, [x.hi for x in beside]))
     )
     top = Row(low, high, np.zeros((len(seen), 1), np.uint64))
-    powers = exp(logits - top)
+    below = logits - top
+    powers = exp(Row(np.where(seen, below.lo, 0.0), np.where(seen, below.hi, 0.0), below.tags))
     powers = Row(np.where(seen, powers.lo, 0.0), np.where(seen, powers.hi, 0.0), powers.tags)
     total = powers.totals()
     for x in beside:

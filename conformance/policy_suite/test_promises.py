@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from conformance.checks.promises import PROPERTIES, promised
 from conformance.checks.refusals import boundary
-from conformance.strategies.model_shapes import SHAPES
+from conformance.strategies.model_shapes import LARGE_LOGITS, SHAPES
 from conformance.strategies.policy_inputs import Inputs, altered, decided, drawn
 from spec.errors import SpecError
 from spec.policy import Policy
@@ -28,6 +28,9 @@ SHORT, TIMES = 26, 8
 
 An error in a share of the budget shows only in inputs that are longer than the protected tokens.
 """
+
+OF_MODELS = {str(one): one for one in (SHAPES[0], LARGE_LOGITS)}
+"""Inputs with the sizes of models, by description."""
 
 
 class Draw(NamedTuple):
@@ -51,22 +54,26 @@ class Draw(NamedTuple):
 
     def inputs(self, protected: int, layers: int) -> Inputs:
         if self.shape:
-            return SHAPES[0]._replace(layers=layers).inputs()
+            return OF_MODELS[self.shape]._replace(layers=layers).inputs()
         n = self.tokens + self.times * protected
         normal = drawn(self.seed, n, layers + self.more_layers, (self.kv_heads, self.group))
         return altered(normal, self.keys, self.seed, self.values, self.queries)
 
 
+DRAWN_SHAPES = st.sampled_from(["", "", "", str(SHAPES[0])])
+"""Shapes of random inputs. Hypothesis also draws arguments with a default, so the share of large inputs is set here."""
 TYING = ("few values", "nearly equal", "same keys")
 DRAWS = st.builds(
     Draw, tokens=st.integers(2, SHORT), times=st.integers(0, TIMES), more_layers=st.integers(0, 2),
     kv_heads=st.integers(1, 3), group=st.integers(1, 2), budget=st.integers(0, LONG), seed=st.integers(0, 2**32 - 2),
     keys=st.sampled_from(["normal", *TYING]), values=st.sampled_from(["normal", *TYING, "equal"]),
-    queries=st.sampled_from(["normal", *TYING]),
+    queries=st.sampled_from(["normal", *TYING]), shape=DRAWN_SHAPES,
 )
 
 # If several examples fail, Hypothesis reports the one with the shortest text, which is a small input if possible.
-TIES = [Draw(SHAPES[0].tokens, 0, 0, SHAPES[0].kv_heads, SHAPES[0].group, 120, 1, shape=str(SHAPES[0]))]
+TIES = [
+    Draw(one.tokens, 0, 0, one.kv_heads, one.group, 120, 1, shape=name) for name, one in OF_MODELS.items()
+]
 TIES += [
     Draw(3 + seed % 4, 0, 0, 2 + seed % 2, 1, seed, seed, keys)
     for keys in TYING for seed in range(8)

@@ -25,6 +25,10 @@ LONG_KEYS = 2.0**6
 
 The biases of the keys of a model such as Qwen2 cause such norms.
 """
+BIAS, EXCESS = 2.0**9, 5 / 8
+"""Bias of one channel of the keys of an input with a level, and the share by which one late key has more of it."""
+DIP, RARE = 1 / 8, 32
+"""Share by which the level of one in RARE queries is smaller."""
 
 
 class Shape(NamedTuple):
@@ -42,10 +46,16 @@ class Shape(NamedTuple):
     share: float
     size: float = 1.0
     """Factor of keys and values, and divisor of queries."""
+    level: float = 0.0
+    """Common part of the logits: the level for even query heads, and minus the level for odd query heads.
+
+    exp of a level of 1 000 or -1 000 is infinite or 0 in every floating type.
+    """
 
     def __str__(self) -> str:
         capped = f", softcap {self.softcap:g}" if self.softcap else ""
         capped += f", keys and values times {self.size:g}" if self.size != 1 else ""
+        capped += f", logits near {self.level:g} and {-self.level:g}" if self.level else ""
         return (
             f"{self.tokens} tokens, layers x KV heads = {self.layers} x {self.kv_heads}, groups of {self.group},"
             f" width {self.width}, scaling {self.scaling:g}{capped}"
@@ -56,19 +66,36 @@ class Shape(NamedTuple):
         """Return the inputs. They are the same in every call."""
         rng = np.random.default_rng([self.tokens, self.layers, self.kv_heads, self.width])
         n, d, H = self.tokens, self.width, self.kv_heads * self.group
-        layers = [
-            LayerView(
-                self._in_dtype(2 * rng.standard_normal((H, n, d)) / self.size, 1 / SMALL_KEYS),
-                self._in_dtype(self.size * rng.standard_normal((self.kv_heads, n, d)), SMALL_KEYS),
-                self._in_dtype(self.size * rng.standard_normal((self.kv_heads, n, d))), self.scaling, self.softcap,
-                sinks=self._sinks(rng) if self.sinks else None,
-            ) for _ in range(self.layers)
-        ]
+        layers = [self._layer(rng, H) for _ in range(self.layers)]
         W_o = [rng.standard_normal((H, d, 5)).astype(np.float32).astype(np.float64) for _ in range(self.layers)]
         ids = rng.integers(0, n // 5, n) + WORD * rng.integers(0, 3, n)
         ids[rng.random(n) < 0.05] = 0  # Id 0 ends a sentence.
         inv_freq = 10_000.0 ** -(np.arange(d // 2) / (d // 2))
         return Inputs(layers, inv_freq, W_o, ids, factor=1.0 + (self.layers == 3) / 4)
+
+    def _layer(self, rng: np.random.Generator, H: int) -> LayerView:
+        n, d, H_kv = self.tokens, self.width, self.kv_heads
+        q, k = 2 * rng.standard_normal((H, n, d)) / self.size, self.size * rng.standard_normal((H_kv, n, d))
+        if self.level:
+            self._add_level(q, k)
+        return LayerView(
+            self._in_dtype(q, 1 / SMALL_KEYS), self._in_dtype(k, SMALL_KEYS),
+            self._in_dtype(self.size * rng.standard_normal((H_kv, n, d))), self.scaling, self.softcap,
+            sinks=self._sinks(rng) if self.sinks else None,
+        )
+
+    def _add_level(self, q: Array, k: Array) -> None:
+        """Add a bias to the slowest rotary channel of the keys, as in Qwen2, and make the queries long in this channel.
+
+        One of the last keys has a larger bias. Queries before this key do not attend to it. The queries are zero in the
+        last channel, into which a rotation turns a part of the bias.
+        """
+        slowest = self.width // 2 - 1
+        k[..., slowest] += BIAS
+        k[:, -3, slowest] += EXCESS * BIAS
+        of_head = np.where(np.arange(len(q)) % 2, -1, 1) * self.level / (self.scaling * BIAS)
+        of_query = np.where(np.arange(self.tokens) % RARE == 7, 1 - DIP, 1.0)
+        q[..., slowest], q[..., -1] = of_head[:, None] * of_query, 0.0
 
     def _sinks(self, rng: np.random.Generator) -> Array:
         """Return logits near the log-sum-exp of a row, so that sinks take a large and different share of each head."""
@@ -93,6 +120,8 @@ class Shape(NamedTuple):
         return result
 
 
+LARGE_LOGITS = Shape(270, 1, 2, 2, 32, 0.2, None, "float64", False, 0.5, level=1000.0)
+"""Logits whose exp overflows or is 0 in float64, unless the largest visible logit of each query is subtracted first."""
 SHAPES = (
     Shape(300, 1, 8, 4, 64, 0.2, None, "float64", False, 0.3),
     Shape(520, 1, 8, 1, 128, 0.5, 50.0, "bfloat16", False, 0.5, size=LONG_KEYS),
@@ -100,6 +129,7 @@ SHAPES = (
     Shape(300, 5, 1, 8, 128, 0.2, 30.0, "float64", True, 0.6),
     Shape(600, 3, 4, 1, 64, 0.25, 50.0, "float32", False, 0.2),
     Shape(1031, 1, 2, 2, 128, 0.05, None, "float64", True, 0.4),
+    LARGE_LOGITS,
 )
 """Shapes for which a method takes a few seconds at most.
 

@@ -254,10 +254,16 @@ def test_the_sum_of_heads_is_clipped_once(stages: CrystalStages) -> None:
 
 @pytest.mark.spec("CC-ATTENTION", "CC-SALIENCE")
 def test_logits_beyond_ten_thousand(stages: CrystalStages) -> None:
-    """Check logits of 12 000 and 11 000.4: the second key gets exactly 0."""
-    p = replace(TINY, M_min=0.0)
-    q, k = np.full((1, 2, 1), 12_000.0, dtype=np.float32), np.array([[[1.0], [0.9167]]], dtype=np.float32)
-    assert AttentionInputs(q, k, np.arange(2), p, 1.0, None).run(stages).salience.tolist() == [2.0, 0.0]
+    """Check logits of 12 000 and 11 000.4, also with a given lse: the second key gets exactly 0.
+
+    With the opposite signs, the second key gets all weight of its query.
+    """
+    p, k = replace(TINY, M_min=0.0), np.array([[[1.0], [0.9167]]], dtype=np.float32)
+    for size, salience in ((12_000.0, [2.0, 0.0]), (-12_000.0, [1.0, 1.0])):
+        inputs = AttentionInputs(np.full((1, 2, 1), size, np.float32), k, np.arange(2), p, 1.0, None)
+        largest = size * k[:, :, 0] if size < 0 else np.full((1, 2), size)
+        for lse in (None, largest.astype(np.float32)):
+            assert inputs.run(stages, lse).salience.tolist() == salience
 
 
 @pytest.mark.spec("CC-ATTENTION", "CC-SALIENCE")

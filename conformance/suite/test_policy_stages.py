@@ -58,6 +58,31 @@ def test_each_query_gives_one(policy_stages: PolicyStages) -> None:
     assert policy_stages.received_attention(q, k, 1.0, 3000.0).tolist() == [[2.0, 1.0, 0.0]]
 
 
+@pytest.mark.spec("PO-OBSERVED-ATTENTION", "PO-KVZIP", "PO-KVZIP-PLUS")
+def test_each_query_and_head_has_its_own_largest_logit(policy_stages: PolicyStages) -> None:
+    """Check rows of equal logits: -3 000, 0, 3 000 or 6 000 in different queries and heads.
+
+    A backend that subtracts the largest logit of several queries or heads computes exp(-3 000) = 0.
+    """
+    q = single([[[0.0], [6_000.0]], [[3_000.0], [-3_000.0]]])
+    k = single(np.ones((1, 2, 1)))
+    assert policy_stages.received_attention(q, k, 1.0, None).tolist() == [[3.0, 1.0]]
+    assert policy_stages.largest_attention(q, k, np.ones(2), 1.0, None).tolist() == [[1.0, 0.5]] * 2
+
+
+@pytest.mark.spec("PO-OBSERVED-ATTENTION", "PO-KVZIP", "PO-KVZIP-PLUS")
+def test_logits_far_above_the_soft_cap(policy_stages: PolicyStages) -> None:
+    """Check logits of 3 000 and -3 000 under a cap of log(3) / 2: the second key gets 1/4.
+
+    A tanh that is computed from exp of twice its argument would overflow.
+    """
+    q, k, cap = single([[[3_000.0], [3_000.0]]]), single([[[1.0], [-1.0]]]), float(np.log(3.0)) / 2
+    received = policy_stages.received_attention(q, k, 1.0, cap)
+    assert np.abs(received - [[1.75, 0.25]]).max() < 1e-5
+    largest = policy_stages.largest_attention(q, k, np.ones(2), 1.0, cap)
+    assert np.abs(largest - [[1.0, 0.25]]).max() < 1e-5
+
+
 @pytest.mark.spec("PO-KVZIP", "PO-KVZIP-PLUS")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
 @pytest.mark.parametrize("seed", SEEDS)
@@ -102,6 +127,23 @@ def test_expected_attention(policy_stages: PolicyStages, precision: str, seed: i
         assert actual.shape == (len(k), n)
         assert actual.dtype == np.float64
         assert all(scores_agree(got, row, precision) for got, row in zip(actual, want.tolist(), strict=True))
+
+
+@pytest.mark.spec("PO-EXPECTED-ATTENTION")
+@pytest.mark.parametrize("spread", [False, True])
+def test_expected_logits_of_a_thousand(policy_stages: PolicyStages, spread: bool) -> None:
+    """Check expected logits near 1 000 in one head and near -1 000 or 0 in the other. The largest differ by about 1.
+
+    The logits are due to the mean of the queries, or in the first head to the spread of queries with a mean of 0.
+    """
+    a = 45.0 if spread else 1_000.0
+    q, k = np.zeros((2, 2, 4)), np.zeros((1, 3, 4))
+    q[0, :, 0], q[1, :, 0] = [a, -a if spread else a], 0.0 if spread else -a
+    k[0, :, 0] = 1 - np.arange(3) / 1024
+    v, at, ahead = single([[[1.0], [2.0], [4.0]]]), np.arange(2), np.arange(2, 5)
+    given = single(q), single(k), v, at, ahead, np.full(2, 1e-12), 1.0, 1.0
+    want, _ = oracle.expected(*given)
+    assert (np.abs(policy_stages.expected_attention(*given) - want) <= 0.01 * want).all()
 
 
 def best(values: Matrix, shares: IntVector, pinned: BoolMatrix) -> list[list[int]]:

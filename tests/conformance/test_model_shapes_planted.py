@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from conformance.suite import test_model_shapes as quick
+from conformance.suite import test_policy_stages as stages
 from conformance.suite import test_scale_policies as scale
 from conformance.suite.test_scale_policies import SOFT
 from reference import nestedkv as nk
@@ -91,6 +92,29 @@ class Narrow(Over):
         return self._right.expected_attention(q, k, v[:, :, :64], *given)
 
 
+class LargestOfAll(Over):
+    """Backend that subtracts the largest logit of all queries and heads before the exponential."""
+
+    def received_attention(self, q: Any, k: Any, scaling: float, softcap: Any, sinks: Any = None, /) -> Any:
+        shared = np.repeat(k, len(q) // len(k), axis=0)
+        S = scaling * np.matmul(q, shared.transpose(0, 2, 1)).astype(np.float64)
+        powers = np.where(np.tri(S.shape[1], S.shape[2], S.shape[2] - S.shape[1]) > 0, np.exp(S - S.max()), 0.0)
+        with np.errstate(invalid="ignore"):
+            weights = powers / powers.sum(axis=2, keepdims=True)
+        return weights.sum(axis=1).reshape(len(k), -1, k.shape[1]).sum(axis=1)
+
+
+class Overflowing(Over):
+    """Backend that subtracts nothing before the exponential. The frequencies of the inputs are nearly 0."""
+
+    def expected_attention(self, q: Any, k: Any, v: Any, *given: Any) -> Any:
+        logits = np.matmul(q, np.repeat(k, len(q) // len(k), axis=0).transpose(0, 2, 1)).astype(np.float64)
+        with np.errstate(over="ignore", invalid="ignore"):
+            powers = np.exp(logits.mean(axis=1) + logits.var(axis=1) / 2)
+            weights = powers / powers.sum(axis=1, keepdims=True)
+        return weights.reshape(len(k), -1, k.shape[1]).mean(axis=1) * np.linalg.norm(v, axis=2)
+
+
 class Drifting(Over):
     """Backend that increases the last score slightly after 2 000 calls."""
 
@@ -119,6 +143,15 @@ FOUND: dict[str, tuple[Callable[..., None], Any]] = {
     "narrow values": (
         partial(quick.test_attention_that_is_expected, precision="float32", H=8, H_kv=1, d=128, n=256),
         Narrow(BACKEND.policies),
+    ),
+    "the largest logit of all queries": (
+        stages.test_each_query_and_head_has_its_own_largest_logit, LargestOfAll(BACKEND.policies),
+    ),
+    "powers of a mean that overflow": (
+        partial(stages.test_expected_logits_of_a_thousand, spread=False), Overflowing(BACKEND.policies),
+    ),
+    "powers of a spread that overflow": (
+        partial(stages.test_expected_logits_of_a_thousand, spread=True), Overflowing(BACKEND.policies),
     ),
 }
 

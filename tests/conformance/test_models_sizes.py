@@ -2,14 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
 
 from conformance.methods.method import METHODS, Method
 from conformance.policy_suite import test_method, test_turn
-from conformance.strategies.model_shapes import SHAPES, Shape
+from conformance.policy_suite.test_promises import OF_MODELS, Draw
+from conformance.strategies.model_shapes import LARGE_LOGITS, SHAPES, Shape
 from conformance.strategies.policy_inputs import Inputs, decided, drawn
 from spec.policy import LayerView, Needs, Observation, Policy, Scores
 
@@ -92,6 +95,20 @@ def first_keys(values: Any, seen: Observation) -> Any:
     return -(keys * keys[:, :256].mean(axis=1, keepdims=True)).sum(axis=2)
 
 
+def of_last_query(values: Any, seen: Observation, dtype: type, beside: Callable[[Any], Any]) -> Any:
+    """Return TOVA's scores with the exponential in a dtype, after `beside` of all logits is subtracted."""
+    rows = []
+    for view in seen.layers.values():
+        logits = np.einsum("hd,hnd->hn", view.q[:, -1].astype(float), np.repeat(view.k, group(view), axis=0))
+        logits = logits * view.scaling
+        logits = logits if view.softcap is None else view.softcap * np.tanh(logits / view.softcap)
+        sinks = np.full((len(logits), 1), -np.inf) if view.sinks is None else np.asarray(view.sinks)[:, None]
+        with np.errstate(over="ignore", invalid="ignore"):
+            powers = np.exp((np.concatenate([logits, sinks], axis=1) - beside(logits)).astype(dtype))
+            rows.append(np.nan_to_num(powers / powers.sum(axis=1, keepdims=True))[:, :-1].mean(axis=0))
+    return np.array(rows)
+
+
 WRONG: list[tuple[str, str, View, Table]] = [
     ("knorm", "of the first 4 channels", lambda view, seen: replace(view, k=view.k[..., :4]), same_table),
     ("knorm", "of sums of squares in float16", same_view, lambda values, seen: np.maximum(values, -(65_504.0**0.5))),
@@ -105,6 +122,12 @@ WRONG: list[tuple[str, str, View, Table]] = [
      lambda view, seen: replace(view, sinks=None if len(view.k) == 1 else view.sinks), same_table),
     ("snapkv", "of the queries in the last chunk of 512", of_last_chunk, same_table),
     ("tova", "that reads float32 keys as float16", as_half, same_table),
+    ("tova", "with float32 powers that overflow", same_view,
+     partial(of_last_query, dtype=np.float32, beside=lambda logits: 0.0)),
+    ("tova", "with float64 powers that overflow", same_view,
+     partial(of_last_query, dtype=np.float64, beside=lambda logits: 0.0)),
+    ("tova", "that subtracts the largest logit of all heads", same_view,
+     partial(of_last_query, dtype=np.float64, beside=np.max)),
     ("keydiff", "with the anchor of the first 256 keys", same_view, first_keys),
     ("keydiff", "that keeps the newest in a later turn", same_view,
      lambda values, seen: values if seen.positions is None else np.arange(values.shape[1]) + 0.0 * values),
@@ -147,6 +170,14 @@ def test_a_wrong_policy_dies_on_the_fixed_inputs(name: str, how: str, view: View
         fixed(method, make)
 
 
+def test_the_powers_of_last_queries_are_right_after_the_largest_logit_of_each_head() -> None:
+    """Check that the wrong policies differ from TOVA only by what they subtract."""
+    method = Method("tova")
+    right = partial(of_last_query, dtype=np.float64, beside=lambda logits: logits.max(axis=1, keepdims=True))
+    fixed(method, lambda inputs: replace(
+        method.reference(inputs), scorer=Wrong(method.reference(inputs).scorer, same_view, right)))
+
+
 @pytest.mark.parametrize(("name", "shapes"), [
     *(pytest.param(name, SHAPES[:1], id=f"{name}-one size") for name in METHODS),
     *(pytest.param(name, SHAPES, id=f"{name}-all sizes", marks=pytest.mark.nightly) for name in METHODS),
@@ -156,3 +187,21 @@ def test_a_right_policy_passes_on_the_fixed_inputs(
 ) -> None:
     monkeypatch.setattr(test_method, "SHAPES", shapes)
     fixed(Method(name), Method(name).reference)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_right_policy_passes_on_large_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that the reference keeps the right tokens, and that rounding in float64 decides none of them."""
+    method = Method(name)
+    monkeypatch.setattr(test_method, "SHAPES", [LARGE_LOGITS])
+    inputs = method.adapted(LARGE_LOGITS.inputs())
+    assert not any(getattr(tokens, "open", ()) for tokens in method.wanted(inputs, method.floor(inputs) + 100))
+    test_method.test_the_kept_sets_are_those_of_the_method_at_sizes_of_models(
+        method, lambda _, inputs, B: decided(method.reference(inputs), inputs, B), "float64", {name: []}, set()
+    )
+
+
+@given(draw=test_method.DRAWS)
+def test_a_random_input_is_small_or_has_a_known_shape(draw: Draw) -> None:
+    """Check that Hypothesis does not draw a text as the shape, because any text would be a large input."""
+    assert draw.shape in {"", *OF_MODELS}
