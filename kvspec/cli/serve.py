@@ -3,13 +3,12 @@
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from fractions import Fraction
+from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Any
 
-from models_integration.engines.vllm.arguments import KEY, Settings
+from models_integration.engines.vllm.arguments import Settings
 from models_integration.engines.vllm.plugin import register
+from models_integration.engines.vllm.statement import KEY
 from models_integration.pocket import model_folder
 from models_integration.policies.methods import parse_policy
 from spec.errors import SpecError
@@ -32,14 +31,9 @@ def server_settings(
     name, constants = parse_policy(policy)
     allowed = None if allow_policies is None else [one.strip() for one in allow_policies.split(",")]
     return Settings.read({
-        "default": {"policy": name, "budget": budget, **_as_json(constants)}, "allow_budget": allow_budget,
+        "default": {"policy": name, "budget": budget, **constants}, "allow_budget": allow_budget,
         "allow_policies": allowed, "on_unserved": on_unserved,
     })
-
-
-def _as_json(constants: Mapping[str, Any]) -> dict[str, Any]:
-    """Return constants that JSON can contain: a fraction becomes a float."""
-    return {key: float(one) if isinstance(one, Fraction) else one for key, one in constants.items()}
 
 
 def run_serve(model: str, settings: Settings, options: Sequence[str]) -> None:

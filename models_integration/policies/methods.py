@@ -37,7 +37,7 @@ from spec.validate import check_penalty, check_sentence_ends
 
 __all__ = [
     "CrystalCache", "CustomPolicy", "FullCache", "NamedPolicy", "RetentionPolicy", "StreamingLLM", "check_constants",
-    "constants_of", "parse_policy", "policy_from_name",
+    "constants_of", "parse_policy", "policy_from_name", "split_name",
 ]
 
 
@@ -294,7 +294,7 @@ def policy_from_name(
     if is_size(budget):
         policy_from_name(name, UNKNOWN, tokenizer=tokenizer, **constants)  # errors are raised before the model is known
         return SizedPolicy(str(budget), partial(policy_from_name, name, tokenizer=tokenizer, **constants))
-    name, named = _split_name(name)
+    name, named = split_name(name)
     constants = _from_tokenizer(name, tokenizer) | check_constants(name, named | constants)
     if name not in _CLASSES:
         return NamedPolicy(name, budget, **constants)
@@ -304,7 +304,7 @@ def policy_from_name(
     return _CLASSES[name](budget, **constants)
 
 
-def _split_name(name: str, argument: str = "name") -> tuple[str, dict[str, Any]]:
+def split_name(name: str, argument: str = "name") -> tuple[str, dict[str, Any]]:
     """Return a policy name and the constants of its text, as `names.split_name` with the constants in _OF_SESSION.
 
     Raises:
@@ -376,7 +376,7 @@ def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
         SpecError: if the text has a wrong form, the name is unknown, or the policy does not have a constant.
     """
     name, bracket, rest = text.partition("(")
-    name, named = _split_name(name, "policy")
+    name, named = split_name(name, "policy")
     if bracket and (not rest.endswith(")") or "\n" in rest):
         raise SpecError("policy", text, _FORM)
     try:

@@ -35,6 +35,7 @@ __all__ = [
     "constants_of_model",
     "families_of",
     "home_of",
+    "is_built_in",
     "make_policy",
     "split_name",
     "user_policy",
@@ -130,6 +131,15 @@ def _bare(name: str) -> str:
 
 
 _CANONICAL = {_bare(name): name for name in NAMES} | _WRITTEN
+
+
+def is_built_in(name: object) -> bool:
+    """Return True if a name or a text means a policy of kvspec. In contrast to `check_name`, no module is imported.
+
+    Raises:
+        SpecError: if a text has a wrong form.
+    """
+    return isinstance(name, str) and _bare(home_of(name).partition("(")[0]) in _CANONICAL
 
 
 def check_name(name: str, argument: str = "name") -> str:

@@ -2,31 +2,38 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
+from models_integration.cache.renumbering import KEPT
+from models_integration.engines.vllm.statement import KEY
+from models_integration.policies.methods import POSITIONS, check_constants, constants_of, policy_from_name, split_name
+from models_integration.session.crystal import CrystalMethod
 from reference.calibration import load_calibration
 from reference.policies import names
 from reference.policies.budgets import even, everything
+from reference.policies.describe import describe_policy
 from spec.budget import Budget, parse_budget
-from spec.errors import BackendUnavailable, SpecError
-from spec.parameters.crystalcache import preset
+from spec.errors import SpecError
 from spec.policy import Policy
 from spec.retention import Granularity
 from spec.validate import check_choices, check_sentence_ends
 
-__all__ = ["KEY", "RequestPolicy", "Settings", "make", "parse_request"]
+__all__ = ["RequestPolicy", "Settings", "make", "parse_request"]
 
-KEY = "kvspec"
-"""Key of kvspec's arguments in `SamplingParams.extra_args`, in `vllm_xargs` and in `additional_config`."""
 _SERVER_ONLY = {"backend": "is chosen by the server", "calibration": "is a file of the server: name it in the default"}
 _LONGEST = 65536  # characters of a request's arguments
 _LARGE = re.compile(r"(?<![.\d])\d{7}|\de\+")
 """Number of a million or more in JSON text. A request with such a window once took the memory of the server."""
+_LARGEST_KERNEL = 1023
+"""Largest pooling kernel. A score costs `kernel` operations, and all requests wait for the step of a decision."""
+_ENDS = "sentence_ends"
+_TYPES = {bool: bool, int: int, str: str, tuple: list}
+"""Type in JSON of a constant, by the type of its default. All other defaults are numbers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,11 +42,12 @@ class RequestPolicy:
 
     Attributes:
         name: name of the policy.
-        constants: constants of the policy, without the constants of the model.
+        constants: constants that the request or the settings name.
         budget: budget of the prompt and of each later decision.
         typed: the budget as the user has typed it.
         policy: policy whose constants of the model may be placeholders. The scheduler uses only the cadence, the
             granularity, the floor and the needs.
+        of_server: constants that the server adds: sentence ends of its tokenizer.
     """
 
     name: str
@@ -47,17 +55,33 @@ class RequestPolicy:
     budget: Budget
     typed: str
     policy: Policy
+    of_server: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Return the name with constants, as `parse_policy` reads them, without constants that are files or sets."""
-        shown = [f"{key}={json.dumps(one)}" for key, one in self.constants.items()
-                 if isinstance(one, int | float | str)]
-        return f"{self.name}({', '.join(shown)})" if shown else self.name
+        """Return the name with its constants, as `parse_policy` reads them, without files and without `of_server`."""
+        plain = {key: sorted(one) if key == _ENDS else one for key, one in self.constants.items()}
+        text = [f"{key}={json.dumps(one)}" for key, one in plain.items() if isinstance(one, int | float | str | list)]
+        return f"{self.name}({', '.join(text)})" if text else self.name
+
+    def crystal(self, backend: str) -> CrystalMethod | None:
+        """Return CrystalCache with the budget, or None if the policy has no breaths while the answer is generated."""
+        constants = {**self.of_server, **self.constants}
+        return _crystal(constants, backend, self.budget) if constants.get("decode") else None
+
+    @cached_property
+    def breath(self) -> int | None:
+        """Number of answer tokens between two breaths of CrystalCache, or None."""
+        method = self.crystal("numpy")
+        return None if method is None else method.parameters.T_breath
+
+    def breathes(self, tokens: int) -> bool:
+        """Return True if a breath follows after `tokens` tokens of the answer."""
+        return self.breath is not None and tokens % self.breath == 0
 
     @property
-    def decodes(self) -> bool:
-        """Return True if the policy also evicts tokens while the answer is generated."""
-        return self.policy.cadence.every is not None
+    def every(self) -> int | None:
+        """Number of tokens between two evictions while the answer is generated, or None."""
+        return self.breath or self.policy.cadence.every
 
     @property
     def window(self) -> int | None:
@@ -73,23 +97,16 @@ class RequestPolicy:
             return f"{self.name} reads each prompt twice, and vLLM reads a prompt once"
         if policy.scorer.needs.hidden:
             return f"{self.name} reads hidden states, and vLLM shows a policy only queries, keys and values"
-        if policy.granularity is not Granularity.MODEL and policy.budgets not in (even, everything):
-            part = "layers" if policy.granularity is Granularity.LAYER else "heads"
-            equal = self._with_equal_counts()
-            return (
-                f"{self.name} keeps more tokens in some {part} than in others, and a block of vLLM has equally many"
-                f"{'' if equal is None else f'; type {equal}'}"
-            )
-        return None
-
-    def _with_equal_counts(self) -> str | None:
-        """Return the shortest text of the policy with equal shares. None if the name is a text with other shares."""
+        if policy.granularity is Granularity.MODEL or policy.budgets in (even, everything):
+            return None
+        part = "layers" if policy.granularity is Granularity.LAYER else "heads"
+        reason = f"{self.name} keeps more tokens in some {part} than in others, and a block of vLLM has equally many"
         for parts in ("heads=even", "layers=even", "layers=even/heads=even"):
             text = f"{self.name}/{parts}"
-            with suppress(SpecError):
-                if make(text, self.constants, _placeholders(text, self.constants)).budgets is even:
-                    return text
-        return None
+            with suppress(SpecError):  # a text with other shares has no such form
+                if make(text, {**_placeholders(text, self.constants), **self.constants}).budgets is even:
+                    return f"{reason}; type {text}"
+        return reason
 
 
 @dataclass(frozen=True)
@@ -105,26 +122,28 @@ class Settings:
             policy.
         on_unserved: "refuse" answers 400 to a policy that vLLM's pages cannot hold. "full" runs the request with its
             full cache, and states the reason.
+        sentence_ends: ids of the tokens that end a sentence, for requests without this constant. At the start of vLLM,
+            `plugin` computes the ids from the tokenizer. Empty: transformers cannot read the tokenizer.
     """
 
     default: Mapping[str, Any] | None = None
     allow_budget: str | None = None
     allow_policies: Sequence[str] | None = None
     on_unserved: Literal["refuse", "full"] = "refuse"
+    sentence_ends: Collection[int] | None = None
 
     def __post_init__(self) -> None:
         check_choices("on_unserved", (self.on_unserved,), ("refuse", "full"))
         if self.allow_policies is not None:
-            allowed = tuple(names.check_name(name, "allow_policies") for name in self.allow_policies)
-            object.__setattr__(self, "allow_policies", allowed)
+            object.__setattr__(self, "allow_policies", tuple(map(_allowed_name, self.allow_policies)))
         if self.bounds is not None and self.bounds[0] > self.bounds[1]:
             raise SpecError("allow_budget", self.allow_budget, "must be two ascending shares, such as 0.2:1.0")
+        if self.sentence_ends:
+            object.__setattr__(self, _ENDS, check_sentence_ends(self.sentence_ends))
         if self.default is not None:
-            # A request is compared with the name of the default.
-            written: Any = self.default.get("policy")
-            named = {**self.default, "policy": names.check_name(written, "policy")}
-            object.__setattr__(self, "default", named)
-            _served_policy(named, self)
+            # A request is compared with the name of the default. Before the start of vLLM, the ends are a placeholder.
+            object.__setattr__(self, "default", json.loads(_as_json(_split(self.default))))
+            _served_policy(self.default, self, {0} if self.sentence_ends is None else self.sentence_ends)
 
     @cached_property
     def bounds(self) -> tuple[Fraction, Fraction] | None:
@@ -137,6 +156,13 @@ class Settings:
         if shares[0] is None or shares[1] is None:
             raise SpecError("allow_budget", self.allow_budget, "must be two shares, such as 0.2:1.0")
         return shares[0], shares[1]
+
+    @property
+    def lacks_sentence_ends(self) -> bool:
+        """True if a request can ask for a policy with sentence ends, and they were not computed from the tokenizer."""
+        possible = [*(names.NAMES if self.allow_policies is None else self.allow_policies)]
+        possible += [] if self.default is None else [self.default["policy"]]
+        return self.sentence_ends is None and any(_ENDS in constants_of(name) for name in possible)
 
     @classmethod
     def read(cls, given: Any) -> "Settings":
@@ -151,9 +177,14 @@ class Settings:
             raise SpecError(f"additional_config[{KEY!r}]", unknown[0], f"must be one of {', '.join(sorted(known))}")
         return cls(**given)
 
+    @classmethod
+    def of(cls, config: Any) -> "Settings":
+        """Return the settings in a configuration of vLLM."""
+        return cls.read((config.additional_config or {}).get(KEY, {}))
+
     def text(self) -> str:
         """Return the settings as JSON text that `read` accepts."""
-        return json.dumps({one.name: getattr(self, one.name) for one in fields(self)})
+        return _as_json({one.name: getattr(self, one.name) for one in fields(self)})
 
 
 def parse_request(given: Any, settings: Settings) -> RequestPolicy | None:
@@ -167,23 +198,23 @@ def parse_request(given: Any, settings: Settings) -> RequestPolicy | None:
         SpecError: if a name, a constant or the budget is invalid, or if the server does not allow it.
     """
     if given is None:
-        return None if settings.default is None else _served_policy(settings.default, settings)
+        return None if settings.default is None else _served_policy(settings.default, settings, settings.sentence_ends)
     asked, default = _mapping(given, KEY), settings.default or {}
+    if _LARGE.search(_as_json({**asked, "budget": None})):
+        raise SpecError(KEY, asked, "must have no number of a million or more, except the budget")
+    # A name with a colon would import a module of the client's choice.
+    if ("policy" in asked or not default) and not names.is_built_in(asked.get("policy")):
+        raise SpecError("policy", asked.get("policy"), f"must be a built-in policy: {', '.join(names.NAMES)}")
+    asked = _split({"policy": default.get("policy"), **asked})
     for key, reason in _SERVER_ONLY.items():
         if key in asked:
             raise SpecError(key, asked[key], reason)
-    if _LARGE.search(json.dumps({**asked, "budget": None}, default=str)):
-        raise SpecError(KEY, asked, "must have no number of a million or more, except the budget")
-    name = asked.get("policy", default.get("policy"))
-    home = names.home_of(name) if isinstance(name, str) else name
-    if home not in names.NAMES:  # a name with a colon would import a module of the client's choice
-        raise SpecError("policy", name, f"must be a built-in policy: {', '.join(names.NAMES)}")
-    name = names.check_name(str(name), "policy")
+    name = asked["policy"]
     if settings.allow_policies is not None and name not in (*settings.allow_policies, "fullcache"):
         raise SpecError("policy", name, f"is not allowed here; allowed are {', '.join(settings.allow_policies)}")
     if name == default.get("policy"):
         asked = {**default, **asked}
-    policy = _served_policy({**asked, "policy": name}, settings)
+    policy = _served_policy(asked, settings, settings.sentence_ends)
     share, bounds = policy.budget.fraction, settings.bounds
     if bounds is not None and (share is None or not bounds[0] <= share <= bounds[1]):
         low, high = map(float, bounds)
@@ -191,14 +222,14 @@ def parse_request(given: Any, settings: Settings) -> RequestPolicy | None:
     return None if name == "fullcache" else policy
 
 
-def _served_policy(asked: Mapping[str, Any], settings: Settings) -> RequestPolicy:
+def _served_policy(asked: Mapping[str, Any], settings: Settings, ends: Collection[int] | None) -> RequestPolicy:
     """Return the policy of these arguments.
 
     Raises:
         SpecError: if a name, a constant or the budget is invalid, or if the policy is not served and the server refuses
             such policies.
     """
-    policy = _parse_policy(json.dumps(asked, sort_keys=True, default=list))
+    policy = _parse_policy(_as_json(asked), None if ends is None else frozenset(ends))
     if policy.unserved and settings.on_unserved == "refuse":
         raise SpecError("policy", policy.name, policy.unserved)
     return policy
@@ -217,51 +248,94 @@ def _mapping(given: Any, argument: str) -> dict[str, Any]:
     return dict(given)
 
 
+def _as_json(given: Any) -> str:
+    """Return JSON text with sorted keys. A fraction becomes a float, and a set a list."""
+    try:
+        return json.dumps(given, sort_keys=True, default=lambda x: float(x) if isinstance(x, Fraction) else sorted(x))
+    except (TypeError, RecursionError) as error:
+        raise SpecError(KEY, type(given).__name__, f"must have values of JSON: {error}") from error
+
+
+def _split(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments with the bare name of the policy. The constants in a text of a policy become arguments."""
+    written: Any = asked.get("policy")
+    name, constants = split_name(written, "policy")
+    return {**constants, **asked, "policy": name}
+
+
+def _allowed_name(text: str) -> str:
+    name, constants = split_name(text, "allow_policies")
+    if constants:
+        raise SpecError("allow_policies", text, f"must have no constants: type {name}")
+    return name
+
+
 @lru_cache(maxsize=256)
-def _parse_policy(text: str) -> RequestPolicy:
+def _parse_policy(text: str, ends: frozenset[int] | None) -> RequestPolicy:
     """Return the policy of a request from JSON text. Requests often repeat their arguments, so results are stored."""
     asked = json.loads(text)
-    name = names.check_name(asked.pop("policy", None))
+    name = asked.pop("policy")
     if name != "fullcache" and "budget" not in asked:
         raise SpecError("budget", None, "is needed: a share such as 0.3, or a number of tokens such as 512")
     budget = parse_budget(given := asked.pop("budget", 1.0))
     typed = given if isinstance(given, str) else str(budget)
-    if asked.pop("positions", "kept") != "kept":
-        raise SpecError("positions", json.loads(text)["positions"], "vLLM keeps positions of the text: type 'kept'")
-    for constant in asked:
-        if constant not in (known := names.constants_of(name)):
-            raise SpecError(constant, asked[constant], f"{name} has the constants {', '.join(sorted(known)) or 'none'}")
-    if "sentence_ends" in asked:
-        asked["sentence_ends"] = check_sentence_ends(asked["sentence_ends"])
+    constants = check_constants(name, asked)
+    if (rule := constants.pop(POSITIONS, KEPT)) != KEPT:
+        raise SpecError(POSITIONS, rule, f"vLLM keeps positions of the text: type {KEPT!r}")
+    if constants.pop("stream", False):
+        raise SpecError("stream", True, "vLLM evicts after whole prompts: leave stream out")
+    _check_values(name, constants)
+    if _ENDS in constants:
+        constants[_ENDS] = check_sentence_ends(constants[_ENDS])
     if "calibration" in names.constants_of(name):
-        asked["calibration"] = _calibration(asked.get("calibration"))
-    return RequestPolicy(name, asked, budget, typed, make(name, asked, _placeholders(name, asked)))
+        constants["calibration"] = _calibration(constants.get("calibration"))
+    of_server = {_ENDS: ends} if _ENDS in constants_of(name) - constants.keys() else {}
+    policy = make(name, {**_placeholders(name, constants), **of_server, **constants})
+    return RequestPolicy(name, constants, budget, typed, policy, of_server)
 
 
-def make(name: str, constants: Mapping[str, Any], learned: Mapping[str, Any]) -> Policy:
-    """Return a policy with constants of the request and of the model.
+def _check_values(name: str, constants: Mapping[str, Any]) -> None:
+    """Check that each constant has the type of its default. Otherwise a policy can fail with any exception."""
+    defaults = _defaults(name)
+    for key in constants.keys() & defaults.keys():
+        value, kind = constants[key], type(defaults[key])
+        if not isinstance(value, _TYPES.get(kind, int | float)) or isinstance(value, bool) != (kind is bool):
+            raise SpecError(key, value, f"must be of the type of {defaults[key]!r}, the default of {name}")
+    if (kernel := {**defaults, **constants}.get("kernel", 1)) > _LARGEST_KERNEL:
+        raise SpecError("kernel", kernel, f"must be at most {_LARGEST_KERNEL}, so that other requests need not wait")
+
+
+@lru_cache(maxsize=256)
+def _defaults(name: str) -> Mapping[str, Any]:
+    """Return the constants of a policy that have a default, with the values in the text of the policy."""
+    of_policy = describe_policy(name).constants if names.is_built_in(name) else {}
+    return {"block": 16, "decode": False, **of_policy}
+
+
+def make(name: str, constants: Mapping[str, Any]) -> Policy:
+    """Return a policy with constants of the request, the server and the model.
 
     Raises:
         SpecError: if a constant is missing or invalid.
     """
-    if name == "crystalcache" and "parameters" in constants:
-        constants = {**constants, "parameters": preset(constants["parameters"])}
-    try:
-        return names.make_policy(name, {**learned, **constants})
-    except (SpecError, BackendUnavailable):
-        raise
-    except Exception as error:  # an argument is missing, or the policy does not compute with a value of its type
-        raise SpecError("constants", constants, f"{name}: {error}") from error
+    if name == "crystalcache":
+        return _crystal(constants, constants[names.BACKEND], parse_budget(1.0)).policy
+    return names.make_policy(name, constants)
+
+
+def _crystal(constants: Mapping[str, Any], backend: str, budget: Budget) -> CrystalMethod:
+    policy: Any = policy_from_name("crystalcache", budget, **{**constants, names.BACKEND: backend})
+    method: CrystalMethod = policy.method
+    return method
 
 
 def _placeholders(name: str, constants: Mapping[str, Any]) -> dict[str, Any]:
     """Return values for the constants of the model that are only used by scores."""
-    wanted = names.constants_of_model(name)
-    values: dict[str, Any] = {"W_o": {}, "inv_freq": (), "factor": 1.0}
+    wanted = names.constants_of_model(name) | (names.constants_of(name) & {names.BACKEND, "template"})
+    # A policy with a template is not served: its error needs no tokenizer.
+    values = {"W_o": {}, "inv_freq": (), "factor": 1.0, names.BACKEND: "numpy", "template": ((0,),) * 3}
     if "served" in wanted:
         values["served"] = constants["calibration"].identity
-    if "template" in names.constants_of(name):  # A policy with a template is not served: its error needs no tokenizer.
-        values["template"], wanted = ((0,),) * 3, wanted | {"template"}
     return {key: values[key] for key in wanted}
 
 

@@ -2,14 +2,16 @@
 
 import inspect
 import json
+import logging
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any, ClassVar
 
 from prometheus_client import Counter
 
-from models_integration.engines.vllm.arguments import KEY, Settings, parse_request
+from models_integration.engines.vllm.arguments import Settings, parse_request
 from models_integration.engines.vllm.seams import AdapterLogitsProcessor, replace_front_end
-from models_integration.engines.vllm.statement import Statement
+from models_integration.engines.vllm.statement import KEY, Statement
+from spec.errors import BackendUnavailable, SpecError
 from spec.witness import FORMAT
 
 __all__ = ["PolicyParameters", "install"]
@@ -35,11 +37,15 @@ class PolicyParameters(AdapterLogitsProcessor):
 
         Raises:
             ValueError: if the policy, the budget or a constant is invalid, or not allowed by the server.
+            RuntimeError: if kvspec has a bug. vLLM answers HTTP 500, and the log has the traceback.
         """
         try:
             parse_request((sampling_params.extra_args or {}).get(KEY), cls.settings)
-        except Exception as error:  # vLLM answers HTTP 500 to other errors than a ValueError
+        except (SpecError, BackendUnavailable) as error:
             raise ValueError(f"kvspec: {error}") from error
+        except Exception as error:  # vLLM would answer HTTP 400 to a ValueError or TypeError, and not log it
+            logging.getLogger(__name__).exception("kvspec: the arguments of a request could not be read")
+            raise RuntimeError("kvspec: a bug; the log of the server has the traceback") from error
 
     def is_argmax_invariant(self) -> bool:
         """Return True, so that greedy requests skip the processor."""

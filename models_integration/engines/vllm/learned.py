@@ -43,7 +43,7 @@ class ModelPolicies:
             learned["served"] = self._served(asked)
         if names.BACKEND in names.constants_of(asked.name):
             learned[names.BACKEND] = "torch"
-        return make(asked.name, asked.constants, learned)
+        return make(asked.name, {**learned, **asked.of_server, **asked.constants})
 
     @cached_property
     def _projections(self) -> Mapping[int, Any]:

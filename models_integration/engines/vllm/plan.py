@@ -87,13 +87,11 @@ class Plan:
 
     def is_event(self, seen: int) -> bool:
         """Return True if a decision follows after `seen` tokens: at the end of the prompt, or while decoding."""
-        if self.failed or seen < self.n:
-            return False
-        return seen == self.n or self._due(seen)
+        return not self.failed and (seen == self.n or (seen > self.n and self._due(seen)))
 
     def _due(self, seen: int) -> bool:
-        policy = self.asked.policy
-        return policy.cadence.due(seen, seen - self.shift, tokens_of(policy, self.asked.budget, seen))
+        due = self.asked.policy.cadence.due(seen, seen - self.shift, self.budget(seen))
+        return due or self.asked.breathes(seen - self.n)
 
     def limit(self, done: int, tokens: int) -> int:
         """Return how many of the next `tokens` tokens one step may process: a step ends at each decision.
@@ -105,7 +103,7 @@ class Plan:
             return tokens
         if done < self.n:
             return min(tokens, self.n - done)
-        if not self.asked.decodes:
+        if self.asked.every is None:
             return tokens
         new = max(1, self.observed - done)
         ends = (seen for seen in range(done + 1, done + min(tokens, new) + 1) if self._due(seen))
@@ -119,11 +117,9 @@ class Plan:
         """Return the largest number of slots that the request fills until it has processed `tokens` tokens."""
         if self.failed or tokens <= self.n:
             return tokens - self.shift
-        if not self.asked.decodes:
+        if self.asked.every is None:
             return max(self.n, tokens - self.n + self.kept)
-        cadence = self.asked.policy.cadence
-        assert cadence.every is not None
-        return min(tokens, max(self.n, self.budget(tokens) + cadence.every + cadence.excess))
+        return min(tokens, max(self.n, self.budget(tokens) + self.asked.every + self.asked.policy.cadence.excess))
 
     def reusable_blocks(self, size: int) -> int:
         """Return how many blocks of a cached prefix the request may use.

@@ -3,9 +3,11 @@
     vllm serve MODEL --additional-config '{"kvspec": {"default": {"policy": "snapkv", "budget": 0.3}}}'
 """
 
+import json
+from dataclasses import replace
 from typing import Any
 
-from models_integration.engines.vllm.arguments import KEY, Settings
+from models_integration.engines.vllm.statement import KEY
 from spec.errors import SpecError
 
 __all__ = ["register"]
@@ -35,21 +37,25 @@ def register() -> None:
         given = (self.additional_config or {}).get(KEY)
         if given is None:
             return original(self, *args, **kwargs)
-        return _chosen(self, original, Settings.read(given), args, kwargs)
+        return _chosen(self, original, given, args, kwargs)
 
     setattr(create_engine_config, KEY, True)
     EngineArgs.create_engine_config = create_engine_config
 
 
-def _chosen(engine: Any, original: Any, settings: Settings, args: Any, kwargs: Any) -> Any:
+def _chosen(engine: Any, original: Any, given: Any, args: Any, kwargs: Any) -> Any:
     """Return the configuration of an engine, with kvspec's classes.
 
     Raises:
-        SpecError: if the engine has a different scheduler or worker, or a configuration that kvspec does not serve.
+        SpecError: if a setting is invalid, if the engine has a different scheduler or worker, or if it has a
+            configuration that kvspec does not serve.
     """
+    # A process of vLLM without this setting does not import these modules.
+    from models_integration.engines.vllm.arguments import Settings
     from models_integration.engines.vllm.front_end import install
-    from models_integration.engines.vllm.seams import check_configuration
+    from models_integration.engines.vllm.seams import check_configuration, sentence_ends_of
 
+    settings = Settings.read(given)
     for name, unset in (("scheduler_cls", (None,)), ("worker_cls", ("auto", WORKER))):
         if getattr(engine, name) not in unset:
             raise SpecError(name, getattr(engine, name), f"must not be set together with additional_config[{KEY!r}]")
@@ -57,6 +63,9 @@ def _chosen(engine: Any, original: Any, settings: Settings, args: Any, kwargs: A
     engine.logits_processors = [*(engine.logits_processors or []), PARAMETERS]
     config = original(engine, *args, **kwargs)
     check_configuration(config)
+    if settings.lacks_sentence_ends:
+        settings = replace(settings, sentence_ends=sentence_ends_of(config.model_config))
+    config.additional_config = {**config.additional_config, KEY: json.loads(settings.text())}
     install(settings)
     # vLLM decides about asynchronous scheduling inside, so the class of the scheduler is chosen after that.
     config.scheduler_config.scheduler_cls = SCHEDULERS[bool(config.scheduler_config.async_scheduling)]

@@ -1,5 +1,6 @@
 """Model runner of vLLM that captures queries, decides which tokens to keep, and moves them into private blocks."""
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -8,24 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models_integration.engines.vllm.arguments import KEY, Settings, parse_request
+from models_integration.engines.vllm import seams
+from models_integration.engines.vllm.arguments import Settings, parse_request
 from models_integration.engines.vllm.learned import ModelPolicies
 from models_integration.engines.vllm.manager import evicting_spec
 from models_integration.engines.vllm.pages import Pages
 from models_integration.engines.vllm.plan import Compaction, Report, Step
-from models_integration.engines.vllm.seams import (
-    GPUModelRunner,
-    Worker,
-    attention_layers,
-    check_configuration,
-    check_layout,
-    layer_facts,
-    replace_block_table,
-    shift_lengths,
-    undrawn_chunks,
-    watch_queries,
-)
 from models_integration.engines.vllm.selection import Decider, complement
+from models_integration.engines.vllm.statement import KEY
+from spec.errors import SpecError
 from spec.retention import Granularity
 
 __all__ = ["EvictingWorker"]
@@ -41,20 +33,20 @@ class _Model:
     """
 
     def __init__(self, runner: Any) -> None:
-        self.runner, self.layers = runner, attention_layers(runner)
-        self.facts = [layer_facts(layer) for layer in self.layers]
+        self.runner, self.layers = runner, seams.attention_layers(runner)
+        self.facts = [seams.layer_facts(layer) for layer in self.layers]
         self.pages = [Pages(layer.kv_cache, layer.attn_backend.get_name()) for layer in self.layers]
         for layer, pages in zip(self.layers, self.pages, strict=True):
-            check_layout(layer, pages, runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
-        self.settings = Settings.read((runner.vllm_config.additional_config or {}).get(KEY, {}))
+            seams.check_layout(layer, pages, runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+        self.settings = Settings.of(runner.vllm_config)
         self.shifts: dict[str, int] = {}
         self.deciders: dict[str, Decider] = {}
         self.reports: dict[str, Report] = {}
-        self._ends: list[tuple[str, int]] = []
+        self._ends: list[tuple[str, int, int]] = []
         self._pieces: list[tuple[Decider, int, int]] = []
         self._policies = ModelPolicies(runner.get_model(), self.layers)
         for index, layer in enumerate(self.layers):
-            watch_queries(layer, partial(self._see, index))
+            seams.watch_queries(layer, partial(self._see, index))
 
     def _see(self, index: int, query: Tensor) -> None:
         for decider, start, stop in self._pieces:
@@ -82,7 +74,7 @@ class _Model:
         names, batch = self.runner.input_batch.req_ids, self.runner.input_batch
         shifts = np.array([self.shifts.get(name, 0) for name in names])
         if shifts.any():
-            shift_lengths(self.runner, shifts, counts)
+            seams.shift_lengths(self.runner, shifts, counts)
         self._pieces, self._ends, start = [], [], 0
         for row, (name, count) in enumerate(zip(names, map(int, counts), strict=True)):
             done, decider = int(batch.num_computed_tokens_cpu[row]), self.deciders.get(name)
@@ -91,7 +83,7 @@ class _Model:
                 wanted = [at for at in range(count) if decider.wants(done + at)]
                 if wanted:
                     self._pieces.append((decider, start + wanted[0], start + wanted[-1] + 1))
-                self._ends.append((name, done + count))
+                self._ends.append((name, done + count, start + count - 1))
             start += count
 
     def _check(self, decider: Decider, name: str, done: int, end: int) -> None:
@@ -103,28 +95,28 @@ class _Model:
     def decide(self) -> None:
         """Make the decisions of this step, after the forward pass."""
         self._pieces = []
-        for name, end in self._ends:
+        for name, end, at in self._ends:
             decider = self.deciders[name]
-            if end < decider.n or (end > decider.n and not decider.asked.decodes):
+            if end < decider.n or (end > decider.n and decider.asked.every is None):
                 continue
             try:
-                report = self._decided(name, decider, end)
-            except Exception as error:  # the request goes on, and its statement names the error
+                report = self._decided(name, decider, end, self.runner.input_ids.gpu[at])
+            except Exception as error:
                 del self.deciders[name]
-                report = Report(end, -1, error=f"{type(error).__name__}: {error}")
+                report = _failed(end, error)
             if report is not None:
                 self.reports[name] = report
         self._ends = []
 
-    def _decided(self, name: str, decider: Decider, end: int) -> Report | None:
+    def _decided(self, name: str, decider: Decider, end: int, token: Tensor) -> Report | None:
         state = self.runner.requests[name]
         slots = end - self.shifts.get(name, 0)
         blocks = self._blocks(state.block_ids[0])
         at = torch.arange(slots, device=blocks.device)
-        entry = decider.decide(end, slots, lambda layer: self.pages[layer].read(blocks, at))
+        entry = decider.decide(end, slots, lambda layer: self.pages[layer].read(blocks, at), token)
         if (kept := decider.kept.get(end)) is not None:
             return Report(end, kept.size, entry)
-        return Report(end, slots) if end == decider.n else None
+        return Report(end, slots) if end == decider.n or decider.asked.breathes(end - decider.n) else None
 
     def _blocks(self, ids: Sequence[int]) -> Tensor:
         return torch.tensor(ids, device=self.pages[0].keys.device)
@@ -140,7 +132,7 @@ class _Model:
             # Advanced indexing copies, so that a target block can also be a source block.
             keys, values = pages.read(source, self._slots(decider, sets, layer))
             pages.write(target, new, keys, values)
-        replace_block_table(self.runner, job.request_id, job.target)
+        seams.replace_block_table(self.runner, job.request_id, job.target)
         self.shifts[job.request_id] = job.event - job.kept
 
     @staticmethod
@@ -159,8 +151,15 @@ class _Model:
             assert asked is not None
             policy = self._policies.policy(asked)
             self.deciders[new.req_id] = Decider(asked, policy, ids, self.facts, self.pages[0].heads)
-        except Exception as error:  # the request goes on, and its statement names the error
-            self.reports[new.req_id] = Report(0, -1, error=f"{type(error).__name__}: {error}")
+        except Exception as error:
+            self.reports[new.req_id] = _failed(0, error)
+
+
+def _failed(event: int, error: Exception) -> Report:
+    """Return the report about an error. The request goes on without further evictions, and its statement says so."""
+    if not isinstance(error, SpecError):
+        logging.getLogger(__name__).exception("kvspec: a policy has failed")
+    return Report(event, -1, error=f"{type(error).__name__}: {error}")
 
 
 class _Evicting:
@@ -195,7 +194,7 @@ class _Evicting:
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Sample tokens, and send the decisions of the step to the scheduler."""
         vllm: Any = super()
-        with undrawn_chunks(self):
+        with seams.undrawn_chunks(self):
             output = vllm.sample_tokens(*args, **kwargs)
         if self.kvspec is not None and self.kvspec.reports:
             # With asynchronous scheduling, vLLM 0.32 wraps the output, and the scheduler reads only the inner output.
@@ -204,14 +203,14 @@ class _Evicting:
         return output
 
 
-class EvictingWorker(Worker):
+class EvictingWorker(seams.Worker):
     """Worker of vLLM whose model runner evicts."""
 
     def init_device(self) -> None:
         """Make the model runner of the platform, and give it the methods that evict."""
-        check_configuration(self.vllm_config)
+        seams.check_configuration(self.vllm_config)
         super().init_device()
         kind = type(self.model_runner)
-        assert issubclass(kind, GPUModelRunner)
+        assert issubclass(kind, seams.GPUModelRunner)
         # vLLM 0.32 has no option for the class of the model runner: `init_device` of the worker constructs it.
         self.model_runner.__class__ = type(f"Evicting{kind.__name__}", (_Evicting, kind), {})

@@ -1,71 +1,30 @@
 """Scheduler of vLLM that ends a step at each decision, exchanges blocks, and states what was kept."""
 
-from collections.abc import Container
+from collections import defaultdict
 from typing import Any
 
-from models_integration.engines.vllm.arguments import KEY, Settings, parse_request
+from models_integration.engines.vllm import seams
+from models_integration.engines.vllm.arguments import RequestPolicy, Settings, parse_request
 from models_integration.engines.vllm.manager import EvictingManager
 from models_integration.engines.vllm.plan import Compaction, Plan, Report, Step
-from models_integration.engines.vllm.seams import AsyncScheduler, Scheduler, check_configuration, only_manager, preempt
+from models_integration.engines.vllm.statement import KEY
 from reference.policies import names
 from spec.errors import BackendUnavailable, SpecError
 
 __all__ = ["EvictingAsyncScheduler", "EvictingScheduler"]
 
 
-class _News:
-    """Messages for the statement of each request (`statement.Statement.take`), until they are sent with an output."""
-
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self.news: dict[str, dict[str, Any]] = {}
-
-    def plan(self, request: Any) -> Plan | None:
-        """Return the plan of a new request, or None if the request keeps its full cache."""
-        news = self.news[request.request_id] = {"policy": "fullcache", "budget": "1.0"}
-        given = (getattr(request.sampling_params, "extra_args", None) or {}).get(KEY)
-        try:
-            asked = parse_request(given, self.settings)
-        except (SpecError, BackendUnavailable) as error:  # the front end has checked the arguments before
-            news["reason"] = str(error)
-            return None
-        if asked is None:
-            news["reason"] = "no policy was asked for"
-            return None
-        news |= {"policy": str(asked), "budget": asked.typed}
-        reason = asked.unserved
-        if request.prompt_token_ids is None or getattr(request, "mm_features", None):
-            reason = "the prompt has embeddings or images, and policies read token ids"
-        elif getattr(request, "resumable", False):
-            reason = "a session with streamed input has no end of the prompt"
-        elif getattr(request, "lora_request", None) is not None and "W_o" in names.constants_of_model(asked.name):
-            reason = f"{asked.name} reads weights of the model, and the request has an adapter"
-        elif request.num_prompt_tokens < 2 and not asked.decodes:
-            reason = "the prompt has one token"
-        if reason is None:
-            return Plan(asked, request.num_prompt_tokens)
-        news["reason"] = reason
-        return None
-
-    def note(self, name: str, plan: Plan, report: Report) -> None:
-        """Add a decision, or the reason why there is none."""
-        news = self.news.setdefault(name, {})
-        if report.error is not None:
-            news["failed"] = report.error
-        elif report.eviction is not None:
-            news.setdefault("evictions", []).append(report.eviction)
-        elif report.kept == plan.slots(report.event):
-            news["reason"] = "the budget keeps all tokens"
-
-    def freed(self, name: str, blocks: int) -> None:
-        """Add blocks that the request no longer holds after a compaction."""
-        news = self.news.setdefault(name, {})
-        news["freed_blocks"] = news.get("freed_blocks", 0) + blocks
-
-    def drop(self, requests: Container[str]) -> None:
-        """Delete the messages for requests that have ended."""
-        for name in [name for name in self.news if name not in requests]:
-            del self.news[name]
+def _refusal(request: Any, asked: RequestPolicy) -> str | None:
+    """Return why a request keeps its full cache, or None."""
+    if request.prompt_token_ids is None or getattr(request, "mm_features", None):
+        return "the prompt has embeddings or images, and policies read token ids"
+    if getattr(request, "resumable", False):
+        return "a session with streamed input has no end of the prompt"
+    if getattr(request, "lora_request", None) is not None and "W_o" in names.constants_of_model(asked.name):
+        return f"{asked.name} reads weights of the model, and the request has an adapter"
+    if request.num_prompt_tokens < 2 and asked.policy.cadence.every is None:
+        return "the prompt has one token"
+    return asked.unserved
 
 
 class _Evicting:
@@ -79,11 +38,13 @@ class _Evicting:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        check_configuration(self.vllm_config)
-        self._manager = only_manager(self, EvictingManager)
+        seams.check_configuration(self.vllm_config)
+        self._manager = seams.only_manager(self, EvictingManager)
         self._plans: dict[str, Plan] = {}
         self._manager.plans = self._plans
-        self._news = _News(Settings.read((self.vllm_config.additional_config or {}).get(KEY, {})))
+        self._settings = Settings.of(self.vllm_config)
+        # Messages for the statement of each request (`Statement.take`), until they are sent with an output.
+        self._news: defaultdict[str, dict[str, Any]] = defaultdict(dict)
         self._held: set[str] = set()
         self._updating = False
 
@@ -95,17 +56,35 @@ class _Evicting:
     def add_request(self, request: Any) -> None:
         """Add a request, with a plan if it has a policy."""
         if request.request_id not in self.requests:
-            plan = self._news.plan(request)
-            if plan is not None:
-                self._plans[request.request_id] = plan
+            self._add_plan(request)
         self._vllm.add_request(request)
+
+    def _add_plan(self, request: Any) -> None:
+        news = self._news[request.request_id]
+        try:
+            asked = parse_request((getattr(request.sampling_params, "extra_args", None) or {}).get(KEY), self._settings)
+        except (SpecError, BackendUnavailable) as error:  # the front end has checked the arguments before
+            news |= {"policy": "fullcache", "budget": "1.0", "reason": str(error)}
+            return
+        if asked is None:
+            news |= {"policy": "fullcache", "budget": "1.0", "reason": "no policy was asked for"}
+            return
+        news |= {"policy": str(asked), "budget": asked.typed}
+        if (reason := _refusal(request, asked)) is None:
+            self._plans[request.request_id] = Plan(asked, request.num_prompt_tokens)
+        else:
+            news["reason"] = reason
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         parameters = self._vllm._free_request(request, *args, **kwargs)
         self._plans.pop(request.request_id, None)
         if not self._updating:  # no output follows
-            self._news.drop(self.requests)
+            self._drop_news()
         return parameters
+
+    def _drop_news(self) -> None:
+        for name in self._news.keys() - self.requests.keys():
+            del self._news[name]
 
     def _get_local_prefix_cache_hit(self, request: Any) -> Any:
         """Use a cached prefix up to the window whose queries the policy reads."""
@@ -157,14 +136,15 @@ class _Evicting:
             return None
         job: Compaction | None = self._manager.compact(request.request_id, report.event, report.kept)
         if job is not None:
-            self._news.freed(request.request_id, len(job.source) - len(job.target))
+            news = self._news[request.request_id]
+            news["freed_blocks"] = news.get("freed_blocks", 0) + len(job.source) - len(job.target)
         return job
 
     def _preempt_last(self) -> None:
         """Preempt the last running request, because all requests wait for blocks and none of them frees blocks."""
         request = self.running.pop()
         self._held.discard(request.request_id)
-        preempt(self, request)
+        seams.preempt(self, request)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Receive the decisions of the worker, and send the messages about each request with its output."""
@@ -180,31 +160,38 @@ class _Evicting:
         self._updating = False
         for outputs in outputs_by_client.values():
             for one in outputs.outputs:
-                if news := self._news.news.pop(one.request_id, None):
+                if news := self._news.pop(one.request_id, None):
                     one.kv_transfer_params = {**(one.kv_transfer_params or {}), KEY: news}
-        self._news.drop(self.requests)
+        self._drop_news()
         return outputs_by_client
 
     def _note(self, name: str, report: Report) -> None:
+        """Store a decision, and add it to the news, or the reason why there is none."""
         plan = self._plans.get(name)
         if plan is None:
             return
-        self._news.note(name, plan, report)
-        if report.error is None:
-            plan.report = report
-        elif plan.shift:
-            plan.failed = True
-        else:
-            del self._plans[name]
+        news = self._news[name]
+        if report.error is not None:
+            news["failed"] = report.error
+            if plan.shift:
+                plan.failed = True
+            else:
+                del self._plans[name]
+            return
+        plan.report = report
+        if report.eviction is not None:
+            news.setdefault("evictions", []).append(report.eviction)
+        elif report.kept == plan.slots(report.event):
+            news["reason"] = "the budget keeps all tokens"
 
 
 def _in_flight(request: Any) -> bool:
     return bool(getattr(request, "num_in_flight_tokens", 0))
 
 
-class EvictingScheduler(_Evicting, Scheduler):
+class EvictingScheduler(_Evicting, seams.Scheduler):
     """Scheduler that evicts tokens."""
 
 
-class EvictingAsyncScheduler(_Evicting, AsyncScheduler):
+class EvictingAsyncScheduler(_Evicting, seams.AsyncScheduler):
     """Scheduler that evicts tokens and schedules a step before the results of the step before are known."""

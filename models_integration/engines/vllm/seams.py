@@ -5,6 +5,7 @@ in vLLM 0.30 to 0.32. All other versions raise an error, because vLLM does not d
 """
 
 import inspect
+import logging
 import re
 import sys
 import time
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import vllm
 from torch import Tensor
+from transformers import AutoTokenizer
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -25,8 +27,9 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from models_integration.engines.vllm.arguments import KEY
 from models_integration.engines.vllm.selection import LayerFacts
+from models_integration.engines.vllm.statement import KEY
+from models_integration.policies.values import sentence_ends
 from spec.errors import SpecError
 
 if current_platform.is_cpu():
@@ -38,7 +41,7 @@ __all__ = [
     "AdapterLogitsProcessor", "AsyncScheduler", "FullAttentionManager", "FullAttentionSpec", "GPUModelRunner",
     "Scheduler", "Worker", "attention_layers", "check_configuration", "check_layout", "check_version", "end_promptly",
     "layer_facts", "only_manager", "output_projection", "preempt", "replace_block_table", "replace_front_end",
-    "rotary_frequencies", "shift_lengths", "spec_registry", "undrawn_chunks", "watch_queries",
+    "rotary_frequencies", "sentence_ends_of", "shift_lengths", "spec_registry", "undrawn_chunks", "watch_queries",
 ]
 
 OLDEST, NEWEST = (0, 30), (0, 32)
@@ -203,6 +206,20 @@ def check_configuration(config: Any) -> None:
     for option, value, reason in refusals(config):
         if value:
             raise SpecError(option, value, f"is not served with eviction: {reason}")
+
+
+def sentence_ends_of(model: Any) -> frozenset[int]:
+    """Return the ids of the tokens that end a sentence. Empty if transformers cannot read the tokenizer.
+
+    Args:
+        model: configuration of vLLM's model.
+    """
+    options = {"revision": model.tokenizer_revision, "trust_remote_code": model.trust_remote_code}
+    try:
+        return sentence_ends(AutoTokenizer.from_pretrained(model.tokenizer, **options))
+    except Exception as error:  # a tokenizer of another library, or none: only policies with sentences are refused
+        logging.getLogger(__name__).warning("kvspec: no sentence ends for crystalcache: %s", error)
+        return frozenset()
 
 
 def only_manager(scheduler: Any, kind: type) -> Any:

@@ -8,13 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from models_integration.cache.continuation import CrystalStates, Pending
 from models_integration.cache.dense_layer import on_host
 from models_integration.engines.vllm.arguments import RequestPolicy
+from models_integration.session.crystal import CrystalMethod
 from reference.crystalcache.observed_layer import observed_layer
 from reference.policies import advance, retain, start
 from spec.arrays import IntMatrix, IntVector
 from spec.errors import SpecError
 from spec.policy import LayerView, Needs, Observation, Policy, Running
+from spec.records import CrystalRetention
 from spec.retention import Granularity, Retention
 from spec.witness import make_eviction
 
@@ -62,6 +65,7 @@ class Decider:
         queries: queries since the last decision, by layer.
         kept: decisions that evict, by the number of tokens processed.
         watched: layers whose tensors the policy reads.
+        crystal: CrystalCache, if it evicts in breaths while the answer is generated.
 
     Raises:
         SpecError: if the policy reads a layer that the model does not have.
@@ -76,9 +80,12 @@ class Decider:
     queries: dict[int, list[Tensor]] = field(default_factory=dict)
     kept: dict[int, Kept] = field(default_factory=dict)
     watched: Sequence[int] = field(init=False)
+    crystal: CrystalMethod | None = field(init=False)
     _running: Running | None = None
+    _states: CrystalStates = CrystalStates()
 
     def __post_init__(self) -> None:
+        self.crystal = self.asked.crystal("torch")
         every, needs = range(len(self.layers)), self.needs
         one = [observed_layer(every, needs.observed)] if needs.layers == "observed" else []
         self.watched = every if needs.layers == "all" else one
@@ -101,13 +108,16 @@ class Decider:
             return self.policy.cadence.every is not None
         return self.needs.query_rows is None or position >= self.n - self.needs.query_rows
 
-    def decide(self, seen: int, slots: int, tensors: Callable[[int], tuple[Tensor, Tensor]]) -> Any:
+    def decide(
+        self, seen: int, slots: int, tensors: Callable[[int], tuple[Tensor, Tensor]], token: Tensor,
+    ) -> Any:
         """Make the decision after `seen` tokens, unless it was made before.
 
         Args:
             seen: number of tokens that the model has processed.
             slots: number of tokens that the cache stores.
             tensors: function that returns the keys and values (H_kv, slots, d) of a layer.
+            token: id of the newest token, a tensor without dimensions.
 
         Returns:
             Entry of the statement, or None if the policy evicts nothing after this token, or decided earlier.
@@ -118,13 +128,16 @@ class Decider:
         if seen <= self.observed:
             return None
         assert seen == self.n or seen == self.observed + 1, (seen, self.observed, self.n)
-        views = {layer: self._view(layer, slots, *tensors(layer)) for layer in self.watched}
-        self.queries.clear()
         granularity = self.policy.granularity
         rows = 1 if granularity is Granularity.MODEL else len(self.layers)
         groups = rows * self.heads if granularity is Granularity.HEAD else rows
-        one = Observation(seen, groups, self.ids if self.needs.token_ids else None, views)
-        retention = self._first(one) if seen == self.n else self._later(one)
+        if self.crystal is not None and seen > self.n:
+            retention = self._breath(self.crystal, seen, tensors, token)
+        else:
+            views = {layer: self._view(layer, slots, *tensors(layer)) for layer in self.watched}
+            self.queries.clear()
+            one = Observation(seen, groups, self.ids if self.needs.token_ids else None, views)
+            retention = self._first(one) if seen == self.n else self._later(one)
         self.observed = seen
         if retention is None or seen not in self.kept:
             return None
@@ -140,6 +153,11 @@ class Decider:
                 )
         else:
             retention, self._running = start(self.policy, self.asked.budget, one)
+        if self.crystal is not None:
+            assert isinstance(retention, CrystalRetention)
+            state = self.crystal.started(retention, one)
+            assert state is not None, "the backend torch has the stages of a breath"
+            self._states = CrystalStates((state,), one.seen)
         self._keep(one.seen, retention.positions.reshape(one.groups, -1), one.seen)
         return retention
 
@@ -153,6 +171,20 @@ class Decider:
             slots = np.stack([np.searchsorted(row, positions) for row, positions in zip(live, kept, strict=True)])
             self._keep(one.seen, slots, live.shape[1])
         return retention
+
+    def _breath(
+        self, method: CrystalMethod, seen: int, tensors: Callable[[int], tuple[Tensor, Tensor]], token: Tensor,
+    ) -> Retention | None:
+        """Add the newest token. Like a session, read the keys of all tokens since the last breath when one is due."""
+        self._states = self._states.read(token.view(1, 1), Pending.DECODED)
+        if not method.due(self._states):
+            return None
+        (state,), (layer,) = self._states.rows, self.watched
+        live = np.concatenate([state.stored, np.arange(state.seen, seen)])
+        self._states = method.flushed(self._states, tensors(layer)[0][None])
+        kept = self._states.rows[0].stored
+        self._keep(seen, np.searchsorted(live, kept)[None], len(live))
+        return Retention.shared(kept, seen)
 
     def _keep(self, seen: int, slots: IntMatrix, stored: int) -> None:
         assert seen not in self.kept, f"a second decision after {seen} tokens"

@@ -6,8 +6,10 @@ from typing import Any
 
 from spec.witness import FORMAT
 
-__all__ = ["MOST_RANGES", "Statement"]
+__all__ = ["KEY", "MOST_RANGES", "Statement"]
 
+KEY = "kvspec"
+"""Key of kvspec's arguments in `extra_args`, `vllm_xargs` and `additional_config`, and of statements in answers."""
 MOST_RANGES = 200_000
 """Largest number of ranges in a statement. The first eviction is always listed."""
 

@@ -66,8 +66,9 @@ def test_decisions_come_one_step_late(engine: Engine) -> None:
     asked = [
         asking("snapkv", 40, budget=0.3, W=16), asking("tova", 40, budget=64), asking("rkv", 40, budget=60, every=16),
         asking("h2o-described", 40, budget=0.5), asking(None, 40),
+        asking("crystalcache", 40, budget=64, sentence_ends=[5, 9], decode=True, T_breath=8, W_recent=8),
     ]
-    prompts = [cut(60 + 7 * at, 31 * at) for at in range(5)]
+    prompts = [cut(60 + 7 * at, 31 * at) for at in range(6)]
     for prompt, output in zip(prompts, engine.answer(prompts, asked), strict=True):
         check_masked(prompt, output)
         check_sets(prompt, output)

@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 
 from conformance.server_suite.judge import check_size
+from models_integration.pocket import load_pocket
+from models_integration.policies.values import sentence_ends
 from tests.models_integration.engines.vllm.engine import (
     NEEDS_VLLM,
     Engine,
@@ -23,6 +25,9 @@ EQUAL = (
     "snapkv", "keydiff", "knorm", "lagkv", "curdkv", "kvcrush", "chunkkv", "diverse-snapkv", "criticalkv",
     "expected-attention",
 )
+
+
+BREATHS: dict[str, Any] = {"decode": True, "T_breath": 16, "W_recent": 16}
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +87,17 @@ def test_tokens_are_evicted_while_the_answer_is_generated(
         assert len(one["evictions"]) >= (100 - max(0, 64 - len(prompt))) // constants.get("every", 1) - 2
 
 
+@pytest.mark.law("as-it-is-described")
+def test_crystalcache_has_the_sentence_ends_of_the_tokenizer(engine: Engine) -> None:
+    prompts, ends = [cut(200), cut(97, 13)], sorted(sentence_ends(load_pocket()[1]))
+    typed = run(engine, prompts, [asking("crystalcache", 60, budget=64, sentence_ends=ends, **BREATHS)] * 2)
+    outputs = engine.answer(prompts, [asking("CrystalCache", 60, budget=64, **BREATHS)] * 2)
+    for prompt, output, own in zip(prompts, outputs, typed, strict=True):
+        check_masked(prompt, output)
+        assert stated(output) == {**own, "policy": "crystalcache(T_breath=16, W_recent=16, decode=true)"}
+        assert [one["seen"] - len(prompt) for one in own["evictions"]] == [0, 16, 32, 48]
+
+
 def test_a_shared_prefix_is_used_before_and_after_evictions(engine: Engine) -> None:
     prompt, hits = cut(611, 50), list[int]()
     own = engine.scheduler._get_local_prefix_cache_hit
@@ -117,7 +133,8 @@ def test_blocks_of_an_evicted_answer_are_not_shared(engine: Engine) -> None:
 def test_preempted_requests_keep_the_same_sets(small: Engine) -> None:
     policies = [
         asking("streamingllm", 100, budget=0.5), asking("snapkv", 100, budget=0.5, W=16),
-        asking("keydiff", 100, budget=0.5), asking("tova", 100, budget=100), asking("rkv", 100, budget=80, every=16),
+        asking("crystalcache", 100, budget=99, sentence_ends=[5, 9], **BREATHS), asking("tova", 100, budget=100),
+        asking("rkv", 100, budget=80, every=16),
         asking(None, 100),
     ]
     actual = run(small, [cut(200 + 31 * at, 17 * (at // 2)) for at in range(12)], policies * 2)
@@ -174,6 +191,21 @@ def test_a_bad_policy_is_refused_before_the_engine(engine: Engine) -> None:
 
     with pytest.raises((ValueError, VLLMValidationError), match="kvspec: policy = 'nosuch': must be a built-in policy"):
         engine.llm.generate({"prompt_token_ids": cut(20)}, asking("nosuch", budget=0.3), use_tqdm=False)
+    engine.check_nothing_left()
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_a_bug_is_no_bad_request(engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """A bug was once HTTP 400 without a traceback. vLLM answers 400 to a ValueError or TypeError, and 500 to others."""
+    from models_integration.engines.vllm import front_end
+
+    def fail(given: Any, settings: Any) -> None:
+        raise TypeError("a bug")
+
+    monkeypatch.setattr(front_end, "parse_request", fail)
+    with pytest.raises(RuntimeError, match="kvspec: a bug; the log of the server has the traceback"):
+        engine.llm.generate({"prompt_token_ids": cut(20)}, asking("knorm", budget=0.3), use_tqdm=False)
+    assert "Traceback" in caplog.text
     engine.check_nothing_left()
 
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,6 +53,8 @@ def plan(n: int = 100, **asked: Any) -> Plan:
     ({"policy": "snapkv", "W": 1e30}, "a million"), ({"policy": "streamingllm:N_sink=100000000"}, "a million"),
     ({"policy": "streamingllm:N_sink=100_000_000"}, "must be a value"),
     ({"policy": "adakv:safeguard=1e999_999_999"}, "must be a value"),
+    ({"policy": "snapkv", "k_ernel": 1025}, "at most 1023"), ({"policy": "snapkv", "W": 8.5}, "type of 32"),
+    ({"policy": "snapkv:backend=torch"}, "is chosen by the server"),
 ])
 def test_bad_arguments_are_one_sentence(given: Any, told: str) -> None:
     """A window of 100 million tokens once took the memory of the server, and deep JSON was an HTTP 500."""
@@ -63,6 +66,7 @@ def test_bad_arguments_are_one_sentence(given: Any, told: str) -> None:
 @pytest.mark.parametrize(("constants", "told"), [
     ({"sentence_ends": 5}, "token ids"), ({"sentence_ends": None}, "token ids"), ({"sentence_ends": [[1]]}, "ids"),
     ({"parameters": {}}, "parameters"), ({"parameters": "x"}, "'paper' or 'essay'"), ({"alpha": []}, "alpha"),
+    ({"decode": 1}, "decode"), ({"stream": True}, "leave stream out"), ({"breath_protection": "x"}, "sink"),
 ])
 def test_constants_of_the_wrong_type_are_one_sentence(constants: dict[str, Any], told: str) -> None:
     """Each of these constants was once an HTTP 500."""
@@ -119,13 +123,36 @@ def test_a_text_with_shares_is_refused_without_a_form() -> None:
 
 
 def test_settings_accept_names_as_people_write_them() -> None:
-    """A server with `--allow-policies SnapKV` once refused every request for snapkv."""
+    """A server with `--allow-policies SnapKV` once refused every request, and a request for SnapKV was refused."""
     settings = Settings({"policy": "SnapKV", "budget": 0.3, "W": 16}, None, ("Snap-KV", "Knorm"))
     assert settings.allow_policies == ("snapkv", "knorm")
-    for asked in ({"budget": 0.5}, {"policy": "snapkv", "budget": 0.5}):
-        own = parse_request(asked, settings)
+    for asked in ({}, {"policy": "snapkv"}, {"policy": "SnapKV"}, {"policy": "Snap-KV:window=16"}, {"Window": 16}):
+        own = parse_request({**asked, "budget": 0.5}, settings)
         assert own is not None
-        assert (own.name, own.window) == ("snapkv", 16)
+        assert (own.name, own.window, str(own)) == ("snapkv", 16, "snapkv(W=16)")
+    with pytest.raises(SpecError, match="must have no constants: type snapkv"):
+        Settings(allow_policies=["snapkv:W=16"])
+
+
+def test_sentence_ends_of_the_tokenizer_are_a_default() -> None:
+    asked: dict[str, Any] = {"policy": "CrystalCache", "budget": 0.3, "decode": True, "T_breath": 8}
+    started = Settings(asked)
+    assert started.lacks_sentence_ends
+    assert not Settings(allow_policies=["snapkv"]).lacks_sentence_ends
+    settings = Settings.read(replace(started, sentence_ends=[7, 5]).text())
+    assert not settings.lacks_sentence_ends
+    for request, ends, text in ((None, {5, 7}, ""), ({"sentence_ends": [9, 6]}, {6, 9}, ", sentence_ends=[6, 9]")):
+        own = parse_request(request, settings)
+        assert own is not None
+        method = own.crystal("numpy")
+        assert method is not None
+        assert method.sentence_ends == ends
+        assert (str(own), own.every) == (f"crystalcache(T_breath=8, decode=true{text})", 8)
+        assert [at for at in range(40) if Plan(own, 20).is_event(at)] == [20, 28, 36]
+    with pytest.raises(SpecError, match="sentence_ends"):
+        replace(started, sentence_ends=[])
+    with pytest.raises(SpecError, match="sentence_ends"):
+        parse_request(asked, Settings())
 
 
 def test_steps_end_at_each_decision() -> None:
@@ -233,7 +260,8 @@ def test_a_decision_is_made_once() -> None:
     def decide(seen: int, slots: int) -> Any:
         for layer in one.watched:
             one.queries[layer] = [torch.randn(1, 4, 8, generator=random)]
-        return one.decide(seen, slots, lambda _: (torch.randn(2, slots, 8, generator=random),) * 2)
+        tensors = torch.randn(2, slots, 8, generator=random)
+        return one.decide(seen, slots, lambda _: (tensors, tensors), torch.tensor(3))
 
     assert sum(b - a for a, b in decide(20, 20)["sets"][0]) == 16
     kept = one.kept[20]

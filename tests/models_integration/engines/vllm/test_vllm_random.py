@@ -123,7 +123,7 @@ def first_is_next(slots: Any, layer: int) -> Any:
 def with_shifts(change: Callable[[Any], Any]) -> Plant:
     """Plant an error: subtract wrong shifts from lengths and slots."""
     return replaced(
-        "runner", "shift_lengths", lambda own: lambda runner, shifts, counts: own(runner, change(shifts), counts)
+        "seams", "shift_lengths", lambda own: lambda runner, shifts, counts: own(runner, change(shifts), counts)
     )
 
 
@@ -174,9 +174,9 @@ def values_stay(own: Any) -> Any:
 
 
 ERRORS: dict[str, Plant] = {
-    "lengths are positions": replaced("runner", "shift_lengths", lambda own: lambda *_: None),
+    "lengths are positions": replaced("seams", "shift_lengths", lambda own: lambda *_: None),
     "slots are positions": slots_are_positions,
-    "positions are slots": replaced("runner", "shift_lengths", positions_are_shifted),
+    "positions are slots": replaced("seams", "shift_lengths", positions_are_shifted),
     "each request has the shift of the next": with_shifts(lambda shifts: np.roll(shifts, 1)),
     "a shift is one token short": with_shifts(lambda shifts: np.maximum(shifts - 1, 0)),
     "heads are exchanged": with_slots(lambda slots, layer: slots.flip(0) if slots.ndim == 2 else slots),
@@ -202,7 +202,7 @@ ERRORS: dict[str, Plant] = {
     "keys are read from the wrong blocks": replaced(
         "pages", "Pages.read", lambda own: lambda self, blocks, slots: own(self, blocks.flip(0), slots)
     ),
-    "the table keeps the old blocks": replaced("runner", "replace_block_table", lambda own: lambda *_: None),
+    "the table keeps the old blocks": replaced("seams", "replace_block_table", lambda own: lambda *_: None),
     "queries are missing": replaced("selection", "Decider.wants", lambda own: lambda self, position: False),
     "queries are those of the token before": replaced("runner", "_Model.prepare", pieces_are_late),
     "a set has one token fewer": replaced("selection", "retain", one_token_fewer),

@@ -211,7 +211,7 @@ FAULTS: dict[str, tuple[Plant, str]] = {
     "no eviction": (replaced("runner", "_Model._decided", nothing_moves), "nothing was evicted"),
     "another set": (with_slots(lambda slots, layer: exchange_token(slots)), "masking by the stated set"),
     "another set, as stated": (replaced("selection", "retain", another_set_is_decided), "against the policy"),
-    "other positions": (replaced("runner", "shift_lengths", positions_are_shifted), "'slots', not 'kept'"),
+    "other positions": (replaced("seams", "shift_lengths", positions_are_shifted), "'slots', not 'kept'"),
     "budget by one": (replaced("selection", "retain", one_token_more), "1 more than the budget"),
     "a layer whole": (a_layer_stays_whole, f"full-attention layer {LAYER} evicted nothing"),
     "heads exchanged": (
