@@ -48,31 +48,31 @@ OLDEST, NEWEST = (0, 30), (0, 32)
 _STOPPED = 130
 """Exit code of a server that was stopped while it started."""
 
-Methods = Mapping[tuple[type, str], tuple[str, ...]]
-"""Methods, each with the first parameters."""
+Methods = Mapping[type, Mapping[str, str]]
+"""Methods of classes, each with the first parameters."""
 
 OVERRIDDEN: Methods = {
-    # Plans, steps that end at a decision, and statements. vLLM has no hook for them in 0.32.
-    (Scheduler, "add_request"): ("request",),
-    (Scheduler, "schedule"): (),
-    (Scheduler, "update_from_output"): ("scheduler_output", "model_runner_output"),
-    (Scheduler, "_free_request"): ("request",),
-    # kvspec calls this method if every running request waits for blocks. Otherwise vLLM would wait forever.
-    (Scheduler, "_preempt_request"): ("request", "timestamp"),
-    # 0.32 has this method for connectors. A cached prefix must end before the queries that the policy reads.
-    (Scheduler, "_get_local_prefix_cache_hit"): ("request",),
-    # 0.32 has this method for drafters. It is the only place that shortens a step, for running and new requests.
-    (Scheduler, "_reserve_prefill_lookahead"): ("request", "num_computed_tokens", "num_new_tokens"),
+    Scheduler: {
+        # Plans, steps that end at a decision, and statements. vLLM has no hook for them in 0.32.
+        "add_request": "request", "schedule": "", "update_from_output": "scheduler_output model_runner_output",
+        "_free_request": "request",
+        # kvspec calls this method if every running request waits for blocks. Otherwise vLLM would wait forever.
+        "_preempt_request": "request timestamp",
+        # 0.32 has this method for connectors. A cached prefix must end before the queries that the policy reads.
+        "_get_local_prefix_cache_hit": "request",
+        # 0.32 has this method for drafters. It is the only place that shortens a step, for running and new requests.
+        "_reserve_prefill_lookahead": "request num_computed_tokens num_new_tokens",
+    },
     # These methods compute blocks from numbers of tokens, and an evicted request stores fewer.
-    (FullAttentionManager, "get_num_blocks_to_allocate"): ("request_id", "num_tokens"),
-    (FullAttentionManager, "allocate_new_blocks"): ("request_id", "num_tokens"),
-    (FullAttentionManager, "cache_blocks"): ("request", "num_tokens"),
-    (FullAttentionManager, "pop_blocks_for_free"): ("request_id",),
+    FullAttentionManager: {
+        "get_num_blocks_to_allocate": "request_id num_tokens", "allocate_new_blocks": "request_id num_tokens",
+        "cache_blocks": "request num_tokens", "pop_blocks_for_free": "request_id",
+    },
     # The runner of 0.32 computes lengths and slots from positions, in `_prepare_inputs` alone.
-    (GPUModelRunner, "get_kv_cache_spec"): (),
-    (GPUModelRunner, "execute_model"): ("scheduler_output",),
-    (GPUModelRunner, "sample_tokens"): ("grammar_output",),
-    (GPUModelRunner, "_prepare_inputs"): ("scheduler_output", "num_scheduled_tokens"),
+    GPUModelRunner: {
+        "get_kv_cache_spec": "", "execute_model": "scheduler_output", "sample_tokens": "grammar_output",
+        "_prepare_inputs": "scheduler_output num_scheduled_tokens",
+    },
 }
 """Methods that kvspec overrides or calls."""
 
@@ -94,18 +94,21 @@ def replace_front_end(new: Mapping[str, Callable[..., Any]]) -> None:
     from vllm.v1.engine.output_processor import RequestState
 
     replaced: Methods = {
-        (RequestState, "make_request_output"): (
-            "new_token_ids", "pooling_output", "finish_reason", "stop_reason", "kv_transfer_params",
-        ),
-        (RequestState, "_new_completion_output"): ("token_ids", "finish_reason", "stop_reason"),
-        (OpenAIServingCompletion, "request_output_to_completion_response"): ("final_res_batch",),
-        (OpenAIServingCompletion, "completion_stream_generator"): ("request", "engine_inputs", "result_generator"),
-        (OpenAIServingChat, "chat_completion_stream_generator"): ("request", "result_generator"),
+        RequestState: {
+            "make_request_output": "new_token_ids pooling_output finish_reason stop_reason kv_transfer_params",
+            "_new_completion_output": "token_ids finish_reason stop_reason",
+        },
+        OpenAIServingCompletion: {
+            "request_output_to_completion_response": "final_res_batch",
+            "completion_stream_generator": "request engine_inputs result_generator",
+        },
+        OpenAIServingChat: {"chat_completion_stream_generator": "request result_generator"},
     }
     if not hasattr(RequestState.make_request_output, KEY):
         check_methods(replaced)
-        for owner, name in replaced:
-            setattr(owner, name, _around(getattr(owner, name), new[name]))
+        for owner, methods in replaced.items():
+            for name in methods:
+                setattr(owner, name, _around(getattr(owner, name), new[name]))
 
 
 def _around(original: Callable[..., Any], new: Callable[..., Any]) -> Callable[..., Any]:
@@ -160,10 +163,9 @@ def check_methods(methods: Methods) -> None:
     Raises:
         SpecError: otherwise. The message contains the missing method.
     """
-    for (owner, name), expected in methods.items():
-        method = getattr(owner, name, None)
-        parameters = () if method is None else tuple(inspect.signature(method).parameters)[1:]
-        if parameters[: len(expected)] != expected:
+    for owner, name, words in ((owner, *one) for owner, each in methods.items() for one in each.items()):
+        expected, method = tuple(words.split()), getattr(owner, name, None)
+        if method is None or tuple(inspect.signature(method).parameters)[1 : 1 + len(expected)] != expected:
             reason = f"has no {owner.__name__}.{name} with ({', '.join(expected)}, ...)"
             raise SpecError("vllm", vllm.__version__, reason)
 

@@ -238,6 +238,15 @@ def check_norms(prompt: Sequence[int], body: Mapping[str, Any]) -> None:
             assert norms[list(kept)].max() <= norms[evicted].min() * (1 + 1e-5)
 
 
+def check_answers(engine: Engine, prompts: Sequence[list[int]], parameters: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the statements of answers that equal masking, with the kept sets of a session."""
+    outputs = engine.answer(prompts, parameters)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        check_masked(prompt, output)
+        check_sets(prompt, output)
+    return [stated(output) for output in outputs]
+
+
 def check_sets(prompt: Sequence[int], output: Any) -> None:
     """Check that the stated sets are those that a session keeps for the same text, up to rounding."""
     body = stated(output)

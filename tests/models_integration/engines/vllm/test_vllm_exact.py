@@ -11,8 +11,8 @@ from tests.models_integration.engines.vllm.engine import (
     NEEDS_VLLM,
     Engine,
     asking,
+    check_answers,
     check_masked,
-    check_sets,
     cut,
     reading,
     stated,
@@ -42,21 +42,13 @@ def small() -> Engine:
     return Engine({"on_unserved": "full"}, blocks=44, max_model_len=704, max_num_batched_tokens=256)
 
 
-def run(engine: Engine, prompts: list[list[int]], parameters: list[Any]) -> list[Any]:
-    outputs = engine.answer(prompts, parameters)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        check_masked(prompt, output)
-        check_sets(prompt, output)
-    return [stated(output) for output in outputs]
-
-
 def test_a_batch_of_policies(engine: Engine) -> None:
     asked = [
         asking("streamingllm", budget=0.3), asking("snapkv", budget=0.3, W=16), asking("keydiff", budget=0.3),
         asking(None), asking("streamingllm", budget=0.5), asking("snapkv", budget=0.6, W=16),
         asking("tova", 24, budget=16), asking("knorm", budget=0.5),
     ]
-    actual = run(engine, [cut(*one) for one in PROMPTS], asked)
+    actual = check_answers(engine, [cut(*one) for one in PROMPTS], asked)
     assert [bool(one["evictions"]) for one in actual] == [True, True, True, False, True, True, True, True]
     assert actual[1]["policy"] == "snapkv(W=16)"
     assert actual[3] == {
@@ -70,7 +62,7 @@ def test_kept_sets_are_those_of_a_session(engine: Engine) -> None:
     prompts = [cut(*one) for one in PROMPTS[:3]]
     constants: dict[str, dict[str, Any]] = {name: {"W": 16} if "snapkv" in name else {} for name in EQUAL}
     asked = [asking(name, budget=0.3, **constants[name]) for name in EQUAL for _ in prompts]
-    assert all(one["evictions"] for one in run(engine, prompts * len(EQUAL), asked))
+    assert all(one["evictions"] for one in check_answers(engine, prompts * len(EQUAL), asked))
 
 
 @pytest.mark.parametrize(("name", "constants"), [
@@ -81,7 +73,7 @@ def test_tokens_are_evicted_while_the_answer_is_generated(
     engine: Engine, name: str, constants: dict[str, Any],
 ) -> None:
     prompts = [cut(200), cut(97, 13), cut(40, 3)]
-    actual = run(engine, prompts, [asking(name, 100, budget=64, **constants)] * 3)
+    actual = check_answers(engine, prompts, [asking(name, 100, budget=64, **constants)] * 3)
     for prompt, one in zip(prompts, actual, strict=True):
         assert all(sum(b - a for a, b in own) <= 64 for step in one["evictions"] for own in step["sets"])
         assert len(one["evictions"]) >= (100 - max(0, 64 - len(prompt))) // constants.get("every", 1) - 2
@@ -90,7 +82,7 @@ def test_tokens_are_evicted_while_the_answer_is_generated(
 @pytest.mark.law("as-it-is-described")
 def test_crystalcache_has_the_sentence_ends_of_the_tokenizer(engine: Engine) -> None:
     prompts, ends = [cut(200), cut(97, 13)], sorted(sentence_ends(load_pocket()[1]))
-    typed = run(engine, prompts, [asking("crystalcache", 60, budget=64, sentence_ends=ends, **BREATHS)] * 2)
+    typed = check_answers(engine, prompts, [asking("crystalcache", 60, budget=64, sentence_ends=ends, **BREATHS)] * 2)
     outputs = engine.answer(prompts, [asking("CrystalCache", 60, budget=64, **BREATHS)] * 2)
     for prompt, output, own in zip(prompts, outputs, typed, strict=True):
         check_masked(prompt, output)
@@ -110,7 +102,7 @@ def test_a_shared_prefix_is_used_before_and_after_evictions(engine: Engine) -> N
     engine.scheduler._get_local_prefix_cache_hit = hit
     try:
         for policy in (asking("snapkv", budget=0.3, W=16), asking(None), asking("h2o-described", budget=0.4)):
-            run(engine, [prompt], [policy])
+            check_answers(engine, [prompt], [policy])
     finally:
         del engine.scheduler._get_local_prefix_cache_hit
     assert hits[1:] == [608, 0]
@@ -127,7 +119,7 @@ def test_a_seed_gives_the_same_answer_for_any_chunks(engine: Engine) -> None:
 def test_blocks_of_an_evicted_answer_are_not_shared(engine: Engine) -> None:
     prompt = cut(64, 700)
     (first,) = engine.answer([prompt], [asking("streamingllm", 200, budget=0.9)])
-    run(engine, [prompt + list(first.outputs[0].token_ids)[:-3]], [asking(None)])
+    check_answers(engine, [prompt + list(first.outputs[0].token_ids)[:-3]], [asking(None)])
 
 
 def test_preempted_requests_keep_the_same_sets(small: Engine) -> None:
@@ -137,7 +129,7 @@ def test_preempted_requests_keep_the_same_sets(small: Engine) -> None:
         asking("rkv", 100, budget=80, every=16),
         asking(None, 100),
     ]
-    actual = run(small, [cut(200 + 31 * at, 17 * (at // 2)) for at in range(12)], policies * 2)
+    actual = check_answers(small, [cut(200 + 31 * at, 17 * (at // 2)) for at in range(12)], policies * 2)
     assert small.preempted > 0
     assert sum(bool(one["evictions"]) for one in actual) == 10
 
@@ -147,7 +139,7 @@ def test_preempted_requests_keep_the_same_sets(small: Engine) -> None:
     "adakv/heads=even", "nestedkv/heads=even", "cake/layers=even", "pyramidkv/layers=even",
 ])
 def test_forms_with_equal_counts_say_so_in_their_name(engine: Engine, policy: str) -> None:
-    actual = run(engine, [cut(150, 7)], [asking(policy, budget=0.3)])
+    actual = check_answers(engine, [cut(150, 7)], [asking(policy, budget=0.3)])
     assert (actual[0]["policy"], len(actual[0]["evictions"])) == (policy, 1)
 
 
@@ -158,7 +150,7 @@ def test_the_witness_names_what_is_not_served(engine: Engine) -> None:
 
 
 def test_what_is_not_served_is_stated(engine: Engine) -> None:
-    actual = run(engine, [cut(97), cut(1), cut(40), cut(97, 5)], [
+    actual = check_answers(engine, [cut(97), cut(1), cut(40), cut(97, 5)], [
         asking("nestedkv", budget=0.3), asking("snapkv", budget=0.3), asking("knorm", budget=1.0),
         asking("knorm", 1, budget=0.3),
     ])
@@ -177,7 +169,8 @@ def test_a_policy_that_fails_costs_only_its_eviction(engine: Engine, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(selection, "retain", fail)
-        actual = run(engine, [cut(97), cut(80, 3)], [asking("snapkv", budget=0.3, W=16), asking("tova", budget=32)])
+        asked = [asking("snapkv", budget=0.3, W=16), asking("tova", budget=32)]
+        actual = check_answers(engine, [cut(97), cut(80, 3)], asked)
     assert [one.get("reason") for one in actual] == ["ArithmeticError: no scores", None]
 
 
@@ -216,4 +209,4 @@ def test_nothing_is_left_of_an_aborted_request(engine: Engine) -> None:
     for _ in range(8):
         core.step()
     core.abort_request(["gone"])
-    run(engine, [prompt], [asking("knorm", budget=0.3)])
+    check_answers(engine, [prompt], [asking("knorm", budget=0.3)])

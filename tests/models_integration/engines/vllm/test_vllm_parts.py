@@ -17,7 +17,7 @@ from conformance.paths import SPEC
 from conformance.witness.statement import parse_statement
 from kvspec.cli import serve
 from kvspec.cli.serve import run_serve, server_settings
-from models_integration.engines.vllm.arguments import Settings, parse_request
+from models_integration.engines.vllm.arguments import RequestPolicy, Settings, parse_request
 from models_integration.engines.vllm.pages import LAYOUTS, Pages
 from models_integration.engines.vllm.plan import Plan
 from models_integration.engines.vllm.selection import Decider, LayerFacts
@@ -33,10 +33,14 @@ OPEN = Settings(on_unserved="full")
 DEFAULT = Settings({"policy": "snapkv", "budget": 0.3, "W": 16}, "0.2:1", ("snapkv", "knorm"))
 
 
-def plan(n: int = 100, **asked: Any) -> Plan:
-    actual = parse_request({"policy": "snapkv", "budget": 0.3, "W": 16, **asked}, OPEN)
+def request(given: Any, settings: Settings = OPEN) -> RequestPolicy:
+    actual = parse_request(given, settings)
     assert actual is not None
-    return Plan(actual, n)
+    return actual
+
+
+def plan(n: int = 100, **asked: Any) -> Plan:
+    return Plan(request({"policy": "snapkv", "budget": 0.3, "W": 16, **asked}), n)
 
 
 @pytest.mark.law("refused-before-anything-changes")
@@ -75,14 +79,10 @@ def test_constants_of_the_wrong_type_are_one_sentence(constants: dict[str, Any],
 
 
 def test_a_request_inherits_from_the_default() -> None:
-    default = parse_request(None, DEFAULT)
-    assert default is not None
+    default, own = request(None, DEFAULT), request('{"budget": 0.5}', DEFAULT)
     assert (default.name, default.window, str(default.budget)) == ("snapkv", 16, "0.3")
-    own = parse_request('{"budget": 0.5}', DEFAULT)
-    assert own is not None
     assert (own.name, own.window, str(own.budget)) == ("snapkv", 16, "0.5")
-    other = parse_request({"policy": "knorm", "budget": 0.5}, DEFAULT)
-    assert other is not None
+    other = request({"policy": "knorm", "budget": 0.5}, DEFAULT)
     assert (other.name, other.window) == ("knorm", 0)
     assert parse_request({"policy": "fullcache"}, DEFAULT) is None
     assert parse_request(None, OPEN) is None
@@ -103,8 +103,7 @@ TWICE = {"kvzip", "kvzip-plus", "kvzip-uniform"}
 def test_each_policy_is_served_or_refused_with_the_reason(name: str) -> None:
     host = name.removeprefix(names.DIVERSE)
     given = {"policy": name, "budget": 0.3, **({"sentence_ends": [5]} if name == "crystalcache" else {})}
-    actual = parse_request(given, OPEN)
-    assert actual is not None
+    actual = request(given)
     if host not in UNEQUAL | TWICE:
         assert actual.unserved is None
         return
@@ -112,8 +111,7 @@ def test_each_policy_is_served_or_refused_with_the_reason(name: str) -> None:
     with pytest.raises(SpecError, match=f"{name} {reason}"):
         parse_request(given, Settings())
     if host in UNEQUAL:
-        equal = parse_request({"policy": str(actual.unserved).rpartition("; type ")[2], "budget": 0.3}, Settings())
-        assert equal is not None
+        equal = request({"policy": str(actual.unserved).rpartition("; type ")[2], "budget": 0.3}, Settings())
         assert equal.name.startswith(f"{name}/")
 
 
@@ -127,8 +125,7 @@ def test_settings_accept_names_as_people_write_them() -> None:
     settings = Settings({"policy": "SnapKV", "budget": 0.3, "W": 16}, None, ("Snap-KV", "Knorm"))
     assert settings.allow_policies == ("snapkv", "knorm")
     for asked in ({}, {"policy": "snapkv"}, {"policy": "SnapKV"}, {"policy": "Snap-KV:window=16"}, {"Window": 16}):
-        own = parse_request({**asked, "budget": 0.5}, settings)
-        assert own is not None
+        own = request({**asked, "budget": 0.5}, settings)
         assert (own.name, own.window, str(own)) == ("snapkv", 16, "snapkv(W=16)")
     with pytest.raises(SpecError, match="must have no constants: type snapkv"):
         Settings(allow_policies=["snapkv:W=16"])
@@ -141,9 +138,8 @@ def test_sentence_ends_of_the_tokenizer_are_a_default() -> None:
     assert not Settings(allow_policies=["snapkv"]).lacks_sentence_ends
     settings = Settings.read(replace(started, sentence_ends=[7, 5]).text())
     assert not settings.lacks_sentence_ends
-    for request, ends, text in ((None, {5, 7}, ""), ({"sentence_ends": [9, 6]}, {6, 9}, ", sentence_ends=[6, 9]")):
-        own = parse_request(request, settings)
-        assert own is not None
+    for typed, ends, text in ((None, {5, 7}, ""), ({"sentence_ends": [9, 6]}, {6, 9}, ", sentence_ends=[6, 9]")):
+        own = request(typed, settings)
         method = own.crystal("numpy")
         assert method is not None
         assert method.sentence_ends == ends
@@ -252,8 +248,7 @@ def test_a_long_statement_says_where_it_ends() -> None:
 
 
 def test_a_decision_is_made_once() -> None:
-    asked = parse_request({"policy": "tova", "budget": 16}, OPEN)
-    assert asked is not None
+    asked = request({"policy": "tova", "budget": 16})
     one = Decider(asked, asked.policy, np.arange(20), [LayerFacts(0.5, None, None)] * 2, 2)
     random = torch.Generator().manual_seed(0)
 
@@ -278,8 +273,7 @@ def test_a_decision_is_made_once() -> None:
 def test_a_layer_that_the_model_lacks_is_refused_before_the_prompt(observed: int) -> None:
     """Check against a defect: a worker detected the layer in the middle of a step, and the engine stopped."""
     given = {"policy": "crystalcache", "budget": 0.3, "sentence_ends": [5], "observed_layer": observed}
-    asked = parse_request(given, OPEN)
-    assert asked is not None
+    asked = request(given)
     with pytest.raises(SpecError, match=f"observed_layer = {observed}: must be from -3 to 2: the model has 3"):
         Decider(asked, asked.policy, np.arange(20), [LayerFacts(0.5, None, None)] * 3, 2)
 
