@@ -257,10 +257,11 @@ def _as_json(given: Any) -> str:
 
 
 def _split(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments with the bare name of the policy. The constants in a text of a policy become arguments."""
+    """Return arguments with the bare name of the policy, and all constants under their own names."""
     written: Any = asked.get("policy")
     name, constants = split_name(written, "policy")
-    return {**constants, **asked, "policy": name}
+    given = check_constants(name, {key: value for key, value in asked.items() if key not in ("policy", "budget")})
+    return {**{key: asked[key] for key in asked.keys() & {"budget"}}, **constants, **given, "policy": name}
 
 
 def _allowed_name(text: str) -> str:
@@ -273,13 +274,12 @@ def _allowed_name(text: str) -> str:
 @lru_cache(maxsize=256)
 def _parse_policy(text: str, ends: frozenset[int] | None) -> RequestPolicy:
     """Return the policy of a request from JSON text. Requests often repeat their arguments, so results are stored."""
-    asked = json.loads(text)
-    name = asked.pop("policy")
-    if name != "fullcache" and "budget" not in asked:
+    constants = json.loads(text)
+    name = constants.pop("policy")
+    if name != "fullcache" and "budget" not in constants:
         raise SpecError("budget", None, "is needed: a share such as 0.3, or a number of tokens such as 512")
-    budget = parse_budget(given := asked.pop("budget", 1.0))
+    budget = parse_budget(given := constants.pop("budget", 1.0))
     typed = given if isinstance(given, str) else str(budget)
-    constants = check_constants(name, asked)
     if (rule := constants.pop(POSITIONS, KEPT)) != KEPT:
         raise SpecError(POSITIONS, rule, f"vLLM keeps positions of the text: type {KEPT!r}")
     if constants.pop("stream", False):
