@@ -94,6 +94,7 @@ SLOW_INTERPRETED = [
         "uniform_impact_equals_alpha_0", "without_D_alpha_says_nothing", "without_edges_D_is_a_half",
     )),
 ]
+LONGEST = "laddered-llama-3-8b-4k"  # a prompt of test_scale_prefill.py, which takes torch on a CPU 18 seconds
 REFILLED = "conformance/suite/test_calls.py::test_arrays_filled_anew_are_read_anew"
 BY_DAY = [f"--deselect={test}" for test in (*SLOW_INTERPRETED, *(
     f"{REFILLED}[nestedkv.anomaly_score-{name} " for name in ("W", "b_max", "beta", "blocks", "kappa", "p", "tau", "w0")
@@ -125,6 +126,7 @@ NIGHTLY = {
     "own-tests": [*MARKED, *WORKERS, "tests"],
     "shapes": ["pytest", *WORKERS, "--kvspec-profile", "ci", CHECKED],
     "triton": ["pytest", *FEW, "--backend", "triton", *SLOW_INTERPRETED, REFILLED],
+    "torch": ["pytest", *FEW, "--backend", "torch", "-k", LONGEST, "conformance/suite/test_scale_prefill.py"],
     "mutants": ["lab.mutants"],
     "families": ["lab.measure.families"],
     "coq-engine": ["lab.proofs.coq", "judge"],
@@ -241,7 +243,7 @@ def conformance(session: nox.Session) -> None:
         ([*FIFTY, *OF_OTHER_PHASES], {}),
         ([*numba, *FIFTY], {}),
         ([*numba, *FEW], {"NUMBA_DISABLE_JIT": "1"}),
-        ([*FEW, "--backend", "torch", *JUDGING, *ON_HOST], {}),
+        ([*FEW, "--backend", "torch", *JUDGING, *ON_HOST, "-k", f"not {LONGEST}"], {}),
         ([*FEW, *OTHER_KERNELS], {"ATEN_CPU_CAPABILITY": "default"}),
         ([*FEW, "--backend", "triton", *OF_TRITON, *ON_HOST, *BY_DAY], on_device),
     ]

@@ -13,6 +13,7 @@ import noxfile
 from conformance.paths import ROOT
 from conformance.plugin import judges
 from conformance.strategies.one_change import CALLS
+from conformance.suite import test_scale_prefill
 
 NUMBERS = CALLS["nestedkv.anomaly_score"].changes
 GIVEN = {
@@ -41,6 +42,7 @@ def test_each_test_that_a_process_leaves_out_is_there() -> None:
     words = [*noxfile.BY_DAY, *noxfile.ON_HOST, *noxfile.OTHER_KERNELS, *noxfile.WITHOUT_TORCH["core"][1]]
     tests = [word.removeprefix("--deselect=").partition("[") for word in words if "::" in word]
     assert len(tests) > 20
+    assert f"{test_scale_prefill.FULL[-1][0]}-{test_scale_prefill.FULL[-1][1].name}" == noxfile.LONGEST
     for name, _, case in tests:
         path, _, function = name.partition("::")
         assert f"def {function}(" in (ROOT / path).read_text(encoding="utf-8"), name
