@@ -48,7 +48,7 @@ from spec.errors import BackendUnavailable, SpecError
 from spec.parameters import TINY, NestedKVParameters
 from spec.records import CrystalRetention
 from tests.models_integration.session.families import ENDS, METHODS, at_once, build, greedy, prompt
-from tests.models_integration.session.sessions import batch, published
+from tests.models_integration.session.sessions import batch, published, read_prompt
 
 pytestmark = pytest.mark.law("as-it-is-described")
 
@@ -113,8 +113,7 @@ def test_a_description_is_true_of_a_session(name: str) -> None:
 def test_constants_are_given_by_name_and_the_defaults_are_the_makers() -> None:
     model, kept = build("llama"), []
     for constants in ({}, {"beta": 0.0}, {"parameters": NestedKVParameters(beta=0.0)}):
-        with kvspec.policy_from_name("nestedkv", 0.3, backend="numpy", **constants)(model) as run, torch.no_grad():
-            model(input_ids=prompt(300))
+        run, _ = read_prompt(model, kvspec.policy_from_name("nestedkv", 0.3, backend="numpy", **constants), 300)
         kept.append(run.retentions[0].positions.tolist())
     assert kept[0] != kept[1] == kept[2]
     assert describe_policy("nestedkv").constants["beta"] == 3.0
@@ -375,8 +374,7 @@ def test_one_tokenizer_serves_every_policy() -> None:
     for name, constants in (("crystalcache", {"sentence_ends": ends}), ("kvzip", {"template": template}), ("h2o", {})):
         kept = []
         for given in ({"tokenizer": small_tokenizer()}, constants):
-            with kvspec.policy_from_name(name, 0.5, **given)(model) as run, torch.no_grad():
-                model(input_ids=prompt(40))
+            run, _ = read_prompt(model, kvspec.policy_from_name(name, 0.5, **given), 40)
             kept.append([one.positions.tolist() for one in run.retentions])
         assert kept[0] == kept[1]
     seven = frozenset({7})
@@ -419,8 +417,7 @@ def test_the_budget_is_the_one_that_was_asked(policy: CustomPolicy, kept: int, r
 
 def test_unequal_sets_count_by_their_mean() -> None:
     model = build("llama")
-    with policy_from_name("adakv", 0.3, W=4)(model) as run, torch.no_grad():
-        model(input_ids=prompt(60))
+    run, _ = read_prompt(model, policy_from_name("adakv", 0.3, W=4), 60)
     sizes = [len(run.retentions[0].group(at)) for at in range(run.retentions[0].groups)]
     (counts,) = run.kept_tokens
     assert (counts.least, counts.most, counts.mean) == (min(sizes), max(sizes), sum(sizes) / len(sizes))

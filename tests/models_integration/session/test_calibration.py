@@ -600,14 +600,11 @@ def test_a_safetensors_file_decides_as_the_brute_force(m: int | None, tmp_path: 
     expected = of_brute([x[0] for x in normed(model, prompt(TEXT))], given, B)
     assert len(set(map(tuple, expected))) == 6
     for calibration in (str(file), file, tmp_path / "own.npz", read_networks(file, model)):
-        cache = RetainedCache(model.config)
-        with kvspec.policy_from_name("kvzap", B, calibration=calibration)(model):
-            at_once(model, prompt(TEXT), cache)
+        _, cache = read_prompt(model, kvspec.policy_from_name("kvzap", B, calibration=calibration), TEXT)
         assert [own for heads in live_sets(cache).values() for own in heads] == expected
     check_continuation(model, NamedPolicy("kvzap", B, calibration=file))
     half = written(tmp_path / "half.safetensors", given, torch.bfloat16)
-    with kvspec.policy_from_name("kvzap", B, calibration=half)(model) as run:
-        at_once(model, prompt(TEXT), RetainedCache(model.config))
+    run, _ = read_prompt(model, kvspec.policy_from_name("kvzap", B, calibration=half), TEXT)
     assert len(run.retentions[0].positions) == 6 * B
     with pytest.raises(SpecError, match=r"pass calibration='model\.safetensors' to policy_from_name"):
         load_calibration(file)
@@ -646,9 +643,8 @@ def test_a_file_of_gates_decides_as_the_brute_force(tmp_path: Path) -> None:
     expected = fast_kvzip.kept(inputs, B, **constants)
     assert len(set(map(len, expected))) > 1
     for calibration in (file, tmp_path / "own.npz"):
-        cache = RetainedCache(model.config)
-        with kvspec.policy_from_name("fast-kvzip", B, calibration=calibration, **constants)(model):
-            at_once(model, prompt(TEXT), cache)
+        chosen = kvspec.policy_from_name("fast-kvzip", B, calibration=calibration, **constants)
+        _, cache = read_prompt(model, chosen, TEXT)
         assert [own for heads in live_sets(cache).values() for own in heads] == expected
     check_continuation(model, NamedPolicy("fast-kvzip", B, calibration=file, **constants))
 
@@ -658,8 +654,7 @@ def test_the_threshold_of_the_paper_keeps_what_exceeds_it(tmp_path: Path) -> Non
     model: Any = build("llama")
     given = random_networks(3, 2, model.config.hidden_size, 6)
     file = written(tmp_path / "model.safetensors", given, torch.float64)
-    with kvspec.policy_from_name("kvzap/threshold=0.5/recent=4", 1.0, calibration=file)(model) as run:
-        at_once(model, prompt(TEXT), RetainedCache(model.config))
+    run, _ = read_prompt(model, kvspec.policy_from_name("kvzap/threshold=0.5/recent=4", 1.0, calibration=file), TEXT)
     hidden = shown(model, prompt(TEXT), HIDDEN).layers
     views = [replace(view, k=np.zeros((2, TEXT, 1))) for view in hidden.values()]
     scores = scores_of_networks(Inputs(views, np.ones(1), [], np.zeros(TEXT, np.int64), networks=given), TEXT)

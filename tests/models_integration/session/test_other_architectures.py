@@ -37,7 +37,7 @@ from tests.models_integration.session.families import (
     relative,
 )
 from tests.models_integration.session.masked import head_sets
-from tests.models_integration.session.sessions import Looking, live_sets, method, method_of
+from tests.models_integration.session.sessions import Looking, live_sets, method, method_of, read_prompt
 
 pytestmark = [pytest.mark.law("eviction-equals-masking"), pytest.mark.filterwarnings("ignore")]
 
@@ -150,8 +150,8 @@ def in_one_forward(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 def check_conversation(
     model: PreTrainedModel, policy: str, pieces: Sequence[int] = (N, 1, 1, 9, 1), **options: int,
-) -> None:
-    """Compare a prompt, steps, a turn and a step with the masked model."""
+) -> tuple[Masked, RetainedCache]:
+    """Compare a prompt, steps, a turn and a step with the masked model, and return the model and the cache."""
     masked, cache = Masked(model), RetainedCache(model.config)
     with method(policy)(model) as run:
         for number, tokens in enumerate(pieces):
@@ -161,6 +161,7 @@ def check_conversation(
             if tokens > 1:
                 masked.keep(list(live_sets(cache).values()))
     assert run.bytes_freed > 0
+    return masked, cache
 
 
 def refused(name: str, policy: str) -> str | None:
@@ -359,11 +360,9 @@ def test_a_saved_cache_goes_on_bit_for_bit(name: str, policy: str, tmp_path: Any
 def test_states_are_counted_and_not_freed(name: str) -> None:
     model = build(name)
     full = observe(model, prompt(N)).cache
-    with METHODS["streamingllm"]()(model) as run:
-        at_once(model, prompt(N), RetainedCache(model.config))
-    assert run.cache is not None
-    assert run.cache.state_bytes == full.state_bytes > 0
-    assert run.bytes_freed == full.nbytes - run.cache.nbytes
+    run, cache = read_prompt(model, METHODS["streamingllm"](), N)
+    assert cache.state_bytes == full.state_bytes > 0
+    assert run.bytes_freed == full.nbytes - cache.nbytes
 
 
 def test_the_caches_of_two_decisions_do_not_share_states() -> None:
@@ -389,14 +388,8 @@ def test_beams_choose_states_too(name: str) -> None:
 @pytest.mark.law("refused-before-anything-changes")
 def test_a_model_that_loses_its_state_takes_steps_and_no_turns() -> None:
     model = build("jamba")
-    masked = Masked(model)
+    masked, cache = check_conversation(model, "streamingllm", (N, 1, 1))
     with METHODS["streamingllm"]()(model):
-        cache = RetainedCache(model.config)
-        for number, tokens in enumerate((N, 1, 1)):
-            ids = prompt(tokens, seed=number)
-            assert relative(at_once(model, ids, cache), masked.read(ids)) < BOUND
-            if tokens > 1:
-                masked.keep(list(live_sets(cache).values()))
         with pytest.raises(SpecError, match=LOSES_ITS_STATE):
             at_once(model, prompt(5), cache)
         ids = prompt(1, seed=9)

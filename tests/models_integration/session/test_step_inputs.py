@@ -23,7 +23,7 @@ from models_integration.session.verbs import read
 from spec.errors import SpecError
 from spec.parameters import TINY
 from tests.models_integration.session.families import ENDS, METHODS, VOCABULARY, build, prompt
-from tests.models_integration.session.sessions import live_sets, method
+from tests.models_integration.session.sessions import live_sets, method, read_prompt
 
 pytestmark = pytest.mark.law("refused-before-anything-changes")
 
@@ -117,16 +117,14 @@ def test_what_does_not_continue_is_refused_and_changes_nothing(policy: str, read
 def test_a_cache_read_through_layer_masks_is_told_the_same(policy: str) -> None:
     """Check a cache outside any context, with layer masks."""
     model = build("llama")
-    with POLICIES[policy]()(model) as run:
-        told(model, RetainedCache(model.config), input_ids=prompt(N))
-    assert run.cache is not None
-    untouched = copy.deepcopy(run.cache)
+    _, cache = read_prompt(model, POLICIES[policy](), N)
+    untouched = copy.deepcopy(cache)
     with layer_masks(model, untouched):
         expected = told(model, untouched)
-    with layer_masks(model, run.cache):
+    with layer_masks(model, cache):
         for given, words in (WRONG | WRONG_FOR_A_BLOCK).values():
-            check_refused(model, run.cache, given, words)
-        assert torch.equal(told(model, run.cache, **RIGHT), expected)
+            check_refused(model, cache, given, words)
+        assert torch.equal(told(model, cache, **RIGHT), expected)
     assert not model.get_decoder()._forward_pre_hooks  # type: ignore[no-untyped-call]
 
 

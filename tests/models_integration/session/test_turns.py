@@ -49,6 +49,7 @@ from tests.models_integration.session.sessions import (
     method_of,
     now,
     prompts,
+    read_prompt,
     sets,
     tokens,
     turn,
@@ -186,9 +187,7 @@ def test_a_larger_budget_brings_nothing_back_and_evicts_nothing() -> None:
         (StreamingLLM(20, 2), StreamingLLM(60, 2)),
         (CrystalCache(20, ENDS, TINY, "numpy"), CrystalCache(60, ENDS, TINY, "numpy")),
     ):
-        cache = RetainedCache(model.config)
-        with small(model):
-            at_once(model, prompt(N), cache)
+        _, cache = read_prompt(model, small, N)
         before = cache.stored_positions().tolist()
         with large(model):
             at_once(model, turn(1), cache)
@@ -479,9 +478,8 @@ def test_the_newest_tokens_are_safe_unless_the_paper_s_rule_is_asked_for(protect
 
 @pytest.mark.law("refused-before-anything-changes")
 def test_a_cache_that_grew_outside_the_context_is_refused_by_name() -> None:
-    model, cache = build("llama"), RetainedCache(build("llama").config)
-    with breathing()(model):
-        at_once(model, prompt(PROMPT), cache)
+    model = build("llama")
+    _, cache = read_prompt(model, breathing())
     at_once(model, tokens(3), cache)
     stored = cache.stored_length
     with breathing()(model):
@@ -566,9 +564,7 @@ def test_what_is_left_at_the_end_of_the_context_is_a_segment() -> None:
     """Two or more tokens are a segment. A single token is a decode step and waits."""
     model = build("llama")
     for n, seen in ((C + 7, C + 7), (C + 1, C)):
-        cache = RetainedCache(model.config)
-        with streaming()(model):
-            at_once(model, prompt(n), cache)
+        _, cache = read_prompt(model, streaming(), n)
         assert states_of(cache).rows[0].seen == seen
         assert states_of(cache).covers(n)
         with streaming()(model):
