@@ -297,7 +297,7 @@ TestArchive.settings = settings(
 
 ROWS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("mutants.toml").read_text(encoding="utf-8"))
 MUTANTS, PROGRAMS = ROWS["mutants"], ROWS["programs"]
-WORDS = {"ALICE": TENANTS[0], "BOB": TENANTS[1], "WELL": WELL, "EROFS": errno.EROFS, "EIO": errno.EIO}
+WORDS = {"ALICE": TENANTS[0], "BOB": TENANTS[1], "WELL": WELL, "EROFS": errno.EROFS}
 UNGUIDED = settings(max_examples=2000, stateful_step_count=15, phases=[Phase.generate], database=None, deadline=None)
 
 

@@ -487,6 +487,23 @@ def test_what_gc_removes_is_erased(quick_path: Path, encrypted: bool) -> None:
     assert survive(quick_path, *everything) == []
 
 
+def test_what_is_half_erased_is_no_object(quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check an object whose bytes are erased but whose file cannot be removed: it is neither listed nor damaged."""
+    with Archive(quick_path, limit=1 << 20) as archive:
+        key = archive.put(*made(0))
+        archive._limit = 1
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", failing(errno.EIO))
+            with pytest.raises(OSError, match=r"\[Errno 5\]"):
+                archive.gc()
+        assert archive.entries() == []
+        assert archive.get(key, ALICE) is None
+        assert not list((quick_path / "quarantine").iterdir())
+        assert archive.verify().clean
+        assert archive.forget(ALICE) == 1
+    assert survive(quick_path, needles(0, key)) == []
+
+
 @pytest.mark.parametrize("kind", ["symlink", "hard link", "linked folder", "linked quarantine"])
 def test_erasing_never_follows_a_link(quick_path: Path, kind: str) -> None:
     outside = quick_path / "outside"
