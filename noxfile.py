@@ -72,9 +72,9 @@ OF_TRITON = [*JUDGING, "tests/accelerated/triton"]
 # The phase of the reference leaves out what the phases of Numba and Triton run.
 OF_OTHER_PHASES = [f"--ignore={path}" for path in (OF_NUMBA[-1], OF_TRITON[-1])]
 
-# Torch and Triton have all stages of CrystalCache's prefill; of decode, they have the key norms, which
-# test_activation.py judges. The rest is Numba's, as is diversity.
-OF_HOST = ("decode", "resonance", "segments", "diversity", "scale_decode")
+# Torch and Triton have all stages of CrystalCache's prefill; of decode, they have S1 and the key norms, which
+# test_activation.py and test_segments.py judge. The rest is Numba's, as is diversity.
+OF_HOST = ("decode", "resonance", "diversity", "scale_decode")
 ON_HOST = [
     *(f"--ignore-glob=*/suite/test_{name}.py" for name in OF_HOST),
     # 2^24 tokens take torch on a CPU minutes and gigabytes of memory.

@@ -324,10 +324,13 @@ def stages(backend: "Backend") -> "CrystalStages":
 
 
 @pytest.fixture(scope="session")
-def decoder(judged: "Backend") -> "Backend":
-    """Backend under test. Skips the test if the backend has no CrystalCache stages or no stages of decoding."""
-    skip_without(judged, "crystal", "breath")
-    return judged
+def decoder(judged: "Backend", together: bool) -> "Backend":
+    """Backend under test for decode steps and later segments. Skips the test if it lacks stages of either family."""
+    from conformance.calls import held_to_rules
+
+    decoding = judged if judged.decoding is None else held_to_rules(judged.decoding, together)
+    skip_without(decoding, "crystal", "breath")
+    return decoding
 
 
 @pytest.fixture(scope="session")

@@ -250,6 +250,7 @@ class Backend:
     """Functions whose result stays on the device. The functions never copy values to the host.
 
     - Functions that score one layer. The names are names of `scores`.
+    - `inverse_key_norms` returns the result of `BreathStages.inverse_key_norms`.
     - `top_units(score (g, n), shares (g,), protected (g, n))` returns a mask of the kept tokens.
     - `fill_units(score, c, past, shares, protected)` also returns such a mask. Chunks of c tokens cover `past` tokens.
     - `Adaptive` and `Competition` take a score (NaN for protected tokens), the number of tokens to divide among the
@@ -263,6 +264,16 @@ class Backend:
     `CrystalStages.coattention`. The check of sinks waits for the device a second time. The stages of `crystal` give the
     same retention: if you replace stages of `crystal`, replace `prefill` too, or set it to None. `inverse_norms` of the
     retention has the results of `BreathStages.inverse_key_norms`."""
+    decoding: "Backend | None" = None
+    """Backend of decode steps and later segments, or None if this backend also has these stages for host data.
+
+    Between two decisions, the state of a sequence is on the host. Stages that copy the arrays of the state to a device
+    make the host wait at each stage. Such a backend gives here a backend whose stages S2 to S6 run on the host. If you
+    replace stages of `crystal` or `breath`, replace `decoding` too, or set it to None."""
+
+    def for_decoding(self) -> "Backend":
+        """Return the backend of decode steps and later segments: `decoding`, or this backend."""
+        return self if self.decoding is None else self.decoding
 
     def require_crystal(self) -> CrystalStages:
         """Return the CrystalCache stages.

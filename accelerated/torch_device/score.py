@@ -13,6 +13,8 @@ def score(D: Tensor, M_bar: Tensor, held: Tensor, parameters: CrystalCacheParame
 
     Implements: CC-NORMALISED-IMPACT, CC-SCORE
     """
+    if not len(D):
+        return D
     path = torch.log1p(M_bar)
     low, high = path.masked_fill(held, torch.inf).min(), path.masked_fill(held, -torch.inf).max()
     M_tilde = (path - low) / (high - low + parameters.epsilon)

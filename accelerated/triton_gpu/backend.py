@@ -3,7 +3,7 @@
 from accelerated.numba_cpu.backend import BACKEND as NUMBA
 from accelerated.torch_device.backend import BACKEND as TORCH
 from accelerated.torch_device.backend import with_stages
-from accelerated.triton_gpu.activation import inverse_key_norms
+from accelerated.triton_gpu.activation import inverse_key_norms, inverse_norms
 from accelerated.triton_gpu.coattention import coattention
 from accelerated.triton_gpu.device import require_device, takes
 from accelerated.triton_gpu.nestedkv import anomaly_score
@@ -22,12 +22,17 @@ class _NestedKVOnDevice:
 
 
 # S2 to S6 are the stages of the backend torch: sorts, scans and sums of segments, for which PyTorch has kernels.
-# Decoding runs on the host, because the data is small and the steps are sequential.
+# Decoding runs on the host, as with the backend torch.
 # Set-conditioned selection runs on the host, because each selected token depends on all tokens selected before. A
 # device would need k launches, each with a reduction over all tokens. A lazy greedy search on the host updates only a
 # few tokens for each selected token. The search reads only host data: one signature per token, and the scores.
+DECODING = Backend(
+    "triton", crystal=with_stages(NUMBA.require_crystal(), coattention=coattention),
+    breath=with_stages(NUMBA.require_breath(), inverse_key_norms=inverse_key_norms), takes=takes,
+)
 BACKEND = Backend(
     "triton", crystal=with_stages(TORCH.require_crystal(), coattention=coattention), prefill=prefill,
-    breath=with_stages(NUMBA.require_breath(), inverse_key_norms=inverse_key_norms), diversity=NUMBA.diversity,
-    nestedkv=_NestedKVOnDevice(), policies=TORCH.policies, takes=takes, scores=TORCH.scores, tensors=TORCH.tensors,
+    breath=DECODING.breath, decoding=DECODING, diversity=NUMBA.diversity, nestedkv=_NestedKVOnDevice(),
+    policies=TORCH.policies, takes=takes, scores=TORCH.scores,
+    tensors={**TORCH.tensors, "inverse_key_norms": inverse_norms},
 )

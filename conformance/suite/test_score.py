@@ -1,6 +1,7 @@
 """Tests of S5: the two-path score."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from conformance.tolerances import normalised_radius
 from spec.arrays import BoolVector, Vector
 from spec.backend import CrystalStages
 from spec.parameters import PAPER, CrystalCacheParameters
+from spec.records import Trunks
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,16 @@ def cases(draw: st.DrawFn) -> Case:
 
 def run(stages: CrystalStages, case: Case) -> Vector:
     return stages.score(case.D, case.impact, case.protected, case.parameters)
+
+
+@pytest.mark.spec("CC-SCORE", "CC-DISSOLVE")
+@pytest.mark.parametrize("changes", [{}, {"allocation": "tiers"}, {"coverage": 0.25}], ids=str)
+def test_no_trunks(stages: CrystalStages, changes: dict[str, Any]) -> None:
+    """Check S5 and S6 of a state without trunks, whose tokens are all in the tail."""
+    nothing, nobody, p = np.empty(0), np.empty(0, dtype=np.bool_), replace(PAPER, **changes)
+    assert stages.score(nothing, nothing, nobody, p).shape == (0,)
+    none = stages.dissolve(nothing, Trunks(np.array([0]), nothing), nothing, nothing, nobody, 3, p)
+    assert (len(none.kept), len(none.ratio), len(none.D)) == (0, 0, 0)
 
 
 @pytest.mark.spec("CC-SCORE", "CC-NORMALISED-IMPACT")

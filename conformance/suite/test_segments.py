@@ -18,7 +18,7 @@ from conformance.strategies.trunks import decode_parameters, degrees, ends, reco
 from conformance.vectors.codec import csr_of, pairs_of
 from reference.crystalcache import empty_state, extend, prefill, start_state
 from spec.arrays import IntVector, Vector
-from spec.backend import Backend, BreathStages, CrystalStages
+from spec.backend import Backend, BreathStages
 from spec.budget import Budget, parse_budget
 from spec.decode import DecodeState, TrunkWeights, check_state
 from spec.parameters import PAPER, TINY, CrystalCacheParameters
@@ -256,10 +256,9 @@ def test_the_graph_of_a_segment_reaches_older_trunks(breath_stages: BreathStages
 
 @pytest.mark.spec("CC-SEGMENT-GRAPH")
 @given(text=texts())
-def test_without_older_trunks_it_is_the_graph_stage(
-    breath_stages: BreathStages, stages: CrystalStages, text: Any,
-) -> None:
+def test_without_older_trunks_it_is_the_graph_stage(decoder: Backend, text: Any) -> None:
     """Check that `segment_graph` without older trunks equals the graph stage, bit for bit."""
+    stages, breath_stages = decoder.require_crystal(), decoder.require_breath()
     trunks = stages.trunks(text.coattention, text.impact, text.ends, text.parameters)
     right = stages.graph(text.coattention, trunks, text.parameters)
     nothing = TrunkWeights(np.zeros(1, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0))

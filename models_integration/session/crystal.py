@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from models_integration.cache.continuation import Continuation, CrystalStates, Decision, Pending
@@ -14,7 +16,7 @@ from models_integration.session.observed import ObservedSegment
 from reference.crystalcache import decode_step, empty_state, extend, start_state
 from reference.crystalcache.tail import append, join_chunk
 from reference.policies import retain
-from spec.arrays import Float64, Int64, IntVector, Vector
+from spec.arrays import Float64, Int64, IntVector, Matrix, Vector
 from spec.backend import Backend
 from spec.decode import DecodeState
 from spec.errors import SpecError
@@ -177,12 +179,11 @@ class CrystalMethod(Method):
         stored = states.pending_tokens + sum(len(chunk.kept) for chunk in states.spliced)
         if not states.pending and not states.spliced:
             return states
-        rows, started = [], states.rows or (empty_state(self.budget),) * len(keys)
-        ids = states.ids() or [[] for _ in started]
-        for row, (state, row_ids) in enumerate(zip(started, ids, strict=True)):
-            norms = _inverse_norms(self.engine, keys[row, :, keys.shape[2] - stored :])
-            rows.append(_followed(self, replace(state, budget=self.budget), row_ids, norms, states))
-        return CrystalStates(tuple(rows), states.seen)
+        started = states.rows or (empty_state(self.budget),) * len(keys)
+        rows = zip(started, *_read(self.engine, states, keys[:, :, keys.shape[2] - stored :]), strict=True)
+        return CrystalStates(tuple(
+            _followed(self, replace(state, budget=self.budget), ids, norms, states) for state, ids, norms in rows
+        ), states.seen)
 
 
 def _followed(
@@ -212,11 +213,25 @@ def _joined_by(method: CrystalMethod, state: DecodeState, token: int, norm: floa
     return replace(after, step=state.step) if kind is Pending.READ else after
 
 
-def _inverse_norms(engine: Backend, keys: Tensor) -> Float64[Vector, " n"]:
-    accepts_tensor = engine.takes
-    on_device = accepts_tensor is not None and accepts_tensor(keys)
-    norms: Vector = engine.require_breath().inverse_key_norms(keys if on_device else on_host(keys))
-    return np.asarray(norms)
+def _read(
+    engine: Backend, states: CrystalStates, keys: Tensor,
+) -> tuple[list[list[int]], Float64[Matrix, "rows stored"]]:
+    """Return the pending ids and the inverse norms of each row. `keys` (rows, H_kv, stored, d) are of these tokens.
+
+    If the backend computes the norms on the device, the host waits once for ids and norms of all rows.
+    """
+    (rows, _, stored, _), one_row = keys.shape, keys.transpose(0, 1).flatten(1, 2)
+    takes, norms_of = engine.takes, engine.tensors.get("inverse_key_norms")
+    on_device = takes is not None and takes(one_row)
+    if not on_device or norms_of is None:
+        norms = engine.require_breath().inverse_key_norms(one_row if on_device else on_host(one_row))
+        return states.ids() or [[] for _ in keys], np.asarray(norms).reshape(rows, stored)
+    computed: Any = norms_of(one_row)
+    pending = torch.cat(states.pending or (keys.new_empty((rows, 0)),), dim=1)
+    ids = pending.to(keys.device, torch.int64, non_blocking=True)
+    at_once = torch.cat([ids.flatten(), computed.view(torch.int64)]).cpu()
+    read, bits = torch.split(at_once, [ids.numel(), rows * stored])
+    return read.view(ids.shape).tolist(), bits.view(torch.float64).view(rows, stored).numpy()
 
 
 def _covering(cache: RetainedCache) -> CrystalStates:

@@ -110,8 +110,8 @@ def decode_step(
 
     Source: Section 3.8.
     """
-    longer = append(state, token_id, inverse_norm)
-    faded = replace(longer, D=backend.require_breath().decay(longer.D, longer.live.trunk_impact, parameters))
+    longer, engine = append(state, token_id, inverse_norm), backend.for_decoding()
+    faded = replace(longer, D=engine.require_breath().decay(longer.D, longer.live.trunk_impact, parameters))
     if faded.step % parameters.T_breath:
         return faded
-    return breath(faded, sentence_ends, parameters, backend)
+    return breath(faded, sentence_ends, parameters, engine)

@@ -109,7 +109,7 @@ def extend(
         SpecError: if an input is invalid.
         BackendUnavailable: if the backend cannot run on this machine.
     """
-    engine = resolve(backend)
+    engine = resolve(backend).for_decoding()
     breath = engine.require_breath()
     n = _tokens("q", q)
     ids, ends = check_token_ids(token_ids, n), check_sentence_ends(sentence_ends)

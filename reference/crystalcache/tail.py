@@ -101,11 +101,12 @@ def join_chunk(
     Source: none in the paper. The chunk is treated like the tail of Section 3.8, because no query of this session has
     attended to the chunk.
     """
-    before, n = join_tail(state, sentence_ends, parameters, backend), len(token_ids)
+    engine, n = backend.for_decoding(), len(token_ids)
+    before = join_tail(state, sentence_ends, parameters, engine)
     norms = np.full(n, np.inf)
     norms[kept] = inverse_norms
     read = replace(
         before, seen=before.seen + n, tail_ids=tuple(token_ids.tolist()), tail_inverse_norms=tuple(norms.tolist())
     )
-    after, old = join_tail(read, sentence_ends, parameters, backend), len(before.live.positions)
+    after, old = join_tail(read, sentence_ends, parameters, engine), len(before.live.positions)
     return keep(after, np.concatenate([np.arange(old), old + kept]), after.D)

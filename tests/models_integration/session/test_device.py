@@ -13,9 +13,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from accelerated.torch_device import device as copies
 from accelerated.torch_device.backend import BACKEND
 from conformance.paths import DOCS
 from lab.measure.gpu.counts import (
+    DEVICE,
     LAYERS,
     VOCABULARY,
     DeviceTensor,
@@ -105,6 +107,28 @@ def test_a_session_on_a_device_is_the_session_on_the_host(name: str) -> None:
         assert reads[1:] == [0, 0]
     if is_layerwise(method.policy) and policy_on_device(method.policy, BACKEND) is not None:
         assert reads[0] == IDS_AND_MASK + 1
+
+
+@pytest.mark.law("the-model-stays-as-it-was")
+def test_a_breath_reads_ids_and_norms_of_all_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run two rows: a prompt, two breaths with three steps before each, and a turn. NumPy arrays go to the device.
+
+    The prompt reads the results of each row. The turn reads whether a step was wrong, and S1 and norms of each row.
+    """
+    (host, device), parameters = models(), replace(TINY, T_breath=4)
+    method = CrystalCache(0.5, frozenset(range(3, VOCABULARY, 9)), parameters, "torch", decode=True).on(host)
+    ids, counts, stored = torch.cat([text(60), text(60).flip(1)]), list[int](), []
+    for model, given in ((host, ids), (device, DeviceTensor(ids))):
+        with HostReads() as reads, torch.no_grad(), Session(method, model) as run:
+            for part in (given, *[given[:, -1:]] * 8, given[:, :9]):
+                model(input_ids=part, past_key_values=run.cache, logits_to_keep=1)
+                counts.append(reads.of_kvspec())
+            assert run.cache is not None
+            stored.append([run.cache.stored_positions(row).tolist() for row in (0, 1)])
+        monkeypatch.setattr(copies, "default_device", lambda: DEVICE)
+    assert counts[10:] == [IDS_AND_MASK + 2, *[0, 0, 0, 1] * 2, IDS_AND_MASK + 1 + 2 * 2]
+    assert stored[0] == stored[1]
+    assert max(map(len, stored[0])) < 40
 
 
 @pytest.mark.law("parts-equal-the-whole")
