@@ -69,9 +69,9 @@ class _NestedKVStages:
 
 
 TENSORS: Mapping[str, Callable[..., Any]] = {
-    **SCORES_OF_LAYERS, "nestedkv_score": nestedkv_score, "inverse_key_norms": inverse_norms, "top_units": kept_tokens, "fill_units": filled_chunks,
-    "best_blocks": kept_blocks, "representatives": kept_representatives, "Adaptive": adaptive_shares,
-    "Competition": competition_shares,
+    **SCORES_OF_LAYERS, "nestedkv_score": nestedkv_score, "inverse_key_norms": inverse_norms,
+    "top_units": kept_tokens, "fill_units": filled_chunks, "best_blocks": kept_blocks,
+    "representatives": kept_representatives, "Adaptive": adaptive_shares, "Competition": competition_shares,
 }
 DECODING = Backend(
     "torch", crystal=with_stages(HOST.require_crystal(), coattention=coattention),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accelerated.torch_device.attention import softmax
 from accelerated.torch_device.device import block_rows, download, on_device
-from accelerated.torch_device.records import Neighbours
+from accelerated.torch_device.records import Neighbours, to_host
 from spec.arrays import IntVector, Vector
 from spec.errors import SpecError
 from spec.parameters import CrystalCacheParameters
@@ -40,21 +40,18 @@ def coattention(
     Raises:
         SpecError: if q, k, lse or sinks have a wrong shape, type or value.
     """
-    finite, rows = _rows(q, k, parameters, scaling, softcap, lse, sinks)
-    result = download(torch.cat([finite.to(rows).expand(len(rows), 1), rows], dim=1), np.float64)
-    if not result[0, 0]:
+    result = to_host(*neighbours(q, k, parameters, scaling, softcap, lse, sinks), positions)
+    if result is None:
         check_attention_tensors(q, k)
-    S, intra, intra_weight, cross, cross_weight = np.split(result[:, 1:], np.cumsum(_widths(parameters))[:-1], axis=1)
-    slots = (np.where(one < 0, -1, positions[one.astype(np.int64)]) for one in (intra, cross))
-    start = int(positions[k.shape[1] - q.shape[1]])
-    return CoAttention(start, S[:, 0].copy(), next(slots), intra_weight.copy(), next(slots), cross_weight.copy())
+        raise AssertionError("q and k are finite, but the device found a value that is not")
+    return result
 
 
 def neighbours(
     q: DeviceArray, k: DeviceArray, parameters: CrystalCacheParameters, scaling: float, softcap: float | None,
     lse: DeviceArray | None, sinks: DeviceArray | None,
 ) -> tuple[Neighbours, Tensor]:
-    """Return the result of S1 of a prompt as tensors, and a mask (1,) that is True if q and k are finite.
+    """Return the result of S1 as tensors, and a mask (1,) that is True if q and k are finite.
 
     Implements: CC-COATTENTION
 
@@ -62,13 +59,9 @@ def neighbours(
         SpecError: if q, k, lse or sinks have a wrong shape or type, or if an array has a wrong value.
     """
     finite, rows = _rows(q, k, parameters, scaling, softcap, lse, sinks)
-    S, intra, intra_weight, cross, cross_weight = torch.split(rows, _widths(parameters), dim=1)
+    widths = [1, parameters.k_intra, parameters.k_intra, parameters.k_cross, parameters.k_cross]
+    S, intra, intra_weight, cross, cross_weight = torch.split(rows, widths, dim=1)
     return Neighbours(S[:, 0], intra.long(), intra_weight, cross.long(), cross_weight), finite
-
-
-def _widths(p: CrystalCacheParameters) -> list[int]:
-    """Return the widths of the column groups of `_rows`: salience, neighbours and weights."""
-    return [1, p.k_intra, p.k_intra, p.k_cross, p.k_cross]
 
 
 def _rows(

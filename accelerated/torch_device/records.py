@@ -7,9 +7,10 @@ import numpy as np
 from torch import Tensor
 
 from accelerated.torch_device.device import download_together, upload
+from spec.arrays import IntVector
 from spec.records import CoAttention
 
-__all__ = ["DeferredCoAttention", "Neighbours"]
+__all__ = ["DeferredCoAttention", "Neighbours", "to_host"]
 
 
 class Neighbours(NamedTuple):
@@ -29,6 +30,19 @@ class Neighbours(NamedTuple):
         # Empty places are -1, and a neighbour before the segment is negative after the subtraction.
         intra, cross = (upload(np.where(x < 0, -1, x - S1.start), np.int64) for x in (S1.intra, S1.cross))
         return cls(salience, intra, intra_weight, cross, cross_weight)
+
+
+def to_host(S1: Neighbours, finite: Tensor, positions: IntVector) -> CoAttention | None:
+    """Copy S1 to the host with a single wait, or return None if `finite` (1,) is False.
+
+    In `S1`, a neighbour is an index into `positions`. In the result, it is the position.
+    """
+    salience, intra, intra_weight, cross, cross_weight, usable = download_together(*S1, finite)
+    if not usable[0]:
+        return None
+    intra, cross = (np.where(slots < 0, -1, positions[slots]) for slots in (intra, cross))
+    start = int(positions[len(positions) - len(salience)])
+    return CoAttention(start, salience, intra, intra_weight, cross, cross_weight)
 
 
 class DeferredCoAttention(CoAttention):

@@ -11,12 +11,11 @@ import numpy as np
 import torch
 import triton
 
-from accelerated.torch_device.records import Neighbours
+from accelerated.torch_device.records import Neighbours, to_host
 from accelerated.triton_gpu import kernels, launch
 from accelerated.triton_gpu.device import (
     INTERPRETED,
     attention_tensors,
-    download,
     lse_tensor,
     shaped_lse,
     shaped_tensors,
@@ -30,7 +29,7 @@ from spec.policy import DeviceArray
 from spec.records import CoAttention
 from spec.validate import check_sinks
 
-__all__ = ["coattention", "coattention_of", "neighbours", "tiles_of"]
+__all__ = ["coattention", "neighbours", "tiles_of"]
 
 Tensor = torch.Tensor
 LONGEST_LIST = 64
@@ -165,22 +164,27 @@ def coattention(
 ) -> CoAttention:
     """Return the result of S1, computed in float32 with the tiles of the launch table. Bits are equal in all runs.
 
+    The host waits once. The check of sinks waits a second time.
+
     Implements: CC-ATTENTION, CC-SALIENCE, CC-MEAN-SALIENCE, CC-ROW-NORM, CC-INTRA, CC-CROSS, CC-COATTENTION
 
     Raises:
-        SpecError: if the kernels do not accept an input. The error is raised before any kernel is launched.
+        SpecError: if the kernels do not accept an input.
     """
-    on_device = attention_tensors(q, k)
-    given = lse_tensor(lse, on_device[0])
-    check_sinks(sinks, q)
-    return coattention_of(*on_device, positions, parameters, scaling, softcap, tiles_of(on_device[0]), given, sinks)
+    result = to_host(*neighbours(q, k, parameters, scaling, softcap, lse, sinks), positions)
+    if result is None:
+        lse_tensor(lse, attention_tensors(q, k)[0])
+        raise AssertionError("q, k and lse are finite, but the device found a value that is not")
+    return result
 
 
 def neighbours(
     q: DeviceArray, k: DeviceArray, parameters: CrystalCacheParameters, scaling: float, softcap: float | None,
-    lse: DeviceArray | None, sinks: DeviceArray | None,
+    lse: DeviceArray | None, sinks: DeviceArray | None, tiles: AttentionTiles | None = None,
 ) -> tuple[Neighbours, Tensor]:
-    """Return the result of S1 of a prompt as tensors, and a mask (1,) that is True if q, k and lse are finite.
+    """Return the result of S1 as tensors, and a mask (1,) that is True if q, k and lse are finite.
+
+    Default of `tiles`: the tiles of the launch table.
 
     Implements: CC-COATTENTION
 
@@ -192,7 +196,7 @@ def neighbours(
     check_sinks(sinks, q)
     read = [*on_device] if given is None else [*on_device, given]
     largest = torch.stack([torch.linalg.vector_norm(x, ord=float("inf"), dtype=torch.float32) for x in read])
-    segment = _attended(*on_device, parameters, scaling, softcap, tiles_of(on_device[0]), given, sinks)
+    segment = _attended(*on_device, parameters, scaling, softcap, tiles or tiles_of(on_device[0]), given, sinks)
     (intra, intra_weight), (cross, cross_weight) = segment.intra, segment.cross
     wide = (x.double() for x in (segment.salience, intra_weight, cross_weight))
     salience, intra_weight, cross_weight = wide
@@ -203,22 +207,6 @@ def tiles_of(q: Tensor) -> AttentionTiles:
     """Return the tiles of the launch table for queries (H, n, d)."""
     width = max(16, triton.next_power_of_2(q.shape[2]))
     return launch.attention_tiles(width, q.element_size(), INTERPRETED)
-
-
-def coattention_of(
-    q: Tensor, k: Tensor, positions: IntVector, p: CrystalCacheParameters, scaling: float,
-    softcap: float | None, tiles: AttentionTiles, lse: Tensor | None = None, sinks: DeviceArray | None = None,
-) -> CoAttention:
-    """Return the result of S1 for tensors that are already checked, computed with the given tiles."""
-    segment = _attended(q, k, p, scaling, softcap, tiles, lse, sinks)
-    with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
-        at = upload(positions, np.int64, q.device)
-        intra, cross = (torch.where(i >= 0, at[i], -1) for i, _ in (segment.intra, segment.cross))
-    return CoAttention(
-        int(positions[segment.before]), download(segment.salience.double(), np.float64),
-        download(intra, np.int64), download(segment.intra[1].double(), np.float64),
-        download(cross, np.int64), download(segment.cross[1].double(), np.float64),
-    )
 
 
 def _attended(
@@ -237,6 +225,7 @@ def _attended(
         sinks = upload(sinks, np.float32, q.device)
     beside = None if sinks is None else sinks.to(q.device, torch.float32)
     segment = _Segment(q, k, p, scaling, softcap, tiles, lse, beside)
-    with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
+    # The interpreter computes with NumPy, which would warn of values that are not finite. They raise an error later.
+    with torch.cuda.device_of(q), np.errstate(all="ignore"):  # type: ignore[no-untyped-call]
         segment.run()
     return segment
