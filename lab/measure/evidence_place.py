@@ -47,6 +47,13 @@ ANSWERED = {
     "random": "random tokens in each head", "blind": "question alone",
 }
 """Policies and controls of the study of answers, with their titles."""
+FURTHER, KVZIP = "place-policies", "place-kvzip"
+SHARES = {
+    'crystalcache(observed_layer=-3, graph="zero")': FORMS['crystalcache(observed_layer=-3, graph="zero")'],
+    **{policy: KEPT[policy] for policy in ("crystalcache", "random-trunks")},
+    "snapkv": "SnapKV", "nestedkv": "NestedKV", "kvzip": "KVzip", "random": "random tokens in each head",
+}
+"""Policies and controls of the studies of further policies, with their titles."""
 BUDGET = "0.3"
 PICTURES = {"place": "place", "place-2048": "place-2048"}
 """Files beside the page, each with the study that it shows."""
@@ -97,6 +104,20 @@ def right_answers(samples: Samples, policy: str, depth: float, mentions: str) ->
     """Return for each sample whether a policy's answer is right. In these rows, each policy has one budget."""
     rows = samples.about("depth", depth).about("mentions", mentions).rows
     return [cell["right"] for row in rows for cell in row["cells"] if cell["policy"] == policy]
+
+
+def kept_shares() -> list[list[str]]:
+    """Return the mean share of the fact's tokens that further policies keep, by mentions and place, and tokens kept."""
+    lines = [["policy", "mentions", *(f"fact at {depth:g}" for depth in DEPTHS), "tokens kept"]]
+    for policy, title in SHARES.items():
+        study, cell = KVZIP if policy == "kvzip" else FURTHER, (policy, BUDGET)
+        for mentions, text in MENTIONS.items():
+            some = samples_of(study).about("mentions", mentions)
+            shares = [some.about("depth", depth).kept_share(cell) for depth in DEPTHS if some.rows]
+            if shares:
+                line = [title, text, *(f"{share.mean():.2f}" for share in shares), f"{some.prompt_kept(cell):.0f}"]
+                lines.append(line)
+    return lines
 
 
 def kept_tokens(study: str) -> list[list[str]]:
@@ -153,4 +174,5 @@ PLACE_TABLES: dict[str, Callable[[], list[list[str]]]] = {
 } | {
     f"{LOCAL}-kept": kept_common_facts, f"{LOCAL}-claims": partial(claims, LOCAL),
     ANSWERS: answers, f"{ANSWERS}-claims": partial(claims, ANSWERS),
+    f"{FURTHER}-kept": kept_shares, **{f"{study}-claims": partial(claims, study) for study in (FURTHER, KVZIP)},
 }

@@ -40,7 +40,8 @@ class Verdict:
         power: power to find the claimed difference at Bonferroni's level, computed from the variance of dev samples.
         flag: reason why nothing is decided, or "".
         bound: True if p is the smallest value that the bootstrap can give. The true p is then at most this value.
-        dev_contexts: number of dev contexts from which the power is computed.
+        dev_contexts: number of dev contexts from which the power is computed. Samples of one window, or of one shared
+            text, are one context.
         registered: True if every confirming row names a commit with these rules.
         splits: differences of the two policies for each place of the fact, and for each text.
         opposite: entry of `splits` with opposite signs, or "".
@@ -112,7 +113,7 @@ def _verdict(
     if flag := _undecided(claim, some, other, dev, registered):
         return replace(undecided, flag=flag)
     above, below = _pairs(claim, some, other)
-    contexts = len({row["context"] for row in tried[0].rows}) if some.by else tried[0].contexts
+    contexts = tried[0].clustered("").contexts
     power = _power(claim, tried, some, level)
     parts = differences(some, above, below)
     result = replace(

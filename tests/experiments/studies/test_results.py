@@ -254,7 +254,37 @@ def test_the_sentences_about_answers_by_place_are_those_of_the_rows() -> None:
     assert (right["crystalcache"]["high"], right["crystalcache"]["none"]) == (2, 4)
     assert right["evidence"] == right["fullcache"]
     claims = evidence_place.claims("place-answers")[1:]
-    assert [line[4:] for line in claims] == [["holds", "screening"]] * 3 + [["holds", "confirmatory"]]
+    assert [line[4:] for line in claims] == [["holds", "screening"]] * 4
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_the_sentences_about_further_policies_by_place_are_those_of_the_rows() -> None:
+    """Check docs/results/place.md: shares of facts at the start and later, whole facts, contexts, and claims."""
+    shares: dict[tuple[str, str], list[float]] = {}
+    whole = Counter[str]()
+    kvzip = [{**row, "cells": row["cells"][:1]} for row in rows_of("place-kvzip")]
+    for row in (*rows_of("place-policies"), *kvzip):
+        if row["part"] == "confirm":
+            later = row["metadata"]["depth"] > 0
+            for cell in row["cells"]:
+                share = float(np.mean(cell["evidence_kept"])) / row["evidence_tokens"]
+                for place in ("later", row["metadata"]["mentions"]) if later else ("start",):
+                    shares.setdefault((cell["policy"], place), []).append(share)
+                whole[cell["policy"]] += later and share == 1
+    best = 'crystalcache(observed_layer=-3, graph="zero")'
+    assert {key: f"{np.mean(share):.2f}" for key, share in shares.items() if key[1] in ("start", "later")} == {
+        (best, "start"): "0.93", (best, "later"): "0.28", ("crystalcache", "start"): "0.95",
+        ("crystalcache", "later"): "0.05", ("snapkv", "start"): "0.71", ("snapkv", "later"): "0.53",
+        ("nestedkv", "start"): "0.37", ("nestedkv", "later"): "0.42", ("random-trunks", "start"): "0.15",
+        ("random-trunks", "later"): "0.17", ("random", "start"): "0.20", ("random", "later"): "0.20",
+        ("kvzip", "start"): "0.38", ("kvzip", "later"): "0.33",
+    }
+    assert [f"{np.mean(shares[best, mentions]):.2f}" for mentions in ("high", "none")] == ["0.22", "0.34"]
+    assert (whole[best], whole["crystalcache"], whole["random-trunks"], whole["snapkv"]) == (44, 8, 26, 0)
+    answered, further = ({row["sample"] for row in rows_of(study)} for study in ("place-answers", "place-policies"))
+    assert answered == further > {row["sample"] for row in rows_of("place-kvzip")}
+    claims = [line[4:] for study in ("place-policies", "place-kvzip") for line in evidence_place.claims(study)[1:]]
+    assert claims == [[outcome, "screening"] for outcome in ("open", "holds", "open", *["holds"] * 4)]
 
 
 @pytest.mark.law("figures-are-counted-right")

@@ -298,6 +298,15 @@ def test_claims_by_hand() -> None:
     assert verdicts([claim("recovery")], Samples([]), registered, "c")[0].kind == "screening"
 
 
+def test_dev_samples_of_one_window_are_one_dev_context() -> None:
+    dev, confirm = rows_of(VALUES, "dev"), rows_of(VALUES)
+    for at, row in enumerate((*dev, *confirm)):
+        row["metadata"] = {"template": row["context"], "group": at % 2}
+    (by_template,) = verdicts([claim("recovery", clusters="template")], Samples(dev), Samples(confirm))
+    assert len({row["context"] for row in dev}) == 5
+    assert by_template.dev_contexts == 2
+
+
 def power_by_hand(difference: float) -> float:
     """Return the power of a claim, from the error of a ratio of sums over contexts by the delta method.
 
