@@ -48,7 +48,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
     A case without eviction has a mark for all rows of the family.
     """
-    from conformance.cache_suite.judge import ABILITIES, KINDS, TINY, WHOLE
+    from conformance.cache_suite.abilities import ABILITIES
+    from conformance.cache_suite.judge import KINDS, TINY, WHOLE
 
     families = list(metafunc.config.stash[_given] or TINY)
     kinds = [kind for kind in KINDS if kind != WHOLE]

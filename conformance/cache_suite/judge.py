@@ -1,9 +1,8 @@
 """Inputs and expected log-probabilities of a cache or an engine: random kept sets, and the masked model."""
 
 import copy
-import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -46,7 +45,7 @@ POSITION_TRIES = 300
 """Largest number of mixtures of position rules that are tried to explain a failure."""
 WHOLE = "nothing is evicted"
 Run = Callable[..., Any]
-"""run(prompt_ids, kept, next_ids, model), with additional parameters for the abilities in `ABILITIES`."""
+"""run(prompt_ids, kept, next_ids, model), with additional parameters for the abilities in `abilities.ABILITIES`."""
 
 
 _SIZES: dict[str, Any] = {
@@ -97,7 +96,7 @@ def save_tiny(family: str, folder: Path) -> Path:
 
 
 @cache
-def _loaded(folder: str) -> PreTrainedModel:
+def load_model(folder: str) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True,
     )
@@ -108,7 +107,7 @@ def _loaded(folder: str) -> PreTrainedModel:
 def _unknown_rotation(folder: str) -> str:
     """Return the reason why positions of this model cannot be renumbered, or an empty string if they can."""
     try:
-        check_rotation(_loaded(folder))
+        check_rotation(load_model(folder))
     except UnknownRotation as error:
         return str(error)
     return ""
@@ -196,12 +195,12 @@ class Case:
 
 def _case(folder: str, kind: str, new: int, seed: int, renumbered: bool, length: int, again: int) -> Case:
     """Return a case. The prompt and the following tokens do not depend on `kind` and `again`."""
-    model, rng = _loaded(folder), np.random.default_rng([seed, new, length])
+    model, rng = load_model(folder), np.random.default_rng([seed, new, length])
     config = model.config.get_text_config(decoder=True)
     length = min(length, config.max_position_embeddings - new)
     prompt, following = (rng.integers(3, config.vocab_size, n).tolist() for n in (length, new))
     rng = np.random.default_rng([seed, new, length, list(KINDS).index(kind), again])
-    heads, masked = _masked(model, prompt, following, renumbered)
+    heads, masked = masked_model(model, prompt, following, renumbered)
     unmasked = masked(_nothing(rng, heads, length))
     for _ in range(1 if kind == WHOLE else TRIALS):
         kept = KINDS[kind](rng, heads, length)
@@ -230,9 +229,9 @@ def check(
     Raises:
         AssertionError: if the log-probabilities differ from those of the masked model.
     """
-    case = _visible_case(folder, kind, new, seed, renumbered, length, again)
+    case = visible_case(folder, kind, new, seed, renumbered, length, again)
     try:
-        answer = _call(run, case.prompt, copy.deepcopy(case.kept), case.following, folder)
+        answer = call(run, case.prompt, copy.deepcopy(case.kept), case.following, folder)
     except NotImplementedError as error:
         pytest.skip(f"{kind}: not served ({error})")
     compare(case, answer, kind, folder, renumbered)
@@ -249,7 +248,7 @@ def check_first_served(run: Run, folder: str, kinds: Sequence[str], *given: Any)
                 raise
 
 
-def _visible_case(folder: str, kind: str, new: int, seed: int, renumbered: bool, length: int, again: int) -> Case:
+def visible_case(folder: str, kind: str, new: int, seed: int, renumbered: bool, length: int, again: int) -> Case:
     """Return a case in which masking changes the log-probabilities visibly. If there is none, skip the test."""
     if renumbered and (unknown := _unknown_rotation(folder)):
         pytest.skip(f"{kind}: {unknown}")
@@ -259,7 +258,7 @@ def _visible_case(folder: str, kind: str, new: int, seed: int, renumbered: bool,
     return case
 
 
-def _call(run: Run, *given: Any, **offered: Any) -> Tensor:
+def call(run: Run, *given: Any, **offered: Any) -> Tensor:
     with boundary("the cache's function", NotImplementedError):
         return torch.as_tensor(run(*given, **offered)).detach().to("cpu", torch.float32)
 
@@ -294,14 +293,14 @@ def site(case: Case, result: Tensor, folder: str, renumbered: bool) -> str:
     if not _unknown_rotation(folder):
         mixed = islice(mistakes_of_positions(case.kept, renumbered, n), POSITION_TRIES)
         tries += [(words, case.kept, rules) for words, rules in mixed]
-    _, masked = _masked(_loaded(folder), case.prompt, case.following, renumbered)
+    _, masked = masked_model(load_model(folder), case.prompt, case.following, renumbered)
     for words, kept, rules in tries:
         if _apart(masked(kept, rules), result) <= MASKED_LOGITS:
             return f"it is as if {words}"
     return ""
 
 
-def _masked(
+def masked_model(
     model: PreTrainedModel, prompt: Sequence[int], following: Sequence[int], renumbered: bool,
 ) -> tuple[dict[int, int], Callable[..., Tensor]]:
     """Return the KV heads by layer, and a function of kept sets and position rules.
@@ -332,61 +331,6 @@ def _example(case: Case, result: Tensor) -> str:
         f"first at next token {token}, id {word}: expected {case.expected[token, word]:.4f},"
         f" found {result[token, word]:.4f}\nof {len(case.prompt)} tokens layer {layer} keeps {sets}"
     )
-
-
-BATCH, PADDED, SAVED = "a batch", "left padding", "save and load"
-ABILITIES: Mapping[str, Sequence[str]] = {BATCH: ["batch"], PADDED: ["batch"], SAVED: ["save_to", "load_from"]}
-"""Abilities that a cache may have, with the parameters of its function that declare the ability."""
-ROWS: Mapping[str, Sequence[int]] = {BATCH: (PROMPT, PROMPT, PROMPT), PADDED: (PROMPT, 7, 64)}
-"""Numbers of tokens of the prompts of a batch, by ability."""
-
-
-def check_ability(
-    run: Run, folder: str, ability: str, place: Path, seed: int = 0, renumbered: bool = False,
-) -> None:
-    """Check a batch whose rows keep different sets, or a cache that is saved to a file in `place` and loaded.
-
-    Raises:
-        AssertionError: if the log-probabilities of a row differ from those of the masked model.
-    """
-    names = inspect.signature(run).parameters
-    if missing := [name for name in ABILITIES[ability] if name not in names]:
-        pytest.skip(f"{ability}: not served (the function has no parameter {missing[0]})")
-    refused = []
-    for kind in ("the newest tokens are evicted", "a set of its own length for each KV head"):
-        lengths = ROWS.get(ability, (PROMPT,))
-        cases = [_visible_case(folder, kind, 5, seed + row, renumbered, n, 3) for row, n in enumerate(lengths)]
-        try:
-            if ability == SAVED:
-                _check_saved(run, folder, cases[0], place / f"saved {len(kind)}", renumbered)
-            else:
-                _check_batch(run, folder, cases, ability, renumbered)
-        except NotImplementedError as error:
-            refused.append(f"{kind}: {error}")
-    if len(refused) == 2:
-        pytest.skip(f"{ability}: not served ({'; '.join(refused)})")
-
-
-def _check_batch(run: Run, folder: str, cases: Sequence[Case], ability: str, renumbered: bool) -> None:
-    given = ([getattr(case, name) for case in cases] for name in ("prompt", "kept", "following"))
-    answer = _call(run, *copy.deepcopy([*given]), folder, batch=True)
-    assert len(answer) == len(cases), f"logits are {tuple(answer.shape)}, not (rows, new tokens, vocabulary)"
-    for row, (case, result) in enumerate(zip(cases, answer, strict=True)):
-        where = f"{ability}, row {row} of {[len(one.prompt) for one in cases]} tokens"
-        compare(case, result, where, folder, renumbered)
-
-
-def _check_saved(run: Run, folder: str, case: Case, path: Path, renumbered: bool) -> None:
-    """Check a saved cache. The loaded cache reads different tokens, because the file contains only the prompt."""
-    answer = _call(run, case.prompt, copy.deepcopy(case.kept), case.following, folder, save_to=str(path))
-    compare(case, answer, "a cache that was saved", folder, renumbered)
-    assert path.exists(), f"there is no file {path.name} after save_to"
-    other = replace(case, following=case.following[::-1])
-    full = {layer: [list(range(len(case.prompt)))] * len(sets) for layer, sets in case.kept.items()}
-    _, masked = _masked(_loaded(folder), other.prompt, other.following, renumbered)
-    expected, unmasked = masked(case.kept), masked(full)
-    answer = _call(run, [], {}, other.following, folder, load_from=str(path))
-    compare(replace(other, expected=expected, unmasked=unmasked), answer, "a cache that was loaded", folder, renumbered)
 
 
 def _log(logits: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from conformance.cache_suite.abilities import check_ability
 from conformance.cache_suite.judge import (
     BLOCKS,
     LENGTHS,
@@ -12,7 +13,6 @@ from conformance.cache_suite.judge import (
     TINY,
     Run,
     check,
-    check_ability,
     check_first_served,
 )
 

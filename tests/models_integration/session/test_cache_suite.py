@@ -16,22 +16,18 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from conformance.cache_suite import judge, oracle
+from conformance.cache_suite.abilities import ABILITIES, BATCH, PADDED, SAVED, check_ability
 from conformance.cache_suite.conftest import loadable_model
 from conformance.cache_suite.judge import (
-    ABILITIES,
-    BATCH,
     BLOCKS,
     KINDS,
     LENGTHS,
     LONG,
     LONGER,
-    PADDED,
     PROMPT,
-    SAVED,
     TINY,
     WHOLE,
     check,
-    check_ability,
     save_tiny,
 )
 from conformance.cache_suite.oracle import UnknownRotation, check_rotation, frequencies
@@ -380,9 +376,28 @@ def nothing_saved(
     return after_eviction(prompt, kept, following, folder)
 
 
+def loaded_at_one_length(
+    prompt: Any, kept: Any, following: Any, folder: str, batch: bool = False, save_to: str | None = None,
+    load_from: str | None = None,
+) -> Tensor:
+    """Write a file with one number of read tokens for all rows of a batch."""
+    if load_from:
+        prompt, sets = json.loads(Path(load_from).read_text(encoding="utf-8"))
+        kept = [{int(layer): own for layer, own in one.items()} for one in sets]
+        if batch:
+            prompt = [row + [0] * (len(prompt[0]) - len(row)) for row in prompt]
+        else:
+            prompt, kept = prompt[0], kept[0]
+    if save_to:
+        content = [prompt, kept] if batch else [[prompt], [kept]]
+        Path(save_to).write_text(json.dumps(content), encoding="utf-8")
+    return after_eviction(prompt, kept, following, folder, batch)
+
+
 @pytest.mark.parametrize(("engine", "ability", "words"), [
     (rows_share_sets, BATCH, "a batch, row 1 of"), (padding_counts, PADDED, "left padding, row 0 of"),
     (loaded_at_the_last_kept, SAVED, "a cache that was loaded"), (nothing_saved, SAVED, "there is no file"),
+    (loaded_at_one_length, SAVED, r"a batch that was loaded, row 1 of \[40, 7\]"),
 ])
 def test_a_mistake_in_what_a_cache_offers_is_found(
     engine: Callable[..., Any], ability: str, words: str, folder: str, tmp_path: Path,
