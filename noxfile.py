@@ -144,7 +144,7 @@ LAB = {
             ["lab.measure.gpu"]),
     "device": ("count peak memory and host reads of all policies, or of `NAME ...`, without a GPU",
                ["lab.measure.gpu.counts"]),
-    "witness": ("measure the bounds of the witness in float32 and bfloat16, on SmolLM2 or on `MODEL`",
+    "witness": ("measure the bounds of the witness, on SmolLM2 or on `MODEL`; `--seeds 1 2` draws new prompts",
                 ["lab.measure.witness_bounds"]),
     "prove": ("prove statements about the integer decisions with z3, and refute false statements",
               ["lab.proofs"]),

@@ -1,12 +1,14 @@
 """Measure the bounds of the witness: `python -m lab.measure.witness_bounds`, with the weights of SmolLM2.
 
-For each dtype, a session of SnapKV in this dtype answers 24 prompts of the witness. The witness reads the answers
-in float32. The command prints the distance between both, and how often the rule "masking" of spec/witness.md detects a
-fault. The log-probabilities of a fault are those of the witness's model with the fault, plus the rounding of the
-answer.
+For each dtype and seed, a session of SnapKV in this dtype answers 24 prompts of the witness. The witness reads the
+answers in float32. The first table has the distance between the two, and how often the difference of a fault is larger
+than the tolerance. The second table has the verdicts of the rule "masking" of spec/witness.md. The log-probabilities of
+a fault are those of the witness's model with the fault, plus the rounding of the answer.
 """
 
+import argparse
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,20 +16,23 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from conformance.server_suite.judge import SPREAD
 from conformance.server_suite.prompts import ANSWER, prompts_of
-from conformance.server_suite.reading import BOUNDS, Event, HeadSets, Reader
+from conformance.server_suite.reading import BOUNDS, WEIGHT_NOISE, Bound, Event, HeadSets, Reader, with_noise
 from lab import pages
 from models_integration import RetentionPolicy, policy_from_name
 from models_integration.model.cache_argument import cache_name
 from models_integration.pocket import model_folder
 
-__all__ = ["Measured", "measure", "table"]
+__all__ = ["Measured", "masking_verdict", "measure", "table", "verdict_table"]
 
 GROUPS = ("shared prefixes", "recalled", "at once", "lengths")
 SHORTEST = 33
 """Length of the shortest prompt. SnapKV evicts nothing from a prompt of 32 tokens."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FAULTS = ("full cache", "slot numbers", "one exchanged token", "renumbered")
+RIGHT = "right answer"
+VERDICTS = ("passed", "undecided", "failed")
 
 
 @dataclass(frozen=True)
@@ -38,13 +43,15 @@ class Measured:
         mean: mean difference between the answer and the reading of the witness.
         largest: largest difference of an answer token.
         decided: True if masking changes the log-probabilities enough.
-        noticed: faults that the rule "masking" detects.
+        noticed: faults whose difference is larger than the tolerance.
+        verdicts: verdict of the rule "masking", for the right answer and for each fault.
     """
 
     mean: float
     largest: float
     decided: bool
     noticed: tuple[str, ...]
+    verdicts: Mapping[str, str]
 
 
 def answer(
@@ -73,40 +80,60 @@ def exchanged(sets: HeadSets, n: int) -> HeadSets:
     ] for layer in sets]
 
 
-def measured(reader: Reader, prompt: Sequence[int], given: tuple[list[int], Tensor, HeadSets], dtype: str) -> Measured:
-    """Return the distances of an answer from `answer`."""
+def masking_verdict(bound: Bound, difference: float, decided: bool, moved: float) -> str:
+    """Return the verdict of the rule "masking", by the conditions of `check_masking`.
+
+    Args:
+        bound: bound of the dtype.
+        difference: distance between the answer and the reading of the witness.
+        decided: True if masking changes the log-probabilities enough.
+        moved: largest distance by which noise in the weights moves the reading.
+    """
+    if difference <= bound.tolerance:
+        return "passed" if decided else "undecided"
+    return "undecided" if moved > bound.tolerance / 2 else "failed"
+
+
+def measured(
+    reader: Reader, noisy: Sequence[Reader], prompt: Sequence[int], given: tuple[list[int], Tensor, HeadSets],
+    bound: Bound,
+) -> Measured:
+    """Return the distances and verdicts of an answer from `answer`. `noisy` are readers whose weights have noise."""
     tokens, logprobs, sets = given
-    ids, n, bound = [*prompt, *tokens], len(prompt), BOUNDS[dtype]
-    masked = reader.logprobs(ids, n, [Event(n, sets)])
+    ids, n, events = [*prompt, *tokens], len(prompt), [Event(len(prompt), sets)]
+    masked = reader.logprobs(ids, n, events)
     rounding = logprobs - masked
     faults: Mapping[str, tuple[Sequence[Event], str]] = dict(zip(FAULTS, (
-        ([], "kept"), ([Event(n, sets)], "slots"), ([Event(n, exchanged(sets, n))], "kept"),
-        ([Event(n, sets)], "renumbered"),
+        ([], "kept"), (events, "slots"), ([Event(n, exchanged(sets, n))], "kept"), (events, "renumbered"),
     ), strict=True))
     read = {name: reader.logprobs(ids, n, *fault) for name, fault in faults.items()}
+    differences = {name: bound.apart(one + rounding, masked) for name, one in {RIGHT: masked, **read}.items()}
+    decided = bound.apart(masked, read["full cache"]) >= bound.power * bound.tolerance
+    moved = max(bound.apart(one.logprobs(ids, n, events), masked) for one in noisy)
     return Measured(
-        float(rounding.abs().mean()), float(rounding.abs().max()),
-        bound.apart(masked, read["full cache"]) >= bound.power * bound.tolerance,
-        tuple(name for name, fault in read.items() if bound.apart(fault + rounding, masked) > bound.tolerance),
+        float(rounding.abs().mean()), float(rounding.abs().max()), decided,
+        tuple(name for name in FAULTS if differences[name] > bound.tolerance),
+        {name: masking_verdict(bound, one, decided, moved) for name, one in differences.items()},
     )
 
 
-def measure(folder: str, dtype: str, groups: Sequence[str] = GROUPS) -> list[Measured]:
-    """Return the distances of all answers of a model whose sessions run in `dtype`."""
+def measure(folder: str, dtype: str, groups: Sequence[str] = GROUPS, seed: int = 0) -> list[Measured]:
+    """Return the distances and verdicts of all answers of a model whose sessions run in `dtype`."""
     served, model = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=one) for one in (DTYPES[dtype], torch.float32)
     )
     config, policy = model.config, policy_from_name("snapkv", 0.3)
     prompts = [
         ids for group in groups
-        for ids in prompts_of(group, config.vocab_size, config.max_position_embeddings - ANSWER, 0)
+        for ids in prompts_of(group, config.vocab_size, config.max_position_embeddings - ANSWER, seed)
         if len(ids) >= SHORTEST
     ]
-    reader = Reader(model)
+    reader, noisy = Reader(model), [Reader(with_noise(model, WEIGHT_NOISE[dtype], at)) for at in range(SPREAD)]
     result = []
-    for seed, ids in enumerate(prompts):
-        result.append(measured(reader, ids, answer(served, policy, ids, seed), dtype))
-        print(f"{dtype}: {len(result)} of {len(prompts)} answers", file=sys.stderr, flush=True)
+    for at, ids in enumerate(prompts):
+        given = answer(served, policy, ids, 1000 * seed + at)
+        result.append(measured(reader, noisy, ids, given, BOUNDS[dtype]))
+        print(f"{dtype}, seed {seed}: {len(result)} of {len(prompts)} answers", file=sys.stderr, flush=True)
     return result
 
 
@@ -123,10 +150,28 @@ def table(results: Mapping[str, Sequence[Measured]]) -> str:
     return pages.table(["dtype", "answers", "mean difference", "largest", "decided", *FAULTS], rows)
 
 
-def main(names: Sequence[str]) -> int:
-    """Print the table of a model, SmolLM2 by default."""
-    folder = str(model_folder(names[0] if names else "smollm2"))
-    print(table({dtype: measure(folder, dtype) for dtype in DTYPES}))
+def verdict_table(results: Mapping[str, Sequence[Measured]]) -> str:
+    """Return the number of each verdict by dtype and log-probabilities, as a table of Markdown."""
+    rows = []
+    for dtype, all_ in results.items():
+        for name in (RIGHT, *FAULTS):
+            counts = Counter(one.verdicts[name] for one in all_)
+            rows.append([dtype, name, *(f"{counts[verdict]}" for verdict in VERDICTS)])
+    return pages.table(["dtype", "log-probabilities", *VERDICTS], rows)
+
+
+def main(options: Sequence[str]) -> int:
+    """Print the tables of a model. They are printed again after each seed."""
+    parser = argparse.ArgumentParser(prog="python -m lab.measure.witness_bounds", description=main.__doc__)
+    parser.add_argument("model", nargs="?", default="smollm2", help="name or folder of a model. Default: smollm2")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="dtypes. Default: all")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="random seeds of the prompts. Default: 0")
+    chosen = parser.parse_args(options)
+    folder, results = str(model_folder(chosen.model)), dict[str, list[Measured]]()
+    for seed in chosen.seeds:
+        for dtype in chosen.dtypes:
+            results.setdefault(dtype, []).extend(measure(folder, dtype, seed=seed))
+        print(f"{table(results)}\n{verdict_table(results)}", flush=True)
     return 0
 
 
