@@ -49,7 +49,7 @@ def test_rounding_of_a_session_is_inside_the_bound(dtype: str, least: float, mos
 def test_the_measured_verdict_is_that_of_the_rule(
     difference: float, noise: float | None, expected: str, folder: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without noise, masking changes the log-probabilities too little: the full cache is read as the masked one."""
+    """Compare with `check_masking`. If `noise` is None, masking changes nothing, which decides nothing."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with serving(Evicting(model)) as url:
         witness = Witness(model, Server.of(url, "tiny"), "bfloat16")
