@@ -155,13 +155,22 @@ class Server:
         return answer
 
     def complete_text(self, prompt: str, tokens: int) -> str:
-        """Ask for the greedy answer to a text. The server may end the answer early.
+        """Ask for the greedy answer to a text, without a penalty of repeated tokens. The server may end the answer early.
+
+        llama-cpp-python's server penalizes repeated tokens by default, which changes greedy answers like an eviction.
+        If the server refuses this option, the request is sent again without the option.
 
         Raises:
             SpecError: if the server refuses the request or does not answer in time.
         """
-        answer, body = Answer([]), {"model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
-        self._post(body, f"a text of {len(prompt)} characters", answer.take)
+        answer, about = Answer([]), f"a text of {len(prompt)} characters"
+        body = {"model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+        try:
+            self._post({**body, "repeat_penalty": 1.0}, about, answer.take)
+        except SpecError as error:
+            if not isinstance(error.__cause__, urllib.error.HTTPError):
+                raise
+            self._post(body, about, answer.take)
         return answer.text
 
     def cancel(self, ids: Sequence[int], tokens: int, seed: int = 0) -> None:

@@ -77,16 +77,21 @@ def test_what_is_undecided(asked: list[Question], reply: Callable[[str], str], w
     assert words in reason
 
 
-def test_text_is_sent_without_options_of_vllm() -> None:
+@pytest.mark.parametrize("refused", [False, True])
+def test_text_is_sent_without_options_of_vllm_and_without_a_penalty(refused: bool) -> None:
+    """llama-cpp-python's server penalizes repeated tokens. transformers' server refuses the option."""
     sent = []
 
     def reply(request: Any) -> tuple[int, object]:
         sent.append(request)
+        if refused and "repeat_penalty" in request:
+            return 422, {"detail": "Unexpected fields"}
         return 200, {"choices": [{"text": " b c"}]}
 
     with replying(reply) as url:
         assert Server(url, "tiny").complete_text("a b a", 7) == " b c"
-    assert sent == [{"model": "tiny", "prompt": "a b a", "max_tokens": 7, "temperature": 0}]
+    plain = {"model": "tiny", "prompt": "a b a", "max_tokens": 7, "temperature": 0}
+    assert sent == [{**plain, "repeat_penalty": 1.0}, *([plain] if refused else [])]
 
 
 def test_verify_chooses_text_if_the_server_refuses_token_ids(
