@@ -61,7 +61,7 @@ class Scale:
 
 # The host runs the stages that both backends lack. Triton has the key norms, tested by test_activation.py.
 OF_TRITON = "tests/accelerated/triton"
-OF_HOST = ("decode", "resonance", "segments", "diversity", "scale_decode")
+OF_HOST = ("decode", "resonance", "diversity", "scale_decode")
 ON_HOST = tuple(f"--ignore-glob=*/suite/test_{name}.py" for name in OF_HOST)
 # Llama-3.1-8B. The tests are for strides, tiles, bands and half precision, then for stages of triton and of torch.
 FULL = Scale(
