@@ -50,7 +50,9 @@ def download(tensor: Tensor, dtype: Any) -> Any:
 def download_together(*tensors: Tensor) -> list[Any]:
     """Copy tensors to the host with a single wait, and return a NumPy array for each."""
     with torch.no_grad():
-        packed = download(torch.cat([x.contiguous().view(torch.uint8).flatten() for x in tensors]), np.uint8)
+        # A tensor of one number counts as contiguous with any stride, and then has no view as bytes (torch 2.13).
+        rows = [x.flatten().clone(memory_format=torch.contiguous_format) for x in tensors]
+        packed = download(torch.cat([row.view(torch.uint8) for row in rows]), np.uint8)
     parts = np.split(packed, np.cumsum([x.numel() * x.element_size() for x in tensors])[:-1])
     kinds = (torch.empty(0, dtype=x.dtype, device="cpu").numpy().dtype for x in tensors)
     return [part.copy().view(kind).reshape(x.shape) for part, kind, x in zip(parts, kinds, tensors, strict=True)]
