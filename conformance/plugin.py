@@ -168,7 +168,7 @@ def pytest_collection_finish() -> None:
     """Let Hypothesis use only constants of the modules that are imported now.
 
     Hypothesis draws constants from all imported modules. If a test imported a module, all later draws would change.
-    Otherwise two workers, or two runs, would have different examples for the same seed.
+    Then two workers, or two runs, would have different examples for the same seed.
     """
     # This function is private (Hypothesis 6.170), and older versions do not have it.
     providers: Any = sys.modules.get("hypothesis.internal.conjecture.providers")

@@ -40,7 +40,7 @@ class Calls:
         return tuple({**self.arguments, **{name: x for change in alone for name, x in change.items()}}.values())
 
     def with_parameters(self, **changes: tuple[Any, ...]) -> "Calls":
-        """Return the calls, each also with each of the given values of a parameter."""
+        """Return the calls with more changes: one for each given value of a parameter."""
         p = self.arguments["parameters"]
         more = {f"{at} {x}": {"parameters": replace(p, **{at: x})} for at, result in changes.items() for x in result}
         return replace(self, changes={**self.changes, **more})

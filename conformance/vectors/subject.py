@@ -52,7 +52,7 @@ def argument(name: str, kind: str, i: Json, p: CrystalCacheParameters) -> Any:
 
 
 def ask(op: str, result: str, backend: Backend, i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
-    """Return the result of a stage for the inputs `i` of a vector: by `gives`, or by the fields of the record."""
+    """Return the result of a stage for the inputs `i` of a vector: by the name `result`, or by the fields."""
     family, _, stage = op.partition(".")
     arguments = [argument(name, kind, i, p) for name, kind in OPS[op].arguments.items()]
     output = getattr(getattr(backend, f"require_{family}")(), stage)(*arguments)

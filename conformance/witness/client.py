@@ -155,7 +155,9 @@ class Server:
         return answer
 
     def complete_text(self, prompt: str, tokens: int) -> str:
-        """Ask for the greedy answer to a text, without a penalty of repeated tokens. The server may end it early.
+        """Ask for the greedy answer to a text, without a penalty for repeated tokens.
+
+        The server may end the answer early.
 
         llama-cpp-python's server penalizes repeated tokens by default, which changes greedy answers like an eviction.
         If the server refuses this option, the request is sent again without the option.

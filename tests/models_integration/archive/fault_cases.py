@@ -112,7 +112,7 @@ class Case:
                 shard.rmdir()
 
     def _age_hers(self) -> None:
-        """Set old times for the files of the first tenant, so that the chunk of the second tenant is the last used.
+        """Set old times for the first tenant's files, so that the second tenant's chunk was used most recently.
 
         The clock of the files may not have advanced.
         """

@@ -266,7 +266,7 @@ def test_a_salt_that_was_there_is_durable_by_then(quick_path: Path, dropped: int
 
 @pytest.mark.parametrize("above", [False, True])
 def test_a_file_in_new_folders_is_durable(quick_path: Path, above: bool) -> None:
-    """Check that a crash leaves each folder durable, if both folders are new and if the upper folder existed."""
+    """Check that folders survive a crash, if all are new and if the upper folder existed before."""
     (root := quick_path / "root").mkdir()
     if above:
         (root / "a").mkdir()

@@ -327,7 +327,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def after_document(policy: str, family: str = "llama", repeats: int = 1) -> Iterator[tuple[Any, Any]]:
-    """Yield a model, and a session that has read the document. Its cache has so many rows."""
+    """Yield a model, and a session that has read the document. Its cache has `repeats` rows."""
     model: Any = build(family)
     with method(policy)(model) as run, torch.no_grad():
         model(input_ids=document())
