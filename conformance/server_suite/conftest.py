@@ -60,15 +60,22 @@ def witness(request: pytest.FixtureRequest) -> Any:
     folder = str(model_folder(option("--kvspec-model")))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     seed = int(option("--hypothesis-seed", None) or 0)
-    return Witness(model, _server(request.config), precision_of(request.config), seed)
+    try:
+        tokenizer = _tokenizer(request.config)
+    except Exception:  # a tokenizer of another library, or none: only policies with constants of a tokenizer need it
+        tokenizer = None
+    return Witness(model, _server(request.config), precision_of(request.config), seed, tokenizer)
+
+
+def _tokenizer(config: pytest.Config) -> Any:
+    from transformers import AutoTokenizer
+
+    from models_integration.pocket import model_folder
+
+    return AutoTokenizer.from_pretrained(str(model_folder(config.getoption("--kvspec-model"))), local_files_only=True)
 
 
 @pytest.fixture(scope="session")
 def tokenizer(request: pytest.FixtureRequest) -> Any:
     """Return the tokenizer of --kvspec-model."""
-    from transformers import AutoTokenizer
-
-    from models_integration.pocket import model_folder
-
-    folder = str(model_folder(request.config.getoption("--kvspec-model")))
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return _tokenizer(request.config)

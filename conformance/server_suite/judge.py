@@ -27,7 +27,8 @@ from conformance.server_suite.reading import (
 from conformance.server_suite.ties import flat, judged_differences
 from conformance.witness.client import Answer, Server
 from conformance.witness.statement import Statement, digest_of
-from reference.policies.budgets import tokens_of
+from models_integration import RetentionPolicy
+from reference.policies.kept import most_kept
 from spec.budget import parse_budget
 from spec.composition import required_by
 from spec.errors import SpecError
@@ -55,6 +56,15 @@ class Reading:
         if self.answer.stated is None:
             pytest.skip(f"prompt of {len(self.answer.prompt_ids)} ids: the server states nothing (spec/witness.md)")
         return self.answer.statement()
+
+    @property
+    def policy(self) -> RetentionPolicy:
+        """Stated policy.
+
+        Raises:
+            SpecError: if kvspec has no such policy, or if a constant or the budget is not valid.
+        """
+        return policy_of(self.statement, self.witness.tokenizer)
 
     @cached_property
     def events(self) -> list[Event]:
@@ -104,10 +114,14 @@ class Witness:
         server: server that answers the requests.
         dtype: dtype of the server's computation, "float32" or "bfloat16".
         seed: random seed of the prompts.
+        tokenizer: tokenizer of the model, for policies with constants that the server does not state. With None, rule 4
+            is undecided for these policies.
     """
 
-    def __init__(self, model: PreTrainedModel, server: Server, dtype: str = "float32", seed: int = 0) -> None:
-        self.model, self.server, self.dtype, self.seed = model, server, dtype, seed
+    def __init__(
+        self, model: PreTrainedModel, server: Server, dtype: str = "float32", seed: int = 0, tokenizer: Any = None,
+    ) -> None:
+        self.model, self.server, self.dtype, self.seed, self.tokenizer = model, server, dtype, seed, tokenizer
         self.reader, self.bound = Reader(model), BOUNDS[dtype]
         self._readings: dict[str, list[Reading]] = {}
         self._refused: dict[str, str] = {}
@@ -188,7 +202,7 @@ class Witness:
     def _decided(self, ids: list[int], reading: Reading) -> list[Event]:
         """Return the eviction at the end of a prompt, by the policy of a reading."""
         one = replace(reading.statement, prompt_ids=ids, answer_ids=[], logprobs=[], evictions=[])
-        return [Event(len(ids), *policy_sets(self.model, one, [len(ids)]))]
+        return [Event(len(ids), *policy_sets(self.model, reading.policy, one, [len(ids)]))]
 
 
 def check_size(reading: Reading) -> None:
@@ -208,14 +222,13 @@ def check_size(reading: Reading) -> None:
 
 
 def _allowed(reading: Reading, seen: int) -> int:
-    """Return the budget in tokens. A policy of kvspec may raise the budget to its smallest budget."""
-    one = reading.statement
-    budget = parse_budget(one.budget)
+    """Return the budget in tokens. A policy of kvspec may keep more tokens if it protects tokens."""
+    budget = parse_budget(reading.statement.budget)
     try:
-        method: Any = policy_of(one).on(reading.witness.model)
+        method: Any = reading.policy.on(reading.witness.model)
     except SpecError:
         return budget.tokens(seen)
-    return tokens_of(method.policy, budget, seen)
+    return most_kept(method.policy, budget, seen)
 
 
 def check_masking(reading: Reading) -> None:
@@ -319,11 +332,12 @@ def check_policy(reading: Reading) -> None:
         if not events:
             pytest.skip(f"{reading}: nothing was evicted ({one.reason})")
         seen = [event.seen for event in events]
-        expected = policy_sets(reading.witness.model, one, seen)
+        policy, model = reading.policy, reading.witness.model
+        expected = policy_sets(model, policy, one, seen)
     except SpecError as error:
         pytest.skip(f"{reading}: kvspec cannot compute the sets of this policy ({error})")
-    selector = required_by(policy_of(one).on(reading.witness.model).policy.selector)
-    copies = (policy_sets(model, one, seen) for model in reading.witness.noisy())
+    selector = required_by(policy.on(model).policy.selector)
+    copies = (policy_sets(changed, policy, one, seen) for changed in reading.witness.noisy())
     clear, tied = judged_differences(
         [event.sets for event in events], expected, one.ids, copies, selector is None or selector.sequential,
     )
@@ -345,9 +359,10 @@ def _compared_events(reading: Reading) -> list[Event]:
     Without this rule, a server could stop evicting and stop stating evictions.
     """
     one, events, reader = reading.statement, list(reading.events), reading.witness.reader
-    method: Any = policy_of(one).on(reading.witness.model)
+    method: Any = reading.policy.on(reading.witness.model)
+    evicts = method.policy.cadence.every is not None or method.decode
     end, seen = len(one.ids) - 2, events[-1].seen if events else 0  # No token is read after a later eviction.
-    if method.policy.cadence.every is not None and end >= len(one.prompt_ids) and end > seen:
+    if evicts and end >= len(one.prompt_ids) and end > seen:
         sets = events[-1].sets if events else [[[]] * reader.heads] * reader.layers
         events.append(Event(end, [[[*head, *range(seen, end)] for head in layer] for layer in sets]))
     return events

@@ -3,6 +3,8 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -136,23 +138,33 @@ def events_of(statement: Statement, layers: int, heads: int) -> list[Event]:
     return [Event(one.seen, one.positions(layers, heads)) for one in statement.evictions]
 
 
-def policy_of(statement: Statement) -> RetentionPolicy:
+def policy_of(statement: Statement, tokenizer: Any = None) -> RetentionPolicy:
     """Return the stated policy, with its constants and budget.
+
+    Args:
+        statement: statement of a server.
+        tokenizer: tokenizer of the model, for constants that are not stated, such as the sentence ends of CrystalCache.
 
     Raises:
         SpecError: if kvspec has no such policy, or if a constant or the budget is not valid.
     """
-    name, constants = parse_policy(statement.policy)
-    return policy_from_name(name, statement.budget, **constants)
+    return _policy(statement.policy, statement.budget, tokenizer)
 
 
-def policy_sets(model: PreTrainedModel, statement: Statement, seen: Sequence[int]) -> list[HeadSets]:
-    """Return the sets that a session of the stated policy stores, for each number of tokens in `seen`.
+@lru_cache(maxsize=16)  # a search for the sentence ends of a tokenizer can take seconds
+def _policy(text: str, budget: str, tokenizer: Any) -> RetentionPolicy:
+    name, constants = parse_policy(text)
+    return policy_from_name(name, budget, tokenizer=tokenizer, **constants)
+
+
+def policy_sets(
+    model: PreTrainedModel, policy: RetentionPolicy, statement: Statement, seen: Sequence[int],
+) -> list[HeadSets]:
+    """Return the sets that a session of a policy stores, for each number of tokens in `seen`.
 
     Raises:
-        SpecError: if kvspec has no such policy, or if the budget is not valid.
+        SpecError: if kvspec does not support the policy for the model.
     """
-    policy = policy_of(statement)
     result, ids, n = [], torch.tensor([statement.ids]), len(statement.prompt_ids)
     with torch.no_grad(), policy(model) as run:
         model(input_ids=ids[:, :n])

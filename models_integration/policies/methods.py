@@ -295,7 +295,8 @@ def policy_from_name(
         policy_from_name(name, UNKNOWN, tokenizer=tokenizer, **constants)  # errors are raised before the model is known
         return SizedPolicy(str(budget), partial(policy_from_name, name, tokenizer=tokenizer, **constants))
     name, named = split_name(name)
-    constants = _from_tokenizer(name, tokenizer) | check_constants(name, named | constants)
+    constants = check_constants(name, named | constants)
+    constants |= _from_tokenizer(constants_of(name) - constants.keys(), tokenizer)
     if name not in _CLASSES:
         return NamedPolicy(name, budget, **constants)
     if name == "crystalcache":
@@ -360,10 +361,11 @@ _FROM_TOKENIZER: Mapping[str, Callable[[Any], object]] = {"sentence_ends": sente
 """Functions that make a constant from a tokenizer, by constant."""
 
 
-def _from_tokenizer(name: str, tokenizer: object) -> dict[str, Any]:
+def _from_tokenizer(constants: Set[str], tokenizer: object) -> dict[str, Any]:
+    """Return those of the constants that kvspec makes from a tokenizer. Without a tokenizer, the result is {}."""
     if tokenizer is None:
         return {}
-    return {constant: make(tokenizer) for constant, make in _FROM_TOKENIZER.items() if constant in constants_of(name)}
+    return {constant: make(tokenizer) for constant, make in _FROM_TOKENIZER.items() if constant in constants}
 
 
 _FORM = 'must be a policy name, or a policy name with constants, such as crystalcache(alpha=0.5, impact="salience")'

@@ -1,17 +1,21 @@
 """Numbers of kept tokens beside the budget, and the reason why a policy keeps more tokens than the budget."""
 
 from dataclasses import dataclass
+from typing import Any
 from warnings import warn
 
 import numpy as np
 
+from reference.policies.blocks import InBlocks
+from reference.policies.budgets import tokens_of
 from reference.policies.protections import SinkAndRecent
+from reference.policies.selectors import Dissolve
 from spec.budget import Budget, parse_budget
 from spec.policy import Policy, Protection
 from spec.records import CrystalRetention
 from spec.retention import Retention
 
-__all__ = ["KeptTokens", "count_kept", "excess_tokens", "floor_reason", "warn_small_budget"]
+__all__ = ["KeptTokens", "count_kept", "excess_tokens", "floor_reason", "most_kept", "warn_small_budget"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,24 @@ def count_kept(policy: Policy, budget: Budget, retention: Retention) -> KeptToke
 def excess_tokens(budget: Budget, retention: Retention) -> int:
     """Return the mean number of kept tokens of a set minus the budget that the user gave, rounded up, at least 0."""
     return max(0, -(-len(retention.positions) // retention.groups) - budget.tokens(retention.seen))
+
+
+def most_kept(policy: Policy, budget: Budget, seen: int) -> int:
+    """Return the largest mean number of tokens that the sets of kept tokens can have after `seen` tokens.
+
+    The policy keeps whole blocks or trunks that contain protected tokens, so the number can exceed the budget.
+    """
+    beside = 2 * (_largest_unit(policy.selector) - 1)  # at the end of the first tokens, and before the last ones
+    return min(seen, max(tokens_of(policy, budget, seen), policy.protection.size + beside))
+
+
+def _largest_unit(selector: Any) -> int:
+    """Return the largest number of tokens that a selector keeps or evicts together."""
+    if isinstance(selector, Dissolve):
+        return selector.parameters.T_max
+    blocks = selector.choose if isinstance(selector, InBlocks) else selector
+    size: int = getattr(blocks, "keywords", {}).get("b", 1)
+    return size
 
 
 def floor_reason(policy: Policy) -> str:

@@ -35,7 +35,7 @@ from models_integration.cache.continuation import Decision
 from models_integration.cache.renumbering import Numbering, numbering_of
 from models_integration.model.architecture import describe
 from models_integration.model.cache_argument import cache_name
-from models_integration.pocket import model_folder
+from models_integration.pocket import load_pocket_tokenizer, model_folder
 from models_integration.policies.methods import parse_policy
 from models_integration.session.verbs import read
 from spec.retention import Granularity, Retention
@@ -120,13 +120,14 @@ class Evicting:
     fault: Fault = field(default_factory=Fault)
     before: Sets = field(default_factory=list)
     states: bool = True
+    tokenizer: Any = None
     lock: Any = field(default_factory=threading.Lock)
 
     def answer(self, ids: Sequence[int], tokens: int, seed: int) -> Iterator[dict[str, Any]]:
         """Yield the events of a stream. The last event has the statement."""
         n, generator = len(ids), torch.Generator().manual_seed(seed)
         name, constants = parse_policy(self.policy)
-        policy = policy_from_name(name, self.budget, **constants)
+        policy = policy_from_name(name, self.budget, tokenizer=self.tokenizer, **constants)
         observed = observe(self.model, torch.tensor([ids]))
         (retention,) = decide(policy.on(self.model), observed).retentions
         sets = [retention.group(group).tolist() for group in range(retention.groups)]
@@ -309,10 +310,15 @@ def test_a_fault_is_told_by_name(model: PreTrainedModel, name: str) -> None:
     check_fault_is_named(actual, words)
 
 
-@pytest.mark.parametrize("budget", ["0.4", "305"])
-def test_a_server_that_stops_to_evict_does_not_keep_what_its_policy_keeps(model: PreTrainedModel, budget: str) -> None:
-    """TOVA evicts a token for each token of the answer, and the server evicts after the prompt alone."""
-    with serving(Evicting(model, "tova", budget)) as url:
+BREATHS = 'crystalcache(decode=true, T_breath=4, W_recent=8, sentence_ends=[200], backend="numpy")'
+
+
+@pytest.mark.parametrize(("policy", "budget"), [("tova", "0.4"), ("tova", "305"), (BREATHS, "0.4")])
+def test_a_server_that_stops_to_evict_does_not_keep_what_its_policy_keeps(
+    model: PreTrainedModel, policy: str, budget: str,
+) -> None:
+    """The policies also evict while the answer is generated, and the server evicts after the prompt alone."""
+    with serving(Evicting(model, policy, budget)) as url:
         readings = Witness(model, Server.of(url, "tiny")).readings(SHARED)
         actual = [verdict(RULES["policy"], reading) for reading in readings]
     assert actual
@@ -335,6 +341,33 @@ def test_a_server_without_statements_is_asked_whether_it_evicts(
 def pocket() -> PreTrainedModel:
     loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(str(model_folder("pocket")), dtype=torch.float32)
     return loaded
+
+
+@pytest.mark.parametrize(("reads", "fault", "expected"), [
+    (True, Fault(), "passed"), (False, Fault(), "undecided"),
+    (True, FAULTS["another set, as stated"][0], "against the policy"),
+])
+def test_sentence_ends_that_are_not_stated_are_those_of_the_tokenizer(
+    pocket: PreTrainedModel, reads: bool, fault: Fault, expected: str,
+) -> None:
+    tokenizer = load_pocket_tokenizer()
+    policy = 'crystalcache(W_recent=8, backend="numpy")'
+    with serving(Evicting(pocket, policy, fault=fault, tokenizer=tokenizer)) as url:
+        witness = Witness(pocket, Server.of(url, "tiny"), tokenizer=tokenizer if reads else None)
+        actual = [verdict(RULES["policy"], reading) for reading in witness.readings(SHARED)]
+    assert actual
+    assert all(expected in one for one in actual), actual
+
+
+def test_whole_trunks_of_protected_tokens_may_exceed_the_budget(pocket: PreTrainedModel) -> None:
+    """CrystalCache keeps the whole trunks of the first 4 and the last 128 tokens."""
+    tokenizer = load_pocket_tokenizer()
+    with serving(Evicting(pocket, 'crystalcache(backend="numpy")', "0.1", tokenizer=tokenizer)) as url:
+        witness = Witness(pocket, Server.of(url, "tiny"), tokenizer=tokenizer)
+        readings = witness.readings(SHARED)
+    sizes = [len(reading.events[0].sets[0][0]) for reading in readings]
+    assert 132 < max(sizes) <= 194, sizes
+    assert [verdict(RULES["size"], reading) for reading in readings] == ["passed"] * len(readings)
 
 
 @pytest.mark.parametrize(("fault", "rule", "words"), [

@@ -35,6 +35,8 @@ from lab.policy_cases import (
 )
 from reference import diversity, policies
 from reference import nestedkv as nk
+from reference.policies.budgets import tokens_of
+from reference.policies.kept import most_kept
 from reference.policies.knorm import knorm_score
 from reference.policies.kvcrush import ANCHORS, anchor_distances, scored_or_representative
 from reference.policies.names import make_policy
@@ -45,7 +47,7 @@ from spec.arrays import BoolVector, Matrix
 from spec.backend import resolve
 from spec.budget import Budget
 from spec.errors import SpecError
-from spec.parameters import NESTEDKV
+from spec.parameters import NESTEDKV, TINY
 from spec.policy import Cadence, LayerView, Needs, Observation, Policy, Scores, Selection
 
 pytestmark = pytest.mark.usefixtures("reference_items")
@@ -323,3 +325,29 @@ def test_a_policy_takes_its_score_from_a_backend() -> None:
     rows = resolve("numba").require_nestedkv().anomaly_score(view.k, NESTEDKV)
     want = policy_oracle.kept(rows.tolist(), 10, NESTEDKV)
     assert decided(policies.nestedkv(backend="numba"), inputs, 10) == want
+
+
+UNITS = {
+    "blocks": ("keydiff/sink=2/recent=3/block=4", {}), "a half of blocks": ("h2o/every=none/block=4", {}),
+    "representatives": ("snapkv:W=5/crush=0.25:block=4", {}),
+    "trunks": ("crystalcache", {"sentence_ends": frozenset({6}), "parameters": TINY}),
+}
+
+
+@pytest.mark.law("figures-are-counted-right")
+@pytest.mark.parametrize("name", UNITS)
+def test_whole_units_with_protected_tokens_may_exceed_the_budget_up_to_a_bound(name: str) -> None:
+    text, constants = UNITS[name]
+    policy, above = make_policy(text, constants), 0
+    for seed in range(12):
+        inputs = drawn(seed, 8 + seed)
+        for B in range(1, inputs.n + 1):
+            kept = [len(one) for one in decided(policy, inputs, B)]
+            assert sum(kept) <= len(kept) * most_kept(policy, Budget(count=B), inputs.n), (seed, B, kept)
+            above += sum(kept) > len(kept) * tokens_of(policy, Budget(count=B), inputs.n)
+    assert above, "each budget is kept, so the bound is not needed"
+
+
+def test_a_policy_of_single_tokens_keeps_at_most_its_budget() -> None:
+    policy = make_policy("snapkv:W=5", {})
+    assert [most_kept(policy, Budget(count=B), 20) for B in (1, 5, 9, 30)] == [5, 5, 9, 20]

@@ -17,6 +17,7 @@ from reference.calibration import load_calibration
 from reference.policies import names
 from reference.policies.budgets import even, everything
 from reference.policies.describe import describe_policy
+from reference.policies.grammar import Composition, is_composition, parse_composition
 from spec.budget import Budget, parse_budget
 from spec.errors import SpecError
 from spec.policy import Policy
@@ -27,11 +28,16 @@ __all__ = ["RequestPolicy", "Settings", "make", "parse_request"]
 
 _SERVER_ONLY = {"backend": "is chosen by the server", "calibration": "is a file of the server: name it in the default"}
 _LONGEST = 65536  # characters of a request's arguments
-_LARGE = re.compile(r"(?<![.\d])\d{7}|\de\+")
-"""Number of a million or more in JSON text. A request with such a window once took the memory of the server."""
-_LARGEST_KERNEL = 1023
-"""Largest pooling kernel. A score costs `kernel` operations, and all requests wait for the step of a decision."""
+_LARGE = re.compile(r"(?<![.\d])\d{7}|[.\d]e\+?0*([6-9]|[1-9]\d)|[.\d]e-\d{3}", re.IGNORECASE)
+"""Number of a million or more, or near 0, in JSON text. A window of this size once took the memory of the server, and
+Python does not print a fraction with thousands of digits."""
+_COSTLY = frozenset({"C", "N_future", "W", "c", "k_cross", "k_intra", "kernel"})
+_MOST = 1024
+"""Largest value of the constants in `_COSTLY`. The memory or the time of a score is proportional to the constant, and
+often to the length of the prompt too. All requests wait while a prompt is scored."""
 _ENDS = "sentence_ends"
+_WITHOUT_DEFAULT = frozenset({names.BACKEND, "calibration", _ENDS})
+"""Constants without a default that are checked elsewhere."""
 _TYPES = {bool: bool, int: int, str: str, tuple: list}
 """Type in JSON of a constant, by the type of its default. All other defaults are numbers."""
 
@@ -201,7 +207,8 @@ def parse_request(given: Any, settings: Settings) -> RequestPolicy | None:
         return None if settings.default is None else _served_policy(settings.default, settings, settings.sentence_ends)
     asked, default = _mapping(given, KEY), settings.default or {}
     if _LARGE.search(_as_json({**asked, "budget": None})):
-        raise SpecError(KEY, asked, "must have no number of a million or more, except the budget")
+        reason = "must have no number of a million or more, or with an exponent below -99, except the budget"
+        raise SpecError(KEY, asked, reason)
     # A name with a colon would import a module of the client's choice.
     if ("policy" in asked or not default) and not names.is_built_in(asked.get("policy")):
         raise SpecError("policy", asked.get("policy"), f"must be a built-in policy: {', '.join(names.NAMES)}")
@@ -295,14 +302,33 @@ def _parse_policy(text: str, ends: frozenset[int] | None) -> RequestPolicy:
 
 
 def _check_values(name: str, constants: Mapping[str, Any]) -> None:
-    """Check that each constant has the type of its default. Otherwise a policy can fail with any exception."""
+    """Check that each constant has the type of its default. Otherwise a policy can fail with any exception.
+
+    Also check the sizes of the constants of all policies in the text `name`.
+
+    Raises:
+        SpecError: if a type is wrong, if a constant is too large, or if a constant cannot be given to a server.
+    """
     defaults = _defaults(name)
-    for key in constants.keys() & defaults.keys():
-        value, kind = constants[key], type(defaults[key])
-        if not isinstance(value, _TYPES.get(kind, int | float)) or isinstance(value, bool) != (kind is bool):
-            raise SpecError(key, value, f"must be of the type of {defaults[key]!r}, the default of {name}")
-    if (kernel := {**defaults, **constants}.get("kernel", 1)) > _LARGEST_KERNEL:
-        raise SpecError("kernel", kernel, f"must be at most {_LARGEST_KERNEL}, so that other requests need not wait")
+    for key, value in constants.items():
+        if key in defaults:
+            kind = type(defaults[key])
+            if not isinstance(value, _TYPES.get(kind, int | float)) or isinstance(value, bool) != (kind is bool):
+                raise SpecError(key, value, f"must be of the type of {defaults[key]!r}, the default of {name}")
+        elif key not in _WITHOUT_DEFAULT and (name, key) != ("crystalcache", "parameters"):
+            raise SpecError(key, value, f"cannot be given to a server: leave {key} out")
+    for given in ({**defaults, **constants}, *map(_defaults, _later_policies(name))):
+        for key in sorted(_COSTLY & given.keys()):
+            if given[key] > _MOST:
+                raise SpecError(key, given[key], f"must be at most {_MOST}, so that other requests need not wait")
+
+
+def _later_policies(name: str) -> list[str]:
+    """Return the text of the policy that scores decode steps, as a list, which is empty without such a policy."""
+    if not is_composition(name):
+        return []
+    value, constants = parse_composition(name).parts.get("steps", ("", {}))
+    return [str(Composition(value, constants=constants))] if value else []
 
 
 @lru_cache(maxsize=256)
@@ -340,7 +366,7 @@ def _placeholders(name: str, constants: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _calibration(given: Any) -> Any:
-    if given is None:
+    if not isinstance(given, str):
         reason = "is a file of the server: start `kvspec serve` with --policy 'NAME(calibration=\"FILE\")'"
-        raise SpecError("calibration", None, reason)
+        raise SpecError("calibration", given, reason)
     return load_calibration(given)

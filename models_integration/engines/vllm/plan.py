@@ -8,6 +8,7 @@ from typing import Any
 
 from models_integration.engines.vllm.arguments import RequestPolicy
 from reference.policies.budgets import tokens_of
+from reference.policies.kept import most_kept
 
 __all__ = ["Compaction", "Plan", "Report", "Step"]
 
@@ -79,7 +80,11 @@ class Plan:
     kept: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.kept = self.budget(self.n)
+        self.kept = self._most(self.n)
+
+    def _most(self, seen: int) -> int:
+        """Return the largest number of tokens that a set can have after an eviction after `seen` tokens."""
+        return most_kept(self.asked.policy, self.asked.budget, seen)
 
     def budget(self, seen: int) -> int:
         """Return the number of tokens that a set keeps after `seen` tokens, before rounding to blocks."""
@@ -119,7 +124,7 @@ class Plan:
             return tokens - self.shift
         if self.asked.every is None:
             return max(self.n, tokens - self.n + self.kept)
-        return min(tokens, max(self.n, self.budget(tokens) + self.asked.every + self.asked.policy.cadence.excess))
+        return min(tokens, max(self.n, self._most(tokens) + self.asked.every + self.asked.policy.cadence.excess))
 
     def reusable_blocks(self, size: int) -> int:
         """Return how many blocks of a cached prefix the request may use.

@@ -212,8 +212,8 @@ def check_masked(
 
 @cache
 def witness() -> Witness:
-    model, _ = load_pocket()
-    return Witness(model, Server("", "pocket"))
+    model, tokenizer = load_pocket()
+    return Witness(model, Server("", "pocket"), tokenizer=tokenizer)
 
 
 def reading(prompt: Sequence[int], output: Any) -> Reading:

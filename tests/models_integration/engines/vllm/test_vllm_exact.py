@@ -13,6 +13,7 @@ from tests.models_integration.engines.vllm.engine import (
     asking,
     check_answers,
     check_masked,
+    check_sets,
     cut,
     reading,
     stated,
@@ -86,6 +87,7 @@ def test_crystalcache_has_the_sentence_ends_of_the_tokenizer(engine: Engine) -> 
     outputs = engine.answer(prompts, [asking("CrystalCache", 60, budget=64, **BREATHS)] * 2)
     for prompt, output, own in zip(prompts, outputs, typed, strict=True):
         check_masked(prompt, output)
+        check_sets(prompt, output)
         assert stated(output) == {**own, "policy": "crystalcache(T_breath=16, W_recent=16, decode=true)"}
         assert [one["seen"] - len(prompt) for one in own["evictions"]] == [0, 16, 32, 48]
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +23,11 @@ from models_integration.engines.vllm.pages import LAYOUTS, Pages
 from models_integration.engines.vllm.plan import Plan
 from models_integration.engines.vllm.selection import Decider, LayerFacts
 from models_integration.engines.vllm.statement import MOST_RANGES, Statement
-from models_integration.pocket import ASSETS
+from models_integration.model.cache_argument import cache_name
+from models_integration.pocket import ASSETS, load_pocket
+from models_integration.policies.methods import constants_of, policy_from_name
 from reference.policies import names
+from reference.policies.composition import PARTS
 from spec.errors import SpecError
 from spec.witness import make_eviction
 
@@ -57,8 +61,10 @@ def plan(n: int = 100, **asked: Any) -> Plan:
     ("[" * 9999, "JSON"), ("1" * 5000, "JSON"), ({"policy": "snapkv", "W": 10**8}, "a million"),
     ({"policy": "snapkv", "W": 1e30}, "a million"), ({"policy": "streamingllm:N_sink=100000000"}, "a million"),
     ({"policy": "streamingllm:N_sink=100_000_000"}, "must be a value"),
-    ({"policy": "adakv:safeguard=1e999_999_999"}, "must be a value"),
-    ({"policy": "snapkv", "k_ernel": 1025}, "at most 1023"), ({"policy": "snapkv", "W": 8.5}, "type of 32"),
+    ({"policy": "adakv:safeguard=1e999_999_999"}, "a million"),
+    ({"policy": "adakv/heads=adaptive:safeguard=1E9999"}, "a million"),
+    ({"policy": "snapkv/layers=table:shares=1_1e-9999"}, "exponent below -99"),
+    ({"policy": "snapkv", "k_ernel": 1025}, "at most 1024"), ({"policy": "snapkv", "W": 8.5}, "type of 32"),
     ({"policy": "snapkv:backend=torch"}, "is chosen by the server"),
 ])
 def test_bad_arguments_are_one_sentence(given: Any, told: str) -> None:
@@ -77,6 +83,71 @@ def test_constants_of_the_wrong_type_are_one_sentence(constants: dict[str, Any],
     """Each of these constants was once an HTTP 500."""
     with pytest.raises(SpecError, match=told):
         parse_request({"policy": "crystalcache", "budget": 0.3, "sentence_ends": [5], **constants}, Settings())
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize(("name", "key", "value"), [
+    ("kvzip", "template", 5), ("kvzip", "template", [1, 2, 3]), ("diverse-kvzip", "template", [[1], [2], ["a"]]),
+    ("kvzip/layers=even", "template", None), ("nestedkv", "parameters", {}), ("nestedkv/heads=even", "parameters", 5),
+])
+def test_a_constant_without_a_default_is_refused(name: str, key: str, value: Any) -> None:
+    """A wrong template was once an HTTP 500."""
+    with pytest.raises(SpecError, match=f"cannot be given to a server: leave {key} out"):
+        parse_request({"policy": name, "budget": 0.3, key: value}, OPEN)
+
+
+WRONG: tuple[Any, ...] = (
+    None, True, "x", 1.5, -1, 0, float("nan"), float("inf"), [], {}, [1], [[1]], [["a"]], ["a", "b", "c"],
+)
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize("name", [*names.POLICIES, "diverse-snapkv", "knorm/steps=rkv/every=64", "snapkv/layers=even"])
+def test_a_wrong_value_of_any_constant_is_a_sentence_or_accepted(name: str) -> None:
+    ends = {"sentence_ends": [5]} if name == "crystalcache" else {}
+    for key in constants_of(name):
+        for value in WRONG:
+            with suppress(SpecError):
+                str(parse_request({"policy": name, "budget": 0.3, **ends, key: value}, OPEN))
+
+
+VALUES = {
+    "sink": "4", "recent": "32", "select": "half", "layers": "pyramid", "heads": "adaptive", "threshold": "0.5",
+    "steps": "rkv", "every": "64", "sets": "head", "floor": "40", "values": "4", "critical": "0.5", "crush": "0.25",
+    "diverse": "0.5", "chunks": "10", "block": "16", "pieces": "64",
+}
+COSTLY = ("C", "N_future", "W", "c", "k_cross", "k_intra", "kernel", "window")
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize("part", PARTS)
+def test_no_part_of_a_text_has_a_larger_constant(part: str) -> None:
+    """A kernel of 99 999 was once refused in the name of a policy, and accepted in the part `steps`."""
+    head, every = f"snapkv/{part}={VALUES[part]}", "/every=64" if part == "steps" else ""
+    assert request({"policy": head + every, "budget": 0.3}).name.startswith("snapkv/")
+    for key in COSTLY:
+        with pytest.raises(SpecError, match=key):
+            parse_request({"policy": f"{head}:{key}=99999{every}", "budget": 0.3}, OPEN)
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize(("given", "told"), [
+    ({"policy": "snapkv/steps=snapkv:kernel=99999/every=64"}, "kernel = 99999: must be at most 1024"),
+    ({"policy": "snapkv/recent=5000/steps=snapkv:window=5000/every=64"}, "W = 5000: must be at most 1024"),
+    ({"policy": "score=snapkv:W=1025/recent=1025"}, "W = 1025: must be at most 1024"),
+    ({"policy": "snapkv", "W": 1025}, "W = 1025"), ({"policy": "diverse-snapkv:window=1025"}, "W = 1025"),
+    ({"policy": "crystalcache", "sentence_ends": [5], "C": 1025}, "C = 1025"),
+    ({"policy": "crystalcache:k_intra=1025", "sentence_ends": [5]}, "k_intra = 1025"),
+    ({"policy": "noncausal", "c": 99999}, "c = 99999"), ({"policy": "capkv", "N_future": 99999}, "N_future = 99999"),
+])
+def test_constants_of_a_score_are_bounded_in_every_form(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(SpecError, match=told):
+        parse_request({**given, "budget": 0.3}, OPEN)
+
+
+def test_the_largest_constants_are_accepted() -> None:
+    asked = request({"policy": "snapkv/recent=5000/steps=rkv:W=1024:kernel=1023/every=64", "budget": 0.3, "W": 1024})
+    assert asked.window == 1024
 
 
 def test_a_request_inherits_from_the_default() -> None:
@@ -161,6 +232,22 @@ def test_steps_end_at_each_decision() -> None:
     assert (one.reusable_blocks(32), plan(policy="h2o-described").reusable_blocks(32)) == (2, 0)
     one.restart()
     assert (one.shift, one.slots(101)) == (0, 101)
+
+
+def test_the_peak_counts_the_whole_trunks_of_protected_tokens() -> None:
+    """Decode after a prompt of two trunks of 20 tokens. Protected tokens are in both, so all 40 tokens are kept."""
+    constants: dict[str, Any] = {"decode": True, "T_breath": 8, "W_recent": 8, "N_sink": 2, "sentence_ends": [99]}
+    one = Plan(request({"policy": "crystalcache", "budget": 20, **constants}), 40)
+    model, ids = load_pocket()[0], torch.arange(100, 180)[None]
+    with torch.no_grad(), policy_from_name("crystalcache", 20, **constants, backend="numpy")(model) as run:
+        model(input_ids=ids[:, :40])
+        slots = list[int]()
+        for seen in range(41, 81):
+            assert run.cache is not None
+            slots.append(len(run.cache.full_layers[0].head_positions(0, 0)) + 1)
+            assert slots[-1] <= one.peak(seen)
+            model(input_ids=ids[:, seen - 1 : seen], **{cache_name(model): run.cache})
+    assert max(slots) == 48
 
 
 @given(n=st.integers(2, 90), budget=st.integers(20, 60), every=st.integers(1, 40), new=st.integers(1, 150))

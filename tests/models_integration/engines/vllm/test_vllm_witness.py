@@ -22,7 +22,10 @@ from tests.models_integration.engines.vllm.test_vllm_random import Plant, positi
 
 pytestmark = [pytest.mark.law("the-proof-has-teeth"), *NEEDS_VLLM]
 
-POLICY = {"policy": "snapkv", "budget": 0.3, "W": 16}
+POLICIES = {
+    "snapkv": {"policy": "snapkv", "budget": 0.3, "W": 16},
+    "crystalcache": {"policy": "crystalcache", "budget": 0.3, "decode": True, "T_breath": 4, "W_recent": 16},
+}
 SHARED, CANCELLED = "shared prefixes", "cancelled"
 LAYER = 1
 """Number of the layer with a fault that only one layer has."""
@@ -34,6 +37,7 @@ class InProcess(Server):
     """Engine in this process that answers one request at a time, with the statements of kvspec's streams."""
 
     engine: Any = None
+    policy: str = "snapkv"
 
     async def outputs(self, name: str, ids: Sequence[int], tokens: int, seed: int) -> AsyncIterator[Any]:
         """Yield the outputs of a request, one for each token."""
@@ -43,7 +47,7 @@ class InProcess(Server):
         core = self.engine.llm.llm_engine
         core.add_request(name, {"prompt_token_ids": list(ids)}, SamplingParams(
             temperature=1.0, seed=seed, max_tokens=tokens, ignore_eos=True, logprobs=0,
-            output_kind=RequestOutputKind.DELTA, extra_args={"kvspec": POLICY},
+            output_kind=RequestOutputKind.DELTA, extra_args={"kvspec": POLICIES[self.policy]},
         ))
         while core.has_unfinished_requests():
             for output in core.step():
@@ -88,15 +92,18 @@ def engine() -> Engine:
     return Engine()
 
 
-def judge(engine: Engine, group: str) -> dict[str, list[str]]:
+def judge(engine: Engine, group: str, policy: str = "snapkv") -> dict[str, list[str]]:
     """Return the verdicts of the witness on the answers of an engine."""
-    model, _ = load_pocket()
-    return verdicts(Witness(model, InProcess("", "pocket", engine=engine)), group)
+    model, tokenizer = load_pocket()
+    server = InProcess("", "pocket", engine=engine, policy=policy)
+    return verdicts(Witness(model, server, tokenizer=tokenizer), group)
 
 
-@pytest.mark.parametrize("group", [SHARED, CANCELLED, "recalled"])
-def test_the_engine_does_as_it_states(engine: Engine, group: str) -> None:
-    check_right(judge(engine, group))
+@pytest.mark.parametrize(("policy", "group"), [
+    ("snapkv", SHARED), ("snapkv", CANCELLED), ("snapkv", "recalled"), ("crystalcache", "recalled"),
+])
+def test_the_engine_does_as_it_states(engine: Engine, policy: str, group: str) -> None:
+    check_right(judge(engine, group, policy))
 
 
 def nothing_moves(own: Any) -> Any:
