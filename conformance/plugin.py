@@ -327,8 +327,9 @@ def stages(backend: "Backend") -> "CrystalStages":
 def decoder(judged: "Backend", together: bool) -> "Backend":
     """Backend under test for decode steps and later segments. Skips the test if it lacks stages of either family."""
     from conformance.calls import held_to_rules
+    from conformance.checks.refusals import guarded
 
-    decoding = judged if judged.decoding is None else held_to_rules(judged.decoding, together)
+    decoding = judged if judged.decoding is None else held_to_rules(guarded(judged.decoding), together)
     skip_without(decoding, "crystal", "breath")
     return decoding
 

@@ -38,6 +38,8 @@ from spec.parameters import PAPER
 from spec.policy import LayerView
 from spec.records import CoAttention
 
+pytestmark = pytest.mark.judges("numba")
+
 Array = np.ndarray[Any, Any]
 compiled = pytest.mark.skipif(
     os.environ.get("NUMBA_DISABLE_JIT") == "1", reason="takes minutes where the loops are not compiled"
@@ -68,7 +70,6 @@ def same(a: CoAttention, b: CoAttention) -> bool:
     return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in names)
 
 
-@pytest.mark.judges("numba")
 @pytest.mark.spec("CC-ATTENTION", "CC-SALIENCE", "CC-ROW-NORM", "CC-INTRA", "CC-CROSS", "CC-COATTENTION")
 @given(
     inputs=st.one_of(attention_inputs(), later_segments()), rows=st.sampled_from([1, 16, 64]),
@@ -82,7 +83,6 @@ def test_every_block_size_lies_in_the_certified_box(
     assert not list(stage_checks.coattention(actual, inputs, "float32"))
 
 
-@pytest.mark.judges("numba")
 @pytest.mark.spec("CC-SALIENCE", "CC-CROSS")
 @given(inputs=hot_sets(), sizes=st.sampled_from([(1, 1, 2), (2, 3, 1), (5, 2, 3)]))
 def test_blocks_of_hot_sets_are_exact(inputs: AttentionInputs, sizes: tuple[int, int, int]) -> None:
@@ -97,14 +97,12 @@ def test_blocks_of_hot_sets_are_exact(inputs: AttentionInputs, sizes: tuple[int,
     assert [[j for j in row if j >= 0] for row in actual.cross.tolist()] == [[j for j, _ in row] for row in want.cross]
 
 
-@pytest.mark.judges("numba")
 @pytest.mark.spec("CC-COATTENTION")
 def test_fast_math_reorders_sums_and_assumes_nothing() -> None:
     """Check that LLVM may not assume that numbers are finite, and may not approximate functions."""
     assert {"reassoc", "contract", "nsz"} >= kernels.FAST
 
 
-@pytest.mark.judges("numba")
 @pytest.mark.spec("CC-COATTENTION")
 def test_a_tile_is_bounded_by_its_peaks() -> None:
     """Check the bound: the sum of 2 ** (peak - lse) over the heads, with at most 1 for each head."""
@@ -114,7 +112,6 @@ def test_a_tile_is_bounded_by_its_peaks() -> None:
     assert bound.tolist() == [[0.75, 2.0], [2.0**-10 + 0.125, 2.0]]
 
 
-@pytest.mark.judges("numba")
 @compiled
 @pytest.mark.spec("CC-COATTENTION")
 @pytest.mark.parametrize("kind", ["mixed", "peaky"])
@@ -127,7 +124,6 @@ def test_the_bits_do_not_depend_on_threads_or_on_the_run(monkeypatch: pytest.Mon
         assert same(run(q, k), once)
 
 
-@pytest.mark.judges("numba")
 @compiled
 @pytest.mark.spec("CC-COATTENTION")
 def test_views_give_the_same_bits_and_are_not_copied() -> None:
@@ -167,7 +163,6 @@ def test_diverse_selection_makes_no_square_array() -> None:
     assert 0 < peak < 8 * n * n / 30
 
 
-@pytest.mark.judges("numba")
 @compiled
 @pytest.mark.spec("CC-ATTENTION")
 def test_with_a_given_lse_only_maxima_are_left_to_find(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +185,6 @@ def test_with_a_given_lse_only_maxima_are_left_to_find(monkeypatch: pytest.Monke
     assert np.array_equal(run(q, k, lse=lse, k_cross=0).intra, plain.intra)
 
 
-@pytest.mark.judges("numba")
 @compiled
 @pytest.mark.spec("CC-CROSS")
 def test_the_bound_skips_no_edge(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +207,6 @@ def test_the_bound_skips_no_edge(monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.array_equal(every.cross, plain.cross)
 
 
-@pytest.mark.judges("numba")
 @pytest.mark.spec("CC-CROSS")
 @given(
     weights=st.lists(st.lists(st.integers(0, 6), min_size=150, max_size=150), min_size=1, max_size=2),
@@ -235,7 +228,6 @@ def test_lists_are_the_strongest_of_all_tiles(weights: list[list[int]], k: int, 
         assert kept == [row[j] for j in want] + [0.0] * (k - len(want))
 
 
-@pytest.mark.judges("numba")
 @pytest.mark.spec("CC-ATTENTION")
 @given(row=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=70))
 def test_a_maximum_of_bits_is_the_maximum_of_floats(row: list[float]) -> None:
@@ -312,7 +304,6 @@ def current(k: Any) -> Any:
     return anomalies(k, inverse, blocks, stable, B, W)[2]
 
 
-@pytest.mark.judges("numba")
 @pytest.mark.spec("NK-CURRENT")
 @pytest.mark.parametrize("n", [3 * W, 20_000])
 def test_a_window_has_the_same_bits_after_any_prompt(n: int) -> None:
@@ -325,7 +316,6 @@ def test_a_window_has_the_same_bits_after_any_prompt(n: int) -> None:
     assert not np.array_equal(behind[: W - 1], alone[: W - 1])
 
 
-@pytest.mark.judges("numba")
 @pytest.mark.spec("NK-EPISODIC", "NK-ANOMALY")
 @pytest.mark.parametrize(("rise", "directed"), [(1.5 * 2.0**-16, False), (1.25 * 2.0**-15, True)])
 def test_a_block_whose_keys_cancel_has_no_direction(rise: float, directed: bool) -> None:
@@ -335,7 +325,6 @@ def test_a_block_whose_keys_cancel_has_no_direction(rise: float, directed: bool)
     assert (episodic[1] == -k[1, 1]) == directed == bool(episodic.any())
 
 
-@pytest.mark.judges("numba")
 @pytest.mark.spec("NK-CURRENT", "NK-ANOMALY")
 @pytest.mark.parametrize(("rise", "directed"), [(1.5 * 2.0**-16, False), (1.25 * 2.0**-15, True)])
 @pytest.mark.parametrize(("n", "window"), [(40, 2), (2, 64)])
@@ -346,7 +335,6 @@ def test_a_window_whose_keys_cancel_has_no_direction(rise: float, directed: bool
     assert (actual[-1] == -k[1, 1]) == directed == bool(actual[-1])
 
 
-@pytest.mark.judges("numba")
 @pytest.mark.spec("PO-RKV")
 @pytest.mark.parametrize("seed", range(30))
 def test_rkv_keeps_the_tokens_of_brute_force(seed: int) -> None:
@@ -357,7 +345,6 @@ def test_rkv_keeps_the_tokens_of_brute_force(seed: int) -> None:
     assert decided(twin, inputs, B) == case.expected(inputs, B)
 
 
-@pytest.mark.judges("numba")
 @pytest.mark.spec("PO-RKV")
 @pytest.mark.parametrize(("kind", "bits"), [(np.float32, 15), (np.float64, 40)])
 def test_scores_of_rkv_are_those_of_the_reference_in_several_blocks(kind: type[np.floating], bits: int) -> None:
@@ -376,7 +363,6 @@ def test_scores_of_rkv_are_those_of_the_reference_in_several_blocks(kind: type[n
     assert np.nanmax(error) <= 2.0**-bits
 
 
-@pytest.mark.judges("numba")
 @pytest.mark.spec("PO-RKV")
 @pytest.mark.parametrize(("more", "last"), [(0.0, 0), (2.0**-40, 0), (2.0**-20, 1)])
 def test_cosines_are_compared_with_a_half_in_float32(more: float, last: int) -> None:

@@ -100,7 +100,9 @@ def test_verify_chooses_text_if_the_server_refuses_token_ids(
     """The suite is a copy that searches two prompts."""
     copied = shutil.copytree(Path(suite.__file__).parent, tmp_path / "suite")
     text = (copied / "test_text.py").read_text(encoding="utf-8")
-    (copied / "test_text.py").write_text(text.replace("witness.seed)", "witness.seed, 2)"), encoding="utf-8")
+    searches = text.replace("witness.seed)", "witness.seed, 2)")
+    assert searches != text
+    (copied / "test_text.py").write_text(searches, encoding="utf-8")
     monkeypatch.setitem(runs.SUITES, "server", copied)
 
     def reply(request: Any) -> tuple[int, object]:

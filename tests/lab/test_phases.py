@@ -1,5 +1,6 @@
 """Sessions of nox: the process of each backend collects all its tests, and the Python versions agree."""
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -29,6 +30,21 @@ def test_what_judges_a_backend_is_given_to_its_process(request: pytest.FixtureRe
     given = [ROOT / path for path in GIVEN[backend]]
     judges_of = {item.path for item in request.session.items if judges(item, backend)}
     assert [str(path) for path in judges_of if not any(path.is_relative_to(home) for home in given)] == []
+
+
+@pytest.mark.parametrize("option", noxfile.OF_OTHER_PHASES)
+def test_each_test_that_the_reference_leaves_out_judges_a_backend(option: str) -> None:
+    """Check that each module marks all its tests. A test without the mark would run in no phase."""
+    place = option.removeprefix("--ignore=")
+    (backend,) = [name for name, paths in GIVEN.items() if place in paths]
+    modules = [ROOT / place] if place.endswith(".py") else sorted((ROOT / place).rglob("test_*.py"))
+    assert modules
+    for module in modules:
+        marks = [
+            ast.unparse(line.value) for line in ast.parse(module.read_text(encoding="utf-8")).body
+            if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "pytestmark"
+        ]
+        assert any(f"judges('{backend}')" in mark for mark in marks), module
 
 
 def test_each_path_that_a_process_is_given_is_there() -> None:

@@ -395,9 +395,6 @@ TEXT = "The river runs past the old mill, and the miller counts sacks. " * 40
 
 
 @pytest.mark.law("figures-are-counted-right")
-@pytest.mark.law("figures-are-counted-right")
-@pytest.mark.law("figures-are-counted-right")
-@pytest.mark.law("figures-are-counted-right")
 @pytest.mark.parametrize(("policy", "kept", "reason"), [
     (CustomPolicy(snapkv(), TWENTY), 32, "snapkv always keeps the last 32 tokens"),
     (CustomPolicy(vase(), TWENTY), 68, "vase always keeps the first 4 and the last 64 tokens"),
@@ -415,6 +412,29 @@ def test_the_budget_is_the_one_that_was_asked(policy: CustomPolicy, kept: int, r
     assert f"kept='{run.kept_tokens[0]}'" in repr(run)
 
 
+@pytest.mark.law("figures-are-counted-right")
+@pytest.mark.parametrize(("policy", "kept"), [
+    (CrystalCache(Budget(count=1), frozenset({130}), backend="numpy"), None),
+    (StreamingLLM(10), [0, 1, 2, 3, *range(194, 200)]), (kvspec.FullCache(), [*range(200)]),
+])
+def test_tokens_beyond_the_budget_are_counted(policy: RetentionPolicy, kept: list[int] | None) -> None:
+    """Check the next token too. With a budget of one token, CrystalCache keeps the trunks of 132 tokens."""
+    model, ids = build("llama"), prompt(200)
+    logits, _, run = prefill(model, policy, ids)
+    assert run.kept is not None
+    if kept is None:
+        (retention,) = run.retentions
+        assert isinstance(retention, CrystalRetention)
+        assert run.over_budget == len(run.kept) - 1 == retention.over_budget + 131
+        assert retention.over_budget > 0
+    else:
+        assert (run.over_budget, run.kept.tolist()) == (0, kept)
+    assert logits.shape[:2] == (1, 1)
+    assert int(logits.argmax()) == int(greedy(model, ids, 1))
+    assert not logits.requires_grad
+
+
+@pytest.mark.law("figures-are-counted-right")
 def test_unequal_sets_count_by_their_mean() -> None:
     model = build("llama")
     run, _ = read_prompt(model, policy_from_name("adakv", 0.3, W=4), 60)
@@ -426,6 +446,7 @@ def test_unequal_sets_count_by_their_mean() -> None:
     assert str(counts) == f"{counts.least} to {counts.most} (mean {counts.mean:.1f}) of 60 tokens, budget 18"
 
 
+@pytest.mark.law("figures-are-counted-right")
 def test_crystalcache_says_that_whole_trunks_are_kept(tmp_path: Path) -> None:
     """Check the reason for keeping more than 132 tokens: whole trunks at the border of the window."""
     model, tokenizer = load_pocket()
@@ -448,6 +469,7 @@ def test_crystalcache_says_that_whole_trunks_are_kept(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, line).stderr == f"kept {counts}\n"
 
 
+@pytest.mark.law("figures-are-counted-right")
 def test_tables_show_what_is_kept_beside_the_budget() -> None:
     row = {
         "policy": "crystalcache", "task": "needle", "length": 1024, "budget_requested": "0.15", "budget": 154,

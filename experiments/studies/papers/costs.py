@@ -130,7 +130,7 @@ def _watched(backend: Backend, device: torch.device, seconds: dict[str, float]) 
         return run
 
     stages = SimpleNamespace(**{name: watched(name) for name in seconds})
-    return replace(backend, crystal=cast(CrystalStages, stages), prefill=None)
+    return replace(backend, crystal=cast(CrystalStages, stages), prefill=None, decoding=None)
 
 
 def _generated(model: Any, ids: Tensor, cache: DynamicCache) -> tuple[float, float]:

@@ -97,7 +97,7 @@ class Watch:
 
     def __init__(self, backend: Backend) -> None:
         self._stages = backend.require_crystal()
-        self.backend = replace(backend, crystal=cast(CrystalStages, self), prefill=None)
+        self.backend = replace(backend, crystal=cast(CrystalStages, self), prefill=None, decoding=None)
         self.seconds: dict[str, float] = defaultdict(float)
         self.given: tuple[Any, ...] = ()
         """Arguments of the last S1."""

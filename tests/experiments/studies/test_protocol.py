@@ -308,7 +308,7 @@ def test_a_cell_keeps_and_says_what_a_context_of_its_own_does(
 ) -> None:
     """Compare bit for bit, including the number of slots. Cells differ, so that the comparison is meaningful.
 
-    By day, each policy meets one placement, and every third policy meets one of the others.
+    By day, each policy meets one placement, and two of three policies meet one of the other placements.
     """
     sample = replace(draw_sample(task, subject.tokenizer, LENGTH, 1, 9), max_new_tokens=MOST)
     presented = place(sample, placement)

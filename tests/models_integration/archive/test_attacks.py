@@ -27,7 +27,7 @@ from models_integration.cache import atomic_file as files
 from models_integration.cache.tensor_file import Damaged, header_bytes, parts, read_bytes, write
 from spec import SPEC_VERSION
 from spec.errors import SpecError
-from tests.models_integration.archive.fault_cases import chunk, path_of
+from tests.models_integration.archive.fault_cases import chunk, opened, path_of
 from tests.processes import started
 
 pytestmark = pytest.mark.law("an-object-proves-itself")
@@ -126,6 +126,7 @@ def read_where_nothing_can_be_written(folder: Path) -> None:
 
 
 KILLS = 200
+FLIPS = 500  # There are 500 flips in the header and 500 in the payload.
 WRITTEN_MOST = 30
 """Largest number of 8 KB pieces that a writer begins to write before it is killed. A chunk has ten pieces."""
 SHARE = 5
@@ -169,6 +170,37 @@ def test_no_killed_writer_leaves_a_torn_object(quick_path: Path, share: int) -> 
         assert report.clean
         assert report.read == len(entries)
         archive.put(*chunk(5_000_000))
+
+
+def flipped(data: bytes, bit: int) -> bytes:
+    changed = bytearray(data)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("encrypted", [False, True], ids=["clear", "encrypted"])
+@pytest.mark.parametrize("part", ["header", "payload"])
+def test_a_random_flipped_bit_of_an_object_is_detected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, encrypted: bool,
+) -> None:
+    """Each flip gives a miss and a quarantined file. With the original file, the chunk is read again."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # This saves time. No process is killed in this test.
+    rng = random.Random(part)
+    with opened(tmp_path, encrypted) as archive:
+        key = archive.put(*chunk(1))
+        (path,) = (tmp_path / "objects").glob("*/*")
+        data = path.read_bytes()
+        header = 8 + int.from_bytes(data[:8], "little")
+        low, high = (0, header) if part == "header" else (header, len(data))
+        for _ in range(FLIPS):
+            path.write_bytes(flipped(data, rng.randrange(8 * low, 8 * high)))
+            assert archive.get(key, "alice") is None
+            assert not path.exists()
+            (quarantined,) = (tmp_path / "quarantine").glob(f"*-{path.name}")
+            quarantined.unlink()
+            path.write_bytes(data)
+        assert archive.get(key, "alice") is not None
 
 
 @pytest.mark.law("promised-is-there-forgotten-is-not")

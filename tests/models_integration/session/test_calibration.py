@@ -554,6 +554,7 @@ def of_brute(states: list[Tensor], given: Networks, B: int) -> list[list[int]]:
     return [top(row, B) for row in scores_of_networks(inputs, B)]
 
 
+@pytest.mark.law("decided-as-the-reference")
 @pytest.mark.spec("PO-KVZAP")
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 def test_hidden_states_are_the_input_of_the_attention(family: str) -> None:
@@ -571,6 +572,7 @@ def test_hidden_states_are_the_input_of_the_attention(family: str) -> None:
     assert all(hidden_of(module) is None for module in model.modules())
 
 
+@pytest.mark.law("decided-as-the-reference")
 @pytest.mark.spec("PO-KVZAP")
 def test_rows_of_a_padded_batch_have_the_states_of_their_tokens() -> None:
     model: Any = build("llama")
@@ -589,6 +591,7 @@ def with_networks(model: Any, given: Networks) -> Any:
     return replace(kvspec.calibrate(model, prompt(256)), networks=given)
 
 
+@pytest.mark.law("decided-as-the-reference")
 @pytest.mark.spec("PO-KVZAP")
 @pytest.mark.parametrize("m", [None, 6])
 def test_a_safetensors_file_decides_as_the_brute_force(m: int | None, tmp_path: Path) -> None:
@@ -627,6 +630,7 @@ def written_gates(path: Path, given: Gates) -> Path:
     return path
 
 
+@pytest.mark.law("decided-as-the-reference")
 @pytest.mark.spec("PO-FAST-KVZIP")
 def test_a_file_of_gates_decides_as_the_brute_force(tmp_path: Path) -> None:
     """Read the file and its conversion. Eviction equals masking."""
@@ -649,6 +653,7 @@ def test_a_file_of_gates_decides_as_the_brute_force(tmp_path: Path) -> None:
     check_continuation(model, NamedPolicy("fast-kvzip", B, calibration=file, **constants))
 
 
+@pytest.mark.law("decided-as-the-reference")
 @pytest.mark.spec("PO-KVZAP", "PO-THRESHOLD")
 def test_the_threshold_of_the_paper_keeps_what_exceeds_it(tmp_path: Path) -> None:
     model: Any = build("llama")

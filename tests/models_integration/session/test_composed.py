@@ -137,13 +137,19 @@ def test_sessions_under_random_texts_equal_the_masked_model(number: int, monkeyp
     assert met["a step that evicts"] >= 0.5 * met["decides in steps"]
 
 
+for_each_pair = pytest.mark.parametrize(("name", "text", "backend"), [
+    (*pair, ("numpy", "torch")[at % 2]) for at, pair in enumerate([
+        ("snapkv(W=4)", "score=snapkv:W=4"), ("pyramidkv(W=4)", "snapkv:W=4/layers=pyramid"),
+        ("critical-adakv(W=4)", "adakv:W=4/critical=0.5"), ("h2o", "score=h2o/select=half/every=1"),
+        ("h2o-described(W=4)", "score=h2o-described/recent=4"), ("nestedkv", "score=nestedkv/heads=quota"),
+        ("tova", "score=tova/every=1"), ("diverse-snapkv(W=4)", "snapkv:W=4/diverse=0.5"),
+        ("vatp", "h2o/values=4/floor=8"),
+    ])
+])
+
+
 @pytest.mark.spec("PO-COMPOSE")
-@pytest.mark.parametrize(("name", "text", "backend"), [(*pair, ("numpy", "torch")[at % 2]) for at, pair in enumerate([
-    ("snapkv(W=4)", "score=snapkv:W=4"), ("pyramidkv(W=4)", "snapkv:W=4/layers=pyramid"),
-    ("critical-adakv(W=4)", "adakv:W=4/critical=0.5"), ("h2o", "score=h2o/select=half/every=1"),
-    ("h2o-described(W=4)", "score=h2o-described/recent=4"), ("nestedkv", "score=nestedkv/heads=quota"),
-    ("tova", "score=tova/every=1"), ("diverse-snapkv(W=4)", "snapkv:W=4/diverse=0.5"), ("vatp", "h2o/values=4/floor=8"),
-])])
+@for_each_pair
 def test_a_text_is_the_policy_of_the_name_in_a_session(name: str, text: str, backend: str) -> None:
     """A session reads only this record. Its backend has replaced parts by the functions of the same stages."""
     model = build("llama")
@@ -152,6 +158,27 @@ def test_a_text_is_the_policy_of_the_name_in_a_session(name: str, text: str, bac
         for bare, constants in map(parse_policy, (name, text))
     )
     assert equal_parts(replace(other, promises=one.promises), one)
+
+
+@pytest.mark.nightly
+@pytest.mark.spec("PO-COMPOSE")
+@for_each_pair
+def test_a_text_keeps_the_tokens_of_the_name_over_steps_and_turns(name: str, text: str, backend: str) -> None:
+    """Run both sessions. The test above trusts `equal_parts`, with which kvspec finds the name of a text."""
+    model, actual = build("llama"), []
+    for row in (name, text):
+        bare, constants = parse_policy(row)
+        with policy_from_name(bare, 12, backend=backend, **constants)(model) as session, torch.no_grad():
+            model(input_ids=prompt(PROMPT))
+            assert session.cache is not None
+            kept = [live_sets(session.cache)]
+            step_by_step(model, prompt(40, seed=5), session.cache)
+            kept.append(live_sets(session.cache))
+            if "critical" not in name and "diverse" not in name:  # these evict from the first prompt only
+                at_once(model, prompt(12, seed=6), session.cache)
+            kept.append(live_sets(session.cache))
+        actual.append(kept)
+    assert actual[0] == actual[1]
 
 
 @pytest.mark.spec("PO-COMPOSE")

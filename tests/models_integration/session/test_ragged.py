@@ -393,6 +393,7 @@ def blocks(layers: list[RetainedLayer]) -> int:
     return sum(actual.values())
 
 
+@pytest.mark.law("freed-memory")
 @pytest.mark.spec("CC-COMPACT")
 @pytest.mark.parametrize(("name", "dtype", "width"), [
     ("crystalcache", torch.bfloat16, 2), ("streamingllm", torch.float32, 4), ("fullcache", torch.float32, 4),
@@ -531,6 +532,7 @@ def observing_layer(layer: int) -> RetentionPolicy:
     return CrystalCache(0.5, ENDS, replace(TINY, observed_layer=layer), backend="numpy")
 
 
+@pytest.mark.law("freed-memory")
 @pytest.mark.spec("CC-OBSERVED-LAYER")
 @pytest.mark.parametrize(("family", "make", "whole"), [
     *(("llama", partial(observing_layer, layer), [0, 2, 4][: layer + 1] + [0] * (2 - layer)) for layer in range(3)),
@@ -668,6 +670,7 @@ def check_cascade(
 weights = st.one_of(st.sampled_from(WEIGHTS), st.floats(0, 1e6))
 
 
+@pytest.mark.law("freed-memory")
 @pytest.mark.spec("PO-PREFERENCE-BUDGET")
 @given(
     sizes=st.lists(st.integers(1, 12), min_size=1, max_size=2), W=st.integers(1, 4), B=st.integers(1, 13),

@@ -273,7 +273,7 @@ def test_a_repeat_asks_and_is_asked_as_in_the_whole_text(family: str) -> None:
             assert relative(torch.as_tensor(actual.q), torch.as_tensor(whole[layer].q)[:, PROMPT:]) < 1e-5
 
 
-@pytest.mark.spec("PO-KVZIP-PLUS")
+@pytest.mark.spec("PO-KVZIP-PLUS", "PO-REHEARSAL")
 def test_norms_are_those_of_what_attention_reads() -> None:
     model, ids = build("llama"), prompt(PROMPT)
     views = rehearsed(model, ids).prompt(0, POLICY.granularity).layers
@@ -287,6 +287,7 @@ def test_norms_are_those_of_what_attention_reads() -> None:
             assert relative(torch.as_tensor(view.repeats[-1].norms), norms.double()) < 1e-5
 
 
+@pytest.mark.spec("PO-REHEARSAL")
 @pytest.mark.law("the-model-stays-as-it-was")
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_the_cache_is_as_it_was(family: str) -> None:
@@ -326,6 +327,7 @@ def same_rotation(model: PreTrainedModel, found: dict[str, Any]) -> bool:
     return now.keys() == found.keys() and all(torch.equal(*pair) for pair in pairs)
 
 
+@pytest.mark.spec("PO-REHEARSAL")
 @pytest.mark.law("eviction-equals-masking")
 @pytest.mark.parametrize(
     ("kind", "n", "budget"),
@@ -344,6 +346,7 @@ def test_frequencies_that_grow_with_the_text_do_not_grow_with_the_repeat(kind: s
     assert same_rotation(model, rotation(oracle.model))
 
 
+@pytest.mark.spec("PO-REHEARSAL")
 @pytest.mark.law("the-model-stays-as-it-was")
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_what_is_found_out_with_forwards_leaves_the_frequencies(kind: str) -> None:
@@ -359,6 +362,7 @@ def test_what_is_found_out_with_forwards_leaves_the_frequencies(kind: str) -> No
     assert same_rotation(model, actual)
 
 
+@pytest.mark.spec("PO-REHEARSAL")
 @pytest.mark.law("freed-memory")
 def test_a_repeat_is_taken_back_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that all layers up to the layer that is being read store only the prompt."""
@@ -374,6 +378,7 @@ def test_a_repeat_is_taken_back_layer_by_layer(monkeypatch: pytest.MonkeyPatch) 
     assert held == [[PROMPT] * (layer + 1) for _ in range(3) for layer in range(3)]
 
 
+@pytest.mark.spec("PO-REHEARSAL")
 @pytest.mark.law("parts-equal-the-whole")
 def test_rows_of_a_batch_are_rehearsed_each() -> None:
     model, rows = build("llama"), torch.cat([prompt(PROMPT), prompt(PROMPT, seed=7)])
@@ -385,6 +390,7 @@ def test_rows_of_a_batch_are_rehearsed_each() -> None:
         assert np.array_equal(actual.positions, alone.positions)
 
 
+@pytest.mark.spec("PO-REHEARSAL")
 @pytest.mark.law("refused-before-anything-changes")
 def test_what_is_not_served_is_named() -> None:
     model, ids = build("llama"), torch.cat([prompt(PROMPT), prompt(PROMPT, seed=7)])
@@ -401,6 +407,7 @@ def test_what_is_not_served_is_named() -> None:
         NamedPolicy("kvzip", 0.3, template=[[1], [VOCABULARY], [2]])(model)
 
 
+@pytest.mark.spec("PO-REHEARSAL")
 @pytest.mark.law("as-it-is-described")
 def test_a_template_is_made_of_the_tokenizer() -> None:
     """Check the template of a tokenizer, and that the studies pass it to the policy."""
