@@ -108,8 +108,8 @@ def test_the_engine_does_as_it_states(engine: Engine, policy: str, group: str) -
 
 def nothing_moves(own: Any) -> Any:
     """Keep all tokens, and state the eviction."""
-    def decided(model: Any, name: str, decider: Any, end: int) -> Any:
-        report = own(model, name, decider, end)
+    def decided(model: Any, name: str, decider: Any, end: int, token: Any) -> Any:
+        report = own(model, name, decider, end, token)
         if report is None or report.eviction is None:
             return report
         decider.kept.clear()
