@@ -15,6 +15,8 @@ from conformance.witness.statement import Statement
 from models_integration import RetentionPolicy, policy_from_name
 from models_integration.model.cache_argument import cache_name
 from models_integration.policies.methods import parse_policy
+from reference.policies.names import is_built_in
+from spec.errors import SpecError
 
 __all__ = [
     "BOUNDS", "WEIGHT_NOISE", "Bound", "Event", "Reader", "events_of", "policy_of", "policy_sets", "with_noise",
@@ -146,8 +148,11 @@ def policy_of(statement: Statement, tokenizer: Any = None) -> RetentionPolicy:
         tokenizer: tokenizer of the model, for constants that are not stated, such as the sentence ends of CrystalCache.
 
     Raises:
-        SpecError: if kvspec has no such policy, or if a constant or the budget is not valid.
+        SpecError: if kvspec has no such policy, or if a constant or the budget is not valid. No module is imported for
+            the name of a policy, because the text comes from the server.
     """
+    if not is_built_in(statement.policy):
+        raise SpecError("policy", statement.policy, "must be a policy of kvspec (`kvspec policies` lists them)")
     return _policy(statement.policy, statement.budget, tokenizer)
 
 

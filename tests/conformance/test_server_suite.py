@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from conformance.cache_suite.judge import save_tiny
 from conformance.paths import DOCS, ROOT, SPEC
 from conformance.server_suite.judge import RULES, Reading, Witness
-from conformance.server_suite.reading import with_noise
+from conformance.server_suite.reading import policy_of, with_noise
 from conformance.verify import __main__ as verify_main
 from conformance.verify import runs
 from conformance.verify.certificate import write
@@ -38,6 +38,7 @@ from models_integration.model.cache_argument import cache_name
 from models_integration.pocket import load_pocket_tokenizer, model_folder
 from models_integration.policies.methods import parse_policy
 from models_integration.session.verbs import read
+from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 from tests.conformance.server_verdicts import check_fault_is_named, check_right, verdict, verdicts
 
@@ -528,6 +529,17 @@ def test_a_malformed_statement_names_the_field(field: str) -> None:
     }
     with pytest.raises(MalformedStatement, match=f"^{field} = "):
         parse_statement({**EXAMPLES[0], **changed}, {})
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize("name", ["stated_by_a_server:POLICY", "stated_by_a_server:POLICY(W=4)"])
+def test_the_name_that_a_server_states_imports_no_module(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "stated_by_a_server.py").write_text("raise AssertionError\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SpecError, match=r"policy = 'stated_by_a_server.* must be a policy of kvspec"):
+        policy_of(parse_statement({**EXAMPLES[0], "policy": name}, {}))
 
 
 def test_a_statement_that_ends_early_is_checked_up_to_its_end() -> None:

@@ -413,6 +413,13 @@ def test_the_budget_is_the_one_that_was_asked(policy: CustomPolicy, kept: int, r
 
 
 @pytest.mark.law("figures-are-counted-right")
+@pytest.mark.parametrize("budget", [50, 1.0])
+def test_a_budget_above_the_prompt_evicts_nothing(budget: int | float) -> None:
+    run, cache = read_prompt(build("llama"), policy_from_name("snapkv", budget), 5)
+    assert (cache.mean_length, run.over_budget) == (5, 0)
+
+
+@pytest.mark.law("figures-are-counted-right")
 @pytest.mark.parametrize(("policy", "kept"), [
     (CrystalCache(Budget(count=1), frozenset({130}), backend="numpy"), None),
     (StreamingLLM(10), [0, 1, 2, 3, *range(194, 200)]), (kvspec.FullCache(), [*range(200)]),
