@@ -6,6 +6,9 @@ waits for the device only for checks of values and for the result.
 """
 
 import math
+from contextlib import nullcontext
+from typing import Any
+from warnings import catch_warnings
 
 import numpy as np
 import torch
@@ -226,6 +229,7 @@ def _attended(
     beside = None if sinks is None else sinks.to(q.device, torch.float32)
     segment = _Segment(q, k, p, scaling, softcap, tiles, lse, beside)
     # The interpreter computes with NumPy, which would warn of values that are not finite. They raise an error later.
-    with torch.cuda.device_of(q), np.errstate(all="ignore"):  # type: ignore[no-untyped-call]
+    quiet: Any = catch_warnings(action="ignore", category=RuntimeWarning) if INTERPRETED else nullcontext()
+    with torch.cuda.device_of(q), quiet:  # type: ignore[no-untyped-call]
         segment.run()
     return segment

@@ -55,7 +55,7 @@ class Spy:
 
 
 def read(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> tuple[Session, Spy, list[Tensor], list[int]]:
-    """Run a prompt. Return the observation, the queries of the model, and the sizes of all copies to the host."""
+    """Run a prompt. Return the observation, the queries of the model, and the bytes of all copies to the host."""
     spy, model = Spy(), build("llama", dtype=dtype)
     model.to(default_device())  # type: ignore[arg-type]
     queries: list[Tensor] = []
@@ -67,7 +67,7 @@ def read(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> tuple[Session, 
         record(self, module, layer)
 
     def noted(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        copied.append(self.numel())
+        copied.append(self.nbytes)
         return cpu(self, *args, **kwargs)
 
     monkeypatch.setattr(capture_module.Recorder, "record", recorded)
@@ -87,7 +87,7 @@ def test_q_and_k_are_never_copied_to_the_host(monkeypatch: pytest.MonkeyPatch) -
     assert isinstance(k, Tensor)
     assert q.data_ptr() == query.data_ptr()
     assert lse is None or isinstance(lse, Tensor)
-    assert max(copied) < k.numel() < q.numel()
+    assert max(copied) < k.nbytes < q.nbytes
     inputs = AttentionInputs(
         q.double().cpu().numpy(), k.double().cpu().numpy(), np.arange(N), TINY, q.shape[2] ** -0.5, None
     )
