@@ -195,8 +195,7 @@ def in_pieces(
 ) -> Kept:
     """Return the tokens that each set keeps of each piece, as the other parts choose them in the piece alone.
 
-    A piece keeps its protected tokens. The remaining tokens of the set are divided in proportion to the unprotected
-    tokens of each piece.
+    A piece keeps its protected tokens. The rest of the set is divided in proportion to unprotected tokens.
     """
     result = [Answer([]) for _ in rows]
     pieces = runs(given.inputs.n, given.value("pieces"))

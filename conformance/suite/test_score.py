@@ -56,9 +56,9 @@ def run(stages: CrystalStages, case: Case) -> Vector:
 @pytest.mark.parametrize("changes", [{}, {"allocation": "tiers"}, {"coverage": 0.25}], ids=str)
 def test_no_trunks(stages: CrystalStages, changes: dict[str, Any]) -> None:
     """Check S5 and S6 of a state without trunks, whose tokens are all in the tail."""
-    nothing, nobody, p = np.empty(0), np.empty(0, dtype=np.bool_), replace(PAPER, **changes)
-    assert stages.score(nothing, nothing, nobody, p).shape == (0,)
-    none = stages.dissolve(nothing, Trunks(np.array([0]), nothing), nothing, nothing, nobody, 3, p)
+    empty, no_members, p = np.empty(0), np.empty(0, dtype=np.bool_), replace(PAPER, **changes)
+    assert stages.score(empty, empty, no_members, p).shape == (0,)
+    none = stages.dissolve(empty, Trunks(np.array([0]), empty), empty, empty, no_members, 3, p)
     assert (len(none.kept), len(none.ratio), len(none.D)) == (0, 0, 0)
 
 

@@ -242,7 +242,7 @@ def linked(path: Path) -> None:
 
 @pytest.mark.law("an-object-proves-itself")
 @pytest.mark.parametrize("make", [fifo, linked, Path.mkdir])
-def test_what_is_no_file_is_a_miss_and_nobody_waits(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_a_path_that_is_not_a_file_is_a_miss_without_waiting(tmp_path: Path, make: Callable[[Path], None]) -> None:
     """Check a FIFO, a link and a folder in place of an object, a salt and an old list, and among the objects."""
     manifest, tensors = chunk(1)
     with Archive(tmp_path) as archive:

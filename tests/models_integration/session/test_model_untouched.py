@@ -1,4 +1,4 @@
-"""A full budget changes no bit, and a session leaves the model unchanged, after an error and if nobody leaves it."""
+"""A full budget changes no bit, and a session leaves the model unchanged, after an error and if it is never left."""
 
 import asyncio
 import copy
@@ -278,7 +278,7 @@ def test_the_decision_is_that_of_the_model_s_own_scaling_and_cap(family: str) ->
 
 @pytest.mark.law("the-model-stays-as-it-was")
 @pytest.mark.parametrize("policy", ["streamingllm", "snapkv", "h2o"])
-def test_a_session_that_nobody_holds_ends(policy: str) -> None:
+def test_a_session_without_references_ends(policy: str) -> None:
     model: Any = build("llama")
     decoder = describe(model).decoder
     run = method(policy)(model).__enter__()
