@@ -27,6 +27,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from conformance import exceptions
+from conformance.abstentions import abstain
 from conformance.items import known_items
 
 if TYPE_CHECKING:
@@ -37,8 +38,6 @@ POSITIONS = ("kept", "renumbered")
 PROFILES = ("few", "dev", "ci", "nightly")
 FEW_EXAMPLES, CI_EXAMPLES = 12, 150
 FEW_OF_A_LOOP = 20
-NOT_OFFERED = "has no stage family"
-"""Part of the reason of every skip that is caused by a missing stage family."""
 
 _exceptions = pytest.StashKey[list[exceptions.Exemption]]()
 _engine = pytest.StashKey["Engine | None"]()
@@ -266,7 +265,7 @@ def skip_without(judged: "Backend", *families: str) -> None:
     """Skip the test if the tested backend does not have a stage family. Every stage family is optional."""
     for family in families:
         if getattr(judged, family) is None:
-            pytest.skip(f"backend {judged.name!r} {NOT_OFFERED} {family!r}")
+            abstain("not offered", f"backend {judged.name!r} has no stage family {family!r}")
 
 
 @pytest.fixture(scope="session")

@@ -37,8 +37,8 @@ EXEMPT = {"spec/tables.py"}
 
 # Modules that test any backend, including those of other projects, bottom to top. The rest is for this repository.
 SUITE = (
-    "paths", "items", "exceptions", "engine", "oracles", "tolerances", "strategies", "vectors", "methods", "checks",
-    "calls", "plugin", "witness", "policy_suite", "suite", "verify",
+    "paths", "items", "exceptions", "abstentions", "engine", "oracles", "tolerances", "strategies", "vectors",
+    "methods", "checks", "calls", "plugin", "witness", "policy_suite", "suite", "verify",
 )
 SUITE_NEEDS = {"spec", "reference", "numpy", "pytest", "hypothesis", "jaxtyping"}
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
+from conformance.abstentions import abstain
 from conformance.cache_suite.judge import PROMPT, Case, Run, call, compare, load_model, masked_model, visible_case
 
 BATCH, PADDED, SAVED = "a batch", "left padding", "save and load"
@@ -33,7 +32,7 @@ def check_ability(
     """
     names = inspect.signature(run).parameters
     if missing := [name for name in ABILITIES[ability] if name not in names]:
-        pytest.skip(f"{ability}: not served (the function has no parameter {missing[0]})")
+        abstain("not served", f"{ability}: not served (the function has no parameter {missing[0]})")
     refused = []
     for kind in ABILITY_KINDS:
         lengths = ROWS[ability] if "batch" in names and (ability, kind) != (SAVED, ABILITY_KINDS[1]) else (PROMPT,)
@@ -49,7 +48,7 @@ def check_ability(
         except NotImplementedError as error:
             refused.append(f"{kind}: {error}")
     if len(refused) == 2:
-        pytest.skip(f"{ability}: not served ({'; '.join(refused)})")
+        abstain("not served", f"{ability}: not served ({'; '.join(refused)})")
 
 
 def _check_batch(

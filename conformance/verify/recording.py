@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+from conformance.abstentions import abstention
 from conformance.exceptions import items_marked
-from conformance.plugin import NOT_OFFERED, precision_of, spec_of
-from conformance.verify.outcomes import ABSTAINED, place
+from conformance.plugin import precision_of, spec_of
+from conformance.verify.outcomes import place
 from spec.backend import FAMILIES
 
 _NAME = re.compile(r"[^\W\d]\w*")
@@ -78,7 +79,7 @@ def _order(item: pytest.Item) -> tuple[bool, int, int]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None],
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add the number of examples, the families, the failure and other facts to a report."""
+    """Add the number of examples, the families, the failure, the state and other facts to a report."""
     report = yield
     drawn = getattr(item, "hypothesis_statistics", None)
     given, names = getattr(item, "funcargs", {}), getattr(item, "fixturenames", [])
@@ -92,6 +93,7 @@ def pytest_runtest_makereport(
         "failure": failure(call.excinfo.value, names, params) if call.excinfo and report.outcome == "failed" else None,
     }
     report.user_properties.append(("kvspec", record))
+    report.user_properties.append(("state", abstention(call.excinfo.value if call.excinfo else None) or "skipped"))
     return report
 
 
@@ -149,14 +151,12 @@ def cut(text: str) -> str:
 
 
 def state_of(report: pytest.TestReport) -> str:
-    """Return the state of the test that a report describes."""
+    """Return the state of the test that a report describes. The reason of a skip decides nothing."""
     if report.outcome != "skipped":
         return report.outcome
     if hasattr(report, "wasxfail") or any(kind == "skip" for kind, _ in report.user_properties):
         return "excepted"
-    if NOT_OFFERED in reason_of(report):
-        return "not offered"
-    return next((state for state in ABSTAINED if f": {state}" in reason_of(report)), "skipped")
+    return str(dict(report.user_properties)["state"])
 
 
 def rows_of(item: pytest.Item) -> list[str]:

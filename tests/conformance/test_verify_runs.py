@@ -16,6 +16,7 @@ from conformance.paths import ROOT
 from conformance.verify import __main__ as verify_main
 from conformance.verify import certificate, runs
 from conformance.verify.certificate import write
+from conformance.verify.outcomes import verdicts_of
 from conformance.verify.request import parsed
 from spec.errors import SpecError
 from tests.conformance.test_verify import EXCEPTION, RIGHT, WRONG, made
@@ -233,6 +234,56 @@ def test_a_quick_run_leaves_full_sizes_out_and_certifies_nothing(
     assert {path.name for path in Path("results/verify").iterdir()} == {
         "log.txt", "quick.toml", "summary.md", "junit.xml",
     }
+
+
+ABSTAINING = """
+from typing import get_args
+
+import pytest
+
+from conformance.abstentions import State, abstain
+
+WORDS = {
+    "server: size": "model has no stage family", "server: masking": "budget: N/A",
+    "server: policy": "model: not served", "server: eviction": "snapkv: not promised",
+}
+
+@pytest.mark.parametrize("group", ["recalled", "at once"])
+@pytest.mark.parametrize("words", [pytest.param(words, marks=pytest.mark.row(row)) for row, words in WORDS.items()])
+def test_rule(words, group):
+    if group == "at once":
+        pytest.skip(f"at once: server = 'http://127.0.0.1:1': answered 500 to 2 ids: {words}")
+
+@pytest.fixture(scope="session")
+def lacking(request):
+    abstain("not offered", "backend 'mine' has no stage family 'breath'")
+
+@pytest.mark.row("whole: fixture")
+@pytest.mark.parametrize("time", [1, 2])
+def test_fixture(lacking, time):
+    pass
+
+ROWS = {state: pytest.mark.row(f"whole: {state}") for state in get_args(State)}
+
+@pytest.mark.parametrize("state", [pytest.param(state, marks=row) for state, row in ROWS.items()])
+def test_state(state):
+    abstain(state, f"the cache: {state}")
+"""
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_the_reason_of_a_skip_decides_no_state(folder: Path) -> None:
+    """A server that fails with the words of an abstention is undecided. kvspec's abstentions have their states."""
+    (folder / "suite/test_tiny.py").write_text(ABSTAINING, encoding="utf-8")
+    record = runs.judged(parsed(["--backend", "numpy", "--quick"]), folder / "log.txt")
+    verdicts = verdicts_of(record, engine=False)
+    rules = ["server: eviction", "server: masking", "server: policy", "server: size"]
+    assert (verdicts.missing, verdicts.certified) == (rules, False)
+    assert {row: verdict for row, verdict in verdicts.items.items() if row not in rules} == {
+        "whole: fixture": "not offered", "whole: not offered": "not offered", "whole: not served": "not served",
+        "whole: not promised": "not promised", "whole: N/A": "N/A",
+    }
+    assert {one.reason for one in verdicts.outcomes if one.items == ["whole: N/A"]} == {"the cache: N/A"}
 
 
 @pytest.mark.law("one-line-with-the-way-out")
