@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance.checks.promises import PROPERTIES, promised
+from conformance.engine.values import printable
 from conformance.methods.method import method_of
 from conformance.strategies.policy_inputs import drawn
 from conformance.strategies.policy_inputs import named as policy_of
@@ -146,7 +147,8 @@ def of_server(named: str, model: str) -> Subject:
     server.completes_ids()
     models, about = server.models(), server.version()
     digest = hashlib.sha256(json.dumps([models, about]).encode()).hexdigest()
-    return Subject("server", ", ".join(models) or named, "", named, "GET /v1/models and /version", digest)
+    name = ", ".join(map(printable, models)) or named
+    return Subject("server", name, "", named, "GET /v1/models and /version", digest)
 
 
 def of_command(named: str) -> Subject:

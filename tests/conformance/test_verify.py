@@ -21,7 +21,8 @@ from conformance.verify.certificate import GREEN, RED, YELLOW, badge, certificat
 from conformance.verify.outcomes import Verdicts, verdicts_of
 from conformance.verify.page import headline, junit, markdown, page, summary
 from conformance.verify.request import parsed
-from conformance.verify.subject import Subject, digest_of, of_backend, of_command
+from conformance.verify.subject import Subject, digest_of, of_backend, of_command, of_server
+from conformance.witness.client import Server
 
 pytestmark = pytest.mark.law("figures-are-counted-right")
 
@@ -350,6 +351,14 @@ def test_a_command_s_files_are_its_executable_and_its_files(tmp_path: Path, monk
     (tmp_path / "b/w.bin").write_text("a/w.bin", encoding="utf-8")
     assert of_command(actual.named).digest != actual.digest
     assert of_command("sh -c 'exec ./engine \"table\"'").files == "PATH/sh engine table"
+
+
+def test_the_name_of_a_server_has_no_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: dict[str, Any] = {"models": ["tiny", "\x1b[2J\nother"], "completes_ids": True, "version": ""}
+    monkeypatch.setattr("conformance.verify.subject.find_spec", bool)  # torch may be missing
+    for name, answer in answers.items():
+        monkeypatch.setattr(Server, name, lambda self, answer=answer: answer)
+    assert of_server("http://127.0.0.1:1", "tiny").name == "tiny, ?[2J other"
 
 
 ENGINES = """
