@@ -14,6 +14,13 @@ from conformance.cache_suite.oracle import Masked, PositionRule, Snapshot
 from conformance.witness.statement import Statement
 from models_integration import RetentionPolicy, policy_from_name
 from models_integration.model.cache_argument import cache_name
+from models_integration.policies.foreign import (
+    EXTREME,
+    check_local_constants,
+    check_numbers,
+    check_values,
+    has_extreme_number,
+)
 from models_integration.policies.methods import parse_policy
 from reference.policies.names import is_built_in
 from spec.errors import SpecError
@@ -55,6 +62,13 @@ others, with 0.73 and 0.97, depend on rounding: noise of 2^-8 in the weights mov
 """
 WEIGHT_NOISE = {"float32": 2.0**-21, "bfloat16": 2.0**-8}
 """Relative change of weights that changes scores as much as the rounding of a different engine."""
+
+_NOT_STATED = {
+    "backend": "must not be stated: the witness chooses the backend",
+    "calibration": "must not be stated: the witness opens no file for a server",
+    "template": "must not be stated: the witness makes the template from the tokenizer",
+}
+"""Constants that only the witness may set, with the end of the error message."""
 
 HeadSets = list[list[list[int]]]
 """Kept positions, by full-attention layer and KV head."""
@@ -148,10 +162,12 @@ def policy_of(statement: Statement, tokenizer: Any = None) -> RetentionPolicy:
         tokenizer: tokenizer of the model, for constants that are not stated, such as the sentence ends of CrystalCache.
 
     Raises:
-        SpecError: if kvspec has no such policy, or if a constant or the budget is not valid. No module is imported for
-            the name of a policy, because the text comes from the server.
+        SpecError: if kvspec has no such policy, or if a constant or the budget is not valid. The text comes from the
+            server, so it imports no module, opens no file, and has no constant that takes the memory of the witness.
     """
-    if not is_built_in(statement.policy):
+    if has_extreme_number(statement.policy):
+        raise SpecError("policy", statement.policy, EXTREME)
+    if not is_built_in(statement.policy.partition("(")[0]):
         raise SpecError("policy", statement.policy, "must be a policy of kvspec (`kvspec policies` lists them)")
     return _policy(statement.policy, statement.budget, tokenizer)
 
@@ -159,6 +175,9 @@ def policy_of(statement: Statement, tokenizer: Any = None) -> RetentionPolicy:
 @lru_cache(maxsize=16)  # a search for the sentence ends of a tokenizer can take seconds
 def _policy(text: str, budget: str, tokenizer: Any) -> RetentionPolicy:
     name, constants = parse_policy(text)
+    check_local_constants(name, constants, _NOT_STATED)
+    check_numbers(constants)
+    check_values(name, constants)
     return policy_from_name(name, budget, tokenizer=tokenizer, **constants)
 
 

@@ -383,6 +383,6 @@ def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
         raise SpecError("policy", text, _FORM)
     try:
         constants: dict[str, Any] = tomllib.loads(f"constants = {{{rest[:-1]}}}")["constants"]
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, and deep lists
         raise SpecError("policy", text, f"{_FORM}: {error}") from error
     return name, check_constants(name, named | constants)

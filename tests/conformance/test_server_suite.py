@@ -30,14 +30,16 @@ from conformance.verify import runs
 from conformance.verify.certificate import write
 from conformance.witness.client import Answer, Server, most_at_once
 from conformance.witness.statement import MalformedStatement, digest_of, parse_statement
-from models_integration import compact, decide, observe, policy_from_name
+from models_integration import RetentionPolicy, compact, decide, observe, policy_from_name
 from models_integration.cache.continuation import Decision
 from models_integration.cache.renumbering import Numbering, numbering_of
 from models_integration.model.architecture import describe
 from models_integration.model.cache_argument import cache_name
 from models_integration.pocket import load_pocket_tokenizer, model_folder
+from models_integration.policies import methods
 from models_integration.policies.methods import parse_policy
 from models_integration.session.verbs import read
+from reference.backend import BACKEND as REFERENCE
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 from tests.conformance.server_verdicts import check_fault_is_named, check_right, verdict, verdicts
@@ -311,9 +313,16 @@ def test_a_fault_is_told_by_name(model: PreTrainedModel, name: str) -> None:
     check_fault_is_named(actual, words)
 
 
-BREATHS = 'crystalcache(decode=true, T_breath=4, W_recent=8, sentence_ends=[200], backend="numpy")'
+@pytest.fixture
+def numpy_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `backend="auto"` be NumPy, so that no test compiles code."""
+    monkeypatch.setattr(methods, "fastest", lambda *names: REFERENCE)
 
 
+BREATHS = 'crystalcache(decode=true, T_breath=4, W_recent=8, sentence_ends=[200])'
+
+
+@pytest.mark.usefixtures("numpy_alone")
 @pytest.mark.parametrize(("policy", "budget"), [("tova", "0.4"), ("tova", "305"), (BREATHS, "0.4")])
 def test_a_server_that_stops_to_evict_does_not_keep_what_its_policy_keeps(
     model: PreTrainedModel, policy: str, budget: str,
@@ -344,6 +353,7 @@ def pocket() -> PreTrainedModel:
     return loaded
 
 
+@pytest.mark.usefixtures("numpy_alone")
 @pytest.mark.parametrize(("reads", "fault", "expected"), [
     (True, Fault(), "passed"), (False, Fault(), "undecided"),
     (True, FAULTS["another set, as stated"][0], "against the policy"),
@@ -352,18 +362,18 @@ def test_sentence_ends_that_are_not_stated_are_those_of_the_tokenizer(
     pocket: PreTrainedModel, reads: bool, fault: Fault, expected: str,
 ) -> None:
     tokenizer = load_pocket_tokenizer()
-    policy = 'crystalcache(W_recent=8, backend="numpy")'
-    with serving(Evicting(pocket, policy, fault=fault, tokenizer=tokenizer)) as url:
+    with serving(Evicting(pocket, "crystalcache(W_recent=8)", fault=fault, tokenizer=tokenizer)) as url:
         witness = Witness(pocket, Server.of(url, "tiny"), tokenizer=tokenizer if reads else None)
         actual = [verdict(RULES["policy"], reading) for reading in witness.readings(SHARED)]
     assert actual
     assert all(expected in one for one in actual), actual
 
 
+@pytest.mark.usefixtures("numpy_alone")
 def test_whole_trunks_of_protected_tokens_may_exceed_the_budget(pocket: PreTrainedModel) -> None:
     """CrystalCache keeps the whole trunks of the first 4 and the last 128 tokens."""
     tokenizer = load_pocket_tokenizer()
-    with serving(Evicting(pocket, 'crystalcache(backend="numpy")', "0.1", tokenizer=tokenizer)) as url:
+    with serving(Evicting(pocket, "crystalcache", "0.1", tokenizer=tokenizer)) as url:
         witness = Witness(pocket, Server.of(url, "tiny"), tokenizer=tokenizer)
         readings = witness.readings(SHARED)
     sizes = [len(reading.events[0].sets[0][0]) for reading in readings]
@@ -540,6 +550,54 @@ def test_the_name_that_a_server_states_imports_no_module(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(SpecError, match=r"policy = 'stated_by_a_server.* must be a policy of kvspec"):
         policy_of(parse_statement({**EXAMPLES[0], "policy": name}, {}))
+
+
+LOCAL = [
+    'snapkv(backend="stated_by_a_server:X")', 'snapkv(Back_end="stated_by_a_server:X")',
+    'crystalcache(backend="stated_by_a_server:X", sentence_ends=[1])', "snapkv:backend=numpy",
+    "h2o:backend=triton/every=64", 'h2o/every=64(backend="stated_by_a_server:X")',
+    "knorm/steps=h2o:backend=triton/every=64", "score=h2o:backend=triton/every=64",
+    'q-filters(calibration="FILE")', 'kvzap(Calibration="FILE")', "kvzip(template=[[1], [2], [3]])",
+]
+"""Stated policies that would import a module, open a file, or replace the witness's template."""
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize("text", LOCAL)
+def test_a_stated_constant_imports_no_module_and_opens_no_file(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "stated_by_a_server.py").write_text("raise AssertionError\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    given = text.replace("FILE", str(tmp_path / "no-such-file"))
+    with pytest.raises(SpecError, match=r"(backend|calibration|template) = .*: must not be stated"):
+        policy_of(parse_statement({**EXAMPLES[0], "policy": given}, {}))
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize(("text", "words"), [
+    ("capkv(N_future=99999)", "N_future = 99999: must be at most 1024"),
+    ("snapkv(W=2000)", "W = 2000: must be at most 1024"), ("snapkv:kernel=99999", "kernel = 99999"),
+    ("snapkv/steps=snapkv:kernel=99999/every=64", "kernel = 99999"), ("snapkv/sink=4/every=64(W=1025)", "W = 1025"),
+    ("snapkv(W=100000000)", "a million"), ("adakv:safeguard=1e999_999_999", "a million"),
+    ("snapkv(W=0xFFFFFFFF)", "W = 'a number': must be below 1000000"),
+    ("streamingllm(N_sink=1_000_000)", "N_sink = 'a number': must be below"),
+    ("crystalcache(sentence_ends=[1_000_000])", "sentence_ends = 'a number'"),
+    ('snapkv(W="8")', "type of 32"), ("snapkv(W=1979-05-27)", "type of 32"), ("snapkv(positions=1)", "type of 'kept'"),
+    (f"snapkv(W={'1_' * 5000}1)", "must be a policy name"), (f"snapkv(W={'[' * 5000})", "must be a policy name"),
+])
+def test_a_stated_constant_out_of_range_is_one_sentence(text: str, words: str) -> None:
+    with pytest.raises(SpecError, match=re.escape(words)):
+        policy_of(parse_statement({**EXAMPLES[0], "policy": text}, {}))
+
+
+@pytest.mark.parametrize("text", [
+    "crystalcache(sentence_ends=[1, 2], decode=true)", 'streamingllm(positions="renumbered")', "snapkv:W=16",
+    "snapkv/sink=4/recent=64(W=16)",
+])
+def test_a_stated_policy_in_range_is_accepted(text: str) -> None:
+    actual = policy_of(parse_statement({**EXAMPLES[0], "policy": text, "budget": "0.3"}, {}))
+    assert isinstance(actual, RetentionPolicy)
 
 
 def test_a_statement_that_ends_early_is_checked_up_to_its_end() -> None:

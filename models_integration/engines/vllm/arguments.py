@@ -1,7 +1,6 @@
 """Policy and budget of a request, the settings of a server, and the reason why a policy is not served."""
 
 import json
-import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -11,13 +10,17 @@ from typing import Any, Literal
 
 from models_integration.cache.renumbering import KEPT
 from models_integration.engines.vllm.statement import KEY
+from models_integration.policies.foreign import (
+    EXTREME,
+    check_local_constants,
+    check_values,
+    has_extreme_number,
+)
 from models_integration.policies.methods import POSITIONS, check_constants, constants_of, policy_from_name, split_name
 from models_integration.session.crystal import CrystalMethod
 from reference.calibration import load_calibration
 from reference.policies import names
 from reference.policies.budgets import even, everything
-from reference.policies.describe import describe_policy
-from reference.policies.grammar import Composition, is_composition, parse_composition
 from spec.budget import Budget, parse_budget
 from spec.errors import SpecError
 from spec.policy import Policy
@@ -28,18 +31,7 @@ __all__ = ["RequestPolicy", "Settings", "make", "parse_request"]
 
 _SERVER_ONLY = {"backend": "is chosen by the server", "calibration": "is a file of the server: name it in the default"}
 _LONGEST = 65536  # characters of a request's arguments
-_LARGE = re.compile(r"(?<![.\d])\d{7}|[.\d]e\+?0*([6-9]|[1-9]\d)|[.\d]e-\d{3}", re.IGNORECASE)
-"""Number of a million or more, or near 0, in JSON text. A window of this size once took the memory of the server, and
-Python does not print a fraction with thousands of digits."""
-_COSTLY = frozenset({"C", "N_future", "W", "c", "k_cross", "k_intra", "kernel"})
-_MOST = 1024
-"""Largest value of the constants in `_COSTLY`. The memory or the time of a score is proportional to the constant, and
-often to the length of the prompt too. All requests wait while a prompt is scored."""
 _ENDS = "sentence_ends"
-_WITHOUT_DEFAULT = frozenset({names.BACKEND, "calibration", _ENDS})
-"""Constants without a default that are checked elsewhere."""
-_TYPES = {bool: bool, int: int, str: str, tuple: list}
-"""Type in JSON of a constant, by the type of its default. All other defaults are numbers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +56,9 @@ class RequestPolicy:
     of_server: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Return the name with its constants, as `parse_policy` reads them, without files and without `of_server`."""
-        plain = {key: sorted(one) if key == _ENDS else one for key, one in self.constants.items()}
+        """Return the name with its constants, as `parse_policy` reads them, without files, backend and `of_server`."""
+        stated = {key: one for key, one in self.constants.items() if key != names.BACKEND}
+        plain = {key: sorted(one) if key == _ENDS else one for key, one in stated.items()}
         text = [f"{key}={json.dumps(one)}" for key, one in plain.items() if isinstance(one, int | float | str | list)]
         return f"{self.name}({', '.join(text)})" if text else self.name
 
@@ -206,16 +199,13 @@ def parse_request(given: Any, settings: Settings) -> RequestPolicy | None:
     if given is None:
         return None if settings.default is None else _served_policy(settings.default, settings, settings.sentence_ends)
     asked, default = _mapping(given, KEY), settings.default or {}
-    if _LARGE.search(_as_json({**asked, "budget": None})):
-        reason = "must have no number of a million or more, or with an exponent below -99, except the budget"
-        raise SpecError(KEY, asked, reason)
+    if has_extreme_number(_as_json({**asked, "budget": None})):
+        raise SpecError(KEY, asked, f"{EXTREME}, except the budget")
     # A name with a colon would import a module of the client's choice.
     if ("policy" in asked or not default) and not names.is_built_in(asked.get("policy")):
         raise SpecError("policy", asked.get("policy"), f"must be a built-in policy: {', '.join(names.NAMES)}")
     asked = _split({"policy": default.get("policy"), **asked})
-    for key, reason in _SERVER_ONLY.items():
-        if key in asked:
-            raise SpecError(key, asked[key], reason)
+    check_local_constants("", asked, _SERVER_ONLY)
     name = asked["policy"]
     if settings.allow_policies is not None and name not in (*settings.allow_policies, "fullcache"):
         raise SpecError("policy", name, f"is not allowed here; allowed are {', '.join(settings.allow_policies)}")
@@ -291,7 +281,7 @@ def _parse_policy(text: str, ends: frozenset[int] | None) -> RequestPolicy:
         raise SpecError(POSITIONS, rule, f"vLLM keeps positions of the text: type {KEPT!r}")
     if constants.pop("stream", False):
         raise SpecError("stream", True, "vLLM evicts after whole prompts: leave stream out")
-    _check_values(name, constants)
+    check_values(name, constants)
     if _ENDS in constants:
         constants[_ENDS] = check_sentence_ends(constants[_ENDS])
     if "calibration" in names.constants_of(name):
@@ -299,43 +289,6 @@ def _parse_policy(text: str, ends: frozenset[int] | None) -> RequestPolicy:
     of_server = {_ENDS: ends} if _ENDS in constants_of(name) - constants.keys() else {}
     policy = make(name, {**_placeholders(name, constants), **of_server, **constants})
     return RequestPolicy(name, constants, budget, typed, policy, of_server)
-
-
-def _check_values(name: str, constants: Mapping[str, Any]) -> None:
-    """Check that each constant has the type of its default. Otherwise a policy can fail with any exception.
-
-    Also check the sizes of the constants of all policies in the text `name`.
-
-    Raises:
-        SpecError: if a type is wrong, if a constant is too large, or if a constant cannot be given to a server.
-    """
-    defaults = _defaults(name)
-    for key, value in constants.items():
-        if key in defaults:
-            kind = type(defaults[key])
-            if not isinstance(value, _TYPES.get(kind, int | float)) or isinstance(value, bool) != (kind is bool):
-                raise SpecError(key, value, f"must be of the type of {defaults[key]!r}, the default of {name}")
-        elif key not in _WITHOUT_DEFAULT and (name, key) != ("crystalcache", "parameters"):
-            raise SpecError(key, value, f"cannot be given to a server: leave {key} out")
-    for given in ({**defaults, **constants}, *map(_defaults, _later_policies(name))):
-        for key in sorted(_COSTLY & given.keys()):
-            if given[key] > _MOST:
-                raise SpecError(key, given[key], f"must be at most {_MOST}, so that other requests need not wait")
-
-
-def _later_policies(name: str) -> list[str]:
-    """Return the text of the policy that scores decode steps, as a list, which is empty without such a policy."""
-    if not is_composition(name):
-        return []
-    value, constants = parse_composition(name).parts.get("steps", ("", {}))
-    return [str(Composition(value, constants=constants))] if value else []
-
-
-@lru_cache(maxsize=256)
-def _defaults(name: str) -> Mapping[str, Any]:
-    """Return the constants of a policy that have a default, with the values in the text of the policy."""
-    of_policy = describe_policy(name).constants if names.is_built_in(name) else {}
-    return {"block": 16, "decode": False, **of_policy}
 
 
 def make(name: str, constants: Mapping[str, Any]) -> Policy:

@@ -92,7 +92,7 @@ def test_constants_of_the_wrong_type_are_one_sentence(constants: dict[str, Any],
 ])
 def test_a_constant_without_a_default_is_refused(name: str, key: str, value: Any) -> None:
     """A wrong template was once an HTTP 500."""
-    with pytest.raises(SpecError, match=f"cannot be given to a server: leave {key} out"):
+    with pytest.raises(SpecError, match=f"cannot be sent as text: leave {key} out"):
         parse_request({"policy": name, "budget": 0.3, key: value}, OPEN)
 
 
@@ -159,6 +159,7 @@ def test_a_request_inherits_from_the_default() -> None:
     assert parse_request({"policy": "fullcache"}, DEFAULT) is None
     assert parse_request(None, OPEN) is None
     assert Settings.read(DEFAULT.text()) == DEFAULT
+    assert str(request(None, Settings({"policy": "snapkv", "budget": 0.3, "backend": "numpy"}))) == "snapkv"
 
 
 UNEQUAL = {
