@@ -204,8 +204,10 @@ def parse_request(given: Any, settings: Settings) -> RequestPolicy | None:
     # A name with a colon would import a module of the client's choice.
     if ("policy" in asked or not default) and not names.is_built_in(asked.get("policy")):
         raise SpecError("policy", asked.get("policy"), f"must be a built-in policy: {', '.join(names.NAMES)}")
+    named = "policy" in asked
     asked = _split({"policy": default.get("policy"), **asked})
-    check_local_constants("", asked, _SERVER_ONLY)
+    # The default, which is the server's, may name a backend in its text.
+    check_local_constants(asked["policy"] if named else "", asked, _SERVER_ONLY)
     name = asked["policy"]
     if settings.allow_policies is not None and name not in (*settings.allow_policies, "fullcache"):
         raise SpecError("policy", name, f"is not allowed here; allowed are {', '.join(settings.allow_policies)}")

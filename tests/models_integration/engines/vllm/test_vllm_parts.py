@@ -66,6 +66,9 @@ def plan(n: int = 100, **asked: Any) -> Plan:
     ({"policy": "snapkv/layers=table:shares=1_1e-9999"}, "exponent below -99"),
     ({"policy": "snapkv", "k_ernel": 1025}, "at most 1024"), ({"policy": "snapkv", "W": 8.5}, "type of 32"),
     ({"policy": "snapkv:backend=torch"}, "is chosen by the server"),
+    ({"policy": "h2o:backend=triton/every=64"}, "is chosen by the server"),
+    ({"policy": "knorm/steps=h2o:backend=triton/every=64"}, "is chosen by the server"),
+    ({"policy": "score=h2o:backend=triton/every=64"}, "is chosen by the server"),
 ])
 def test_bad_arguments_are_one_sentence(given: Any, told: str) -> None:
     """A window of 100 million tokens once took the memory of the server, and deep JSON was an HTTP 500."""
@@ -160,6 +163,11 @@ def test_a_request_inherits_from_the_default() -> None:
     assert parse_request(None, OPEN) is None
     assert Settings.read(DEFAULT.text()) == DEFAULT
     assert str(request(None, Settings({"policy": "snapkv", "budget": 0.3, "backend": "numpy"}))) == "snapkv"
+
+
+def test_the_default_may_name_a_backend_in_its_text() -> None:
+    settings = Settings({"policy": "h2o:backend=numpy/every=64", "budget": 0.3}, on_unserved="full")
+    assert request({"budget": 0.5}, settings).every == 64
 
 
 UNEQUAL = {
