@@ -25,6 +25,8 @@ _COSTLY = frozenset({"C", "N_future", "W", "c", "k_cross", "k_intra", "kernel"})
 _MOST = 1024
 """Largest value of the constants in `_COSTLY`. The memory or the time of a score is proportional to the constant, and
 often to the length of the prompt too. All requests wait while a prompt is scored."""
+_LEAST = 16
+"""Smallest number of tokens in a piece: each piece is scored and selected separately."""
 _WITHOUT_DEFAULT = frozenset({names.BACKEND, "calibration", "sentence_ends"})
 """Constants without a default that are checked elsewhere."""
 _TYPES = {bool: bool, int: int, str: str, tuple: list}
@@ -91,6 +93,10 @@ def check_values(name: str, constants: Mapping[str, Any]) -> None:
             if given[key] > _MOST:
                 reason = f"must be at most {_MOST}, because the cost of a score grows with {key}"
                 raise SpecError(key, given[key], reason)
+    if is_composition(name):
+        pieces, _ = parse_composition(name).parts.get("pieces", ("", {}))
+        if pieces.isdigit() and int(pieces) < _LEAST:
+            raise SpecError("pieces", pieces, f"must be at least {_LEAST}, because each piece is scored separately")
 
 
 def _later_policies(name: str) -> list[str]:

@@ -579,6 +579,7 @@ def test_a_stated_constant_imports_no_module_and_opens_no_file(
     ("capkv(N_future=99999)", "N_future = 99999: must be at most 1024"),
     ("snapkv(W=2000)", "W = 2000: must be at most 1024"), ("snapkv:kernel=99999", "kernel = 99999"),
     ("snapkv/steps=snapkv:kernel=99999/every=64", "kernel = 99999"), ("snapkv/sink=4/every=64(W=1025)", "W = 1025"),
+    ("knorm/pieces=1", "at least 16"),
     ("snapkv(W=100000000)", "a million"), ("adakv:safeguard=1e999_999_999", "a million"),
     ("snapkv(W=0xFFFFFFFF)", "W = 'a number': must be below 1000000"),
     ("streamingllm(N_sink=1_000_000)", "N_sink = 'a number': must be below"),

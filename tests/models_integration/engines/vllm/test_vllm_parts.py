@@ -142,6 +142,7 @@ def test_no_part_of_a_text_has_a_larger_constant(part: str) -> None:
     ({"policy": "crystalcache", "sentence_ends": [5], "C": 1025}, "C = 1025"),
     ({"policy": "crystalcache:k_intra=1025", "sentence_ends": [5]}, "k_intra = 1025"),
     ({"policy": "noncausal", "c": 99999}, "c = 99999"), ({"policy": "capkv", "N_future": 99999}, "N_future = 99999"),
+    ({"policy": "knorm/pieces=15"}, "at least 16"), ({"policy": "knorm/pieces=1"}, "at least 16"),
 ])
 def test_constants_of_a_score_are_bounded_in_every_form(given: dict[str, Any], told: str) -> None:
     with pytest.raises(SpecError, match=told):
@@ -151,6 +152,7 @@ def test_constants_of_a_score_are_bounded_in_every_form(given: dict[str, Any], t
 def test_the_largest_constants_are_accepted() -> None:
     asked = request({"policy": "snapkv/recent=5000/steps=rkv:W=1024:kernel=1023/every=64", "budget": 0.3, "W": 1024})
     assert asked.window == 1024
+    assert request({"policy": "knorm/pieces=16", "budget": 0.3}).name == "knorm/pieces=16"
 
 
 def test_a_request_inherits_from_the_default() -> None:
