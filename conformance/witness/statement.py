@@ -1,6 +1,7 @@
 """Statement of spec/witness.md, with which a server describes the evictions of one request."""
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +45,8 @@ class Eviction:
         rows = self.layers * layers if len(self.layers) == 1 else self.layers
         if wrong := [row for row in rows if len(row) not in (1, heads)]:
             raise MalformedStatement("layers", wrong[0], f"must have 1 or {heads} entries, one for each KV head")
-        expanded = [[position for a, b in ranges for position in range(a, b)] for ranges in self.sets]
+        used = {index for row in rows for index in row}  # a short text can state many long sets that nothing uses
+        expanded = {index: [position for a, b in self.sets[index] for position in range(a, b)] for index in used}
         return [[expanded[index] for index in (row * heads if len(row) == 1 else row)] for row in rows]
 
 
@@ -86,8 +88,8 @@ def parse_statement(body: Mapping[str, Any], answer: Mapping[str, Any]) -> State
     for field in ("prompt_ids", "answer_ids"):
         _check(_are_integers(whole.get(field)), field, whole.get(field), "must be a list of token ids")
     logprobs = whole.get("logprobs")
-    _check(isinstance(logprobs, list) and all(isinstance(x, int | float) for x in logprobs), "logprobs", logprobs,
-           "must be a list of numbers")
+    _check(isinstance(logprobs, list) and all(map(_is_finite, logprobs)), "logprobs", logprobs,
+           "must be a list of finite numbers")
     _check(len(whole["logprobs"]) == len(whole["answer_ids"]), "logprobs", len(whole["logprobs"]),
            f"must have {len(whole['answer_ids'])} entries, one for each answer token")
     for field in ("prompt_ids", "answer_ids"):
@@ -116,6 +118,11 @@ def _listed(whole: Mapping[str, Any], evictions: Sequence[Eviction]) -> dict[str
 def _check(holds: object, field: str, value: object, bound: str) -> None:
     if not holds:
         raise MalformedStatement(field, value, bound)
+
+
+def _is_finite(value: object) -> bool:
+    """Return True for a number that a float can be. Python reads NaN and Infinity from JSON, and bools are ints."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _are_integers(value: object) -> bool:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import tomllib
+import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ from conformance.verify import __main__ as verify_main
 from conformance.verify import runs
 from conformance.verify.certificate import write
 from conformance.witness.client import Answer, Server, most_at_once
-from conformance.witness.statement import MalformedStatement, digest_of, parse_statement
+from conformance.witness.statement import Eviction, MalformedStatement, digest_of, parse_statement
 from models_integration import RetentionPolicy, compact, decide, observe, policy_from_name
 from models_integration.cache.continuation import Decision
 from models_integration.cache.renumbering import Numbering, numbering_of
@@ -539,6 +540,25 @@ def test_a_malformed_statement_names_the_field(field: str) -> None:
     }
     with pytest.raises(MalformedStatement, match=f"^{field} = "):
         parse_statement({**EXAMPLES[0], **changed}, {})
+
+
+@pytest.mark.parametrize("value", [
+    float("nan"), float("inf"), -float("inf"), pytest.param(10**400, id="10**400"), True, "1", None,
+])
+def test_a_log_probability_is_a_finite_number(value: Any) -> None:
+    with pytest.raises(MalformedStatement, match=r"^logprobs = .*: must be a list of finite numbers"):
+        parse_statement({**EXAMPLES[0], "logprobs": [-1.25, value]}, {})
+
+
+def test_sets_that_no_layer_uses_take_no_memory() -> None:
+    """A million positions of an unused set once took 40 MB."""
+    eviction = Eviction(10**6, [[[0, 2]], [[0, 10**6]]], [[0]], "")
+    tracemalloc.start()
+    try:
+        assert eviction.positions(2, 2) == [[[0, 1], [0, 1]]] * 2
+        assert tracemalloc.get_traced_memory()[1] < 10**6
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.law("refused-before-anything-changes")
