@@ -18,6 +18,7 @@ from experiments.studies.page import Curve, Html, forest, grid, note, panel, plo
 from experiments.studies.report import SAME_CACHE, SIGNIFICANT, budget_tokens, format_p, title_of
 from experiments.studies.results import Row
 from models_integration.policies.methods import parse_policy
+from reference.policies.names import is_built_in
 from reference.statistics import holm
 from spec.arrays import Int64, IntVector
 from spec.errors import SpecError
@@ -243,9 +244,10 @@ def swept(policies: Iterable[str]) -> dict[tuple[str, str], dict[float, str]]:
 
 
 def _spelled(policy: str) -> tuple[str, dict[str, Any]]:
-    """Parse a policy's text. A control, or a user's policy that cannot be loaded, has no constants."""
+    """Parse a policy's text. A control or a user's policy has no constants. No module is imported."""
+    text = policy.removesuffix(AT_PROMPT)
     try:
-        return (policy, {}) if policy in EVERY_CONTROL else parse_policy(policy.removesuffix(AT_PROMPT))
+        return parse_policy(text) if policy not in EVERY_CONTROL and is_built_in(text) else (policy, {})
     except SpecError:
         return policy, {}
 

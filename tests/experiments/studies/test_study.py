@@ -394,3 +394,13 @@ def test_a_constant_with_many_values_has_a_picture_of_its_own() -> None:
     others = ["crystalcache", "random", "snapkv(W=8)", "snapkv(W=16)", 'crystalcache(impact="salience")']
     assert swept([*others, *values.values()]) == {("crystalcache", "alpha"): dict(sorted(values.items()))}
     assert swept([*others, *list(values.values())[:4]]) == {}
+
+
+@pytest.mark.law("an-object-proves-itself")
+@pytest.mark.parametrize("policy", ["planted:POLICY", "planted:POLICY@prompt", "planted:POLICY(alpha=1)"])
+def test_a_report_imports_no_module_that_a_row_names(
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "planted.py").write_text("raise SystemExit('imported')\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert swept([policy, *(f"crystalcache(alpha={value})" for value in range(4))]) == {}
