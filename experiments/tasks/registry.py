@@ -265,6 +265,12 @@ def resolve_task(text: str) -> Task:
     return _file_task(text, kind, Path(path)) if kind in FILES else _user_task(text, TABLE)
 
 
+def imports_code(text: str) -> bool:
+    """Return True if a task is code of the user, which `resolve_task` imports: `module:ATTRIBUTE` or an entry point."""
+    name, bracket, _ = text.partition("(")
+    return not (name in TABLE or (name == QUESTION_TASK and bracket) or text.partition(":")[0] in FILES)
+
+
 def files_of(text: str) -> list[Path]:
     """Return the paths in the name of a task: the files of your own questions, or a benchmark file.
 

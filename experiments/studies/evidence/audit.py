@@ -51,10 +51,11 @@ def audit(folder: Path) -> list[Audit]:
     """Check all studies below a folder. A study has rules in NAME.toml and rows in NAME.jsonl.xz.
 
     Defects are a row that names a commit without the rules, text that dev and confirming samples share, and a claim
-    whose sign differs between places of the fact or between texts.
+    whose sign differs between places of the fact or between texts. No module that a rules file names is imported.
 
     Raises:
-        SpecError: if the folder has no study, or is not in a git repository.
+        SpecError: if the folder has no study, or is not in a git repository, or if a rules file names a
+            policy or task that is not part of kvspec.
     """
     if git_output(folder, "rev-parse", "HEAD") is None:
         raise SpecError("audit", str(folder), "must be a folder in a git repository")
@@ -70,7 +71,7 @@ def audit(folder: Path) -> list[Audit]:
 def _audited(path: Path, folder: Path) -> Audit:
     with lzma.open(path.with_suffix(".jsonl.xz"), "rt", encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
-    rules, confirm = load_rules(path), [row for row in rows if row["part"] == CONFIRM]
+    rules, confirm = load_rules(path, plugins=False), [row for row in rows if row["part"] == CONFIRM]
     digests, commits = {row["rules"] for row in rows}, {row.get("commit") for row in confirm}
     first_rows = next(iter(_history(path.with_suffix(".jsonl.xz"))), "")
     first_rules = next((commit for commit in _history(path) if _digest_at(path, commit) in digests), "")
@@ -113,7 +114,7 @@ def _pooled(rules: Rules, rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _finding(path: Path, rules: str, rows: str, commits: set[str | None]) -> str:
-    if not load_rules(path).claims:
+    if not load_rules(path, plugins=False).claims:
         return "no claims"
     if not rules:
         return "exploratory: no commit has the rules of these rows"

@@ -26,10 +26,11 @@ from experiments.studies.evidence.kept import (
 from experiments.studies.subject import policy_in_rows, versioned
 from experiments.tasks import PLACEMENTS
 from experiments.tasks.needle import CONFIRM, DEV, part_of
-from experiments.tasks.registry import resolve_task
+from experiments.tasks.registry import imports_code, resolve_task
 from models_integration.policies.methods import parse_policy
 from models_integration.policies.sizes import is_size
 from reference.calibration import Calibration, load_calibration
+from reference.policies.names import is_built_in
 from spec.errors import SpecError
 from spec.validate import check_choices
 
@@ -243,18 +244,23 @@ def check_budget(argument: str, budget: str, memory: bool = False) -> None:
         raise SpecError(argument, budget, "is one token: write 1.0 for all tokens, or at least 2 tokens")
 
 
-def load_rules(path: Path) -> Rules:
+def load_rules(path: Path, plugins: bool = True) -> Rules:
     """Read a rules file with the tables [study], [[claim]] and [[stage]].
+
+    Args:
+        path: rules file.
+        plugins: if False, no module that the file names is imported, and the file must name only policies and tasks of
+            kvspec.
 
     Raises:
         SpecError: if the file cannot be read or is not TOML, if a key is missing, unknown or of a wrong type, or as in
-            `Rules`.
+            `Rules`. Without `plugins`, also if a policy or task is not part of kvspec.
     """
     try:
         text = path.read_bytes().decode()
     except (OSError, ValueError) as error:
         raise SpecError("rules", str(path), f"must be a TOML file: {error}") from error
-    return replace(_read(text, str(path)), source=str(path))
+    return replace(_read(text, str(path), plugins), source=str(path))
 
 
 def rules_text(**study: Any) -> str:
@@ -277,7 +283,7 @@ def rules_of(**study: Any) -> Rules:
 _SINGULAR = {"model": "models", "seed": "seeds"}
 
 
-def _read(text: str, where: str) -> Rules:
+def _read(text: str, where: str, plugins: bool = True) -> Rules:
     try:
         read = tomllib.loads(text)
     except ValueError as error:
@@ -292,11 +298,26 @@ def _read(text: str, where: str) -> Rules:
     study = {_SINGULAR.get(name, name): [one] if name in _SINGULAR else one for name, one in read["study"].items()}
     if len(study) < len(read["study"]):
         raise SpecError("rules", where, "must have either model or models, and either seed or seeds")
+    if not plugins:
+        _check_built_in(study, where)
     policies = study.get("policies")
     if "controls" not in study and isinstance(policies, list) and all(isinstance(one, str) for one in policies):
         study["controls"] = list(default_controls(policies))
     rules = _checked(Rules, {**study, "claims": claims, "stages": stages, "digest": "", "commit": ""})
     return replace(rules, digest=hashlib.sha256(b"\0".join([text.encode(), *_user_digests(rules)])).hexdigest())
+
+
+def _check_built_in(study: Mapping[str, Any], where: str) -> None:
+    """Check that all policies and tasks are part of kvspec. No module is imported."""
+    texts = {
+        name: [one for one in study.get(name, ()) if isinstance(one, str)]
+        for name in ("policies", "tasks") if isinstance(study.get(name), list)
+    }
+    refused = [("policies", one) for one in texts.get("policies", ()) if not is_built_in(one.removesuffix(AT_PROMPT))]
+    refused += [("tasks", one) for one in texts.get("tasks", ()) if imports_code(one)]
+    for argument, text in refused:
+        reason = f"is not part of kvspec, and an audit imports no other code: move {where} out of the audited folder"
+        raise SpecError(argument, text, reason)
 
 
 def _user_digests(rules: Rules) -> Iterator[bytes]:

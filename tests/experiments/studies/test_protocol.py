@@ -191,6 +191,23 @@ def test_the_audit_reads_the_rows(
     assert planted(tmp_path, kept_rows([(0.0, 4), (0.5, kept)], groups)) == failures
 
 
+@pytest.mark.law("an-object-proves-itself")
+@pytest.mark.parametrize(("old", "new", "word"), [
+    ('policies = ["', 'policies = ["planted:CODE", "', "policies"),
+    ('policies = ["', 'policies = ["planted:CODE@prompt", "', "policies"),
+    ('"prose_continuation"]', '"planted:CODE"]', "tasks"),
+])
+def test_the_audit_imports_no_module_that_a_rules_file_names(
+    old: str, new: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "planted.py").write_text("raise SystemExit('imported')\n", encoding="utf-8")
+    path = rules_file(tmp_path, RULES.replace(old, new, 1))
+    write_rows(path.with_suffix(".jsonl.xz"), {"part": "confirm", "rules": "0" * 64})
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SpecError, match=rf"{word} = 'planted:CODE.*imports no other code: move {path} out"):
+        audit(tmp_path)
+
+
 def test_a_folder_outside_git_has_no_audit(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="git repository"):
         audit(tmp_path)
