@@ -12,7 +12,7 @@ from pathlib import Path
 
 from spec.errors import SpecError
 
-__all__ = ["check_output", "check_output_folder", "check_results", "read_text"]
+__all__ = ["check_no_links", "check_output", "check_output_folder", "check_results", "read_text"]
 
 _MARKS: dict[str, tuple[bytes, ...]] = {
     ".html": (b'<meta name="generator" content="kvspec">',),
@@ -90,12 +90,26 @@ def check_results(option: str, folder: Path, names: Iterable[str], rows: str = "
         force: if True, the files may replace files that kvspec did not make.
 
     Raises:
-        SpecError: as in `check_output`.
+        SpecError: as in `check_output` and `check_no_links`.
     """
-    existing = [path for path in (folder / name for name in names) if _exists(option, path)]
+    paths = [folder / name for name in names]
+    existing = [path for path in paths if _exists(option, path)]
+    check_no_links(option, paths)
     if not any(map(_is_ours, existing)) and not (rows and (folder / rows).exists()):
         for path in existing:
             check_output(option, path, force=force)
+
+
+def check_no_links(option: str, paths: Iterable[Path]) -> None:
+    """Check that no path is a symbolic link. Writing to a link would replace a file outside of the folder.
+
+    Raises:
+        SpecError: if a path is a symbolic link. `force` does not change this.
+    """
+    for path in paths:
+        if path.is_symlink():
+            reason = "is a symbolic link to a different file; remove the link, or choose a different folder"
+            raise SpecError(option, str(path), reason)
 
 
 def _exists(option: str, path: Path) -> bool:

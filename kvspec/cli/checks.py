@@ -11,7 +11,7 @@ from models_integration.policies.methods import constants_of, parse_policy
 from reference.calibration import Calibration, load_calibration
 from reference.policies.names import DIVERSE, home_of
 from spec.errors import SpecError
-from spec.files import check_output_folder, check_results, read_text
+from spec.files import check_no_links, check_output_folder, check_results, read_text
 
 __all__ = ["calibration_of", "check_counts", "check_defaults", "check_folder", "read_prompt"]
 
@@ -29,11 +29,13 @@ def check_folder(option: str, folder: Path, rows: str, pages: Iterable[str] = ()
         force: if True, pages may replace files that kvspec did not make.
 
     Raises:
-        SpecError: if the folder cannot be created or written, if the result file cannot be read or written, or if a
-            page would replace a file that kvspec did not make.
+        SpecError: if the folder cannot be created or written, if the result file cannot be read or written, if a page
+            would replace a file that kvspec did not make, or if a file of the run is a symbolic link.
     """
     check_output_folder(option, folder)
     file = folder / rows
+    others = (path for pattern in (f".{rows}-*", "worker-*.log") for path in folder.glob(pattern))
+    check_no_links(option, (file, folder / f"{rows}.cut", *others))
     if file.exists() and not (file.is_file() and os.access(file, os.R_OK | os.W_OK)):
         raise SpecError(option, str(file), "must be a file that can be read and written")
     load_rows(file)

@@ -18,6 +18,7 @@ from experiments.studies.subject import SHIPPED
 from experiments.tasks.registry import files_of
 from kvspec import cli
 from kvspec.cli.app import app
+from kvspec.cli.checks import check_folder
 from kvspec.cli.study_files import check_outputs, write_outputs
 from models_integration.pocket import load_pocket_tokenizer
 from spec.errors import SpecError
@@ -112,6 +113,40 @@ def test_two_options_cannot_have_one_file(tmp_path: Path) -> None:
 def test_a_benchmark_file_with_brackets_in_its_name_is_read(tmp_path: Path) -> None:
     assert files_of(f"ruler-file:{tmp_path}/a(1).jsonl") == [tmp_path / "a(1).jsonl"]
     assert files_of("mine:TASKS") == files_of("needle(depth=0.5)") == []
+
+
+@pytest.mark.parametrize("target", ["own.html", "nothing"])
+@pytest.mark.parametrize("name", [
+    "report.html", "study.jsonl", "study.jsonl.cut", "worker-2.log", ".study.jsonl-x.plan", ".study.jsonl-x.lease",
+])
+def test_no_file_outside_of_a_folder_of_results_is_written(name: str, target: str, tmp_path: Path) -> None:
+    """Links in a folder that kvspec recognises were once followed."""
+    folder = tmp_path / "results"
+    folder.mkdir()
+    (folder / "study.jsonl").touch()
+    (tmp_path / "own.html").write_bytes(OURS)
+    (folder / name).unlink(missing_ok=True)
+    check_folder("out", folder, "study.jsonl", ["report.html"])
+    (folder / name).symlink_to(tmp_path / target)
+    with pytest.raises(SpecError, match=f"{name}.* is a symbolic link"):
+        check_folder("out", folder, "study.jsonl", ["report.html"], force=True)
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_a_verdict_follows_no_link(check: bool, tmp_path: Path) -> None:
+    from conformance.verify.__main__ import CHECKS, FILES, check_out
+    from conformance.verify.request import parsed
+
+    (tmp_path / "own.txt").write_bytes(OURS)
+    for name in CHECKS if check else FILES:
+        folder = tmp_path / name.replace(".", "-")
+        folder.mkdir()
+        (folder / "quick.toml").write_bytes(b'schema = 2\nverdict = "x"\n[subject]\n')
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(tmp_path / "own.txt")
+        subject = ["--check", "c.toml"] if check else ["--backend", "numpy"]
+        with pytest.raises(SpecError, match=f"{name}.* is a symbolic link"):
+            check_out(parsed([*subject, "--out", str(folder), "--force"]))
 
 
 @pytest.mark.parametrize("folder", [False, True])
