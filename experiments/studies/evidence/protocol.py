@@ -1,7 +1,9 @@
 """Order of work for confirmatory claims: first the rules are committed, then dev rows, then confirming rows."""
 
 import hashlib
+import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,6 +20,11 @@ __all__ = [
     "check_controls", "check_order", "commits_with_rules", "git_output", "is_before", "processor", "registered",
     "text_at",
 ]
+
+_COMMIT = re.compile(r"[0-9a-f]{40,64}")
+"""Names of commits that rows may have. A different text could be an option of git, or a name such as HEAD."""
+_NO_PROGRAMS = ("-c", "log.showSignature=false", "-c", "core.fsmonitor=false")
+"""Options without which git runs programs that the configuration of the repository names."""
 
 
 def registered(rules: Rules, path: Path) -> str:
@@ -100,19 +107,37 @@ def processor() -> str:
 
 def text_at(path: Path, commit: str) -> bytes:
     """Return a version of a file, or nothing if the commit has no such file."""
-    command = ["git", "show", f"{commit}:./{path.name}"]
-    return subprocess.run(command, cwd=path.parent, capture_output=True, check=False).stdout
+    return _git(path.parent, "show", f"{commit}:./{path.name}").stdout
 
 
 def is_before(path: Path, first: str, second: str) -> bool:
-    """Return True if the first commit equals the second commit or is an ancestor of it."""
+    """Return True if the first commit equals the second commit or is an ancestor of it.
+
+    Args:
+        path: file in the repository.
+        first: full hash of a commit. For all other texts, the result is False.
+        second: full hash of a commit, or HEAD.
+    """
+    if not _COMMIT.fullmatch(first) or not (second == "HEAD" or _COMMIT.fullmatch(second)):
+        return False
     return git_output(path.parent, "merge-base", "--is-ancestor", first, second) is not None
 
 
 def git_output(folder: Path, *arguments: str) -> str | None:
     """Return the output of git, or None if git fails or is not installed."""
     try:
-        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False)
+        done = _git(folder, *arguments)
     except OSError:
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return done.stdout.decode("utf-8", "replace").strip() if done.returncode == 0 else None
+
+
+def _git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    """Run git in a folder whose .git/config may be of a stranger. Objects that a partial clone lacks are not fetched.
+
+    A fetch would run programs too, such as `remote.origin.uploadpack`.
+    """
+    return subprocess.run(
+        ["git", *_NO_PROGRAMS, *arguments], cwd=folder, capture_output=True, check=False,
+        env={**os.environ, "GIT_ALLOW_PROTOCOL": ""},
+    )

@@ -134,12 +134,52 @@ def test_a_commit_must_be_an_ancestor_with_the_rules(tmp_path: Path) -> None:
     after = commit_all(tmp_path)
     rules = load_rules(path)
     digest = hashlib.sha256(RULES.encode()).hexdigest()
-    named = [{"rules": rules.digest, "commit": commit} for commit in (before, after, "0" * 40, "any text", "", None)]
+    commits = (before, after, "0" * 40, "any text", "", "HEAD", None)
+    named = [{"rules": rules.digest, "commit": commit} for commit in commits]
     assert commits_with_rules(rules, named) == {after}
     assert commits_with_rules(rules, [{"rules": digest, "commit": before}]) == {before}
     assert commits_with_rules(replace(rules, source=""), named) == frozenset()
     subprocess.run(["git", "reset", "-q", "--hard", before], cwd=tmp_path, check=True)
     assert commits_with_rules(load_rules(path), named) == frozenset()  # The commit `after` is no ancestor any more.
+
+
+SIGNER = """#!/bin/sh
+touch {ran}
+[ "$1" = --status-fd=2 ] && cat > {ran}
+echo '[GNUPG:] SIG_CREATED D 1 8 00 0 0' >&2
+printf -- '-----BEGIN PGP SIGNATURE-----\\n\\nx\\n-----END PGP SIGNATURE-----\\n'
+"""
+
+
+@pytest.mark.law("an-object-proves-itself")
+@pytest.mark.parametrize("config", [
+    {"log.showSignature": "true"}, {"core.fsmonitor": "{signer}"},
+    {"core.repositoryFormatVersion": "1", "extensions.partialClone": "origin", "remote.origin.promisor": "true",
+     "remote.origin.url": "{folder}", "remote.origin.uploadpack": "{signer}"},
+])
+def test_git_runs_no_program_that_a_repository_names(config: dict[str, str], tmp_path: Path) -> None:
+    """Check a signed commit, and a row whose commit the repository lacks."""
+    folder, ran, signer = tmp_path / "studies", tmp_path / "ran", tmp_path / "signer"
+    folder.mkdir()
+    signer.write_text(SIGNER.format(ran=ran), encoding="utf-8")
+    signer.chmod(0o700)
+
+    def configure(**values: str) -> None:
+        for name, value in values.items():
+            subprocess.run(["git", "config", name, value], cwd=folder, check=True)
+
+    subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
+    configure(**{"gpg.program": str(signer), "commit.gpgSign": "true"})
+    path = rules_file(folder)
+    write_rows(path.with_suffix(".jsonl.xz"), {"part": "confirm", "rules": "0" * 64, "commit": "1" * 40})
+    commit_all(folder)
+    assert ran.exists()  # The program signed the commits.
+    ran.unlink()
+    configure(**{name: value.format(signer=signer, folder=folder) for name, value in config.items()})
+    (one,) = audit(folder)
+    assert one.finding == "exploratory: no commit has the rules of these rows"
+    assert registered(load_rules(path), path) == one.rows
+    assert not ran.exists()
 
 
 def planted(folder: Path, rows: list[Row]) -> tuple[str, ...]:
