@@ -1,8 +1,10 @@
 """Plugins: objects that kvspec loads from a user's module, given `module:ATTRIBUTE` or the name of an entry point."""
 
 import hashlib
+import os
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -13,7 +15,7 @@ from types import ModuleType
 from spec.errors import SpecError
 from spec.validate import bound_of_names
 
-__all__ = ["Plugin", "find_plugin", "load", "load_from_folder", "target_of"]
+__all__ = ["Plugin", "current_folder_last", "find_plugin", "load", "load_from_folder", "search_path", "target_of"]
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,32 @@ def load_from_folder(target: str) -> Plugin:
         return load(target)
     finally:
         sys.path.remove(here)
+
+
+@contextmanager
+def current_folder_last() -> Iterator[None]:
+    """Context manager in which code of the user can import more modules of the current folder.
+
+    The folder is last in `sys.path`, so that no file in the folder hides a different module.
+    """
+    here = str(Path.cwd())
+    added = here not in sys.path
+    if added:
+        sys.path.append(here)
+    try:
+        yield
+    finally:
+        if added:
+            sys.path.remove(here)
+
+
+def search_path() -> str:
+    """Return `sys.path` as a value of PYTHONPATH.
+
+    A child process with this value and the option -P finds the modules that this process finds. Without -P, a file in
+    the current folder, such as secrets.py, would hide a module of Python.
+    """
+    return os.pathsep.join(filter(None, sys.path))
 
 
 def find_plugin(argument: str, name: str, group: str, built_in: Collection[str] = ()) -> Plugin:

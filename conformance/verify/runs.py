@@ -25,6 +25,7 @@ from conformance.verify.request import ENGINES, Request
 from conformance.verify.subject import OF_KIND, Subject
 from reference.policies.grammar import is_composition
 from spec.errors import SpecError
+from spec.plugins import current_folder_last, search_path
 
 SUITE = ROOT / "conformance" / "suite"
 SCALE = SUITE / "test_scale_*.py"
@@ -59,7 +60,7 @@ def _command(request: Request) -> list[str]:
         "--kvspec-exceptions": request.exceptions, "--hypothesis-seed": request.seed,
     }
     return [
-        sys.executable, "-m", "pytest", *(word for name in PLUGINS for word in ("-p", name)),
+        sys.executable, "-P", "-m", "pytest", *(word for name in PLUGINS for word in ("-p", name)),
         "-c", os.devnull, *(word for at in ("--rootdir", "--confcutdir") for word in (at, str(suite_of(request)))),
         *(f"{option}={value}" for option, value in options.items() if value is not None),
         *(f"--kvspec-as={method}" for method in request.method),
@@ -70,7 +71,8 @@ def _command(request: Request) -> list[str]:
 def _environment() -> dict[str, str]:
     mine = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     # The child must find the same modules: the folder of a script may differ from the current folder.
-    return {**mine, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with current_folder_last():
+        return {**mine, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": search_path()}
 
 
 @contextmanager
@@ -219,7 +221,8 @@ def prepared(request: Request) -> Subject:
         if request.kind == "command" and is_composition(method.name):
             raise SpecError("as", str(method), "is not a method that an engine offers; use --policy or --backend")
     further = {"policy": request.method, "server": (request.model,)}.get(request.kind, ())
-    subject = OF_KIND[request.kind](request.named, *further)
+    with current_folder_last():
+        subject = OF_KIND[request.kind](request.named, *further)
     if request.kind in ENGINES and not request.method and not request.quick and not request.pytest:
         check_compiled()
     check_out(request.out)  # Last check: an invalid request creates no folder.

@@ -20,6 +20,7 @@ from experiments.studies.evidence.run import study_unit
 from experiments.studies.leases import Leases
 from experiments.studies.results import STUDY, Row, load_rows
 from spec.errors import SpecError
+from spec.plugins import search_path
 from spec.validate import check_choices
 
 __all__ = ["ENGINES", "Launch", "begun", "failed_samples", "first_failure", "run_actors", "status"]
@@ -132,7 +133,8 @@ class Launch:
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(int(threads))
         arguments = [word for word in sys.argv[1:] if word != "--again"]
-        command = [sys.executable, "-m", "kvspec", *arguments, "--workers", "1"]
+        command = [sys.executable, "-P", "-m", "kvspec", *arguments, "--workers", "1"]
+        environment = {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONPATH": search_path()}
         children: dict[Path, subprocess.Popen[bytes]] = {}
         out.mkdir(parents=True, exist_ok=True)
         with ExitStack() as files:
@@ -140,7 +142,7 @@ class Launch:
                 log = out / f"worker-{number}.log"
                 file = files.enter_context(log.open("wb"))
                 children[log] = subprocess.Popen(
-                    command, env={"OMP_NUM_THREADS": threads, **os.environ}, stdout=file, stderr=subprocess.STDOUT,
+                    command, env=environment, stdout=file, stderr=subprocess.STDOUT,
                 )
             try:
                 yield

