@@ -11,12 +11,15 @@ from http.client import HTTPException
 from typing import Any
 
 from conformance.witness.statement import MalformedStatement, Statement, parse_statement
+from conformance.witness.transport import open_limited, read_all
 from spec.errors import SpecError
 
 __all__ = ["Answer", "Server", "most_at_once"]
 
 _LONGEST = 300
 """Maximum number of characters of a server's error message."""
+_UNREADABLE = (OSError, HTTPException, ValueError, TypeError, AttributeError, RecursionError)
+"""Errors of an answer that is late, too long, or not in OpenAI's form."""
 _REFUSED = (
     "use a server that accepts token ids as the prompt of POST /v1/completions, with the options logprobs, ignore_eos"
     " and return_token_ids, such as `vllm serve`, or a server that accepts text as the prompt"
@@ -97,7 +100,7 @@ class Server:
     Attributes:
         url: address, such as http://127.0.0.1:8000 (with or without /v1).
         model: name of the model, as the server lists it.
-        timeout: maximum number of seconds for one answer.
+        timeout: maximum number of seconds from a request to the last byte of its answer.
     """
 
     url: str
@@ -125,19 +128,20 @@ class Server:
         """Return the names of the server's models.
 
         Raises:
-            SpecError: if no server answers.
+            SpecError: if no server answers, or if the answer is not in OpenAI's form.
         """
         try:
-            listed = json.loads(self._open("/v1/models").read())
-        except (OSError, HTTPException, ValueError) as error:
-            bound = f"must answer GET /v1/models with JSON, as servers with OpenAI's API do: {error}"
+            with self._open("/v1/models") as reply:
+                return [str(one.get("id")) for one in json.loads(read_all(reply)).get("data") or ()]
+        except _UNREADABLE as error:
+            bound = f'must answer GET /v1/models with JSON such as {{"data": [{{"id": "NAME"}}]}}: {error}'
             raise SpecError("server", self.url, bound) from error
-        return [str(one.get("id")) for one in listed.get("data") or ()]
 
     def version(self) -> str:
         """Return the response of the server to GET /version, or an empty string if there is none."""
         try:
-            return str(self._open("/version").read().decode(errors="replace"))
+            with self._open("/version") as reply:
+                return read_all(reply).decode(errors="replace")
         except (OSError, HTTPException):
             return ""
 
@@ -148,10 +152,15 @@ class Server:
         repeats itself with log-probabilities near 0, for any eviction.
 
         Raises:
-            SpecError: if the server refuses the request or does not answer in time.
+            SpecError: if the server refuses the request, does not answer in time, or sends more tokens.
         """
         answer = Answer(list(ids))
-        self._ask(ids, tokens, stream, seed, answer.take)
+
+        def take(event: Mapping[str, Any]) -> None:
+            answer.take(event)
+            _check_length(answer, tokens)
+
+        self._ask(ids, tokens, stream, seed, take)
         return answer
 
     def complete_text(self, prompt: str, tokens: int) -> str:
@@ -195,13 +204,12 @@ class Server:
     def _post(self, body: Mapping[str, Any], about: str, take: Callable[[Mapping[str, Any]], object]) -> None:
         try:
             with self._open("/v1/completions", body) as reply:
-                for event in _events(reply) if body.get("stream") else [json.load(reply)]:
+                for event in _events(reply) if body.get("stream") else [json.loads(read_all(reply))]:
                     if take(event):
                         return
         except urllib.error.HTTPError as error:
-            message = " ".join(error.read().decode(errors="replace").split())[:_LONGEST]
-            raise SpecError("server", self.url, f"answered {error.code} to {about}: {message}") from error
-        except (OSError, HTTPException, ValueError, TypeError, AttributeError) as error:
+            raise SpecError("server", self.url, f"answered {error.code} to {about}: {error.msg}") from error
+        except _UNREADABLE as error:
             raise SpecError("server", self.url, f"did not answer a prompt of {about}: {error}") from error
 
     def completes_ids(self) -> bool:
@@ -244,13 +252,37 @@ class Server:
     def _open(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.base + path, data, {"Content-Type": "application/json"})
-        return urllib.request.urlopen(request, timeout=self.timeout)
+        try:
+            return open_limited(request, self.timeout)
+        except urllib.error.HTTPError as error:
+            with error:
+                error.msg = _message(error) or error.msg
+            raise
 
 
 def most_at_once(answers: Sequence[Answer]) -> int:
     """Return the largest number of answers that were being sent at the same time."""
     spans = [(one.times[0], one.times[-1]) for one in answers if one.times]
     return max((sum(a <= at < b for a, b in spans) for at, _ in spans), default=0)
+
+
+def _check_length(answer: Answer, tokens: int) -> None:
+    """Check that an answer has no more tokens than requested.
+
+    Raises:
+        ValueError: if the answer has more token ids or log-probabilities, or a statement with more token ids.
+    """
+    for values in (answer.answer_ids, answer.logprobs, (answer.stated or {}).get("answer_ids")):
+        if isinstance(values, list) and len(values) > tokens:
+            raise ValueError(f"the answer has {len(values)} tokens, and max_tokens is {tokens}")
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    """Return the start of a server's error message, or an empty string if the message is not complete in time."""
+    try:
+        return " ".join(error.read(4 * _LONGEST).decode(errors="replace").split())[:_LONGEST]
+    except (OSError, HTTPException):
+        return ""
 
 
 def _events(reply: Any) -> Iterator[Mapping[str, Any]]:

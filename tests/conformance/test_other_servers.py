@@ -19,8 +19,9 @@ from conformance.server_suite.judge import Reading, Witness, check_eviction
 from conformance.server_suite.reading import with_noise
 from conformance.witness.client import Answer, Server
 from spec.errors import SpecError
+from tests.conformance.local_server import running
 from tests.conformance.server_verdicts import verdicts
-from tests.conformance.test_server_suite import FAULTS, Evicting, running, serving
+from tests.conformance.test_server_suite import FAULTS, Evicting, serving
 
 Reply = Callable[[Mapping[str, Any]], tuple[int, object]]
 """Function from a request to the status and the JSON value of the response."""

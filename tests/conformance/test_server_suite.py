@@ -12,7 +12,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ from models_integration.session.verbs import read
 from reference.backend import BACKEND as REFERENCE
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
+from tests.conformance.local_server import running
 from tests.conformance.server_verdicts import check_fault_is_named, check_right, verdict, verdicts
 
 Sets = list[list[int]]
@@ -198,20 +199,6 @@ def per_head(sets: Sets, n: int) -> Retention:
         return Retention.shared(np.array(sets[0], dtype=np.int64), n)
     offsets = np.cumsum([0, *map(len, sets)]).astype(np.int64)
     return Retention(np.concatenate([np.array(own, dtype=np.int64) for own in sets]), offsets, n, Granularity.HEAD)
-
-
-@contextmanager
-def running(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    """Yield the address of a server on this machine."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 @contextmanager
