@@ -11,15 +11,16 @@ from datetime import date
 from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import hypothesis
 import numpy as np
 
 from conformance.methods.method import method_of
-from conformance.plugin import PROFILES
+from conformance.plugin import POSITIONS, PROFILES
 from conformance.verify.outcomes import ABSTAINED, PROMISES, STATES, Outcome, Verdicts, families_of
-from conformance.verify.request import ENGINES, KINDS, Request
+from conformance.verify.request import ENGINES, KINDS, PRECISIONS, Request
 from conformance.verify.subject import Subject
 from spec import SPEC_VERSION
 from spec.errors import SpecError
@@ -186,11 +187,22 @@ def write(record: Mapping[str, Any], path: Path) -> None:
     path.write_text(written(record), encoding="utf-8")
 
 
-_PARTS = {
-    "subject": {"kind", "named", "digest"}, "run": {"profile"}, "items": set(), "vectors": set(), "device": set(),
+_Types = Mapping[str, tuple[type, ...]]
+"""Types of the values of a table that `--check` reads. A value with NoneType may be missing."""
+_TYPES: _Types = {
+    "verdict": (str,), "failing": (list,), "subject": (dict,), "run": (dict,), "items": (dict,), "vectors": (dict,),
+    "device": (dict,), "exception": (list, NoneType),
 }
-_OF_A_ROW = {"verdict", "tests"}
-_OPTIONS = ("timeout", "precision", "seed", "model", "positions")
+_SUBJECT: _Types = {"kind": (str,), "named": (str,), "digest": (str,)}
+_OPTIONS: _Types = {
+    "timeout": (int, float, NoneType), "precision": (str, NoneType), "seed": (int, NoneType), "model": (str, NoneType),
+    "positions": (str, NoneType),
+}
+_RUN: _Types = {"profile": (str,), "methods": (list, NoneType), **_OPTIONS}
+_ROW: _Types = {"verdict": (str,), "tests": (int,)}
+
+_NAMED = 5
+"""Maximum number of names in an error."""
 
 # A different day, machine or version of Hypothesis may change these values without changing a verdict.
 _FREE = ("date", "device", "kvspec", "counts.examples", "run.at_once")
@@ -205,19 +217,45 @@ def read(path: Path) -> dict[str, Any]:
     """
     try:
         result = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SpecError("check", str(path), f"must be a certificate: {error}") from error
-    whole = all(isinstance(result.get(part), dict) and names <= result[part].keys() for part, names in _PARTS.items())
-    whole = whole and isinstance(result.get("failing"), list) and all(
-        isinstance(row, dict) and row.keys() >= _OF_A_ROW for row in result["items"].values()
-    )
-    if not whole or result.get("schema") not in (1, SCHEMA) or result["subject"]["kind"] not in KINDS:
-        raise SpecError("check", str(path), f"must be a certificate of schema {SCHEMA}")
-    if result["run"]["profile"] not in PROFILES or "quick profile" in str(result.get("verdict")):
+    if wrong := _wrong_types(result) or _wrong_values(result):
+        names = ", ".join(wrong[:_NAMED])
+        raise SpecError("check", str(path), f"must be a certificate of schema {SCHEMA}; missing or malformed: {names}")
+    if result["run"]["profile"] not in PROFILES or "quick profile" in result["verdict"]:
         raise SpecError(
             "check", str(path), "must be the certificate of a complete run, without --quick and --fail-fast"
         )
     return result
+
+
+def _wrong_types(record: Mapping[str, Any]) -> list[str]:
+    """Return the names of values that are missing or have a wrong type."""
+    if wrong := _mistyped(record, _TYPES):
+        return wrong
+    tables = [(record["subject"], _SUBJECT, "subject."), (record["run"], _RUN, "run.")]
+    tables += [(row, _ROW, f"items.{name}.") for name, row in record["items"].items()]
+    return [name for table, types, within in tables for name in _mistyped(table, types, within)]
+
+
+def _mistyped(table: Any, types: _Types, within: str = "") -> list[str]:
+    if not isinstance(table, dict):
+        return [within.removesuffix(".")]
+    # `type` and not `isinstance`, because True is an int.
+    return [f"{within}{name}" for name, allowed in types.items() if type(table.get(name)) not in allowed]
+
+
+def _wrong_values(record: Mapping[str, Any]) -> list[str]:
+    """Return the names of values that no certificate has. All types are right."""
+    run = record["run"]
+    right = {
+        "schema": record.get("schema") in (1, SCHEMA), "subject.kind": record["subject"]["kind"] in KINDS,
+        "run.methods": all(isinstance(method, str) for method in run.get("methods", ())),
+        "run.precision": run.get("precision") in (None, *PRECISIONS), "run.seed": run.get("seed", 0) >= 0,
+        "run.positions": run.get("positions") in (None, *POSITIONS),
+        "exception": all(isinstance(entry, dict) for entry in record.get("exception", ())),
+    }
+    return [name for name, holds in right.items() if not holds]
 
 
 def of_another_version(record: Mapping[str, Any]) -> str:

@@ -383,6 +383,7 @@ NUMBER = 1
     ("--command 'a", "No closing quotation"), ("--backend numpy --quick --out {file}", "cannot be created as a folder"),
     ("--backend numpy --exceptions absent.toml", "No such file"), ("--backend numpy --exceptions {file}", "engines.py"),
     ("--check {file}", "must be a certificate"), ("--check {empty}", "must be a certificate of schema 2"),
+    ("--check {deep}", "must be a certificate"),
     ("--check c.toml --quick", "can be combined only with --seed, --yes, --force and --out"),
     ("--policy snapkv --yes", "can be given only with --check"),
     ("--backend numpy --seed -1", "must be 0 or more"), ("--backend numpy --timeout 1", "only with --command"),
@@ -404,12 +405,14 @@ def test_what_cannot_be_judged_is_refused_in_one_line(
     sources = {"engines": ENGINES, "raises": "raise ZeroDivisionError('no')", "leaves": "raise SystemExit(3)"}
     for name, text in {**sources, "skips": "import pytest\npytest.skip('no', allow_module_level=True)"}.items():
         (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
-    (tmp_path / "empty.toml").write_text("", encoding="utf-8")
+    for name, text in {"empty": "", "deep": f"a = {'[' * 9_000}"}.items():
+        (tmp_path / f"{name}.toml").write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "engines", raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    words = asked.format(file=tmp_path / "engines.py", empty=tmp_path / "empty.toml").split()
+    files = {"file": "engines.py", "empty": "empty.toml", "deep": "deep.toml"}
+    words = asked.format(**{name: tmp_path / file for name, file in files.items()}).split()
     monkeypatch.setattr("sys.argv", ["verify", *words])
     monkeypatch.setattr("conformance.verify.runs.subprocess.Popen", None)
     if "--cache" in asked:  # The command checks for torch first.

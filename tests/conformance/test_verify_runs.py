@@ -359,7 +359,8 @@ def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., i
     def asked(change: dict[str, Any], *words: str) -> int:
         record = made(RIGHT, "--seed", "7")
         record["subject"] |= {"kind": "command", "named": STRANGER}
-        write(record | change, tmp_path / "c.toml")
+        whole = {name: value for name, value in (record | change).items() if value is not None}
+        write(whole, tmp_path / "c.toml")
         monkeypatch.setattr("sys.argv", ["verify", "--check", "c.toml", *words])
         monkeypatch.setattr("conformance.verify.runs.subprocess.Popen", None)
         return verify_main.main()
@@ -448,10 +449,20 @@ def test_another_version_of_the_specification_is_named_before_anything_runs(
     assert "nothing was run: check it with kvspec 0.0.9, or make a new one" in line
 
 
+WRONG_OPTIONS: list[dict[str, Any]] = [
+    {"methods": 5}, {"methods": [5]}, {"methods": "knorm"}, {"timeout": "1"}, {"seed": -1}, {"seed": True},
+    {"precision": "float8"}, {"model": 5}, {"positions": "text"},
+]
+WRONG_SUBJECTS: list[dict[str, Any]] = [{"kind": []}, {"named": 5}, {"digest": {}}]
+
+
 @pytest.mark.law("an-identity-tells-apart")
 @pytest.mark.parametrize("change", [
     {"verdict": "passes the quick profile"}, {"run": {"profile": "x"}}, {"schema": 3},
     {"device": 1}, {"failing": 1}, {"items": {"CC-CUT": 1}}, {"items": {"CC-CUT": {"verdict": "pass"}}},
+    {"verdict": None}, {"verdict": 1}, {"schema": [2]}, {"exception": 5}, {"exception": [5]}, {"run": {"profile": []}},
+    *({"run": {"profile": "ci", **run}} for run in WRONG_OPTIONS),
+    *({"subject": {"kind": "command", "named": "./engine", "digest": "0", **subject}} for subject in WRONG_SUBJECTS),
 ])
 def test_what_is_no_certificate_of_a_whole_run_is_refused(
     change: dict[str, Any], stranger: Callable[..., int], capsys: pytest.CaptureFixture[str],
