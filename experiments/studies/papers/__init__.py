@@ -4,6 +4,7 @@
 changes of a quick run.
 """
 
+import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -108,7 +109,7 @@ class Table:
     """Published table.
 
     Attributes:
-        name: name for the option `--part`.
+        name: name for the option `--part` and of the LaTeX file.
         title: number and subject of the table.
         parts: parts whose samples are used. Empty if kvspec cannot fill the table. rows, columns: names from AXES.
             policies, budgets: policies and budgets of the table. Default: all of the parts.
@@ -119,7 +120,8 @@ class Table:
         published: columns of the paper, with a list of values each, and the published numbers of each row.
 
     Raises:
-        SpecError: if an axis or measure is unknown, or if a row of published numbers does not match the columns.
+        SpecError: if the name is not allowed in a file name, or if an axis or measure is unknown. Also if a row of
+            published numbers does not match the columns.
     """
 
     name: str
@@ -136,6 +138,8 @@ class Table:
     published: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not re.fullmatch(r"[\w-]+", self.name):
+            raise SpecError("table: name", self.name, "must have only letters, digits, '-' and '_', such as 'table-1'")
         check_choices(f"table {self.name}: axes", (*self.rows, *self.columns), AXES)
         check_choices(f"table {self.name}: measure", (self.measure,), MEASURES)
         check_choices(f"table {self.name}: rule", (self.rule,), RULES)

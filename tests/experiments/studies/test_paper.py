@@ -299,6 +299,8 @@ def test_shipped_papers_name_what_there_is(name: str, quick: bool) -> None:
         (("--file", "musique.jsonl"), ("", ""), "musique.jsonl': is not a file of this evaluation; use hotpotqa"),
         ((), ('rows = ["model"]', 'rows = ["mode"]'), "table by-length: axes = 'mode': must be one of model, policy"),
         ((), ("crystalcache = [0.75]", "crystalcache = []"), "must have a figure for each published column"),
+        ((), ('name = "none"', 'name = "../../x"'), "table: name = '../../x': must have only letters, digits"),
+        ((), ('name = "none"', "name = 5"), "table: name = 5: must have only letters"),
         ((), ('parts = ["files"]', 'parts = ["file"]'), "table files: parts = 'file': must be one of needle, files"),
         ((), ('title = "Tiny"', ""), "missing or unknown: Paper has title, method"),
         ((), ("contexts = 3", "context = 3"), "missing or unknown: Rules has"),
