@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
 from pathlib import Path, PurePath
 from types import ModuleType
@@ -77,15 +78,23 @@ def load(target: str) -> Plugin:
 def load_from_folder(target: str) -> Plugin:
     """Load the object `module:ATTRIBUTE` from a user's module, which may be in the current folder.
 
+    A file of the current folder hides no module, also not from the imports of the user's module.
+
     Raises:
-        ImportError: under the same conditions as in `load`.
+        ImportError: under the same conditions as in `load`. If a file of the folder has the name of a different module,
+            the message names the file.
     """
-    here = str(Path.cwd())
-    sys.path.insert(0, here)
-    try:
-        return load(target)
-    finally:
-        sys.path.remove(here)
+    with current_folder_last():
+        try:
+            return load(target)
+        except ImportError as error:
+            top = target.partition(":")[0].partition(".")[0]
+            here = PathFinder.find_spec(top, [str(Path.cwd())]) if top else None
+            used = getattr(sys.modules.get(top), "__spec__", None)
+            if here is None or used is None or here.origin == used.origin:
+                raise
+            reason = f"{error}; {here.origin} has the name of a different module ({used.origin}): rename the file"
+            raise ImportError(reason) from error
 
 
 @contextmanager

@@ -8,11 +8,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, chdir, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from runpy import run_module
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -20,7 +21,7 @@ from experiments.studies.evidence.run import study_unit
 from experiments.studies.leases import Leases
 from experiments.studies.results import STUDY, Row, load_rows
 from spec.errors import SpecError
-from spec.plugins import search_path
+from spec.plugins import current_folder_last, search_path
 from spec.validate import check_choices
 
 __all__ = ["ENGINES", "Launch", "begun", "failed_samples", "first_failure", "run_actors", "status"]
@@ -160,14 +161,25 @@ class _Worker:
     def work(self, arguments: Sequence[str], folder: str, log: str) -> int:
         """Run the command in a folder and return the exit code. A second run continues the work of a killed run."""
         os.chdir(folder)
-        sys.path.insert(0, folder)
         sys.argv = ["kvspec", *arguments]
-        with open(log, "a", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
+        with open(log, "a", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file), \
+                current_folder_last():
             try:
                 run_module("kvspec", run_name="__main__")
             except SystemExit as ended:
                 return int(ended.code or 0)
         return 0
+
+
+@contextmanager
+def _outside_of_folder() -> Iterator[None]:
+    """Context manager in which the current folder is empty, unless this process already imports from its folder.
+
+    Ray puts the current folder first in `sys.path` of all actors. A file of the folder, such as typing.py, would hide a
+    module.
+    """
+    with TemporaryDirectory(prefix="kvspec-") as empty, nullcontext() if os.getcwd() in sys.path else chdir(empty):
+        yield
 
 
 def run_actors(arguments: Sequence[str], workers: int, address: str, out: Path, device: str) -> None:
@@ -179,7 +191,8 @@ def run_actors(arguments: Sequence[str], workers: int, address: str, out: Path, 
 
     out.mkdir(parents=True, exist_ok=True)
     where = {"address": address} if address else {"address": "local", "num_cpus": workers}
-    ray.init(**where, log_to_driver=False, include_dashboard=False)
+    with _outside_of_folder():
+        ray.init(**where, log_to_driver=False, include_dashboard=False)
     gpus = int(device.startswith("cuda"))
     kind = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=_RESTARTS, max_task_retries=_RESTARTS)(_Worker)
     actors, under_way = [kind.remote() for _ in range(workers)], {}

@@ -8,11 +8,11 @@ layers.
 import json
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NoReturn, cast
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -177,19 +177,41 @@ def _files(folder: Path) -> dict[str, Path]:
     """Return the file of each tensor."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
-        parts = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {name: folder / part for name, part in parts.items()}
+        return _indexed(index)
     if not single.is_file():
         raise SpecError(
             "model", str(folder), "must be a folder with model.safetensors, or with an index of several files"
         )
-    with safe_open(single, framework="pt") as opened:
-        return dict.fromkeys(opened.keys(), single)
+    try:
+        with safe_open(single, framework="pt") as opened:
+            return dict.fromkeys(opened.keys(), single)
+    except (OSError, SafetensorError) as error:
+        raise SpecError("model", str(single), f"must be a safetensors file: {error}") from error
+
+
+def _indexed(index: Path) -> dict[str, Path]:
+    """Return the file of each tensor in an index.
+
+    Raises:
+        SpecError: if the index is malformed, or names a file outside of the folder of the index.
+    """
+    try:
+        parts: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+        paths = {name: PurePath(part) for name, part in parts.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise SpecError("model", str(index), "must be the index of safetensors files") from error
+    # Links inside of the folder are allowed, because the cache of the hub consists of links.
+    if outside := [part for part in paths.values() if part.is_absolute() or ".." in part.parts]:
+        raise SpecError("model", str(outside[0]), f"must be a file in the folder of {index}")
+    return {name: index.parent / part for name, part in paths.items()}
 
 
 def _read(files: dict[str, Path], name: str) -> Tensor:
     if name not in files:
         raise SpecError("model", name, "is a tensor that the files of the model do not contain")
-    with safe_open(files[name], framework="pt") as opened:
-        tensor: Tensor = opened.get_tensor(name)
+    try:
+        with safe_open(files[name], framework="pt") as opened:
+            tensor: Tensor = opened.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise SpecError("model", str(files[name]), f"must be a safetensors file with {name}: {error}") from error
     return tensor

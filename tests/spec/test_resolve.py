@@ -233,3 +233,15 @@ def test_what_is_no_policy_is_one_line(name: str, words: str, here: Path) -> Non
         check_name(name, "policy")
     assert (caught.value.argument, caught.value.value) == ("policy", name)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.spec("PO-RETAIN")
+def test_a_file_of_the_folder_hides_no_module(here: Path) -> None:
+    """A module of the folder imports an installed module, and the folder has a file with the same name."""
+    (here / "users_own.py").write_text(f"import this_or_that\n{OWN_MODULE}", encoding="utf-8")
+    for folder, text in ((here.parent / "site", "SAFE = 1"), (here, "raise RuntimeError('the file ran')")):
+        (folder / "this_or_that.py").write_text(text, encoding="utf-8")
+    assert user_policy("users_own:MINE").value is sys.modules["users_own"].MINE
+    with pytest.raises(SpecError, match=r"this_or_that\.py has the name of a different module .*: rename the file"):
+        user_policy("this_or_that:MINE")

@@ -131,7 +131,7 @@ def _finding(path: Path, rules: str, rows: str, commits: set[str | None]) -> str
 
 def _history(path: Path) -> list[str]:
     """Return the commits that changed a file, oldest first."""
-    return (git_output(path.parent, "log", "--reverse", "--format=%H", "--", path.name) or "").split()
+    return (git_output(path.parent, "rev-list", "--reverse", "HEAD", "--", path.name) or "").split()
 
 
 def _digest_at(path: Path, commit: str) -> str:

@@ -23,8 +23,6 @@ __all__ = [
 
 _COMMIT = re.compile(r"[0-9a-f]{40,64}")
 """Names of commits that rows may have. A different text could be an option of git, or a name such as HEAD."""
-_NO_PROGRAMS = ("-c", "log.showSignature=false", "-c", "core.fsmonitor=false")
-"""Options without which git runs programs that the configuration of the repository names."""
 
 
 def registered(rules: Rules, path: Path) -> str:
@@ -34,11 +32,19 @@ def registered(rules: Rules, path: Path) -> str:
         SpecError: if a file is not in git, or has changed since the last commit.
     """
     for file in (path, *([path.parent / rules.calibration] if rules.calibration else [])):
-        tracked = git_output(file.parent, "ls-files", "--error-unmatch", "--", file.name)
-        if tracked is None or git_output(file.parent, "status", "--porcelain", "--", file.name) != "":
+        if not _is_committed(file):
             reason = "has uncommitted changes: commit rules file and calibration before you run confirming samples"
             raise SpecError("rules", str(file), reason)
     return git_output(path.parent, "rev-parse", "HEAD") or ""
+
+
+def _is_committed(file: Path) -> bool:
+    """Return True if the last commit has exactly the bytes of a file."""
+    try:
+        done = _git(file.parent, "cat-file", "blob", f"HEAD:./{file.name}")
+        return done.returncode == 0 and done.stdout == file.read_bytes()
+    except OSError:  # git is not installed, or there is no such file
+        return False
 
 
 def commits_with_rules(rules: Rules, rows: Iterable[Row]) -> frozenset[str]:
@@ -107,7 +113,7 @@ def processor() -> str:
 
 def text_at(path: Path, commit: str) -> bytes:
     """Return a version of a file, or nothing if the commit has no such file."""
-    return _git(path.parent, "show", f"{commit}:./{path.name}").stdout
+    return _git(path.parent, "cat-file", "blob", f"{commit}:./{path.name}").stdout
 
 
 def is_before(path: Path, first: str, second: str) -> bool:
@@ -133,11 +139,13 @@ def git_output(folder: Path, *arguments: str) -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
-    """Run git in a folder whose .git/config may be of a stranger. Objects that a partial clone lacks are not fetched.
+    """Run git in a folder whose .git/config may be of a stranger.
 
-    A fetch would run programs too, such as `remote.origin.uploadpack`.
+    All commands read only commits and stored files. Commands that read the index or the files of the folder, such as
+    `git status`, or that show commits, such as `git log`, run programs that .git/config names. Objects that a partial
+    clone lacks are not fetched, because a fetch runs programs too.
     """
     return subprocess.run(
-        ["git", *_NO_PROGRAMS, *arguments], cwd=folder, capture_output=True, check=False,
+        ["git", *arguments], cwd=folder, capture_output=True, check=False,
         env={**os.environ, "GIT_ALLOW_PROTOCOL": ""},
     )

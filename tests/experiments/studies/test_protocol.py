@@ -7,6 +7,7 @@ pytest.importorskip("transformers", reason="studies drive transformers models")
 import hashlib
 import json
 import lzma
+import os
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
@@ -82,8 +83,14 @@ def test_rows_name_the_commit_of_their_rules(tmp_path: Path) -> None:
     commit = commit_all(tmp_path)
     assert registered(load_rules(path), path) == commit
     (tmp_path / "elsewhere").mkdir()
+    changed = path.with_name("changed.toml")
+    changed.write_bytes(path.read_bytes())
+    for uncommitted in (tmp_path / "elsewhere" / "rules.toml", changed):
+        with pytest.raises(SpecError, match="uncommitted changes"):
+            registered(load_rules(path), uncommitted)
+    path.write_bytes(path.read_bytes() + b"# one more line\n")
     with pytest.raises(SpecError, match="uncommitted changes"):
-        registered(load_rules(path), tmp_path / "elsewhere" / "rules.toml")
+        registered(load_rules(path), path)
 
 
 def write_rows(path: Path, *rows: Row) -> None:
@@ -153,12 +160,14 @@ printf -- '-----BEGIN PGP SIGNATURE-----\\n\\nx\\n-----END PGP SIGNATURE-----\\n
 
 @pytest.mark.law("an-object-proves-itself")
 @pytest.mark.parametrize("config", [
-    {"log.showSignature": "true"}, {"core.fsmonitor": "{signer}"},
+    {"log.showSignature": "true"}, {"core.fsmonitor": "{signer}"}, {"filter.any.clean": "{signer}"},
+    {"filter.any.process": "{signer}"}, {"diff.any.textconv": "{signer}"}, {"diff.external": "{signer}"},
+    {"core.hooksPath": "{folder}/hooks"},
     {"core.repositoryFormatVersion": "1", "extensions.partialClone": "origin", "remote.origin.promisor": "true",
      "remote.origin.url": "{folder}", "remote.origin.uploadpack": "{signer}"},
 ])
 def test_git_runs_no_program_that_a_repository_names(config: dict[str, str], tmp_path: Path) -> None:
-    """Check a signed commit, and a row whose commit the repository lacks."""
+    """Check a signed commit, a row whose commit the repository lacks, and files that git must compare again."""
     folder, ran, signer = tmp_path / "studies", tmp_path / "ran", tmp_path / "signer"
     folder.mkdir()
     signer.write_text(SIGNER.format(ran=ran), encoding="utf-8")
@@ -176,6 +185,10 @@ def test_git_runs_no_program_that_a_repository_names(config: dict[str, str], tmp
     assert ran.exists()  # The program signed the commits.
     ran.unlink()
     configure(**{name: value.format(signer=signer, folder=folder) for name, value in config.items()})
+    (folder / ".git" / "info" / "attributes").write_text("* filter=any diff=any\n", encoding="utf-8")
+    (folder / "hooks").mkdir()
+    (folder / "hooks" / "post-index-change").symlink_to(signer)
+    os.utime(path, (0, 0))  # the index no longer knows whether the file is unchanged
     (one,) = audit(folder)
     assert one.finding == "exploratory: no commit has the rules of these rows"
     assert registered(load_rules(path), path) == one.rows

@@ -30,7 +30,7 @@ from experiments.studies.leases import Leases
 from experiments.studies.report import progress_bar
 from experiments.studies.results import ERROR, START, Row, append_row, load_rows, rows_behind
 from experiments.studies.subject import Loading
-from experiments.studies.workers import Launch, run_actors, status
+from experiments.studies.workers import Launch, _Worker, run_actors, status
 from kvspec.cli.app import app
 from models_integration.cache.atomic_file import publish_readable
 from models_integration.session.method import method_of
@@ -283,12 +283,15 @@ def test_actors_that_still_load_their_models_are_waited_for(
     def actor() -> Any:
         return SimpleNamespace(work=SimpleNamespace(remote=lambda arguments, folder, log: log))
 
+    folders: list[Path] = []
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != os.getcwd()])
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(
-        init=lambda **_: None, shutdown=lambda: None, wait=wait, get=lambda log: 0,
+        init=lambda **_: folders.append(Path.cwd()), shutdown=lambda: None, wait=wait, get=lambda log: 0,
         remote=lambda **_: lambda kind: SimpleNamespace(remote=actor),
     ))
     run_actors([], 2, "", tmp_path, "cpu")
     assert capsys.readouterr().out == f"{path}: 0 samples done, 0 failed\n"
+    assert folders != [Path.cwd()], "Ray puts this folder first in sys.path of all actors"
 
 
 @pytest.mark.law("as-it-is-described")
@@ -317,3 +320,13 @@ def test_a_worker_imports_no_file_that_hides_a_module(tmp_path: Path, monkeypatc
             time.sleep(0.02)
     assert b"No such option: --workers" in log.read_bytes()
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.law("an-object-proves-itself")
+def test_an_actor_of_ray_imports_no_file_that_hides_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, paths = Path.cwd(), list[list[str]]()
+    monkeypatch.chdir(before)  # the folder after the test
+    monkeypatch.setattr(sys, "argv", ["kvspec"])
+    monkeypatch.setattr("experiments.studies.workers.run_module", lambda *_, **__: paths.append([*sys.path]))
+    assert _Worker().work(["tasks"], str(tmp_path), str(tmp_path / "worker-1.log")) == 0
+    assert paths == [[*sys.path, str(tmp_path)]]

@@ -312,6 +312,25 @@ def test_a_memory_is_refused_where_only_the_first_layer_is_read(tmp_path: Path) 
         keep(tmp_path, kvspec.policy_from_name("streamingllm", "64KiB"), [5, 6, 7, 8])
 
 
+@pytest.mark.law("an-object-proves-itself")
+@pytest.mark.parametrize(("index", "words"), [
+    ('{"weight_map": {"model.embed_tokens.weight": "../model.safetensors"}}', "must be a file in the folder of"),
+    ('{"weight_map": {"model.embed_tokens.weight": "/model.safetensors"}}', "must be a file in the folder of"),
+    ('{"weight_map": {"model.embed_tokens.weight": 1}}', "must be the index"),
+    ('{"weight_map": []}', "must be the index"),
+    ("[]", "must be the index"), ("[" * 100_000, "must be the index"), (
+        '{"weight_map": {"model.embed_tokens.weight": "config.json"}}', "must be a safetensors file with model.embed"
+    ),
+])
+def test_an_index_names_only_files_of_its_folder(index: str, words: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    build("llama").save_pretrained(folder)
+    (folder / "model.safetensors").rename(tmp_path / "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(index, encoding="utf-8")
+    with pytest.raises(SpecError, match=words):
+        keep(folder, kvspec.policy_from_name("crystalcache", 0.5, sentence_ends=frozenset({1})), [5, 6, 7, 8])
+
+
 @pytest.mark.law("refused-before-anything-changes")
 def test_other_texts_and_wrong_names_are_refused_before_a_model_is_known() -> None:
     for text in ("64Mib", "64 M", "MiB", "-1MiB", "1e3B", ".5MiB", "64MiB/2"):
