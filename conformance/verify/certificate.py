@@ -221,7 +221,8 @@ def read(path: Path) -> dict[str, Any]:
         raise SpecError("check", str(path), f"must be a certificate: {error}") from error
     if wrong := _wrong_types(result) or _wrong_values(result):
         names = ", ".join(wrong[:_NAMED])
-        raise SpecError("check", str(path), f"must be a certificate of schema {SCHEMA}; missing or malformed: {names}")
+        reason = f"must be a certificate of schema {SCHEMA}, but lacks valid values for {names}"
+        raise SpecError("check", str(path), reason)
     if result["run"]["profile"] not in PROFILES or "quick profile" in result["verdict"]:
         raise SpecError(
             "check", str(path), "must be the certificate of a complete run, without --quick and --fail-fast"

@@ -134,7 +134,7 @@ class Server:
             with self._open("/v1/models") as reply:
                 return [str(one.get("id")) for one in json.loads(read_all(reply)).get("data") or ()]
         except _UNREADABLE as error:
-            bound = f'must answer GET /v1/models with JSON such as {{"data": [{{"id": "NAME"}}]}}: {error}'
+            bound = f'must answer GET /v1/models with JSON such as {{"data":[{{"id":"NAME"}}]}}: {error}'
             raise SpecError("server", self.url, bound) from error
 
     def version(self) -> str:
