@@ -159,9 +159,24 @@ class Settings:
     @property
     def lacks_sentence_ends(self) -> bool:
         """True if a request can ask for a policy with sentence ends, and they were not computed from the tokenizer."""
-        possible = [*(names.NAMES if self.allow_policies is None else self.allow_policies)]
-        possible += [] if self.default is None else [self.default["policy"]]
+        possible = [*self._allowed, *([] if self.default is None else [self.default["policy"]])]
         return self.sentence_ends is None and any(_ENDS in constants_of(name) for name in possible)
+
+    @property
+    def _allowed(self) -> Sequence[str]:
+        return names.NAMES if self.allow_policies is None else self.allow_policies
+
+    @property
+    def unserved(self) -> Mapping[str, str]:
+        """Return why allowed policies are not served, by name. A policy with diversity has the reason of its host."""
+        ends, reasons = frozenset(self.sentence_ends or ()), dict[str, str | None]()
+        for name in self._allowed:
+            if not name.startswith(names.DIVERSE) and name != (self.default or {}).get("policy"):
+                try:
+                    reasons[name] = _parse_policy(_as_json({"policy": name, "budget": 1}), ends).unserved
+                except SpecError as error:
+                    reasons[name] = error.bound
+        return {name: reason for name, reason in reasons.items() if reason}
 
     @classmethod
     def read(cls, given: Any) -> "Settings":

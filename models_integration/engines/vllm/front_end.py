@@ -7,14 +7,16 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any, ClassVar
 
 from prometheus_client import Counter
+from transformers import AutoTokenizer
 
 from models_integration.engines.vllm.arguments import Settings, parse_request
 from models_integration.engines.vllm.seams import AdapterLogitsProcessor, replace_front_end
 from models_integration.engines.vllm.statement import KEY, Statement
+from models_integration.policies.values import sentence_ends
 from spec.errors import BackendUnavailable, SpecError
 from spec.witness import FORMAT
 
-__all__ = ["PolicyParameters", "install"]
+__all__ = ["PolicyParameters", "install", "sentence_ends_of"]
 
 SEEN = Counter("kvspec_seen_tokens", "Prompt and answer tokens of finished requests.")
 KEPT = Counter("kvspec_kept_tokens", "Prompt and answer tokens of finished requests that were not evicted.")
@@ -67,6 +69,20 @@ def install(settings: Settings) -> None:
         "request_output_to_completion_response": _completion_response,
         "completion_stream_generator": _stream, "chat_completion_stream_generator": _stream,
     })
+
+
+def sentence_ends_of(model: Any) -> frozenset[int]:
+    """Return the ids of the tokens that end a sentence. Empty if transformers cannot read the tokenizer.
+
+    Args:
+        model: configuration of vLLM's model.
+    """
+    options = {"revision": model.tokenizer_revision, "trust_remote_code": model.trust_remote_code}
+    try:
+        return sentence_ends(AutoTokenizer.from_pretrained(model.tokenizer, **options))
+    except Exception as error:  # a tokenizer of another library, or none: only policies with sentences are refused
+        logging.getLogger(__name__).warning("kvspec: no sentence ends for crystalcache: %s", error)
+        return frozenset()
 
 
 def _make_request_output(
@@ -122,7 +138,6 @@ async def _stream(original: Any, serving: Any, request: Any, *args: Any, **kwarg
     """
     statements, sent, ended = dict[int, Statement](), dict[int, int](), False
     count = request.n or 1
-    name = "result_generator"
 
     async def watched(results: AsyncIterator[Any]) -> AsyncIterator[Any]:
         async for item in results:
@@ -132,7 +147,7 @@ async def _stream(original: Any, serving: Any, request: Any, *args: Any, **kwarg
 
     bound = inspect.signature(original).bind(serving, request, *args, **kwargs)
     prompts = bound.arguments.get("num_prompts", 1)
-    bound.arguments[name] = watched(bound.arguments[name])
+    bound.arguments["result_generator"] = watched(bound.arguments["result_generator"])
     async for chunk in original(*bound.args, **bound.kwargs):
         events = list[dict[str, Any]]()
         last = not ended and len(statements) == count * prompts and all(one.finished for one in statements.values())

@@ -4,6 +4,7 @@
 """
 
 import json
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -52,8 +53,8 @@ def _chosen(engine: Any, original: Any, given: Any, args: Any, kwargs: Any) -> A
     """
     # A process of vLLM without this setting does not import these modules.
     from models_integration.engines.vllm.arguments import Settings
-    from models_integration.engines.vllm.front_end import install
-    from models_integration.engines.vllm.seams import check_configuration, sentence_ends_of
+    from models_integration.engines.vllm.front_end import install, sentence_ends_of
+    from models_integration.engines.vllm.seams import check_configuration, use_piecewise_graphs
 
     settings = Settings.read(given)
     for name, unset in (("scheduler_cls", (None,)), ("worker_cls", ("auto", WORKER))):
@@ -62,11 +63,14 @@ def _chosen(engine: Any, original: Any, given: Any, args: Any, kwargs: Any) -> A
     engine.worker_cls = WORKER
     engine.logits_processors = [*(engine.logits_processors or []), PARAMETERS]
     config = original(engine, *args, **kwargs)
+    use_piecewise_graphs(config)
     check_configuration(config)
     if settings.lacks_sentence_ends:
         settings = replace(settings, sentence_ends=sentence_ends_of(config.model_config))
     config.additional_config = {**config.additional_config, KEY: json.loads(settings.text())}
     install(settings)
+    lines = [f"\n  {name}: {reason}" for name, reason in settings.unserved.items()]
+    logging.getLogger(__name__).warning("kvspec: policies that are not served:%s", "".join(lines) or " none")
     # vLLM decides about asynchronous scheduling inside, so the class of the scheduler is chosen after that.
     config.scheduler_config.scheduler_cls = SCHEDULERS[bool(config.scheduler_config.async_scheduling)]
     return config

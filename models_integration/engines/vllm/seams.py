@@ -5,7 +5,6 @@ in vLLM 0.30 to 0.32. All other versions raise an error, because vLLM does not d
 """
 
 import inspect
-import logging
 import re
 import sys
 import time
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 import vllm
 from torch import Tensor
-from transformers import AutoTokenizer
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -29,7 +27,6 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from models_integration.engines.vllm.selection import LayerFacts
 from models_integration.engines.vllm.statement import KEY
-from models_integration.policies.values import sentence_ends
 from spec.errors import SpecError
 
 if current_platform.is_cpu():
@@ -41,7 +38,7 @@ __all__ = [
     "AdapterLogitsProcessor", "AsyncScheduler", "FullAttentionManager", "FullAttentionSpec", "GPUModelRunner",
     "Scheduler", "Worker", "attention_layers", "check_configuration", "check_layout", "check_version", "end_promptly",
     "layer_facts", "only_manager", "output_projection", "preempt", "replace_block_table", "replace_front_end",
-    "rotary_frequencies", "sentence_ends_of", "shift_lengths", "spec_registry", "undrawn_chunks", "watch_queries",
+    "rotary_frequencies", "shift_lengths", "spec_registry", "undrawn_chunks", "use_piecewise_graphs", "watch_queries",
 ]
 
 OLDEST, NEWEST = (0, 30), (0, 32)
@@ -195,7 +192,17 @@ def refusals(config: Any) -> Iterator[tuple[str, Any, str]]:
     yield "sliding_window", window, "a window counts slots, and evicted tokens have none"
     yield "uses_alibi", getattr(model, "uses_alibi", False), "ALiBi computes distances from slots"
     yield "kv_sharing_fast_prefill", getattr(cache, "kv_sharing_fast_prefill", False), "skips layers of the prompt"
+    graphs = config.compilation_config.cudagraph_mode
+    yield "cudagraph_mode", graphs.has_full_cudagraphs() and graphs.name, "a graph of whole steps hides the queries"
     yield "VLLM_USE_V2_MODEL_RUNNER", config.use_v2_model_runner, "was not tested: set VLLM_USE_V2_MODEL_RUNNER=0"
+
+
+def use_piecewise_graphs(config: Any) -> None:
+    """Replace the default mode of CUDA graphs, in which `watch_queries` would not see the steps of answers."""
+    # vLLM 0.32 replays a graph of a whole step without a call of `impl.forward`.
+    graphs = config.compilation_config
+    if graphs.cudagraph_mode.name == "FULL_AND_PIECEWISE":
+        graphs.cudagraph_mode = type(graphs.cudagraph_mode).PIECEWISE
 
 
 def check_configuration(config: Any) -> None:
@@ -208,20 +215,6 @@ def check_configuration(config: Any) -> None:
     for option, value, reason in refusals(config):
         if value:
             raise SpecError(option, value, f"is not served with eviction: {reason}")
-
-
-def sentence_ends_of(model: Any) -> frozenset[int]:
-    """Return the ids of the tokens that end a sentence. Empty if transformers cannot read the tokenizer.
-
-    Args:
-        model: configuration of vLLM's model.
-    """
-    options = {"revision": model.tokenizer_revision, "trust_remote_code": model.trust_remote_code}
-    try:
-        return sentence_ends(AutoTokenizer.from_pretrained(model.tokenizer, **options))
-    except Exception as error:  # a tokenizer of another library, or none: only policies with sentences are refused
-        logging.getLogger(__name__).warning("kvspec: no sentence ends for crystalcache: %s", error)
-        return frozenset()
 
 
 def only_manager(scheduler: Any, kind: type) -> Any:

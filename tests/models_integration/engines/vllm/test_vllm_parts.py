@@ -76,27 +76,34 @@ def test_bad_arguments_are_one_sentence(given: Any, told: str) -> None:
         parse_request(given, DEFAULT)
 
 
+CRYSTAL = {"policy": "crystalcache", "sentence_ends": [5]}
+
+
 @pytest.mark.law("refused-before-anything-changes")
-@pytest.mark.parametrize(("constants", "told"), [
-    ({"sentence_ends": 5}, "token ids"), ({"sentence_ends": None}, "token ids"), ({"sentence_ends": [[1]]}, "ids"),
-    ({"parameters": {}}, "parameters"), ({"parameters": "x"}, "'paper' or 'essay'"), ({"alpha": []}, "alpha"),
-    ({"decode": 1}, "decode"), ({"stream": True}, "leave stream out"), ({"breath_protection": "x"}, "sink"),
+@pytest.mark.parametrize(("given", "told"), [
+    *(({**CRYSTAL, key: value}, told) for key, value, told in (
+        ("sentence_ends", 5, "token ids"), ("sentence_ends", None, "token ids"), ("sentence_ends", [[1]], "ids"),
+        ("parameters", {}, "parameters"), ("parameters", "x", "'paper' or 'essay'"), ("alpha", [], "alpha"),
+        ("decode", 1, "decode"), ("stream", True, "leave stream out"), ("breath_protection", "x", "sink"),
+        ("C", 1025, "C = 1025"),
+    )),
+    *(({"policy": name, key: value}, f"cannot be sent as text: leave {key} out") for name, key, value in (
+        ("kvzip", "template", 5), ("kvzip", "template", [1, 2, 3]), ("diverse-kvzip", "template", [[1], [2], ["a"]]),
+        ("kvzip/layers=even", "template", None), ("nestedkv", "parameters", {}),
+        ("nestedkv/heads=even", "parameters", 5),
+    )),
+    ({"policy": "snapkv/steps=snapkv:kernel=99999/every=64"}, "kernel = 99999: must be at most 1024"),
+    ({"policy": "snapkv/recent=5000/steps=snapkv:window=5000/every=64"}, "W = 5000: must be at most 1024"),
+    ({"policy": "score=snapkv:W=1025/recent=1025"}, "W = 1025: must be at most 1024"),
+    ({"policy": "snapkv", "W": 1025}, "W = 1025"), ({"policy": "diverse-snapkv:window=1025"}, "W = 1025"),
+    ({**CRYSTAL, "policy": "crystalcache:k_intra=1025"}, "k_intra = 1025"),
+    ({"policy": "noncausal", "c": 99999}, "c = 99999"), ({"policy": "capkv", "N_future": 99999}, "N_future = 99999"),
+    ({"policy": "knorm/pieces=15"}, "at least 16"), ({"policy": "knorm/pieces=1"}, "at least 16"),
 ])
-def test_constants_of_the_wrong_type_are_one_sentence(constants: dict[str, Any], told: str) -> None:
-    """Each of these constants was once an HTTP 500."""
+def test_bad_constants_are_one_sentence(given: dict[str, Any], told: str) -> None:
+    """A constant of a wrong type, also a template, was once an HTTP 500. Costly constants are bounded in every form."""
     with pytest.raises(SpecError, match=told):
-        parse_request({"policy": "crystalcache", "budget": 0.3, "sentence_ends": [5], **constants}, Settings())
-
-
-@pytest.mark.law("refused-before-anything-changes")
-@pytest.mark.parametrize(("name", "key", "value"), [
-    ("kvzip", "template", 5), ("kvzip", "template", [1, 2, 3]), ("diverse-kvzip", "template", [[1], [2], ["a"]]),
-    ("kvzip/layers=even", "template", None), ("nestedkv", "parameters", {}), ("nestedkv/heads=even", "parameters", 5),
-])
-def test_a_constant_without_a_default_is_refused(name: str, key: str, value: Any) -> None:
-    """A wrong template was once an HTTP 500."""
-    with pytest.raises(SpecError, match=f"cannot be sent as text: leave {key} out"):
-        parse_request({"policy": name, "budget": 0.3, key: value}, OPEN)
+        parse_request({"budget": 0.3, **given}, OPEN)
 
 
 WRONG: tuple[Any, ...] = (
@@ -133,22 +140,6 @@ def test_no_part_of_a_text_has_a_larger_constant(part: str) -> None:
             parse_request({"policy": f"{head}:{key}=99999{every}", "budget": 0.3}, OPEN)
 
 
-@pytest.mark.law("refused-before-anything-changes")
-@pytest.mark.parametrize(("given", "told"), [
-    ({"policy": "snapkv/steps=snapkv:kernel=99999/every=64"}, "kernel = 99999: must be at most 1024"),
-    ({"policy": "snapkv/recent=5000/steps=snapkv:window=5000/every=64"}, "W = 5000: must be at most 1024"),
-    ({"policy": "score=snapkv:W=1025/recent=1025"}, "W = 1025: must be at most 1024"),
-    ({"policy": "snapkv", "W": 1025}, "W = 1025"), ({"policy": "diverse-snapkv:window=1025"}, "W = 1025"),
-    ({"policy": "crystalcache", "sentence_ends": [5], "C": 1025}, "C = 1025"),
-    ({"policy": "crystalcache:k_intra=1025", "sentence_ends": [5]}, "k_intra = 1025"),
-    ({"policy": "noncausal", "c": 99999}, "c = 99999"), ({"policy": "capkv", "N_future": 99999}, "N_future = 99999"),
-    ({"policy": "knorm/pieces=15"}, "at least 16"), ({"policy": "knorm/pieces=1"}, "at least 16"),
-])
-def test_constants_of_a_score_are_bounded_in_every_form(given: dict[str, Any], told: str) -> None:
-    with pytest.raises(SpecError, match=told):
-        parse_request({**given, "budget": 0.3}, OPEN)
-
-
 def test_the_largest_constants_are_accepted() -> None:
     asked = request({"policy": "snapkv/recent=5000/steps=rkv:W=1024:kernel=1023/every=64", "budget": 0.3, "W": 1024})
     assert asked.window == 1024
@@ -165,11 +156,8 @@ def test_a_request_inherits_from_the_default() -> None:
     assert parse_request(None, OPEN) is None
     assert Settings.read(DEFAULT.text()) == DEFAULT
     assert str(request(None, Settings({"policy": "snapkv", "budget": 0.3, "backend": "numpy"}))) == "snapkv"
-
-
-def test_the_default_may_name_a_backend_in_its_text() -> None:
-    settings = Settings({"policy": "h2o:backend=numpy/every=64", "budget": 0.3}, on_unserved="full")
-    assert request({"budget": 0.5}, settings).every == 64
+    in_text = Settings({"policy": "h2o:backend=numpy/every=64", "budget": 0.3}, on_unserved="full")
+    assert request({"budget": 0.5}, in_text).every == 64
 
 
 UNEQUAL = {
@@ -196,6 +184,15 @@ def test_each_policy_is_served_or_refused_with_the_reason(name: str) -> None:
     if host in UNEQUAL:
         equal = request({"policy": str(actual.unserved).rpartition("; type ")[2], "budget": 0.3}, Settings())
         assert equal.name.startswith(f"{name}/")
+
+
+def test_settings_name_the_allowed_policies_that_are_not_served() -> None:
+    actual = Settings(sentence_ends=[5]).unserved
+    named = {name for name in names.NAMES if "calibration" in names.constants_of(name)}
+    assert {name for name in actual if name not in named} == UNEQUAL | TWICE
+    assert all("is a file of the server" in actual[name] for name in named if not name.startswith(names.DIVERSE))
+    assert Settings({"policy": "adakv", "budget": 0.3}, on_unserved="full", allow_policies=["adakv"]).unserved == {}
+    assert "sentence_ends" in Settings(allow_policies=["crystalcache"]).unserved["crystalcache"]
 
 
 def test_a_text_with_shares_is_refused_without_a_form() -> None:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from conformance.paths import ROOT
+from models_integration.engines.vllm.plugin import register
 from models_integration.pocket import ASSETS, load_pocket
 from models_integration.policies.calibration import calibrate
 from models_integration.policies.methods import policy_from_name
@@ -59,8 +60,10 @@ def engine(calibration: Calibration, tmp_path_factory: pytest.TempPathFactory) -
 
 def test_a_calibrated_policy_of_the_server(engine: Engine, calibration: Calibration) -> None:
     prompt, (model, _) = cut(300, 7), load_pocket()
-    (output,) = engine.answer([prompt], [asking(None)])
+    output, later = engine.answer([prompt] * 2, [asking(None), asking("triattention", 60, budget=90, slack=16)])
     check_masked(prompt, output)
+    check_masked(prompt, later)
+    assert [one["seen"] for one in stated(later)["evictions"]] == [300, 316, 332, 348]
     assert stated(output)["policy"] == "triattention"
     (one,) = parsed(prompt, output.outputs[0].token_ids, stated(output)).evictions
     method = policy_from_name("triattention", 0.3, calibration=calibration).on(model)
@@ -128,29 +131,87 @@ def test_a_layer_that_the_model_lacks_costs_only_the_eviction(engine: Engine) ->
     ("data_parallel_size", {"data_parallel_size": 2}), ("kv_offloading_size", {"kv_offloading_size": 1.0}),
     ("speculative_config", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}),
     ("runner", {"runner": "pooling"}), ("sliding_window", {"hf_overrides": {"sliding_window": 64}}),
-    ("api_server_count", {"_api_process_count": 2, "_api_process_rank": -1}),
+    ("api_server_count", {"_api_process_count": 2, "_api_process_rank": -1}), ("worker_cls", {"worker_cls": "mine"}),
+    ("scheduler_cls", {"scheduler_cls": "mine"}),
 ])
 def test_options_without_eviction_are_refused_before_the_start(option: str, given: dict[str, Any]) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
+    register()
     arguments = EngineArgs(str(ASSETS), enforce_eager=True, additional_config={"kvspec": {}})
     for name, value in given.items():
         setattr(arguments, name, value)
-    with pytest.raises(SpecError, match=f"{option} = .*: is not served with eviction: "):
+    with pytest.raises(SpecError, match=f"{option} = .*: (is not served with eviction: |must not be set)"):
         arguments.create_engine_config()
 
 
 @pytest.mark.law("refused-before-anything-changes")
-@pytest.mark.parametrize("name", ["is_encoder_decoder", "is_attention_free", "is_hybrid", "use_mla", "uses_alibi"])
-def test_models_without_eviction_are_refused(engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("part", "name", "value"), [
+    *(("model", f"is_{kind}", True) for kind in ("encoder_decoder", "attention_free", "hybrid")),
+    ("model", "use_mla", True), ("model", "uses_alibi", True), ("cache", "cache_dtype", "fp8_e5m2"),
+    ("cache", "kv_sharing_fast_prefill", True), ("parallel", "decode_context_parallel_size", 2),
+    ("parallel", "prefill_context_parallel_size", 2), ("", "kv_transfer_config", "connector"),
+    ("", "ec_transfer_config", "connector"), ("", "use_v2_model_runner", True),
+])
+def test_configurations_without_eviction_are_refused(
+    engine: Engine, part: str, name: str, value: Any, monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from models_integration.engines.vllm.seams import check_configuration
 
     config = engine.runner.vllm_config
     check_configuration(config)
-    monkeypatch.delitem(vars(config.model_config), name, raising=False)  # a stored property
-    monkeypatch.setattr(type(config.model_config), name, True)
-    with pytest.raises(SpecError, match=name):
+    owner = getattr(config, f"{part}_config") if part else config
+    monkeypatch.delitem(vars(owner), name, raising=False)  # a field, or a stored property
+    monkeypatch.setattr(type(owner), name, value, raising=False)
+    with pytest.raises(SpecError, match=f"(?i){name}"):
         check_configuration(config)
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_graphs_of_whole_steps_are_replaced_or_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the configuration. On a CPU vLLM makes no graphs, and no graph of a GPU was tested."""
+    from models_integration.engines.vllm.seams import check_configuration, use_piecewise_graphs
+
+    config = engine.runner.vllm_config
+    graphs, modes = config.compilation_config, type(config.compilation_config.cudagraph_mode)
+    monkeypatch.setattr(graphs, "cudagraph_mode", modes.FULL_AND_PIECEWISE)
+    use_piecewise_graphs(config)
+    check_configuration(config)
+    assert graphs.cudagraph_mode is modes.PIECEWISE
+    graphs.cudagraph_mode = modes.FULL_DECODE_ONLY
+    with pytest.raises(SpecError, match="cudagraph_mode = 'FULL_DECODE_ONLY': is not served with eviction: a graph of"):
+        check_configuration(config)
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_an_unknown_vllm_or_several_groups_of_layers_are_refused(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from models_integration.engines.vllm import seams
+
+    with pytest.raises(SpecError, match=r"has no Scheduler\.schedule with \(nosuch, \.\.\.\)"):
+        seams.check_methods({seams.Scheduler: {"schedule": "nosuch"}})
+    (manager,) = engine.scheduler.kv_cache_manager.coordinator.single_type_managers
+    monkeypatch.setattr(engine.scheduler.kv_cache_manager.coordinator, "single_type_managers", (manager, manager))
+    with pytest.raises(SpecError, match="EvictingManager, EvictingManager': must have one group of layers"):
+        seams.only_manager(engine.scheduler, type(manager))
+    monkeypatch.setattr("vllm.__version__", "0.33.0")
+    with pytest.raises(SpecError, match=r"'0\.33\.0': kvspec was tested with 0\.30 to 0\.32: install one"):
+        seams.check_version()
+
+
+def test_the_log_says_once_which_policies_are_not_served(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    from models_integration.engines.vllm import front_end
+
+    register()
+    monkeypatch.setattr(front_end, "install", lambda settings: None)  # The other tests need the settings of the engine.
+    EngineArgs(str(ASSETS), enforce_eager=True, additional_config={"kvspec": {}}).create_engine_config()
+    (text,) = [one.getMessage() for one in caplog.records if "policies that are not served" in one.getMessage()]
+    assert "\n  adakv: adakv keeps more tokens in some heads than in others" in text
+    assert "\n  kvzip: kvzip reads each prompt twice" in text
+    assert "snapkv" not in text
 
 
 @pytest.mark.law("as-it-is-described")
