@@ -396,5 +396,6 @@ def dense_view(layer: RaggedLayer, first: int = 0, stop: int | None = None) -> t
         return None
     start, size = layout.starts[heads.start], lengths[0] + layout.spare
     slots = slice(start, start + len(lengths) * size)
-    keys, values = (x[slots].view(-1, layer.heads, size, x.shape[1]) for x in (layer.keys, layer.values))
+    shape = len(lengths) // layer.heads, layer.heads, size
+    keys, values = (x[slots].view(*shape, x.shape[1]) for x in (layer.keys, layer.values))
     return keys[:, :, : lengths[0]], values[:, :, : lengths[0]]

@@ -1,4 +1,4 @@
-"""Checks of a session's position rule, and the positions that a forward pass of the model gets."""
+"""Checks of a session's position rule and table of budgets, and the positions that a forward pass of the model gets."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -8,10 +8,14 @@ from torch import Tensor
 
 from models_integration.cache.renumbering import KEPT, RENUMBERED
 from models_integration.cache.retained_cache import RetainedCache
+from models_integration.model.architecture import Architecture
+from models_integration.model.layer_kinds import of_layer
+from reference.policies.tables import check_weights
 from spec.errors import SpecError
 from spec.policy import Policy
+from spec.retention import Granularity
 
-__all__ = ["check_same_rule", "check_scorer", "rebased"]
+__all__ = ["check_same_rule", "check_scorer", "check_table", "rebased"]
 
 
 def check_scorer(positions: str, policy: Policy) -> None:
@@ -44,6 +48,20 @@ def check_same_rule(positions: str, cache: object) -> None:
         rule = KEPT if cache.numbering is None else RENUMBERED
         if rule != positions:
             raise SpecError("past_key_values", f"positions={rule!r}", f"make the policy with positions={rule!r}")
+
+
+def check_table(policy: Policy, architecture: Architecture) -> None:
+    """Check that a table of budgets has one weight for each full-attention layer, or one for each kept set.
+
+    If the config does not have the number of KV heads, the prompt is checked instead.
+
+    Raises:
+        SpecError: if the number of weights is different.
+    """
+    L, first = len(architecture.full_layers), architecture.full_layers[0]
+    heads = of_layer(architecture.config, "num_key_value_heads", first)
+    if heads is not None:
+        check_weights(policy.budgets, L, L * heads if policy.granularity is Granularity.HEAD else L)
 
 
 def rebased(inputs: Mapping[str, object], base: int) -> dict[str, object]:

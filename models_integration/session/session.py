@@ -22,7 +22,7 @@ from models_integration.session.admission import Admitted, Kind, Place, admit, a
 from models_integration.session.hooks import NO_CALL, Hold, call_under_way, weakly
 from models_integration.session.inputs import Arguments, DecoderOutput, ForwardSpan, accepted
 from models_integration.session.method import Method
-from models_integration.session.rules import check_same_rule, rebased
+from models_integration.session.rules import check_same_rule, check_table, rebased
 from models_integration.session.segment import Forward, Segment, end_step, reading, step
 from models_integration.session.stages import describe_stages
 from models_integration.session.streams import Stream
@@ -91,6 +91,7 @@ class Session:
         self._architecture = describe(model)
         check_mode(self._architecture, {}, method.policy.scorer.needs)
         check_handover(self._architecture, method.policy.scorer.needs, method.policy.granularity)
+        check_table(method.policy, self._architecture)
         self._names = tuple(inspect.signature(self._architecture.decoder.forward).parameters)
         self._inputs = decoder_inputs(self._architecture.decoder)
         self._cache_name = cache_name(self._architecture.decoder)

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
-from reference.policies.budgets import largest_remainder
+from reference.policies.budgets import LayersThenHeads, largest_remainder
 from spec.arrays import Int64, IntVector
 from spec.composition import HEAD_SETS, LAYER_SETS, Required
 from spec.errors import SpecError
-from spec.policy import Scores
+from spec.policy import Budgets, Scores
 
-__all__ = ["Table", "capped_shares"]
+__all__ = ["Table", "capped_shares", "check_weights"]
 
 
 def capped_shares(weights: Sequence[Fraction], total: int, most: int) -> Int64[IntVector, " g"]:
@@ -69,15 +69,11 @@ class Table:
         Implements: PO-TABLE-BUDGET
 
         Raises:
-            SpecError: if the number of weights is neither the number of layers nor the number of kept sets.
+            SpecError: if the number of weights is wrong, or if the total is below the number of protected tokens.
         """
         groups, n = len(scores.values), int(scores.offsets[-1])
-        L, W = groups // scores.heads, min(self.W, n)
-        if len(self.weights) not in (L, groups):
-            raise SpecError(
-                "shares", f"{len(self.weights)} weights", f"must be {L}, one for each layer, or {groups}, one for each"
-                " kept set",
-            )
+        W = min(self.W, n)
+        check_weights(self, groups // scores.heads, groups)
         weights = self.weights if len(self.weights) == groups else tuple(
             weight for weight in self.weights for _ in range(scores.heads)
         )
@@ -85,3 +81,15 @@ class Table:
         if free < 0:
             raise SpecError("budget", total, f"must be at least {W} protected tokens for each of {groups} kept sets")
         return W + capped_shares(weights, free, n - W)
+
+
+def check_weights(budgets: Budgets, L: int, groups: int) -> None:
+    """Check that a table, if the budgets have one, has a weight for each of L layers, or for each kept set.
+
+    Raises:
+        SpecError: if the number of weights is different.
+    """
+    table = budgets.layers if isinstance(budgets, LayersThenHeads) else budgets
+    if isinstance(table, Table) and len(table.weights) not in (L, groups):
+        reason = f"must be {L}, one for each layer, or {groups}, one for each kept set"
+        raise SpecError("shares", f"{len(table.weights)} weights", reason)

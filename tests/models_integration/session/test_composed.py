@@ -105,6 +105,27 @@ def read_turns(machine: SessionMachine, policy: str) -> None:
     assert not life.dead
 
 
+@pytest.mark.law("eviction-equals-masking")
+@pytest.mark.spec("PO-THRESHOLD")
+def test_a_layer_without_a_kept_token_equals_the_masked_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No score of KeyDiff is above 1, so all layers evict the whole prompt and both turns."""
+    text = "keydiff/threshold=1.5"
+    monkeypatch.setitem(POLICIES, text, policy_from_name(text, 12))
+    met = run(partial(read_turns, policy=text))
+    assert met["a segment that evicts"] == 3
+
+
+@pytest.mark.spec("PO-TABLE-BUDGET")
+@pytest.mark.parametrize("text", [
+    "knorm/layers=table:shares=3_2", "adakv/layers=table:shares=1_2_3_4",
+    "tova/every=none/layers=table:shares=1_2_3_4_5_6",
+])
+def test_a_table_for_a_different_model_is_refused_before_the_model_reads(text: str) -> None:
+    policy = policy_from_name(text, 12)
+    with pytest.raises(SpecError, match="weights': must be 3, one for each layer, or"):
+        policy(build("llama"))
+
+
 def data_of(text: str) -> dict[str, Any]:
     """Return the constants of a text that depend on the model: a calibration, and the template of a rehearsal."""
     known = constants_of(text)
