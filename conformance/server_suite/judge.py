@@ -26,7 +26,7 @@ from conformance.server_suite.reading import (
 )
 from conformance.server_suite.ties import flat, judged_differences
 from conformance.witness.client import Answer, Server
-from conformance.witness.statement import Statement, digest_of
+from conformance.witness.statement import MalformedStatement, Statement, are_integers, digest_of, is_finite
 from models_integration import RetentionPolicy
 from reference.policies.kept import most_kept
 from spec.budget import parse_budget
@@ -52,10 +52,16 @@ class Reading:
 
     @cached_property
     def statement(self) -> Statement:
-        """Statement of the server. Without a statement, the test is skipped, except for the rule "eviction"."""
+        """Statement of the server. Without a statement, the test is skipped, except for the rule "eviction".
+
+        Raises MalformedStatement if a value is not allowed, or if the model does not have an answer token.
+        """
         if self.answer.stated is None:
             pytest.skip(f"prompt of {len(self.answer.prompt_ids)} ids: the server states nothing (spec/witness.md)")
-        return self.answer.statement()
+        result, size = self.answer.statement(), self.witness.vocabulary
+        if (largest := max(result.answer_ids, default=0)) >= size:
+            raise MalformedStatement("answer_ids", largest, f"must be below {size}, the number of ids of --model")
+        return result
 
     @property
     def policy(self) -> RetentionPolicy:
@@ -126,6 +132,7 @@ class Witness:
         self._readings: dict[str, list[Reading]] = {}
         self._refused: dict[str, str] = {}
         self._cancelled: list[list[int]] = []
+        self.vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
 
     def readings(self, group: str) -> list[Reading]:
         """Return the readings of a group of requests. The server is asked once for each group.
@@ -280,7 +287,7 @@ def _check_some_eviction(reading: Reading) -> None:
     """Check without a statement that the server evicts, if the answer depends on tokens that policies evict."""
     answer, witness = reading.answer, reading.witness
     n, about = len(answer.prompt_ids), f"prompt of {len(answer.prompt_ids)} ids"
-    if unreadable := _unreadable(answer, witness.model):
+    if unreadable := _unreadable(answer, witness.vocabulary):
         pytest.skip(f"{about}: {unreadable}")
     for one in witness.group_of(reading):  # Different weights can agree on one token by chance.
         if different := _first_token_differs(one):
@@ -299,7 +306,7 @@ def _check_some_eviction(reading: Reading) -> None:
 def _first_token_differs(reading: Reading) -> str:
     """Return the reason why the first answer token does not fit the witness's weights, or an empty string."""
     answer, bound = reading.answer, reading.witness.bound
-    if _unreadable(answer, reading.witness.model):
+    if _unreadable(answer, reading.witness.vocabulary):
         return ""
     stated = torch.tensor(answer.logprobs[:1], dtype=torch.float64)  # type: ignore[index]
     largest = bound.tolerance * (bound.power if bound.mean else 1)  # Rounding moves a single token more than the mean.
@@ -312,14 +319,14 @@ def _first_token_differs(reading: Reading) -> str:
     )
 
 
-def _unreadable(answer: Answer, model: PreTrainedModel) -> str:
-    """Return the reason why the witness cannot read an answer without a statement, or an empty string."""
+def _unreadable(answer: Answer, size: int) -> str:
+    """Return the reason why a model with `size` ids cannot read an answer without a statement, or an empty string."""
     ids, logprobs = answer.answer_ids, answer.logprobs
-    if not ids or not logprobs or None in ids or None in logprobs:
+    if not ids or not logprobs or not are_integers(ids) or not all(map(is_finite, logprobs)):
         return "the server sends no token ids or no log-probabilities of its answer"
     if len(ids) != len(logprobs):
         return f"the server sends {len(ids)} token ids and {len(logprobs)} log-probabilities"
-    if max(ids) >= (size := model.config.get_text_config(decoder=True).vocab_size):
+    if max(ids) >= size:
         return f"the server answers with the token id {max(ids)}, and the model of --model has {size} ids"
     return ""
 

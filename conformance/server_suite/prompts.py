@@ -2,7 +2,7 @@
 
 import numpy as np
 
-__all__ = ["ANSWER", "LONG_ANSWER", "prompts_of"]
+__all__ = ["ANSWER", "LENGTHS", "LONG_ANSWER", "prompts_of"]
 
 ANSWER = 12
 """Number of answer tokens. The first token is chosen before the eviction of the prompt, the others after it."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from spec.witness import FORMAT, POSITIONS, Ranges, digest_of
 
-__all__ = ["Eviction", "MalformedStatement", "Statement", "digest_of", "parse_statement"]
+__all__ = ["Eviction", "MalformedStatement", "Statement", "are_integers", "digest_of", "is_finite", "parse_statement"]
 
 
 class MalformedStatement(ValueError):
@@ -86,9 +86,9 @@ def parse_statement(body: Mapping[str, Any], answer: Mapping[str, Any]) -> State
         _check(isinstance(whole.get(field), str) and whole[field], field, whole.get(field), "must be a text")
     _check(whole.get("positions") in POSITIONS, "positions", whole.get("positions"), f"must be in {POSITIONS}")
     for field in ("prompt_ids", "answer_ids"):
-        _check(_are_integers(whole.get(field)), field, whole.get(field), "must be a list of token ids")
+        _check(are_integers(whole.get(field)), field, whole.get(field), "must be a list of token ids")
     logprobs = whole.get("logprobs")
-    _check(isinstance(logprobs, list) and all(map(_is_finite, logprobs)), "logprobs", logprobs,
+    _check(isinstance(logprobs, list) and all(map(is_finite, logprobs)), "logprobs", logprobs,
            "must be a list of finite numbers")
     _check(len(whole["logprobs"]) == len(whole["answer_ids"]), "logprobs", len(whole["logprobs"]),
            f"must have {len(whole['answer_ids'])} entries, one for each answer token")
@@ -120,12 +120,13 @@ def _check(holds: object, field: str, value: object, bound: str) -> None:
         raise MalformedStatement(field, value, bound)
 
 
-def _is_finite(value: object) -> bool:
+def is_finite(value: object) -> bool:
     """Return True for a number that a float can be. Python reads NaN and Infinity from JSON, and bools are ints."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def _are_integers(value: object) -> bool:
+def are_integers(value: object) -> bool:
+    """Return True for a list of integers that are not negative, such as token ids."""
     return isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
 
 
@@ -137,7 +138,7 @@ def _eviction(entry: Any, whole: Mapping[str, Any]) -> Eviction:
     _check(type(seen) is int and 0 < seen <= end, "seen", seen, f"must be from 1 to {end}")
     _check(isinstance(sets, list) and sets and all(_are_ranges(one, seen) for one in sets), "sets", sets,
            f"must be lists of ascending ranges [first, end] up to {seen}")
-    _check(isinstance(layers, list) and layers and all(_are_integers(row) and row for row in layers), "layers", layers,
+    _check(isinstance(layers, list) and layers and all(are_integers(row) and row for row in layers), "layers", layers,
            "must be lists of indices in `sets`")
     _check(all(index < len(sets) for row in layers for index in row), "layers", layers, f"must be below {len(sets)}")
     _check(isinstance(entry.get("digest"), str), "digest", entry.get("digest"), "must be a text")
@@ -145,7 +146,7 @@ def _eviction(entry: Any, whole: Mapping[str, Any]) -> Eviction:
 
 
 def _are_ranges(ranges: object, seen: int) -> bool:
-    if not isinstance(ranges, list) or not all(_are_integers(one) and len(one) == 2 for one in ranges):
+    if not isinstance(ranges, list) or not all(are_integers(one) and len(one) == 2 for one in ranges):
         return False
     ends = [end for pair in ranges for end in pair]
     return all(a < b for a, b in ranges) and ends == sorted(ends) and (not ends or ends[-1] <= seen)

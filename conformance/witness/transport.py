@@ -19,8 +19,8 @@ from urllib.request import (
 
 __all__ = ["MOST_BYTES", "open_limited", "read_all"]
 
-MOST_BYTES = 2**28
-"""Maximum number of bytes of an answer. A statement of an eviction after each token can have 100 MB."""
+MOST_BYTES = 2**24
+"""Maximum number of bytes of an answer. JSON of this size can take 450 MB of memory, and 32 answers are stored."""
 _PIECE = 2**16
 """Number of bytes that are read at once."""
 

@@ -111,6 +111,10 @@ def test_a_server_that_stops_to_answer_breaks_no_rule(model: PreTrainedModel) ->
     ({"logprobs": None}, "sends no token ids or no log-probabilities"),
     ({"answer_ids": [], "logprobs": []}, "sends no token ids or no log-probabilities"),
     ({"logprobs": [None, -1.0]}, "sends no token ids or no log-probabilities"),
+    ({"logprobs": [-1.0, float("nan")]}, "sends no token ids or no log-probabilities"),
+    ({"logprobs": [-1.0, "-1"]}, "sends no token ids or no log-probabilities"),
+    ({"answer_ids": [5, -1]}, "sends no token ids or no log-probabilities"),
+    ({"answer_ids": [5, "6"]}, "sends no token ids or no log-probabilities"),
     ({"logprobs": [-1.0]}, "sends 2 token ids and 1 log-probabilities"),
     ({"answer_ids": [5, 70_000]}, "answers with the token id 70000, and the model of --model has 256 ids"),
 ])

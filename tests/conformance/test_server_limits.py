@@ -11,6 +11,7 @@ from urllib.error import HTTPError
 
 import pytest
 
+from conformance.server_suite.prompts import LENGTHS
 from conformance.witness import transport
 from conformance.witness.client import Server
 from spec.errors import SpecError
@@ -88,6 +89,23 @@ def test_an_answer_has_a_maximum_size(stream: bool, monkeypatch: pytest.MonkeyPa
         server = Server(url, "tiny")
         with pytest.raises(SpecError, match="the answer has more than 10000 bytes"):
             server.complete([1, 2, 3], 1, stream)
+
+
+def test_the_longest_statement_is_read() -> None:
+    """40 layers of 40 KV heads keep every second token of the longest prompt of the witness."""
+    ranges = [[at, at + 1] for at in range(0, max(LENGTHS), 2)]
+    sets = [[*range(layer * 40, layer * 40 + 40)] for layer in range(40)]
+    eviction = {"seen": max(LENGTHS), "sets": [ranges] * 1600, "layers": sets, "digest": "0"}
+    with sending(lambda path: iter([body({"kvspec": {"evictions": [eviction]}})])) as url:
+        assert Server(url, "tiny").complete([1, 2, 3], 1).stated == {"evictions": [eviction]}
+
+
+def test_an_answer_takes_at_most_a_gigabyte_of_memory() -> None:
+    """A list of empty objects takes 27 times as much memory as its text."""
+    with sending(lambda path: iter([body(b"[" + b"{}," * 2**23 + b"{}]")])) as url:
+        server = Server(url, "tiny")
+        with pytest.raises(SpecError, match="the answer has more than 16777216 bytes"):
+            server.complete([1, 2, 3], 1)
 
 
 def test_a_redirect_is_not_followed() -> None:

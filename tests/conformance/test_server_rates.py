@@ -1,16 +1,22 @@
 """Error rates of the witness, for servers with true statements and for servers without statements."""
 
+import copy
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from conformance.cache_suite.judge import save_tiny
 from conformance.server_suite.judge import RULES, Reading, Witness
-from conformance.witness.client import Server
+from conformance.witness.client import Answer, Server
+from models_integration.policies import methods
+from models_integration.policies.methods import constants_of
+from reference.backend import BACKEND as REFERENCE
+from reference.policies.names import NAMES
 from tests.conformance.server_verdicts import verdict
 from tests.conformance.test_server_suite import FAULTS, Evicting, Fault, serving
 
@@ -74,3 +80,27 @@ def test_a_full_cache_without_statements_is_not_taken_for_eviction(model: PreTra
     assert counts.total() >= 330
     assert counts["passed"] == 0, counts
     assert counts["accused"] >= 0.9 * counts.total(), counts
+
+
+STATED = tuple(name for name in NAMES if name != "fullcache" and not {"calibration", "template"} & constants_of(name))
+"""Policies whose constants a server can state."""
+REPEATED = ((3, 150), (2, 100), (8, 200), (20, 160))
+"""Number of different ids and of tokens of prompts. Equal tokens often have equal scores."""
+
+
+def test_equal_tokens_accuse_no_policy(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check rule 4 for a server in float64, whose rounding ranks equal tokens differently."""
+    monkeypatch.setattr(methods, "fastest", lambda *names: REFERENCE)
+    exact, witness, words = copy.deepcopy(model).double(), Witness(model, Server("", "tiny")), dict[str, str]()
+    for name in STATED:
+        policy = f"{name}(sentence_ends=[200])" if "sentence_ends" in constants_of(name) else name
+        for seed, (kinds, n) in enumerate(REPEATED):
+            answer = Answer(np.random.default_rng(seed).choice(range(200, 200 + kinds), n).tolist())
+            for event in Evicting(exact, policy).answer(answer.prompt_ids, 2, seed):
+                answer.take(event)
+            words[f"{policy}, {kinds} of {n}"] = verdict(RULES["policy"], Reading(witness, answer))
+    counts = Counter(word if word in ("passed", "undecided") else "accused" for word in words.values())
+    print(counts, {name: word for name, word in words.items() if word != "passed"})
+    assert counts.total() >= 250
+    assert counts["accused"] == 0
+    assert counts["passed"] >= 0.8 * counts.total()

@@ -48,7 +48,6 @@ from tests.conformance.server_verdicts import check_fault_is_named, check_right,
 
 Sets = list[list[int]]
 """Kept positions by full-attention layer and KV head, in one list."""
-LAYERS, HEADS = 3, 2
 
 
 @dataclass
@@ -74,8 +73,8 @@ class Fault:
     stale: bool = False
 
 
-def whole(n: int) -> Sets:
-    return [list(range(n))] * (LAYERS * HEADS)
+def keep_all(sets: Sets, n: int, before: Sets) -> Sets:
+    return [list(range(n))] * len(sets)
 
 
 def exchange_token(sets: Sets, n: int, before: Sets | None = None) -> Sets:
@@ -96,23 +95,32 @@ def other_request(sets: Sets, n: int, before: Sets) -> Sets:
     return [[position for position in own if position < n] or [0] for own in before] if before else sets
 
 
-FAULTS: Mapping[str, tuple[Fault, str]] = {
-    "no eviction": (Fault(used=lambda sets, n, before: whole(n)), "full cache"),
-    "another set": (Fault(used=exchange_token), "stated set"),
-    "another set, as stated": (Fault(stated=exchange_token), "against the policy"),
-    "slot numbers": (Fault(slots=True), "'slots'"),
-    "renumbered positions": (Fault(renumbered=range(LAYERS)), "positions of the rule 'renumbered', not 'kept'"),
-    "a renumbered layer": (Fault(renumbered=[1]), "only in full-attention layer 1, positions are not those of"),
-    "budget by one": (Fault(stated=one_more), "more than the budget"),
-    "a layer whole": (
-        Fault(used=lambda sets, n, before: [*sets[:2], *whole(n)[2:4], *sets[4:]]), "layer 1 evicted nothing",
-    ),
-    "heads swapped": (Fault(used=swap_heads), "KV heads 0 and 1"),
-    "another request's set": (Fault(used=other_request), "that of a different request"),
-    "a cancelled request's set": (Fault(used=other_request, stale=True), "that of a cancelled request"),
-    "full log-probabilities": (Fault(full_logprobs=True), "full cache"),
-    "fixed after the fact": (Fault(late=True), "answer tokens"),
-}
+def faults_of(layers: int, heads: int) -> Mapping[str, tuple[Fault, str]]:
+    """Return faults of a server by name, each with words of the witness that name the fault."""
+    def keep_layer(sets: Sets, n: int, before: Sets) -> Sets:
+        return [*sets[:heads], *keep_all(sets[:heads], n, before), *sets[2 * heads :]]
+
+    return {
+        "no eviction": (Fault(used=keep_all), "full cache"),
+        "another set": (Fault(used=exchange_token), "stated set"),
+        "another set, as stated": (Fault(stated=exchange_token), "against the policy"),
+        "slot numbers": (Fault(slots=True), "'slots'"),
+        "renumbered positions": (
+            Fault(renumbered=range(layers)), "positions of the rule 'renumbered', not 'kept'",
+        ),
+        "a renumbered layer": (Fault(renumbered=[1]), "only in full-attention layer 1, positions are not those of"),
+        "budget by one": (Fault(stated=one_more), "more than the budget"),
+        "a layer whole": (Fault(used=keep_layer), "layer 1 evicted nothing"),
+        "heads swapped": (Fault(used=swap_heads), "KV heads 0 and 1"),
+        "another request's set": (Fault(used=other_request), "that of a different request"),
+        "a cancelled request's set": (Fault(used=other_request, stale=True), "that of a cancelled request"),
+        "full log-probabilities": (Fault(full_logprobs=True), "full cache"),
+        "fixed after the fact": (Fault(late=True), "answer tokens"),
+    }
+
+
+FAULTS = faults_of(3, 2)
+"""Faults of a server of the tiny model."""
 
 
 @dataclass
@@ -136,16 +144,18 @@ class Evicting:
         observed = observe(self.model, torch.tensor([ids]))
         (retention,) = decide(policy.on(self.model), observed).retentions
         sets = [retention.group(group).tolist() for group in range(retention.groups)]
-        if len(sets) == LAYERS:
-            sets = [own for own in sets for _ in range(HEADS)]
-        sets = sets * (LAYERS * HEADS // len(sets))
+        config = self.model.config
+        many, heads = config.num_hidden_layers, config.num_key_value_heads
+        if len(sets) == many:
+            sets = [own for own in sets for _ in range(heads)]
+        sets = sets * (many * heads // len(sets))
         stated = self.fault.stated(sets, n)
         used = self.fault.used(stated, n, self.before)
         self.before = sets  # A client that leaves ends this function at one of its events.
         numbering = self.numbering()
         cache = compact(observed.cache, Decision((per_head(used, n),), numbering=numbering))
         ranges = [[[p, p + 1] for p in own] for own in stated]
-        layers = [[layer * HEADS + head for head in range(HEADS)] for layer in range(LAYERS)]
+        layers = [[layer * heads + head for head in range(heads)] for layer in range(many)]
         digests = {"kvspec": {"witness": 1, "digests": [digest_of(n, ranges, layers)]}}
         assert observed.logits is not None
         row, full = observed.logits[0, -1], observed.logits[0, -1]
@@ -170,7 +180,7 @@ class Evicting:
 
     def numbering(self) -> Numbering | None:
         """Return the renumbering of the policy, or of the layers of the fault. Return None without renumbering."""
-        layers = range(LAYERS) if "renumbered" in self.policy else self.fault.renumbered
+        layers = range(self.model.config.num_hidden_layers) if "renumbered" in self.policy else self.fault.renumbered
         if not layers:
             return None
         whole = numbering_of(self.model, describe(self.model))
@@ -527,6 +537,17 @@ def test_a_malformed_statement_names_the_field(field: str) -> None:
     }
     with pytest.raises(MalformedStatement, match=f"^{field} = "):
         parse_statement({**EXAMPLES[0], **changed}, {})
+
+
+def test_an_answer_token_that_the_model_lacks_is_malformed(model: PreTrainedModel) -> None:
+    answer = Answer([5, 6, 7], [70_000], [-0.5], {**EXAMPLES[1], "prompt_ids": [5, 6, 7], "answer_ids": [70_000]})
+    for rule in ("size", "masking", "eviction", "policy"):
+        actual = None
+        try:
+            RULES[rule](Reading(Witness(model, Server("", "tiny")), answer))
+        except MalformedStatement as error:
+            actual = str(error)
+        assert actual == "answer_ids = 70000: must be below 256, the number of ids of --model"
 
 
 @pytest.mark.parametrize("value", [

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from models_integration.session.crystal import CrystalMethod
 from reference.calibration import load_calibration
 from reference.policies import names
 from reference.policies.budgets import even, everything
+from reference.policies.grammar import is_composition, parse_composition
 from spec.budget import Budget, parse_budget
 from spec.errors import SpecError
 from spec.policy import Policy
@@ -56,11 +57,12 @@ class RequestPolicy:
     of_server: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Return the name with its constants, as `parse_policy` reads them, without files, backend and `of_server`."""
+        """Return the name with its constants, as `parse_policy` reads them, without files, backends and `of_server`."""
         stated = {key: one for key, one in self.constants.items() if key != names.BACKEND}
         plain = {key: sorted(one) if key == _ENDS else one for key, one in stated.items()}
         text = [f"{key}={json.dumps(one)}" for key, one in plain.items() if isinstance(one, int | float | str | list)]
-        return f"{self.name}({', '.join(text)})" if text else self.name
+        name = _without_backends(self.name)
+        return f"{name}({', '.join(text)})" if text else name
 
     def crystal(self, backend: str) -> CrystalMethod | None:
         """Return CrystalCache with the budget, or None if the policy has no breaths while the answer is generated."""
@@ -268,6 +270,19 @@ def _as_json(given: Any) -> str:
         return json.dumps(given, sort_keys=True, default=lambda x: float(x) if isinstance(x, Fraction) else sorted(x))
     except (TypeError, RecursionError) as error:
         raise SpecError(KEY, type(given).__name__, f"must have values of JSON: {error}") from error
+
+
+def _without_backends(name: str) -> str:
+    """Return the text of a policy without backends. All backends keep the same tokens, except for rounding."""
+    if not is_composition(name):
+        return name
+
+    def rest(words: Mapping[str, str]) -> dict[str, str]:
+        return {key: value for key, value in words.items() if key != names.BACKEND}
+
+    whole = parse_composition(name)
+    parts = {part: (value, rest(words)) for part, (value, words) in whole.parts.items()}
+    return str(replace(whole, constants=rest(whole.constants), parts=parts))
 
 
 def _split(asked: Mapping[str, Any]) -> dict[str, Any]:

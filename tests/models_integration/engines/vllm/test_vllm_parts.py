@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.paths import SPEC
+from conformance.server_suite.reading import policy_of
 from conformance.witness.statement import parse_statement
 from kvspec.cli import serve
 from kvspec.cli.serve import run_serve, server_settings
@@ -25,7 +26,7 @@ from models_integration.engines.vllm.selection import Decider, LayerFacts
 from models_integration.engines.vllm.statement import MOST_RANGES, Statement
 from models_integration.model.cache_argument import cache_name
 from models_integration.pocket import ASSETS, load_pocket
-from models_integration.policies.methods import constants_of, policy_from_name
+from models_integration.policies.methods import RetentionPolicy, constants_of, policy_from_name
 from reference.policies import names
 from reference.policies.composition import PARTS
 from spec.errors import SpecError
@@ -158,6 +159,20 @@ def test_a_request_inherits_from_the_default() -> None:
     assert str(request(None, Settings({"policy": "snapkv", "budget": 0.3, "backend": "numpy"}))) == "snapkv"
     in_text = Settings({"policy": "h2o:backend=numpy/every=64", "budget": 0.3}, on_unserved="full")
     assert request({"budget": 0.5}, in_text).every == 64
+
+
+@pytest.mark.parametrize(("text", "stated"), [
+    ("h2o:backend=numpy/every=64", "h2o/every=64"),
+    ("score=h2o:backend=numpy/sink=4", "score=h2o/sink=4"), ("snapkv:backend=numpy:W=8", "snapkv(W=8)"),
+    ("knorm/steps=h2o:backend=numpy/every=64", "knorm/steps=h2o/every=64"), ("knorm/sink=4", "knorm/sink=4"),
+])
+def test_a_statement_has_no_backend_so_that_rule_4_is_decided(text: str, stated: str) -> None:
+    policy = request(None, Settings({"policy": text, "budget": 0.3}, on_unserved="full"))
+    assert str(policy) == stated
+    example = {"witness": 1, "positions": "kept", "reason": "-", "evictions": []}
+    answer = {"prompt_ids": [5], "answer_ids": [7], "logprobs": [-0.5]}
+    read = policy_of(parse_statement({**example, "policy": str(policy), "budget": "0.3"}, answer))
+    assert isinstance(read, RetentionPolicy)
 
 
 UNEQUAL = {
