@@ -51,8 +51,8 @@ from spec.files import check_output
 from spec.validate import check_choices
 
 __all__ = [
-    "GRIDS", "STOPPED", "Running", "Work", "budgets_in_tokens", "finish", "grid_policies", "print_audit", "rules_in",
-    "run", "save_rules", "study_of",
+    "GRIDS", "STOPPED", "Running", "StudyPlan", "Work", "budgets_in_tokens", "finish", "grid_policies", "plan_study",
+    "print_audit", "rules_in", "run", "save_rules", "study_of",
 ]
 
 def _constants(**changed: object) -> str:
@@ -121,7 +121,7 @@ def budgets_in_tokens(
         reason = "has a memory, whose number of tokens depends on the model: give one model"
         raise SpecError("budgets", ",".join(each), reason)
     if write_rules is None:
-        _checked(rules, running)
+        plan_study(rules, running)
     else:
         check_output("write_rules", write_rules, _files_of(rules, None), running.force)
     model = replace(loading, model=rules.models[0]).subject().model
@@ -200,6 +200,11 @@ class Running:
     force: bool = False
     answers: Path | None = None
 
+    @property
+    def parts(self) -> Sequence[str]:
+        """Names of the parts whose samples run."""
+        return PARTS if self.part == ALL else (self.part,)
+
 
 def run(rules: Rules, loading: Loading, running: Running, launch: Launch | None = None) -> None:
     """Measure the samples of each model without a stored result, then print the tables and write the report.
@@ -210,37 +215,75 @@ def run(rules: Rules, loading: Loading, running: Running, launch: Launch | None 
             results are kept.
     """
     with (launch or Launch()).started(running.out, loading.device):
-        console, results = Console(), running.out / STUDY
-        rules, calibration = _checked(rules, running)
-
-        def work_on(model: str) -> Work:
-            return Work(rules, replace(replace(loading, model=model).subject(), calibration=calibration), running)
-
-        for model in rules.models[1:]:  # the next line checks the first model
-            work_on(model)
-        rows, failed, stopped = measured(map(work_on, rules.models), console)
+        console, results, plan = Console(), running.out / STUDY, plan_study(rules, running)
+        for model in plan.rules.models[1:]:  # the next line checks the first model
+            plan.work_on(replace(loading, model=model))
+        works = (plan.work_on(replace(loading, model=model)) for model in plan.rules.models)
+        rows, failed, stopped = measured(works, console)
         if stopped:
             say(f"stopped: {len(rows)} samples of this run are in {results}; run the same command again for the rest")
         if rows:
-            failed |= _show(rows, rules, console, running)
+            failed |= plan.show(rows, console)
         finish(results, failed, stopped)
 
 
-def _checked(rules: Rules, running: Running) -> tuple[Rules, Calibration | None]:
-    """Check the options of a run. Return the rules, with the commit if the run confirms claims, and the calibration."""
+@dataclass(frozen=True)
+class StudyPlan:
+    """Run of a rules file that passed every check for which no model is needed.
+
+    Attributes:
+        rules: rules of the run, with the commit if the run confirms claims.
+        running: settings of the run.
+        calibration: calibration for the policies, or None.
+    """
+
+    rules: Rules
+    running: Running
+    calibration: Calibration | None
+
+    def work_on(self, loading: Loading) -> "Work":
+        """Load a model, and return the samples to measure on the model.
+
+        Raises:
+            SpecError: if the model cannot be loaded, or as in `Work`.
+        """
+        return Work(self.rules, replace(loading.subject(), calibration=self.calibration), self.running)
+
+    def show(self, rows: Sequence[Row], console: Console) -> bool:
+        """Print the tables and write the report, table, figure and answers. Return True if a control fails."""
+        running, counted = self.running, summary(rows)
+        samples, controls = ([row for row in counted if row["control"] is kind] for kind in (False, True))
+        for table in [*summary_tables(samples, console.width), *([control_table(controls)] if controls else [])]:
+            console.print(table)
+        for result in question_results(user_question_rows(rows)):
+            console.print(result, highlight=False, soft_wrap=isinstance(result, str))
+        write_page(running.out, [self.rules] if running.file else [])
+        write_outputs(rows, running.table, running.figure, running.answers)
+        failed = failed_controls(controls)
+        if failed:
+            console.print(f"controls FAIL: {', '.join(failed)}. With this model, length and budget, the comparison is"
+                          " not a valid test of the kept tokens.")
+        return bool(failed)
+
+
+def plan_study(rules: Rules, running: Running) -> StudyPlan:
+    """Check the rules, the options and the files of a run, before a model is loaded.
+
+    Raises:
+        SpecError: if a check fails.
+    """
     check_choices("part", (running.part,), (*PARTS, ALL))
     check_counts(batch_size=running.batch_size)
     if not rules.calibration:
         calibration_of((policy.removesuffix(AT_PROMPT) for policy in rules.policies), None)
     calibration = rules.calibrated(running.file.parent if running.file else Path())
     check_folder("out", running.out, STUDY, (PAGE,), running.force)
-    parts = _parts(running)
-    check_order(rules, load_rows(running.out / STUDY), parts)
-    if rules.claims and CONFIRM in parts and running.file is not None:
+    check_order(rules, load_rows(running.out / STUDY), running.parts)
+    if rules.claims and CONFIRM in running.parts and running.file is not None:
         rules = replace(rules, commit=registered(rules, running.file))
     outputs = {"table": running.table, "figure": running.figure, "answers": running.answers}
     check_outputs(outputs, _files_of(rules, running.file), running.force)
-    return rules, calibration
+    return StudyPlan(rules, running, calibration)
 
 
 def measured(works: Iterable["Work"], console: Console) -> tuple[list[Row], bool, bool]:
@@ -289,27 +332,6 @@ def _files_of(rules: Rules, file: Path | None) -> list[Path]:
     return [*([file] if file else []), *([folder / rules.calibration] if rules.calibration else []), *tasks]
 
 
-def _parts(running: Running) -> Sequence[str]:
-    return PARTS if running.part == ALL else (running.part,)
-
-
-def _show(rows: Sequence[Row], rules: Rules, console: Console, running: Running) -> bool:
-    """Print the tables and write the report, table and figure. Return True if a control fails."""
-    counted = summary(rows)
-    measured, controls = ([row for row in counted if row["control"] is kind] for kind in (False, True))
-    for table in [*summary_tables(measured, console.width), *([control_table(controls)] if controls else [])]:
-        console.print(table)
-    for result in question_results(user_question_rows(rows)):
-        console.print(result, highlight=False, soft_wrap=isinstance(result, str))
-    write_page(running.out, [rules] if running.file else [])
-    write_outputs(rows, running.table, running.figure, running.answers)
-    failed = failed_controls(controls)
-    if failed:
-        console.print(f"controls FAIL: {', '.join(failed)}. With this model, length and budget, the comparison is"
-                      " not a valid test of the kept tokens.")
-    return bool(failed)
-
-
 class Work:
     """Samples of a rules file on one model. The constructor checks the policies, the controls and the samples.
 
@@ -321,7 +343,7 @@ class Work:
         self.rules, self.subject, self.running = rules, subject, running
         self.policies: dict[str, Method] = methods(rules, self.subject)
         check_controls(rules, {name: method.policy for name, method in self.policies.items()})
-        self.items: list[Item] = list(items(rules, self.subject, _parts(running)))
+        self.items: list[Item] = list(items(rules, self.subject, running.parts))
         lengths = dict.fromkeys(item.context_length for item in self.items)
         self.warnings = list(dict.fromkeys(check_budgets(rules, self.policies, lengths)))
         self.failed = False
