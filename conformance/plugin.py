@@ -101,7 +101,7 @@ def _register_profiles() -> None:
     )
 
 
-def sparingly(test: Callable[..., None]) -> Callable[..., None]:
+def fewer_examples(test: Callable[..., None]) -> Callable[..., None]:
     """Reduce the number of examples to a quarter, for a property that is tested with each of many policies."""
     profile = settings.default
     assert profile is not None
@@ -179,7 +179,7 @@ def pytest_collection_finish() -> None:
 def judges(item: pytest.Item, backend: str) -> bool:
     """Return True if a test applies to a backend. All tests without `beyond("numpy")` apply to numpy."""
     fixtures = set(getattr(item, "fixturenames", ()))
-    mine = ("judged" in fixtures and "reference_items" not in fixtures) or "keeps" in fixtures
+    mine = ("backend_under_test" in fixtures and "reference_items" not in fixtures) or "keeps" in fixtures
     named = {name for mark in item.iter_markers("judges") for name in mark.args}
     if any(backend in mark.args for mark in item.iter_markers("beyond")):
         return False
@@ -261,10 +261,10 @@ def spec_of(config: pytest.Config) -> str:
     return engine.hello.spec if engine else ""
 
 
-def skip_without(judged: "Backend", *families: str) -> None:
+def skip_without(backend_under_test: "Backend", *families: str) -> None:
     """Skip the test if the tested backend does not have a stage family. Every stage family is optional."""
     for family in families:
-        if getattr(judged, family) is None:
+        if getattr(backend_under_test, family) is None:
             abstain("not offered", f"backend {judged.name!r} has no stage family {family!r}")
 
 
@@ -302,7 +302,7 @@ def together(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture(scope="session")
-def judged(subject: "Backend", together: bool) -> "Backend":
+def backend_under_test(subject: "Backend", together: bool) -> "Backend":
     """Backend under test, with checks of the rules that apply to every call."""
     from conformance.calls import held_to_rules
 
@@ -310,10 +310,10 @@ def judged(subject: "Backend", together: bool) -> "Backend":
 
 
 @pytest.fixture(scope="session")
-def backend(judged: "Backend") -> "Backend":
+def backend(backend_under_test: "Backend") -> "Backend":
     """Backend under test. Skips the test if the backend has no CrystalCache stages."""
-    skip_without(judged, "crystal")
-    return judged
+    skip_without(backend_under_test, "crystal")
+    return backend_under_test
 
 
 @pytest.fixture(scope="session")
@@ -323,42 +323,44 @@ def stages(backend: "Backend") -> "CrystalStages":
 
 
 @pytest.fixture(scope="session")
-def decoder(judged: "Backend", together: bool) -> "Backend":
+def decoder(backend_under_test: "Backend", together: bool) -> "Backend":
     """Backend under test for decode steps and later segments. Skips the test if it lacks stages of either family."""
     from conformance.calls import held_to_rules
     from conformance.checks.refusals import guarded
 
-    decoding = judged if judged.decoding is None else held_to_rules(guarded(judged.decoding), together)
+    decoding = backend_under_test
+    if backend_under_test.decoding is not None:
+        decoding = held_to_rules(guarded(backend_under_test.decoding), together)
     skip_without(decoding, "crystal", "breath")
     return decoding
 
 
 @pytest.fixture(scope="session")
-def breath_stages(judged: "Backend") -> "BreathStages":
+def breath_stages(backend_under_test: "Backend") -> "BreathStages":
     """Stages of decode-time eviction of the tested backend."""
-    skip_without(judged, "breath")
-    return judged.require_breath()
+    skip_without(backend_under_test, "breath")
+    return backend_under_test.require_breath()
 
 
 @pytest.fixture(scope="session")
-def nestedkv_stages(judged: "Backend") -> "NestedKVStages":
+def nestedkv_stages(backend_under_test: "Backend") -> "NestedKVStages":
     """NestedKV stages of the tested backend."""
-    skip_without(judged, "nestedkv")
-    return judged.require_nestedkv()
+    skip_without(backend_under_test, "nestedkv")
+    return backend_under_test.require_nestedkv()
 
 
 @pytest.fixture(scope="session")
-def selector(judged: "Backend") -> "DiversityStages":
+def selector(backend_under_test: "Backend") -> "DiversityStages":
     """Stages of set-conditioned selection of the tested backend."""
-    skip_without(judged, "diversity")
-    return judged.require_diversity()
+    skip_without(backend_under_test, "diversity")
+    return backend_under_test.require_diversity()
 
 
 @pytest.fixture(scope="session")
-def policy_stages(judged: "Backend") -> "PolicyStages":
+def policy_stages(backend_under_test: "Backend") -> "PolicyStages":
     """Stages of the published policies of the tested backend."""
-    skip_without(judged, "policies")
-    return judged.require_policies()
+    skip_without(backend_under_test, "policies")
+    return backend_under_test.require_policies()
 
 
 @pytest.fixture(scope="session")

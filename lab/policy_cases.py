@@ -20,7 +20,7 @@ from conformance.oracles import diversity as alpha_oracle
 from conformance.strategies.policy_inputs import Inputs, Kept, calibrated, drawn, groups_of, identity
 from reference import policies
 from reference.policies.budgets import Above
-from reference.policies.cadences import take_up
+from reference.policies.cadences import append_tokens
 from reference.triattention import Mode
 from spec.budget import Budget
 from spec.policy import LayerView, Observation, Policy
@@ -172,7 +172,7 @@ def after_reading(policy: Policy, inputs: Inputs, budget: Budget) -> tuple[Live,
     groups = groups_of(policy, inputs)
     _, running = policies.start(policy, budget, shown(policy, inputs, [list(range(N))] * groups, N, 0))
     live = np.column_stack([running.live, np.tile(np.arange(N, N + READ), (groups, 1))])
-    read = take_up(policy, budget, running, shown(policy, inputs, live, N + READ, N), READ)
+    read = append_tokens(policy, budget, running, shown(policy, inputs, live, N + READ, N), READ)
     live = np.column_stack([read.live, np.tile(np.arange(N + READ, SEEN), (groups, 1))])
     _, after = policies.advance_turn(policy, budget, read, shown(policy, inputs, live, SEEN, N + READ), TURN - READ)
     return read.live.tolist(), after.live.tolist()

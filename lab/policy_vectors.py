@@ -26,7 +26,7 @@ from reference.policies.budgets import (
     even,
     largest_remainder,
 )
-from reference.policies.cadences import take_up
+from reference.policies.cadences import append_tokens
 from reference.policies.cake import Preferred
 from reference.policies.chunks import InChunks
 from reference.policies.criticalkv import two_stages
@@ -203,7 +203,7 @@ def read(i: Json) -> Result:
     before = Running(np.array(i["live"], dtype=np.int64), floats(i["sums"]))
     view = LayerView(floats(i["q"]), floats(i["k"]), None, i["scaling"], None)
     shown = Observation(i["seen"], len(i["k"]), None, {0: view})
-    after = take_up(policies.h2o(), Budget(count=2), before, shown, i["tokens"])
+    after = append_tokens(policies.h2o(), Budget(count=2), before, shown, i["tokens"])
     return {"live": after.live.tolist(), "sums": after.records}
 
 

@@ -239,10 +239,10 @@ class Backend:
     diversity: DiversityStages | None = None
     nestedkv: NestedKVStages | None = None
     policies: PolicyStages | None = None
-    takes: Callable[[DeviceArray], bool] | None = None
+    accepts_tensor: Callable[[DeviceArray], bool] | None = None
     """Function that returns True if the stages accept a given tensor without a copy to the host.
 
-    If `takes` is None, the stages accept only NumPy arrays.
+    If `accepts_tensor` is None, the stages accept only NumPy arrays.
     """
     scores: Mapping[str, Callable[..., Any]] = field(default_factory=dict, hash=False)
     """Score functions of published policies, by name. A reference function has the same name and arguments."""

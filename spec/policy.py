@@ -68,8 +68,8 @@ class Needs:
         observed: if `layers` is "observed", index of that layer among the full-attention layers. -1 is the last layer.
         values: True if the score uses the cached values.
         token_ids: True if the score uses the ids of the prompt tokens.
-        takes: function that returns True if the score accepts a given tensor without a copy to the host. None if the
-            score accepts only NumPy arrays.
+        accepts_tensor: function that returns True if the score accepts a given tensor without a copy to the host. None
+            if the score accepts only NumPy arrays.
         budget: True if the scores depend on the budget.
         rehearsal: settings for KVzip's repetition of the prompt. None if the model does not repeat the prompt.
         hidden: True if the score uses the hidden states at the input of each layer's attention. Hidden states exist
@@ -81,7 +81,7 @@ class Needs:
     observed: int = 0
     values: bool = False
     token_ids: bool = False
-    takes: Callable[[DeviceArray], bool] | None = None
+    accepts_tensor: Callable[[DeviceArray], bool] | None = None
     budget: bool = False
     rehearsal: Rehearsal | None = None
     hidden: bool = False

@@ -10,7 +10,7 @@ from typing import Any
 from accelerated.torch_device.attention import expected_attention, largest_attention, received_attention
 from accelerated.torch_device.coattention import coattention, inverse_key_norms, inverse_norms
 from accelerated.torch_device.crystal import CrystalStages
-from accelerated.torch_device.device import takes
+from accelerated.torch_device.device import accepts_tensor
 from accelerated.torch_device.nestedkv import anomaly_score, nestedkv_score
 from accelerated.torch_device.prefill import prefill
 from accelerated.torch_device.scores import SCORES, SCORES_OF_LAYERS
@@ -74,10 +74,10 @@ TENSORS: Mapping[str, Callable[..., Any]] = {
 }
 DECODING = Backend(
     "torch", crystal=with_stages(HOST.require_crystal(), coattention=coattention),
-    breath=with_stages(HOST.require_breath(), inverse_key_norms=inverse_key_norms), takes=takes,
+    breath=with_stages(HOST.require_breath(), inverse_key_norms=inverse_key_norms), accepts_tensor=accepts_tensor,
 )
 BACKEND = Backend(
     "torch", crystal=with_stages(CrystalStages(), coattention=coattention), prefill=prefill, breath=DECODING.breath,
-    decoding=DECODING, diversity=HOST.diversity, policies=_PolicyStages(), nestedkv=_NestedKVStages(), takes=takes,
-    scores=SCORES, tensors=TENSORS,
+    decoding=DECODING, diversity=HOST.diversity, policies=_PolicyStages(), nestedkv=_NestedKVStages(),
+    accepts_tensor=accepts_tensor, scores=SCORES, tensors=TENSORS,
 )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from spec.policy import DeviceArray
 
-__all__ = ["block_rows", "default_device", "download", "download_together", "on_device", "takes", "upload"]
+__all__ = ["accepts_tensor", "block_rows", "default_device", "download", "download_together", "on_device", "upload"]
 
 
 def default_device() -> torch.device:
@@ -17,7 +17,7 @@ def default_device() -> torch.device:
     return torch.device("cpu") if device is None or device.type == "mps" else device
 
 
-def takes(x: DeviceArray) -> bool:
+def accepts_tensor(x: DeviceArray) -> bool:
     """Return True if the stages accept this tensor without a copy to the host."""
     return isinstance(x, Tensor) and x.is_floating_point() and x.device.type != "mps"
 

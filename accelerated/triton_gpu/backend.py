@@ -5,7 +5,7 @@ from accelerated.torch_device.backend import BACKEND as TORCH
 from accelerated.torch_device.backend import with_stages
 from accelerated.triton_gpu.activation import inverse_key_norms, inverse_norms
 from accelerated.triton_gpu.coattention import coattention
-from accelerated.triton_gpu.device import require_device, takes
+from accelerated.triton_gpu.device import accepts_tensor, require_device
 from accelerated.triton_gpu.nestedkv import anomaly_score
 from accelerated.triton_gpu.prefill import prefill
 from spec.backend import Backend
@@ -28,11 +28,11 @@ class _NestedKVOnDevice:
 # few tokens for each selected token. The search reads only host data: one signature per token, and the scores.
 DECODING = Backend(
     "triton", crystal=with_stages(NUMBA.require_crystal(), coattention=coattention),
-    breath=with_stages(NUMBA.require_breath(), inverse_key_norms=inverse_key_norms), takes=takes,
+    breath=with_stages(NUMBA.require_breath(), inverse_key_norms=inverse_key_norms), accepts_tensor=accepts_tensor,
 )
 BACKEND = Backend(
     "triton", crystal=with_stages(TORCH.require_crystal(), coattention=coattention), prefill=prefill,
     breath=DECODING.breath, decoding=DECODING, diversity=NUMBA.diversity, nestedkv=_NestedKVOnDevice(),
-    policies=TORCH.policies, takes=takes, scores=TORCH.scores,
+    policies=TORCH.policies, accepts_tensor=accepts_tensor, scores=TORCH.scores,
     tensors={**TORCH.tensors, "inverse_key_norms": inverse_norms},
 )

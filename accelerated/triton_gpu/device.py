@@ -15,8 +15,8 @@ from spec.policy import DeviceArray
 from spec.validate import check_shapes
 
 __all__ = [
-    "INTERPRETED", "attention_tensors", "default_device", "download", "key_tensor", "lse_tensor", "require_device",
-    "shaped_lse", "shaped_tensors", "shared_memory", "takes", "upload",
+    "INTERPRETED", "accepts_tensor", "attention_tensors", "default_device", "download", "key_tensor", "lse_tensor",
+    "require_device", "shaped_lse", "shaped_tensors", "shared_memory", "upload",
 ]
 
 # Triton reads the variable when a kernel is decorated, so the variable applies to the whole process.
@@ -72,7 +72,7 @@ def download(tensor: Tensor, dtype: Any) -> Any:
     return tensor.cpu().numpy().astype(dtype, copy=False)
 
 
-def takes(x: DeviceArray) -> bool:
+def accepts_tensor(x: DeviceArray) -> bool:
     """Return True if the kernels accept this tensor without a copy to the host."""
     if not isinstance(x, torch.Tensor) or x.device.type != default_device().type:
         return False

@@ -85,7 +85,7 @@ def _constants(name: str) -> dict[str, Any]:
     """Return the constants of a policy with their defaults, without the constants that depend on the model."""
     row = POLICIES[name]
     result = {key: one.default for key, one in signature(row.make).parameters.items()}
-    return {key: value for key, value in result.items() if key not in {*row.of_model, *row.decided, *_UNSENT}}
+    return {key: value for key, value in result.items() if key not in {*row.model_constants, *row.decided, *_UNSENT}}
 
 
 @cache
@@ -107,7 +107,7 @@ def _calibrated(name: str) -> dict[str, str]:
 
 
 def _arguments(name: str) -> dict[str, str]:
-    needs, of_model, calibrated = example_policy(name).scorer.needs, POLICIES[name].of_model, _calibrated(name)
+    needs, calibrated = example_policy(name).scorer.needs, _calibrated(name)
     result = {"g": "int", "n": "int", "B": "int"}
     if needs.layers == "all" and calibrated != _HEADS:
         result["k"] = "float[L, H_kv, n, d]"
@@ -123,7 +123,7 @@ def _arguments(name: str) -> dict[str, str]:
         result["v"] = f"float[L, H_kv, {'t' if name in DECODED else 'n'}, d]"
     if needs.rehearsal is not None:
         result |= _REPEATS | ({"norms": "float[L, r]"} if needs.values else {})
-    result |= calibrated | {key: kind for key, kind in _OF_MODEL.items() if key in of_model}
+    result |= calibrated | {key: kind for key, kind in _OF_MODEL.items() if key in POLICIES[name].model_constants}
     return result | {key: _KINDS[type(value)] for key, value in _constants(name).items()}
 
 
@@ -185,7 +185,7 @@ def _constants_from(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     row, kinds = POLICIES[name], method_ops()[f"{FAMILY}.{name}"].arguments
     result: dict[str, Any] = {
         key: Fraction(given[key]) if kinds[key] == "text" and given[key][0].isdigit() else given[key]
-        for key in (*_constants(name), *(row.of_model & given.keys()))
+        for key in (*_constants(name), *(row.model_constants & given.keys()))
     }
     if "W_o" in result:
         result["W_o"] = dict(enumerate(result["W_o"]))

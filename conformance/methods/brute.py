@@ -17,7 +17,7 @@ import numpy as np
 from conformance.methods import policies as oracle
 from conformance.oracles.boxes import leaves
 from conformance.strategies.numbers import NESTED
-from conformance.strategies.policy_inputs import TEMPLATE, Inputs, Kept, of_model
+from conformance.strategies.policy_inputs import TEMPLATE, Inputs, Kept, model_constants
 from conformance.vectors.codec import floats
 from conformance.vectors.files import Json
 from reference.calibration import GATES, NETWORKS, Gates, Networks
@@ -111,7 +111,7 @@ class Brute:
     def policy(self, inputs: Inputs, constants: Mapping[str, Any] | None = None) -> Policy:
         """Return the policy of the reference."""
         row, chosen = replace(POLICIES[self.name], make=self.make), self.small if constants is None else constants
-        return row.policy({**of_model(self.name, inputs), **chosen})
+        return row.policy({**model_constants(self.name, inputs), **chosen})
 
     def expected(self, inputs: Inputs, B: int) -> Kept:
         """Return the kept sets at the small constants."""

@@ -33,8 +33,8 @@ from conformance.strategies.policy_inputs import (
     decided,
     drawn,
     in_chunks,
+    model_constants,
     observation,
-    of_model,
     with_sinks,
     without_sinks,
 )
@@ -169,7 +169,7 @@ class Method:
     def reference(self, inputs: Inputs) -> Policy:
         """Return the policy of the reference with these constants."""
         if is_composition(self.name):
-            return make_policy(self.text, of_model(self.name, inputs))
+            return make_policy(self.text, model_constants(self.name, inputs))
         return self.brute.policy(inputs, self.constants)
 
     def floor(self, inputs: Inputs) -> int:
@@ -210,7 +210,7 @@ def asked(engine: Engine, method: Method, inputs: Inputs, B: int) -> Kept:
     if method.name == CRYSTALCACHE.name:  # The stages of CrystalCache are operations, but CrystalCache is not.
         return _by_stages(engine, method, inputs, B)
     policy = method.reference(inputs)
-    values = {**of_model(method.name, inputs), **method.constants, "steps": inputs.steps}
+    values = {**model_constants(method.name, inputs), **method.constants, "steps": inputs.steps}
     result = ask_method(engine, method.name, arguments_of(method.name, observation(policy, inputs), B, values))
     kept = [Answer(part.tolist()) for part in np.split(result.positions, result.offsets[1:-1])]
     for answer, scores in zip(kept, () if result.scores is None else result.scores.tolist(), strict=False):
@@ -228,7 +228,7 @@ def _by_stages(engine: Engine, method: Method, inputs: Inputs, B: int) -> Kept:
     if stages.crystal is None:
         reason = f"is not offered by the engine {engine.hello.name}, which has no stages of family crystal"
         raise SpecError("as", method.name, reason)
-    constants = {**of_model(method.name, inputs), **method.constants, BACKEND: stages}
+    constants = {**model_constants(method.name, inputs), **method.constants, BACKEND: stages}
     return decided(make_policy(method.name, constants), inputs, B)
 
 
@@ -264,8 +264,8 @@ def on_backend(backend: str, method: Method, inputs: Inputs, B: int) -> Kept:
     """
     check_own_code(backend, method.home)
     if is_composition(method.name):
-        return decided(make_policy(method.text, {**of_model(method.name, inputs), BACKEND: backend}), inputs, B)
-    constants = {**of_model(method.name, inputs), **method.constants, BACKEND: backend}
+        return decided(make_policy(method.text, {**model_constants(method.name, inputs), BACKEND: backend}), inputs, B)
+    constants = {**model_constants(method.name, inputs), **method.constants, BACKEND: backend}
     known = constants_of(method.name) | constants_of_model(method.name) | {"parameters"}
     chosen = {name: value for name, value in constants.items() if name in known}
     return decided(make_policy(method.name, chosen), inputs, B)

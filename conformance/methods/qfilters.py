@@ -29,8 +29,8 @@ def products(keys: Any, direction: Any) -> Score:
 def rows(inputs: Inputs, B: int) -> list[Score]:
     return [
         products(head, leaves(direction))
-        for view, of_layer in zip(inputs.layers, filters(inputs), strict=True)
-        for head, direction in zip(leaves(view.k), of_layer, strict=True)
+        for view, directions in zip(inputs.layers, filters(inputs), strict=True)
+        for head, direction in zip(leaves(view.k), directions, strict=True)
     ]
 
 

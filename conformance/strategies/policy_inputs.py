@@ -249,7 +249,7 @@ _OF_MODEL: Mapping[str, Callable[[Inputs], Any]] = {
 }
 
 
-def of_model(name: str, inputs: Inputs) -> dict[str, Any]:
+def model_constants(name: str, inputs: Inputs) -> dict[str, Any]:
     """Return the constants of a policy that depend on the model, from the inputs."""
     taken = (constants_of(name) | constants_of_model(name)) & _OF_MODEL.keys()
     return {constant: _OF_MODEL[constant](inputs) for constant in taken}
@@ -267,11 +267,11 @@ def named(name: str, inputs: Inputs, method: str = "") -> Policy:
     if method and name not in NAMES and not is_composition(name):
         created = find_plugin("policy", name, ENTRY_POINTS, NAMES).value
         if callable(created) and not isinstance(created, Policy):
-            result = created(**of_model(method, inputs))
+            result = created(**model_constants(method, inputs))
             if isinstance(result, Policy):
                 return result
             raise SpecError("policy", name, f"must return a Policy; returns a {type(result).__name__}")
-    return make_policy(check_name(name, "policy"), of_model(name, inputs))
+    return make_policy(check_name(name, "policy"), model_constants(name, inputs))
 
 
 def groups_of(policy: Policy, inputs: Inputs) -> int:

@@ -58,16 +58,16 @@ def parts(value: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(("op", "change"), CHANGES)
-def test_what_changes_is_read(judged: Backend, op: str, change: str) -> None:
+def test_what_changes_is_read(backend_under_test: Backend, op: str, change: str) -> None:
     """Check that a call with one change has a different result, and that the repeated first call does not."""
-    check_that_it_is_read(stage_of(judged, op), CALLS[op], change)
+    check_that_it_is_read(stage_of(backend_under_test, op), CALLS[op], change)
 
 
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize(("op", "calls", "change"), FAR_CHANGES)
-def test_large_arrays_are_read_whole(judged: Backend, op: str, calls: Calls, change: str) -> None:
+def test_large_arrays_are_read_whole(backend_under_test: Backend, op: str, calls: Calls, change: str) -> None:
     """Check one change of a number or a row of large arrays, of which the first and last 60 KB do not change."""
-    check_that_it_is_read(stage_of(judged, op), calls, change)
+    check_that_it_is_read(stage_of(backend_under_test, op), calls, change)
 
 
 def check_that_it_is_read(stage: Stage, calls: Calls, change: str) -> None:
@@ -78,7 +78,7 @@ def check_that_it_is_read(stage: Stage, calls: Calls, change: str) -> None:
 
 
 @pytest.mark.parametrize(("op", "change"), CHANGES)
-def test_arrays_filled_anew_are_read_anew(judged: Backend, subject: Backend, op: str, change: str) -> None:
+def test_arrays_filled_anew_are_read_anew(backend_under_test: Backend, subject: Backend, op: str, change: str) -> None:
     """Check that arrays of an earlier call that the caller filled with new content have the result of the content."""
     stage, calls = stage_of(subject, op), CALLS[op]
     given, wanted = deepcopy(tuple(calls.arguments.values())), calls.changed(change)
@@ -92,7 +92,9 @@ def test_arrays_filled_anew_are_read_anew(judged: Backend, subject: Backend, op:
 
 
 @pytest.mark.parametrize("op", STAGES)
-def test_threads_have_results_of_their_own(judged: Backend, subject: Backend, together: bool, op: str) -> None:
+def test_threads_have_results_of_their_own(
+    backend_under_test: Backend, subject: Backend, together: bool, op: str,
+) -> None:
     """Check two threads that call a stage with inputs of the same sizes and different content.
 
     The threads take turns at every line, at every third line, and as the interpreter switches them.

@@ -15,7 +15,7 @@ from conformance import tolerances
 from conformance.checks import decode_checks
 from conformance.oracles import decode, s5
 from conformance.oracles import decode as oracle
-from conformance.plugin import sparingly
+from conformance.plugin import fewer_examples
 from conformance.strategies.trunks import decode_parameters, ends, flags, random_state, sixteenths, states
 from conformance.vectors.codec import WAITING, fields_of, model_of, plain, results_of, state, state_of
 from reference.crystalcache import breath, decode_step, empty_state, extend, live, tail
@@ -154,7 +154,7 @@ def test_a_second_eviction_changes_nothing(decoder: Backend, situation: Situatio
 
 
 @pytest.mark.spec("CC-BREATH")
-@sparingly
+@fewer_examples
 @given(situation=situations())
 def test_a_breath_is_its_substeps_in_order(decoder: Backend, situation: Situation) -> None:
     """Check the order: activation, resonance, Hebbian update, new trunks, eviction.
@@ -275,7 +275,7 @@ def nearly_tied(before: oracle.Model, token: int, norm: float, p: CrystalCachePa
 
 
 @pytest.mark.spec("CC-RENEWAL", "CC-TIERS")
-@sparingly
+@fewer_examples
 @given(tokens=TOKENS, budget=st.integers(3, 16), coverage=st.sampled_from([0.0, 0.25]), allocation=st.booleans())
 def test_breaths_of_the_essay_equal_the_model(
     decoder: Backend, tokens: list[tuple[int, float]], budget: int, coverage: float, allocation: bool,

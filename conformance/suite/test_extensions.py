@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from conformance.checks import stage_checks
 from conformance.oracles import s1
-from conformance.plugin import sparingly
+from conformance.plugin import fewer_examples
 from conformance.strategies.numbers import forms, token_ids
 from conformance.strategies.prompts import AttentionInputs, Prompt, attention_inputs, hot_sets, prompts
 from conformance.strategies.trunks import EvictionProblem, Text, evictions, record, texts
@@ -104,7 +104,7 @@ def test_dissolution_in_tiers_equals_the_brute_force(stages: CrystalStages, prob
     "CC-TIERS", "CC-UNIT-IMPACT", "CC-UNIT-TRUNK-IMPACT", "CC-MEAN-SALIENCE", "CC-RARITY-FORMS", "CC-ADAPTIVE-MERGE",
     "CC-COVERAGE",
 )
-@sparingly
+@fewer_examples
 @given(prompt=prompts(), p=forms())
 def test_a_prefill_in_any_form_equals_its_chain(backend: Backend, prompt: Prompt, p: Any, precision: str) -> None:
     """Check a whole prefill. Each stage is tested against the result of the stage before it."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from conformance import tolerances
 from conformance.checks import stage_checks
 from conformance.oracles import pipeline
-from conformance.plugin import sparingly
+from conformance.plugin import fewer_examples
 from conformance.strategies.prompts import Prompt, prompts, random_prompt
 from conformance.strategies.trunks import record
 from reference.crystalcache import prefill
@@ -186,7 +186,7 @@ def test_two_tokens_and_every_head_group(backend: Backend, dtype: type, group: i
 
 
 @pytest.mark.spec("CC-PREFILL", "CC-ATTENTION")
-@sparingly
+@fewer_examples
 @given(prompt=prompts())
 def test_the_default_scaling_is_one_over_the_root_of_d(backend: Backend, prompt: Prompt) -> None:
     d = prompt.inputs.q.shape[2]
@@ -194,7 +194,7 @@ def test_the_default_scaling_is_one_over_the_root_of_d(backend: Backend, prompt:
 
 
 @pytest.mark.spec("CC-BUDGET-FORMS")
-@sparingly
+@fewer_examples
 @given(prompt=prompts(), tokens=st.integers(1, 30))
 def test_every_form_of_a_budget(backend: Backend, prompt: Prompt, tokens: int) -> None:
     """Check that a float, a decimal, a percentage and a Budget mean the same share. An int is a number of tokens."""
@@ -212,7 +212,7 @@ def observation(prompt: Prompt, groups: int = 1) -> Observation:
 
 
 @pytest.mark.spec("CC-PREFILL")
-@sparingly
+@fewer_examples
 @given(prompt=prompts())
 def test_the_default_is_half_of_the_tokens(backend: Backend, prompt: Prompt) -> None:
     asked = {name: value for name, value in prompt.arguments.items() if name != "budget"}
@@ -225,7 +225,7 @@ def test_five_parts_compose_to_the_prefill(backend: Backend, prompt: Prompt) -> 
     """The scorer, budgets, selector and protection of the policy MUST have the result of `prefill`, bit for bit."""
     policy = crystalcache(prompt.sentence_ends, prompt.inputs.parameters, backend)
     assert policy.name == "crystalcache"
-    assert policy.scorer.needs == Needs("observed", None, token_ids=True, takes=backend.takes)
+    assert policy.scorer.needs == Needs("observed", None, token_ids=True, accepts_tensor=backend.accepts_tensor)
     actual = retain(policy, parse_budget(prompt.budget), observation(prompt))
     assert isinstance(actual, CrystalRetention)
     assert same_records(actual, run(backend, prompt))

@@ -13,13 +13,13 @@ from spec.backend import Backend
 
 @pytest.mark.parametrize(("group", "test"), cases(STAGES))
 def test_the_backend_holds_a_vector_of_a_stage(
-    request: pytest.FixtureRequest, judged: Backend, precision: str, group: Any, test: Any,
+    request: pytest.FixtureRequest, backend_under_test: Backend, precision: str, group: Any, test: Any,
 ) -> None:
     operation = group["operation"]
-    skip_without(judged, *FAMILIES[operation])
+    skip_without(backend_under_test, *FAMILIES[operation])
     if is_compact(list(test["inputs"].values())):
         request.getfixturevalue("compiled")
-    assert problems(group, test, lambda i, p: STAGES[operation](judged, i, p), BOUNDED, precision) == []
+    assert problems(group, test, lambda i, p: STAGES[operation](backend_under_test, i, p), BOUNDED, precision) == []
 
 
 def test_every_stage_has_vectors() -> None:

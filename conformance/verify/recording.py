@@ -83,13 +83,13 @@ def pytest_runtest_makereport(
     report = yield
     drawn = getattr(item, "hypothesis_statistics", None)
     given, names = getattr(item, "funcargs", {}), getattr(item, "fixturenames", [])
-    judged = given.get("judged")
+    backend_under_test = given.get("backend_under_test")
     params = getattr(getattr(item, "callspec", None), "params", {})
     record = {
         "examples": 1 if drawn is None else sum(map(int, _PASSING.findall(drawn))),
-        "name": getattr(judged, "name", ""), "scored": sorted(given.get("scored", ())),
+        "name": getattr(backend_under_test, "name", ""), "scored": sorted(given.get("scored", ())),
         "at_once": given.get("at_once", {}).get("requests", 0),
-        "families": [family for family in FAMILIES if getattr(judged, family, None) is not None],
+        "families": [family for family in FAMILIES if getattr(backend_under_test, family, None) is not None],
         "failure": failure(call.excinfo.value, names, params) if call.excinfo and report.outcome == "failed" else None,
     }
     report.user_properties.append(("kvspec", record))

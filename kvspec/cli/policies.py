@@ -93,8 +93,8 @@ def _lines(one: PolicyDescription) -> Iterator[str]:
     yield f"scores tokens from {tensors}; one set of kept tokens for {owner}"
     yield from (f"{word}: {_YES[serves]}" for word, serves in _served(one).items())
     yield 'positions of the kept tokens: "kept" (default) or "renumbered"'
-    if one.of_model:
-        yield f"constants that kvspec reads from the model: {', '.join(one.of_model)}"
+    if one.model_constants:
+        yield f"constants that kvspec reads from the model: {', '.join(one.model_constants)}"
     yield "constants:" if one.required or one.constants else "constants: none"
     yield from (f"  {key} (required): {one.meanings[key]}" for key in one.required)
     yield from (f"  {key} = {value}: {one.meanings[key]}" for key, value in one.constants.items())

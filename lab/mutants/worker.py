@@ -238,7 +238,7 @@ def file_of(item: pytest.Item) -> str:
 def judges_any_backend(item: pytest.Item) -> bool:
     """Return True if the test also runs for backends other than the reference."""
     fixtures = set(getattr(item, "fixturenames", ()))
-    return "judged" in fixtures and "reference_items" not in fixtures
+    return "backend_under_test" in fixtures and "reference_items" not in fixtures
 
 
 def _in_a_fork(work: Callable[[], Any], seconds: float) -> Any:

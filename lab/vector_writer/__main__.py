@@ -149,7 +149,7 @@ def first_tests(brute: Brute, first: int) -> list[Json]:
     constants: dict[str, Json] = {
         {"block": "b"}.get(name, name): str(x) if isinstance(x, Fraction) else x for name, x in brute.small.items()
     }
-    if "inv_freq" in POLICIES[brute.name].of_model:
+    if "inv_freq" in POLICIES[brute.name].model_constants:
         constants["inv_freq"] = [0.5]  # one pair of channels
     return [
         {"tcId": first + at, "comment": comment, "flags": [flag],

@@ -226,7 +226,7 @@ class Recorder:
         view = self._shown(seen, asked, select_columns(seen.k[row], slots), v, lse, hidden=hidden)
         if self.needs.rehearsal is None or seen.repeats is None:
             return view
-        return replace(view, repeats=tuple(each.of_row(row, self.needs.takes) for each in seen.repeats))
+        return replace(view, repeats=tuple(each.of_row(row, self.needs.accepts_tensor) for each in seen.repeats))
 
     def view(
         self, index: int, row: int, heads: slice, layer: RetainedLayer, kv_heads: slice, queries: Tensor | None = None,
@@ -254,7 +254,7 @@ class Recorder:
         self, seen: _Seen, q: Tensor, k: Tensor, v: Tensor | None, lse: Tensor | None, heads: slice = slice(None),
         hidden: Tensor | None = None,
     ) -> LayerView:
-        accepts_tensor, sinks = self.needs.takes, None if seen.sinks is None else seen.sinks[heads]
+        accepts_tensor, sinks = self.needs.accepts_tensor, None if seen.sinks is None else seen.sinks[heads]
         given = [tensor for tensor in (q, k, v, hidden) if tensor is not None]
         if accepts_tensor is None or not all(map(accepts_tensor, given)):
             q, k, v, lse, sinks, hidden = map(on_host, (q, k, v, lse, sinks, hidden))

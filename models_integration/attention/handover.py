@@ -44,7 +44,7 @@ from spec.errors import SpecError
 from spec.policy import Needs
 from spec.retention import Granularity, Retention
 
-__all__ = ["check_handover", "check_readable", "check_recurrence"]
+__all__ = ["check_attention_uses_cache_tensors", "check_readable", "check_recurrence"]
 
 _TOKENS, _PADDING = 3, 3
 # Number of tokens in the test of eviction, and the tokens that are kept.
@@ -76,7 +76,7 @@ def _run_once(architecture: Architecture, test: object, run: Callable[[], None])
         passed.add(test)
 
 
-def check_handover(architecture: Architecture, needs: Needs, granularity: Granularity) -> None:
+def check_attention_uses_cache_tensors(architecture: Architecture, needs: Needs, granularity: Granularity) -> None:
     """Check that the model supports policies with these needs and this granularity.
 
     The model processes a few tokens with a separate cache. The result is stored for later checks.

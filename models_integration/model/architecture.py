@@ -25,8 +25,8 @@ from models_integration.model.layer_kinds import (
     STORELESS,
     by_layer,
     cache_owners,
+    layer_config_value,
     layer_types,
-    of_layer,
     stated_types,
 )
 from models_integration.model.seams import attention_of, eager_attention
@@ -357,7 +357,7 @@ def _refuse_layers(config: PretrainedConfig, types: list[str]) -> str | None:
     if config.model_type == "minimax" and config.sliding_window is not None:
         return "its full-attention layers have a window too, whose mask counts slots"
     for name in ("num_attention_heads", "num_key_value_heads"):
-        values = {of_layer(config, name, index) for index, kind in enumerate(types) if kind == FULL}
+        values = {layer_config_value(config, name, index) for index, kind in enumerate(types) if kind == FULL}
         if len(values) > 1:
             return f"its full-attention layers differ in {name}, {sorted(values)}: each must have the same heads"
     return None

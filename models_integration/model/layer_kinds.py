@@ -6,7 +6,7 @@ from transformers import PretrainedConfig
 
 __all__ = [
     "CHUNKED", "FULL", "HYBRID", "INDEXED", "RECURRENT", "SHARING", "SLIDING", "STORELESS", "by_layer", "cache_owners",
-    "layer_types", "of_layer", "stated_types",
+    "layer_config_value", "layer_types", "stated_types",
 ]
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -29,7 +29,7 @@ def by_layer(config: PretrainedConfig, name: str) -> list[Any]:
     return [getattr(part, name, None) for part in parts]
 
 
-def of_layer(config: PretrainedConfig, name: str, layer: int) -> Any:
+def layer_config_value(config: PretrainedConfig, name: str, layer: int) -> Any:
     """Return the config's value for one layer."""
     values = by_layer(config, name)
     return values[layer if len(values) > 1 else 0]

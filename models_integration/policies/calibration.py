@@ -21,7 +21,7 @@ from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import Architecture, describe, restored_rotation
 from models_integration.model.cache_argument import cache_name
 from models_integration.model.identity import ModelIdentity
-from models_integration.model.layer_kinds import layer_types, of_layer
+from models_integration.model.layer_kinds import layer_config_value, layer_types
 from models_integration.policies.networks import has_learned_scores, read_gates, read_networks
 from models_integration.policies.served import heads_served_by, served_by
 from models_integration.policies.tensor_files import STATISTICS, filters_of, load_tensors, statistics_of
@@ -188,7 +188,7 @@ def read_statistics(
     if metadata.get("rope_style") != "half":
         raise SpecError("rope_style", metadata.get("rope_style"), f"in {name} must be 'half'; {INSTEAD}")
     served, layers = served_by(model, identity), architecture.full_layers
-    H = of_layer(architecture.config, "num_attention_heads", layers[0])
+    H = layer_config_value(architecture.config, "num_attention_heads", layers[0])
     half = len(served.inv_freq)
     if unknown := sorted(stats.keys() - _keys(range(len(layer_types(architecture.config))), H)):
         raise SpecError("stats", unknown[0], f"in {name} is a head that the model does not have; {INSTEAD}")
@@ -254,7 +254,7 @@ def read_head_pattern(
     served, layers = heads_served_by(model, identity), architecture.full_layers
     table = np.clip(_table(Path(path), architecture), 0.0, 1.0)
     values = table[list(layers)] if threshold is None else (table[list(layers)] >= threshold).astype(np.float64)
-    H = of_layer(architecture.config, "num_attention_heads", layers[0])
+    H = layer_config_value(architecture.config, "num_attention_heads", layers[0])
     nothing = np.empty((len(layers), H, 0))
     return Calibration(served, layers, nothing, nothing, values)
 
@@ -282,7 +282,7 @@ def read_tensors(
     """
     architecture, tensors = describe(model), load_tensors(path)
     layers = architecture.full_layers
-    H = of_layer(architecture.config, "num_attention_heads", layers[0])
+    H = layer_config_value(architecture.config, "num_attention_heads", layers[0])
     nothing = np.empty((len(layers), H, 0))
     if not set(STATISTICS) & set(tensors):
         filters, served = filters_of(tensors, architecture), heads_served_by(model, identity)
@@ -365,7 +365,7 @@ def _table(path: Path, architecture: Architecture) -> Float64[Matrix, "L H_kv"]:
     except (OSError, ValueError) as error:
         raise SpecError("path", str(path), f"must be lines of numbers between tabs: {error}") from error
     config, L = architecture.config, len(layer_types(architecture.config))
-    H_kv = of_layer(config, "num_key_value_heads", architecture.full_layers[0])
+    H_kv = layer_config_value(config, "num_key_value_heads", architecture.full_layers[0])
     if table.shape != (L, H_kv) or not np.isfinite(table).all():
         bound = f"has the shape {table.shape}; the model has {L} layers of {H_kv} KV heads, each a finite number"
         raise SpecError("path", str(path), bound)

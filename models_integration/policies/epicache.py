@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models_integration.attention.handover import check_handover
+from models_integration.attention.handover import check_attention_uses_cache_tensors
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import Architecture, describe, device_of
 from models_integration.policies.prefill import blocks_of
@@ -145,7 +145,7 @@ def _check_model(model: PreTrainedModel) -> Architecture:
     if len(cache.full_layers) < len(cache.layers) or cache.recurrent:
         reason = "has sliding-window or recurrent layers, from which the patched prompt cannot be removed"
         raise SpecError("model", architecture.name, reason)
-    check_handover(architecture, epicache().scorer.needs, Granularity.HEAD)
+    check_attention_uses_cache_tensors(architecture, epicache().scorer.needs, Granularity.HEAD)
     return architecture
 
 

@@ -257,7 +257,7 @@ class NamedPolicy(RetentionPolicy):
         """
         given = self.constants.get(BACKEND)
         engine = fastest(self.name, unwrapped(model).device.type) if given is None else resolve(given)
-        on_device = engine.takes is not None and not names.families_of(self.name)  # KVzip+ runs on the host
+        on_device = engine.accepts_tensor is not None and not names.families_of(self.name)  # KVzip+ runs on the host
         learned = learned_constants(self.name, model, self.identity, on_device)
         if is_published_file(file := self.constants.get("calibration")):
             learned["calibration"] = read_published(file, model, self.identity)

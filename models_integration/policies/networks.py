@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from models_integration.model.architecture import Architecture, describe
 from models_integration.model.identity import ModelIdentity
-from models_integration.model.layer_kinds import layer_types, of_layer
+from models_integration.model.layer_kinds import layer_config_value, layer_types
 from models_integration.policies.served import heads_served_by
 from reference.calibration import Calibration, Gates, Networks
 from spec.arrays import Float64, Matrix
@@ -106,7 +106,7 @@ def has_learned_scores(path: str | PathLike[str], prefix: str) -> bool:
 def _calibration(model: PreTrainedModel, identity: ModelIdentity | None, **learned: Any) -> Calibration:
     architecture = describe(model)
     layers = architecture.full_layers
-    nothing = np.empty((len(layers), of_layer(architecture.config, "num_attention_heads", layers[0]), 0))
+    nothing = np.empty((len(layers), layer_config_value(architecture.config, "num_attention_heads", layers[0]), 0))
     return Calibration(heads_served_by(model, identity), layers, nothing, nothing, **learned)
 
 
@@ -135,7 +135,7 @@ def _stacked(
 
 def _check_heads(path: Path, width: int, heads: int, kind: str, architecture: Architecture) -> None:
     config, first = architecture.config, architecture.full_layers[0]
-    fits = of_layer(config, "hidden_size", first), of_layer(config, kind, first)
+    fits = layer_config_value(config, "hidden_size", first), layer_config_value(config, kind, first)
     if (width, heads) != fits:
         name = {"num_key_value_heads": "KV heads", "num_attention_heads": "query heads"}[kind]
         has = f"has networks from {width} channels to {heads} {name}"

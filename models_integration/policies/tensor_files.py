@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from models_integration.model.architecture import Architecture
-from models_integration.model.layer_kinds import layer_types, of_layer
+from models_integration.model.layer_kinds import layer_config_value, layer_types
 from spec.arrays import Cube, Float64, Hypercube
 from spec.errors import SpecError
 
@@ -63,7 +63,7 @@ def _rows(
 ) -> Any:
     """Return the rows of the full-attention layers of a tensor (L, heads, d) or (L, heads, d, d)."""
     layers, config = architecture.full_layers, architecture.config
-    first = (len(layer_types(config)), of_layer(config, f"num_{heads}_heads", layers[0]))
+    first = (len(layer_types(config)), layer_config_value(config, f"num_{heads}_heads", layers[0]))
     tensor = tensors.get(name, torch.empty(0))
     shape = tuple(tensor.shape)
     if len(shape) != axes or shape[:2] != first or (d is not None and set(shape[2:]) != {d}):

@@ -14,7 +14,7 @@ from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import Architecture
 from models_integration.model.frame import chat, encode
 from models_integration.model.isolated_forward import read_tokens, trial_forward
-from models_integration.model.layer_kinds import of_layer
+from models_integration.model.layer_kinds import layer_config_value
 from models_integration.model.rotation import (
     CHANGING,
     PROBE_START,
@@ -114,7 +114,7 @@ def output_projections(architecture: Architecture, on_device: bool = False) -> M
         linear = next((part for name, part in module.named_children() if name in _PROJECTIONS), None)
         if not isinstance(linear, (nn.Linear, Conv1D)):
             raise SpecError("model", type(module).__name__, f"has no output projection {' or '.join(_PROJECTIONS)}")
-        H, weight = of_layer(architecture.config, "num_attention_heads", layer), linear.weight.detach()
+        H, weight = layer_config_value(architecture.config, "num_attention_heads", layer), linear.weight.detach()
         if type(weight) is not Tensor or weight.dtype not in _PLAIN or weight.is_meta:
             reason = "the output projection is quantised or offloaded: load the model in bfloat16, float16 or float32"
             raise SpecError("model", type(module).__name__, reason)

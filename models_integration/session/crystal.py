@@ -221,8 +221,8 @@ def _read(
     If the backend computes the norms on the device, the host waits once for ids and norms of all rows.
     """
     (rows, _, stored, _), one_row = keys.shape, keys.transpose(0, 1).flatten(1, 2)
-    takes, norms_of = engine.takes, engine.tensors.get("inverse_key_norms")
-    on_device = takes is not None and takes(one_row)
+    accepts_tensor, norms_of = engine.accepts_tensor, engine.tensors.get("inverse_key_norms")
+    on_device = accepts_tensor is not None and accepts_tensor(one_row)
     if not on_device or norms_of is None:
         norms = engine.require_breath().inverse_key_norms(one_row if on_device else on_host(one_row))
         return states.ids() or [[] for _ in keys], np.asarray(norms).reshape(rows, stored)

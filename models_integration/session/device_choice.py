@@ -226,9 +226,9 @@ def _scores(scorer: Scorer, layer: int, view: LayerView, B: int, seen: int) -> T
     if isinstance(scorer, TriAttention):
         return cast(Tensor, scorer.layers({layer: view}, seen)[0])
     if isinstance(scorer, QFilters):
-        return cast(Tensor, scorer.of_layer(layer, view))
+        return cast(Tensor, scorer.score_layer(layer, view))
     if isinstance(scorer, LearnedScorer):
-        return cast(Tensor, scorer.of_layer(layer, view.hidden))
+        return cast(Tensor, scorer.score_layer(layer, view.hidden))
     if isinstance(scorer, Sampled):
         past = view.k.shape[1] - view.q.shape[1]
         ranges = cast(Tensor, scorer.range(cast(Tensor, view.v)))[:, :past]

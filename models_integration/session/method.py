@@ -17,7 +17,7 @@ from models_integration.session.observed import ObservedSegment
 from models_integration.session.rules import check_same_rule, check_scorer
 from reference.backend import BACKEND as REFERENCE
 from reference.policies import advance, advance_turn, retain, retain_turn, start
-from reference.policies.cadences import join, take_up
+from reference.policies.cadences import append_tokens, join
 from reference.policies.kept import excess_tokens
 from reference.policies.layers import decides_again
 from reference.policies.pieces import PieceScores
@@ -215,7 +215,7 @@ class SteppingMethod(Method):
         """Add tokens (rows, n) to the records as in decode steps, without eviction."""
         policy = self.policy
         cache.continuation = ScorerRecords(policy.name, tuple(
-            take_up(policy, self.budget, running, observed.stored(row, policy.granularity), ids.shape[1])
+            append_tokens(policy, self.budget, running, observed.stored(row, policy.granularity), ids.shape[1])
             for row, running in enumerate(_records(cache))
         ))
 

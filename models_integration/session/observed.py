@@ -17,7 +17,7 @@ from models_integration.cache.dense_layer import RetainedLayer
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import Architecture, restored_rotation
 from models_integration.model.cache_argument import cache_name
-from models_integration.model.layer_kinds import of_layer
+from models_integration.model.layer_kinds import layer_config_value
 from reference.policies.kvzip import rehearsal_chunks
 from spec.arrays import IntVector
 from spec.policy import Needs, Observation, Rehearsal
@@ -184,7 +184,7 @@ class ObservedSegment(Watcher):
         live, shown = list[IntVector](), list[Observation]()
         with self.watch.stage("capture"):
             for index, layer in self._retained(self.architecture.full_layers):
-                G = of_layer(self.architecture.config, "num_attention_heads", index) // layer.heads
+                G = layer_config_value(self.architecture.config, "num_attention_heads", index) // layer.heads
                 size = 1 if granularity is Granularity.HEAD else layer.heads
                 for first in range(0, layer.heads, size):
                     queries, heads = slice(first * G, (first + size) * G), slice(first, first + size)
@@ -217,7 +217,7 @@ class ObservedSegment(Watcher):
         ids: IntVector = self.input_ids[row][self.is_token[row]].numpy()
         return ids
 
-    def of_layer(self, layer: int) -> "ObservedSegment":
+    def select_layer(self, layer: int) -> "ObservedSegment":
         """Return an ObservedSegment that has only one layer."""
         one, recorder = copy.copy(self), self.recorder
         one.recorder = replace(recorder, seen={layer: recorder.seen[layer]})

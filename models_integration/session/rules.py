@@ -9,7 +9,7 @@ from torch import Tensor
 from models_integration.cache.renumbering import KEPT, RENUMBERED
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import Architecture
-from models_integration.model.layer_kinds import of_layer
+from models_integration.model.layer_kinds import layer_config_value
 from reference.policies.tables import check_weights
 from spec.errors import SpecError
 from spec.policy import Policy
@@ -59,7 +59,7 @@ def check_table(policy: Policy, architecture: Architecture) -> None:
         SpecError: if the number of weights is different.
     """
     L, first = len(architecture.full_layers), architecture.full_layers[0]
-    heads = of_layer(architecture.config, "num_key_value_heads", first)
+    heads = layer_config_value(architecture.config, "num_key_value_heads", first)
     if heads is not None:
         check_weights(policy.budgets, L, L * heads if policy.granularity is Granularity.HEAD else L)
 

@@ -117,7 +117,7 @@ class Segment(Watcher):
     def _decide_alone(self, layer: int) -> None:
         full = self.observed.architecture.full_layers
         policy = policy_of_layer(self._method.policy, full.index(layer), len(full))
-        observed = self.observed.of_layer(layer)
+        observed = self.observed.select_layer(layer)
         with self.observed.watch.stage("decision"):
             taken = self._choices.take(layer, policy, observed)
         if taken:

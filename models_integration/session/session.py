@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models_integration.attention.capture import observing
-from models_integration.attention.handover import check_handover
+from models_integration.attention.handover import check_attention_uses_cache_tensors
 from models_integration.cache.renumbering import RENUMBERED, numbering_of
 from models_integration.cache.retained_cache import RetainedCache, failing_whole
 from models_integration.model.architecture import decoder_inputs, describe, position_range, unwrapped
@@ -90,7 +90,7 @@ class Session:
         self._model = unwrapped(model)
         self._architecture = describe(model)
         check_mode(self._architecture, {}, method.policy.scorer.needs)
-        check_handover(self._architecture, method.policy.scorer.needs, method.policy.granularity)
+        check_attention_uses_cache_tensors(self._architecture, method.policy.scorer.needs, method.policy.granularity)
         check_table(method.policy, self._architecture)
         self._names = tuple(inspect.signature(self._architecture.decoder.forward).parameters)
         self._inputs = decoder_inputs(self._architecture.decoder)

@@ -67,7 +67,7 @@ def owners(part: Any, engine: Backend, *, scores: bool = False) -> set[str]:
     if isinstance(part, DiversityStages | NestedKVStages | PolicyStages):
         return {owner_of(type(part), engine.name)}
     if is_dataclass(part) and not isinstance(part, type):
-        given = [getattr(part, field.name) for field in fields(part) if field.name not in ("needs", "takes")]
+        given = [getattr(part, field.name) for field in fields(part) if field.name not in ("needs", "accepts_tensor")]
         return _inner(given, engine, scores) or {owner_of(type(part), engine.name)}
     return {owner_of(part, engine.name)}
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models_integration.attention.capture import observing
-from models_integration.attention.handover import check_handover, check_readable, check_recurrence
+from models_integration.attention.handover import check_attention_uses_cache_tensors, check_readable, check_recurrence
 from models_integration.cache.continuation import Decision
 from models_integration.cache.dense_layer import DenseLayer
 from models_integration.cache.fixed_size_layers import is_recurrent
@@ -75,7 +75,7 @@ def observe(
     """
     architecture = describe(model)
     check_free(model)
-    check_handover(architecture, needs, Granularity.MODEL)
+    check_attention_uses_cache_tensors(architecture, needs, Granularity.MODEL)
     arguments = {"input_ids": input_ids, "attention_mask": attention_mask}
     given = check_forward(arguments, default_use_cache=True)
     check_recurrence(architecture, given, None)

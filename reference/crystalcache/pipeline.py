@@ -73,7 +73,7 @@ def prefill(
     share = parse_budget(budget)
     engine = resolve(backend)
     stages = engine.require_crystal()
-    on_host = engine.takes is None or isinstance(q, np.ndarray)
+    on_host = engine.accepts_tensor is None or isinstance(q, np.ndarray)
     (check_attention_inputs if on_host else check_attention_tensors)(q, k)
     n = q.shape[1]
     if k.shape[1] != n:

@@ -22,7 +22,7 @@ from spec.policy import (
 )
 from spec.retention import Retention
 
-__all__ = ["advance", "advance_turn", "join", "start", "take_up"]
+__all__ = ["advance", "advance_turn", "append_tokens", "join", "start"]
 
 
 def start(policy: Policy, budget: Budget, observation: Observation) -> tuple[Retention, Running]:
@@ -60,7 +60,7 @@ def advance(
     """
     B = tokens_of(policy, budget, observation.seen)
     if not policy.cadence.due(observation.seen, running.live.shape[1] + 1, B):
-        return None, take_up(policy, budget, running, observation, 1)
+        return None, append_tokens(policy, budget, running, observation, 1)
     live, scores, B = _grown(policy, budget, running, observation, 1)
     return _cut(policy, B, live, scores, observation.seen)
 
@@ -78,7 +78,7 @@ def advance_turn(
     return _cut(policy, B, live, scores, observation.seen)
 
 
-def take_up(policy: Policy, budget: Budget, running: Running, observation: Observation, tokens: int) -> Running:
+def append_tokens(policy: Policy, budget: Budget, running: Running, observation: Observation, tokens: int) -> Running:
     """Add the last `tokens` tokens to the state without an eviction.
 
     Each added token changes the scorer's records as in a decode step.

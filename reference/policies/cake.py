@@ -76,12 +76,12 @@ class Cake:
     gamma: float
     tau1: float
     tau2: float
-    takes: Callable[[DeviceArray], bool] | None = None
+    accepts_tensor: Callable[[DeviceArray], bool] | None = None
     layer: Callable[..., tuple[DeviceArray, DeviceArray]] = cake_layer
 
     @property
     def needs(self) -> Needs:
-        return Needs("all", self.W, takes=self.takes)
+        return Needs("all", self.W, accepts_tensor=self.accepts_tensor)
 
     @property
     def provided(self) -> Provided:

@@ -89,7 +89,7 @@ class CapKV:
 @named(
     "capkv", "CapKV (arXiv 2604.25975)",
     "the first tokens, and tokens that future queries may attend to and whose values differ most from other values",
-    of_model=frozenset({"inv_freq", "factor"}),
+    model_constants=frozenset({"inv_freq", "factor"}),
 )
 def capkv(
     inv_freq: Float64[Vector, " half"], factor: float = 1.0, tau: float = 5.0, N_sink: int = 4, N_future: int = 512,

@@ -131,7 +131,7 @@ def chunkkv_described(c: int = 10, backend: str | Backend = "numpy") -> Policy:
     """
     engine = resolve(backend)
     members = partial(all_members, received=engine.require_policies().received_attention)
-    scorer = Chunks(Needs("all", None, takes=engine.takes), members, check_positive("c", c), 0, 1)
+    scorer = Chunks(Needs("all", None, accepts_tensor=engine.accepts_tensor), members, check_positive("c", c), 0, 1)
     return replace(
         chunkkv(c), name="chunkkv-described", scorer=scorer, protection=SinkAndRecent(0, 0)
     )

@@ -125,7 +125,7 @@ class Leverage:
 @named(
     "leverage", "Chari and Van Durme, Compactor (arXiv 2507.08143)",
     "tokens whose keys before RoPE have the largest leverage, that is, are outliers",
-    of_model=frozenset({"inv_freq", "factor"}),
+    model_constants=frozenset({"inv_freq", "factor"}),
 )
 def leverage(inv_freq: Float64[Vector, " half"], factor: float = 1.0) -> Policy:
     """Return leverage scores alone: each KV head keeps the tokens whose keys are farthest from all other keys.
@@ -189,7 +189,7 @@ def _z(x: Float64[Matrix, "H n"]) -> Float64[Matrix, "H n"]:
 @named(
     "compactor", "Chari and Van Durme, Compactor (arXiv 2507.08143)",
     "the first and the last tokens, and the tokens with the most leverage and attention inside their chunk",
-    of_model=frozenset({"inv_freq", "factor"}),
+    model_constants=frozenset({"inv_freq", "factor"}),
 )
 def compactor(
     inv_freq: Float64[Vector, " half"], factor: float = 1.0, c: int = 256, N_sink: int = 8, N_recent: int = 4,

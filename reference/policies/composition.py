@@ -189,7 +189,7 @@ def _host(composition: Composition, data: Constants) -> Policy:
 def named_policy(name: str, constants: Constants) -> Policy:
     """Return the policy of a name, with the constants that it has. Other constants are ignored."""
     row = REGISTERED[name.removeprefix(DIVERSE)]
-    policy = row.policy({key: value for key, value in constants.items() if key in row.constants | row.of_model})
+    policy = row.policy({key: value for key, value in constants.items() if key in row.constants | row.model_constants})
     if not name.startswith(DIVERSE):
         promises = promises_of(name) if policy.promises == NOTHING_PROMISED else policy.promises
         return replace(policy, promises=promises)
@@ -233,7 +233,7 @@ def _later(parts: Mapping[str, tuple[str, Words]], data: Constants) -> Policy | 
     if "steps" not in parts:
         return None
     name, constants = parts["steps"]
-    if name not in REGISTERED or name in WHOLE or REGISTERED[name].of_model:
+    if name not in REGISTERED or name in WHOLE or REGISTERED[name].model_constants:
         reason = "must be the name of a scorer without data of the model, such as keydiff or h2o"
         raise SpecError("steps", name, reason)
     row = REGISTERED[name]

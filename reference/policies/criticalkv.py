@@ -118,7 +118,7 @@ def with_critical_selection(host: Policy, W_o: Mapping[int, DeviceArray], share:
 @named(
     "criticalkv", "Feng et al., CriticalKV (arXiv 2502.03805)",
     "tokens selected half by SnapKV score, half by the product of SnapKV score and norm of the projected value",
-    of_model=frozenset({"W_o"}), diverse=False,
+    model_constants=frozenset({"W_o"}), diverse=False,
 )
 def criticalkv(W_o: Mapping[int, DeviceArray], W: int = 32, kernel: int = 7) -> Policy:
     """Return SnapKV with CriticalKV's two-stage selection.
@@ -135,7 +135,7 @@ def criticalkv(W_o: Mapping[int, DeviceArray], W: int = 32, kernel: int = 7) -> 
 @named(
     "critical-adakv", "Feng et al., CriticalKV (arXiv 2502.03805)",
     "tokens selected by the rule of criticalkv; the heads of a layer share one budget",
-    of_model=frozenset({"W_o"}), diverse=False,
+    model_constants=frozenset({"W_o"}), diverse=False,
 )
 def critical_adakv(
     W_o: Mapping[int, DeviceArray], W: int = 32, kernel: int = 7, safeguard: Fraction | int = Fraction(1, 5),

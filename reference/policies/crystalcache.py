@@ -80,7 +80,8 @@ def crystalcache(
     engine = resolve(backend)
     stages = engine.require_crystal()
     needs = Needs(
-        layers="observed", query_rows=None, observed=parameters.observed_layer, token_ids=True, takes=engine.takes
+        layers="observed", query_rows=None, observed=parameters.observed_layer, token_ids=True,
+        accepts_tensor=engine.accepts_tensor,
     )
     return Policy(
         "crystalcache",

@@ -126,13 +126,13 @@ class Defensive:
     W_o: Mapping[int, DeviceArray]
     W: int
     kernel: int
-    takes: Callable[[DeviceArray], bool] | None = None
+    accepts_tensor: Callable[[DeviceArray], bool] | None = None
     score: Callable[..., Matrix] = defensive_score
     layerwise: ClassVar[bool] = True
 
     @property
     def needs(self) -> Needs:
-        return Needs("all", self.W, values=True, budget=True, takes=self.takes)
+        return Needs("all", self.W, values=True, budget=True, accepts_tensor=self.accepts_tensor)
 
     @property
     def provided(self) -> Provided:
@@ -151,7 +151,7 @@ class Defensive:
 @named(
     "defensivekv", "Feng et al., DefensiveKV (arXiv 2510.13334)",
     "tokens with the largest product of attention and norm of the projected value; heads of a layer share one budget",
-    of_model=frozenset({"W_o"}),
+    model_constants=frozenset({"W_o"}),
 )
 def defensivekv(W_o: Mapping[int, DeviceArray], W: int = 32, kernel: int = 5) -> Policy:
     """Return DefensiveKV: each layer keeps the last W tokens and the best-scored earlier tokens of all KV heads.

@@ -112,7 +112,7 @@ class PolicyDescription:
         positions: rule of rotary positions in the paper: "kept" or "renumbered". The default of kvspec is "kept".
         constants: default values of the constants that have a default, by name.
         required: names of the constants that have no default.
-        of_model: names of the constants that kvspec reads from the model.
+        model_constants: names of the constants that kvspec reads from the model.
         meanings: explanation of each constant, by name.
     """
 
@@ -130,7 +130,7 @@ class PolicyDescription:
     positions: str
     constants: Mapping[str, object]
     required: tuple[str, ...]
-    of_model: tuple[str, ...]
+    model_constants: tuple[str, ...]
     meanings: Mapping[str, str]
 
 
@@ -181,7 +181,7 @@ def describe_policy(name: str) -> PolicyDescription:
         positions=row.positions,
         constants={key: value for key, value in given.items() if key not in required},
         required=required,
-        of_model=tuple(sorted(constants_of_model(whole))),
+        model_constants=tuple(sorted(constants_of_model(whole))),
         meanings={key: _meaning(row, key) for key in given},
     )
 

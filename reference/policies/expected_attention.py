@@ -121,9 +121,9 @@ class ExpectedAttention:
         return Provided(unscored=(self.N_sink, 0))
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
-        return stacked(observation, [self.of_layer(view, observation.seen) for view in observation.layers.values()])
+        return stacked(observation, [self.score_layer(view, observation.seen) for view in observation.layers.values()])
 
-    def of_layer(self, view: LayerView, seen: int) -> Float64[Matrix, "H_kv n"]:
+    def score_layer(self, view: LayerView, seen: int) -> Float64[Matrix, "H_kv n"]:
         """Return each key's expected attention weight, averaged over query heads, then multiplied by the value's norm.
 
         The first N_sink tokens are excluded from the keys and from the queries. The queries belong to the last tokens
@@ -148,7 +148,7 @@ class ExpectedAttention:
 @named(
     "expected-attention", "Devoto et al., Expected Attention (arXiv 2510.00636)",
     "tokens that future queries would attend to most, if future queries were Gaussian",
-    of_model=frozenset({"inv_freq", "factor"}),
+    model_constants=frozenset({"inv_freq", "factor"}),
 )
 def expected_attention(
     inv_freq: Float64[Vector, " half"], factor: float = 1.0, N_sink: int = 4, N_future: int = 512,
@@ -178,7 +178,7 @@ def expected_attention(
     engine = resolve(backend)
     stages = engine.require_policies()
     scorer = ExpectedAttention(
-        inv_freq, factor, N_sink, N_future, Needs("all", None, values=True, takes=engine.takes),
+        inv_freq, factor, N_sink, N_future, Needs("all", None, values=True, accepts_tensor=engine.accepts_tensor),
         weigh=stages.expected_attention,
     )
     return Policy(

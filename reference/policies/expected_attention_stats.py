@@ -43,9 +43,9 @@ class ExpectedAttentionStats:
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         views, seen, first = observation.layers, observation.seen, observation.first
-        return stacked(observation, [self.of_layer(layer, view, seen, first) for layer, view in views.items()])
+        return stacked(observation, [self.score_layer(layer, view, seen, first) for layer, view in views.items()])
 
-    def of_layer(self, layer: int, view: LayerView, seen: int, first: int = 0) -> Float64[Matrix, "h n"]:
+    def score_layer(self, layer: int, view: LayerView, seen: int, first: int = 0) -> Float64[Matrix, "h n"]:
         """Return the scores of a layer. The first N_sink tokens have the score NaN.
 
         Implements: PO-EXPECTED-ATTENTION-STATS
@@ -90,7 +90,7 @@ class ExpectedAttentionStats:
 @named(
     "expected-attention-stats", "Devoto et al., Expected Attention (arXiv 2510.00636)",
     "tokens that Gaussian future queries would attend to most; the query statistics are those of a calibration file",
-    of_model=frozenset({"served"}),
+    model_constants=frozenset({"served"}),
 )
 def expected_attention_stats(
     calibration: Calibration, served: Identity, N_sink: int = 4, N_future: int = 512,

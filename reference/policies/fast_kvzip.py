@@ -56,7 +56,7 @@ def gate_score(
     "fast-kvzip", "Kim et al., Fast KVzip (arXiv 2601.17668)",
     "tokens with the best scores of a gate, which reads hidden states and predicts KVzip's scores; all heads share one"
     " budget",
-    of_model=frozenset({"served"}),
+    model_constants=frozenset({"served"}),
 )
 def fast_kvzip(calibration: Calibration, served: Identity, N_sink: int = 4, N_recent: int = 32) -> Policy:
     """Return Fast KVzip as in kvpress's FastKVzipPress: the best scores of all layers and KV heads together.

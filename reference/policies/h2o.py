@@ -84,7 +84,7 @@ def h2o(backend: str | Backend = "numpy") -> Policy:
     engine = resolve(backend)
     stages = engine.require_policies()
     scorer = HeavyHitters(
-        Needs("all", None, takes=engine.takes), partial(h2o_score, received=stages.received_attention)
+        Needs("all", None, accepts_tensor=engine.accepts_tensor), partial(h2o_score, received=stages.received_attention)
     )
     selector = partial(recent_half, choose=stages.best_tokens)
     # The newest half is not a protection, because a protection cannot depend on the budget. The suite does not test it.
@@ -111,7 +111,7 @@ def h2o_described(W: int = 128, backend: str | Backend = "numpy") -> Policy:
     stages = engine.require_policies()
     score = partial(h2o_score, received=stages.received_attention)
     return Policy(
-        "h2o-described", LayerScorer(Needs("all", None, takes=engine.takes), score), even,
+        "h2o-described", LayerScorer(Needs("all", None, accepts_tensor=engine.accepts_tensor), score), even,
         partial(top_tokens, choose=stages.best_tokens), SinkAndRecent(0, check_positive("W", W)),
         granularity=Granularity.HEAD,
     )

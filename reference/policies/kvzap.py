@@ -66,9 +66,9 @@ class LearnedScorer:
     )
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
-        return stacked(observation, [self.of_layer(at, view.hidden) for at, view in observation.layers.items()])
+        return stacked(observation, [self.score_layer(at, view.hidden) for at, view in observation.layers.items()])
 
-    def of_layer(self, layer: int, hidden: DeviceArray | None) -> DeviceArray:
+    def score_layer(self, layer: int, hidden: DeviceArray | None) -> DeviceArray:
         """Return the scores (H_kv, n) of the tokens of a layer.
 
         Implements: PO-KVZAP, PO-FAST-KVZIP
@@ -89,7 +89,7 @@ class LearnedScorer:
 @named(
     "kvzap", "Jegou and Jeblick, KVzap (arXiv 2601.07891)",
     "tokens with the best scores of a small network, which reads hidden states and predicts KVzip+ scores",
-    of_model=frozenset({"served"}),
+    model_constants=frozenset({"served"}),
 )
 def kvzap(calibration: Calibration, served: Identity) -> Policy:
     """Return KVzap as in kvpress's KVzapPress: each KV head keeps the tokens with the best scores.

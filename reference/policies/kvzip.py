@@ -192,7 +192,7 @@ def kvzip_uniform(
 @named(
     "kvzip-plus", "Jegou and Jeblick, KVzap; kvpress",
     "tokens with the largest product of KVzip score and norm of the projected value; all heads share one budget",
-    of_model=frozenset({"W_o"}),
+    model_constants=frozenset({"W_o"}),
 )
 def kvzip_plus(
     W_o: Mapping[int, DeviceArray], template: Sequence[Sequence[int]] | None = None, N_sink: int = 4, N_recent: int = 0,

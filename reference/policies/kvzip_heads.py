@@ -82,7 +82,7 @@ class FullHeads:
 @named(
     "kvzip-heads", "Kim et al., KVzip (arXiv 2505.23416); DuoAttention",
     "all tokens in heads that a calibration file selects; the first and recent tokens in the remaining heads",
-    of_model=frozenset({"served"}), diverse=False,
+    model_constants=frozenset({"served"}), diverse=False,
 )
 def kvzip_heads(calibration: Calibration, served: Identity, N_sink: int = 64, N_recent: int = 256) -> Policy:
     """Return static head budgets: heads with the best KVzip head scores keep all tokens.
@@ -104,7 +104,7 @@ def kvzip_heads(calibration: Calibration, served: Identity, N_sink: int = 64, N_
     if calibration.head_scores is None:
         raise SpecError("calibration", calibration.digest, "has no head scores: `kvspec calibrate` writes them")
     # The scorer reads no tensor. It declares all layers, so that a turn is decided after all layers have stored it.
-    scorer = replace(recency, needs=Needs("all", 0, takes=lambda _: True), separable=True)
+    scorer = replace(recency, needs=Needs("all", 0, accepts_tensor=lambda _: True), separable=True)
     return Policy(
         "kvzip-heads", scorer, FullHeads(calibration.head_scores.ravel(), N_sink + N_recent), top_units,
         SinkAndRecent(N_sink, N_recent), granularity=Granularity.HEAD,

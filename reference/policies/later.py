@@ -40,7 +40,7 @@ class FirstAndLater:
             layers.pop() if same else "all" if layers else "none",
             None if None in rows else max(row for row in rows if row is not None),
             a.observed if a.layers == "observed" else b.observed, a.values or b.values, a.token_ids or b.token_ids,
-            a.takes if a.takes == b.takes else None, a.budget or b.budget,
+            a.accepts_tensor if a.accepts_tensor == b.accepts_tensor else None, a.budget or b.budget,
         )
 
     @property

@@ -26,7 +26,7 @@ class NamedPolicy:
     """Noun phrase that describes which tokens the policy keeps."""
     make: Callable[..., Policy]
     decided: Mapping[str, Any]
-    of_model: frozenset[str]
+    model_constants: frozenset[str]
     diverse: bool
     """True if a variant with set-conditioned selection (`diverse-NAME`) exists.
 
@@ -42,7 +42,7 @@ class NamedPolicy:
     @cached_property
     def constants(self) -> frozenset[str]:
         """Return the names of the constants that a caller can set: maker arguments and fields of `parameters`."""
-        taken = frozenset(signature(self.make).parameters) - frozenset(self.decided) - self.of_model
+        taken = frozenset(signature(self.make).parameters) - frozenset(self.decided) - self.model_constants
         return taken | frozenset(self.parameters)
 
     @cached_property
@@ -68,14 +68,14 @@ REGISTERED: dict[str, NamedPolicy] = {}
 
 def named(
     name: str, paper: str, keeps: str, *, decided: Mapping[str, Any] | None = None,
-    of_model: frozenset[str] = frozenset(), diverse: bool = True, blocks: bool = True,
+    model_constants: frozenset[str] = frozenset(), diverse: bool = True, blocks: bool = True,
     family: str = "policies", positions: str = "kept",
 ) -> Callable[[Maker], Maker]:
     """Return a decorator that gives a policy's maker function a name. The arguments are the fields of `NamedPolicy`."""
     def register(make: Maker) -> Maker:
         assert name not in REGISTERED, f"two makers are named {name}"
         REGISTERED[name] = NamedPolicy(
-            paper, keeps, make, decided or {}, of_model, diverse, blocks, family, positions
+            paper, keeps, make, decided or {}, model_constants, diverse, blocks, family, positions
         )
         return make
 

@@ -62,10 +62,10 @@ def _with_twins(part: Any, backend: Backend) -> Any:
         return backend.scores.get(function.__name__, part) if hasattr(part, "__name__") and owner_of(function) else part
     parts = {field.name: getattr(part, field.name) for field in fields(part)}
     changed = {name: twin for name, inner in parts.items() if (twin := _with_twins(inner, backend)) is not inner}
-    if changed and "takes" in parts:
-        changed["takes"] = backend.takes
+    if changed and "accepts_tensor" in parts:
+        changed["accepts_tensor"] = backend.accepts_tensor
     if changed and "needs" in parts:
-        changed["needs"] = replace(part.needs, takes=backend.takes)
+        changed["needs"] = replace(part.needs, accepts_tensor=backend.accepts_tensor)
     again: Any = part
     return replace(again, **changed) if changed else part
 
@@ -264,7 +264,7 @@ def constants_of_model(name: str) -> frozenset[str]:
         SpecError: as in `check_name`.
     """
     name, parts = _split_parts(check_name(name))
-    constants = POLICIES[name.removeprefix(DIVERSE)].of_model if name in NAMES else frozenset[str]()
+    constants = POLICIES[name.removeprefix(DIVERSE)].model_constants if name in NAMES else frozenset[str]()
     return constants | {"W_o"} if "critical" in parts else constants
 
 
@@ -300,7 +300,7 @@ def make_policy(name: str, constants: Mapping[str, Any]) -> Policy:
         if policy.promises == NOTHING_PROMISED:
             policy = replace(policy, promises=promises_of(name))
         return policies.in_blocks(policy, constants[BLOCK]) if row.blocks and BLOCK in constants else policy
-    taken = row.constants | row.of_model
+    taken = row.constants | row.model_constants
     host = row.policy({key: value for key, value in constants.items() if key in taken})
     engine = resolve(constants.get(BACKEND, "numpy"))
     lam, mode = constants.get("diversity", 0.5), constants.get("signature", "flat")

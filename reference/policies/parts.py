@@ -14,7 +14,7 @@ from reference.policies.criticalkv import TwoScores, two_stages, with_critical_s
 from reference.policies.diversity import Diverse, Signed, TowardMean, diverse, toward_mean_values
 from reference.policies.kvcrush import scored_or_representative, with_representatives
 from reference.policies.pieces import InPieces, PieceScores, in_pieces
-from reference.policies.protections import InEachPiece, Places
+from reference.policies.protections import InEachPiece, ProtectedPositions
 from reference.policies.rkv import QueryCache
 from reference.policies.scorers import LayerScorer
 from reference.policies.selectors import best_tokens, recent_half, top_tokens, top_units
@@ -76,7 +76,7 @@ def _outermost(policy: Policy) -> tuple[Policy, Transform] | None:
         bare = replace(scorer, separable=True)
         host = replace(policy, scorer=bare, selector=top_units, least=_least(policy, given["b"]))
         return host, ("crush", {"share": given["share"], "block": given["b"], "anchor": given["anchor"]})
-    if isinstance(scorer, ValueWeighted) and isinstance(policy.protection, Places):
+    if isinstance(scorer, ValueWeighted) and isinstance(policy.protection, ProtectedPositions):
         sinks = len(policy.protection.positions)
         return replace(policy, scorer=scorer.host, protection=policy.protection.other), ("values", {"N_sink": sinks})
     return None
@@ -154,7 +154,7 @@ def with_steps(scorer: Any) -> Any:
     if scorer.needs.values:
         reason = "uses values and a window of queries, which no record stores: leave every= out"
         raise SpecError("every", type(scorer).__name__, reason)
-    return QueryCache(rows, scorer.score, scorer.needs.takes)
+    return QueryCache(rows, scorer.score, scorer.needs.accepts_tensor)
 
 
 def plain_selector(selector: Any) -> Any:

@@ -9,7 +9,7 @@ from spec.arrays import Bool, BoolVector
 from spec.errors import SpecError
 from spec.policy import Policy, Protection
 
-__all__ = ["InEachPiece", "Places", "SinkAndRecent", "protecting"]
+__all__ = ["InEachPiece", "ProtectedPositions", "SinkAndRecent", "protecting"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class SinkAndRecent:
 
 
 @dataclass(frozen=True)
-class Places:
+class ProtectedPositions:
     """Protection of all tokens that `other` protects, and of the tokens at `positions` (such as chunk markers)."""
 
     other: Protection
@@ -85,4 +85,4 @@ class InEachPiece:
 def protecting(policy: Policy, positions: Sequence[int]) -> Policy:
     """Return the policy with additional protected tokens at the absolute positions `positions`."""
     places = tuple(sorted({int(position) for position in positions}))
-    return replace(policy, protection=Places(policy.protection, places))
+    return replace(policy, protection=ProtectedPositions(policy.protection, places))

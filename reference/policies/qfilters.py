@@ -71,7 +71,7 @@ class QFilters:
         Implements: PO-Q-FILTERS
         """
         views, first = observation.layers, observation.first
-        return stacked(observation, [self.of_layer(layer, view, first) for layer, view in views.items()])
+        return stacked(observation, [self.score_layer(layer, view, first) for layer, view in views.items()])
 
     def record(self, records: object, observation: Observation, /) -> None:
         return None
@@ -82,7 +82,7 @@ class QFilters:
     def join(self, records: Sequence[None], /) -> None:
         return None
 
-    def of_layer(self, layer: int, view: LayerView, first: int = 0) -> DeviceArray:
+    def score_layer(self, layer: int, view: LayerView, first: int = 0) -> DeviceArray:
         """Return the scores of a layer, (H_kv, n), or of the one KV head with the index `first` among all KV heads.
 
         Raises:
@@ -104,7 +104,7 @@ class QFilters:
 @named(
     "q-filters", "Godey et al., Q-Filters (arXiv 2503.02812)",
     "tokens whose keys point most in the main direction of the queries, from a calibration file",
-    of_model=frozenset({"served"}),
+    model_constants=frozenset({"served"}),
 )
 def q_filters(calibration: Calibration, served: Identity) -> Policy:
     """Return Q-Filters: each KV head keeps the B keys with the largest projections on the head's filter.

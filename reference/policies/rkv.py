@@ -108,12 +108,12 @@ class QueryCache:
 
     W: int
     score: Score
-    takes: Callable[[DeviceArray], bool] | None = None
+    accepts_tensor: Callable[[DeviceArray], bool] | None = None
     layerwise: ClassVar[bool] = True
 
     @property
     def needs(self) -> Needs:
-        return Needs("all", self.W, takes=self.takes)
+        return Needs("all", self.W, accepts_tensor=self.accepts_tensor)
 
     @property
     def provided(self) -> Provided:

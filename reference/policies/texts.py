@@ -51,7 +51,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "sink": ("N_sink",), "recent": ("N_recent", "W"), "excess": ("slack",), "safeguard": ("alpha_s",),
 }
 """Constants of makers that have a different name in the parts."""
-NOT_CONSTANTS = frozenset({"stages", "choose", "received", "largest", "takes"})
+NOT_CONSTANTS = frozenset({"stages", "choose", "received", "largest", "accepts_tensor"})
 
 
 def policy_from_text(text: str | Composition, data: Constants = NO_DATA) -> Policy:

@@ -43,6 +43,6 @@ def tova(backend: str | Backend = "numpy") -> Policy:
     stages = engine.require_policies()
     score = partial(tova_score, received=stages.received_attention)
     return Policy(
-        "tova", LayerScorer(Needs("all", 1, takes=engine.takes), score, sets=LAYER_SETS), even,
+        "tova", LayerScorer(Needs("all", 1, accepts_tensor=engine.accepts_tensor), score, sets=LAYER_SETS), even,
         partial(top_tokens, choose=stages.best_tokens), SinkAndRecent(0, 0), Cadence(every=1), Granularity.LAYER,
     )

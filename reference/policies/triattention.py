@@ -114,17 +114,17 @@ class TriAttention:
 @named(
     "triattention", "TriAttention (arXiv 2604.04921)",
     "tokens that later queries would attend to most, predicted from the query statistics of a calibration file",
-    decided={"mode": "global"}, of_model=frozenset({"served"}),
+    decided={"mode": "global"}, model_constants=frozenset({"served"}),
 )
 @named(
     "triattention-by-head", "TriAttention (arXiv 2604.04921)",
     "tokens with the best triattention scores; heads with the same index in all layers share one set of tokens",
-    decided={"mode": "head"}, of_model=frozenset({"served"}),
+    decided={"mode": "head"}, model_constants=frozenset({"served"}),
 )
 @named(
     "triattention-by-layer-and-head", "TriAttention (arXiv 2604.04921)",
     "tokens with the best triattention scores; each head of each layer has a separate set of tokens",
-    decided={"mode": "layer and head"}, of_model=frozenset({"served"}),
+    decided={"mode": "layer and head"}, model_constants=frozenset({"served"}),
 )
 def triattention(
     calibration: Calibration, served: Identity, mode: str = "global", pin_prompt: int = 0, slack: int = 128,

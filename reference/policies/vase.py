@@ -112,14 +112,14 @@ class Sampled:
     W: int
     kernel: int
     seed: int
-    takes: Callable[[DeviceArray], bool] | None = None
+    accepts_tensor: Callable[[DeviceArray], bool] | None = None
     range: Callable[[DeviceArray], Matrix] = value_range
     attend: Callable[[LayerView, int, int], Matrix] = window_attention
     layerwise: ClassVar[bool] = True
 
     @property
     def needs(self) -> Needs:
-        return Needs("all", self.W, values=True, takes=self.takes)
+        return Needs("all", self.W, values=True, accepts_tensor=self.accepts_tensor)
 
     @property
     def provided(self) -> Provided:

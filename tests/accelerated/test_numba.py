@@ -26,7 +26,7 @@ from accelerated.numba_cpu.nestedkv import anomalies, measured
 from conformance.checks import stage_checks
 from conformance.oracles import s1 as oracle
 from conformance.paths import ROOT
-from conformance.plugin import sparingly
+from conformance.plugin import fewer_examples
 from conformance.strategies.policy_inputs import decided, drawn, with_sinks
 from conformance.strategies.prompts import AttentionInputs, attention_inputs, hot_sets, later_segments
 from lab.measure.first_layer import first_layer
@@ -212,7 +212,7 @@ def test_the_bound_skips_no_edge(monkeypatch: pytest.MonkeyPatch) -> None:
     weights=st.lists(st.lists(st.integers(0, 6), min_size=150, max_size=150), min_size=1, max_size=2),
     k=st.integers(1, 6), tau=st.sampled_from([0.0, 0.25]), split=st.integers(1, 149),
 )
-@sparingly
+@fewer_examples
 def test_lists_are_the_strongest_of_all_tiles(weights: list[list[int]], k: int, tau: float, split: int) -> None:
     """Check two tiles with many ties: the largest weight above tau is first, and the lower key if weights tie."""
     W = np.array(weights, np.float32) / 8

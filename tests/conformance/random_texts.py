@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from random import Random
 
 from conformance.methods import brutes
-from conformance.strategies.policy_inputs import Inputs, drawn, of_model
+from conformance.strategies.policy_inputs import Inputs, drawn, model_constants
 from reference.policies.names import POLICIES, check_name, make_policy
 from spec.errors import SpecError
 
@@ -59,7 +59,7 @@ def _text(rng: Random, host: str) -> str:
 def accepted(text: str, inputs: Inputs) -> bool:
     """Return True if kvspec makes a policy from the text."""
     try:
-        make_policy(check_name(text), of_model(text, inputs))
+        make_policy(check_name(text), model_constants(text, inputs))
     except SpecError:
         return False
     return True

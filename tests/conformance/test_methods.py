@@ -34,8 +34,8 @@ from conformance.strategies.policy_inputs import (
     decided,
     drawn,
     in_chunks,
+    model_constants,
     named,
-    of_model,
     with_sinks,
     without_sinks,
 )
@@ -348,7 +348,7 @@ def refused(name: str, keeps: Any) -> None:
 @pytest.mark.parametrize(("name", "old", "new"), first_by_day(READINGS["planted"] + SENT))
 def test_a_wrong_reading_does_not_conform(name: str, old: str, new: str) -> None:
     cheap, wrong = {"N_future": 8} if name == "expected-attention" else {}, edited(name, old, new)
-    refused(name, subject(lambda inputs: wrong(**of_model(name, inputs), **cheap)))
+    refused(name, subject(lambda inputs: wrong(**model_constants(name, inputs), **cheap)))
 
 
 class Served(Engine):

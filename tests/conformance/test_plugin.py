@@ -152,24 +152,24 @@ CASES = """
 import pytest
 
 @pytest.mark.spec("CC-SCORE")
-def test_of_an_item(judged):
+def test_of_an_item(backend_under_test):
     assert False
 
 @pytest.mark.spec("CC-CUT")
-def test_left_out(judged):
+def test_left_out(backend_under_test):
     assert False
 
 @pytest.mark.spec("CC-MERGE")
-def test_itself(judged):
+def test_itself(backend_under_test):
     assert False
 
 @pytest.mark.spec("CC-MERGE")
 @pytest.mark.parametrize("case", ["a", "b"])
-def test_case(judged, case):
+def test_case(backend_under_test, case):
     assert case == "a"
 
 @pytest.mark.spec("CC-SPLIT")
-def test_that_passes(judged):
+def test_that_passes(backend_under_test):
     pass
 """
 EXCEPTED = {

@@ -63,13 +63,13 @@ from conformance.suite.test_score import test_the_score_equals_the_brute_force
 
 @pytest.mark.spec("CC-COUNT")
 @given(x=st.integers(0, 2**40))
-def test_draws(judged, x):
+def test_draws(backend_under_test, x):
     with Path("draws.txt").open("a") as file:
         file.write(f"{x}\\\\n")
 
 @pytest.mark.spec("CC-CUT")
 @pytest.mark.parametrize("case", ["a", "b"])
-def test_known(judged, case):
+def test_known(backend_under_test, case):
     assert case == "a"
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def broken():
     raise ValueError("afterwards")
 
 @pytest.mark.spec("CC-MERGE")
-def test_that_breaks_afterwards(judged, broken):
+def test_that_breaks_afterwards(backend_under_test, broken):
     pass
 """
 KNOWN = """
@@ -96,7 +96,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_seeds: None) ->
     """Return a folder with engines. A separate suite runs there with few examples."""
     (tmp_path / "suite").mkdir()
     (tmp_path / "suite/test_tiny.py").write_text(SUITE.replace("\\\\n", "\\n"), encoding="utf-8")
-    (tmp_path / "suite/test_scale_tiny.py").write_text("def test_wide(judged):\n    assert False\n", encoding="utf-8")
+    wide = "def test_wide(backend_under_test):\n    assert False\n"
+    (tmp_path / "suite/test_scale_tiny.py").write_text(wide, encoding="utf-8")
     (tmp_path / "engines.py").write_text(ENGINES, encoding="utf-8")
     for subject, grain in (("CC-CUT", "item"), ("test_tiny.py::test_known[c]", "test")):
         (tmp_path / f"{grain}.toml").write_text(KNOWN.format(grain=grain, subject=subject), encoding="utf-8")

@@ -166,8 +166,9 @@ def test_a_signal_to_the_judge_ends_the_engine(tmp_path: Path) -> None:
         f"runpy.run_path({scripted.__file__!r}, run_name='__main__')\n", encoding="utf-8",
     )
     (tmp_path / "test_outside.py").write_text(
-        "import numpy as np\ndef test_it(judged):\n    open('asked', 'w').close()\n"
-        "    judged.require_diversity().diverse(np.zeros(1), np.zeros((1, 1)), np.zeros(1, bool), 1, 0.5)\n", "utf-8",
+        "import numpy as np\ndef test_it(backend_under_test):\n    open('asked', 'w').close()\n"
+        "    backend_under_test.require_diversity().diverse(np.zeros(1), np.zeros((1, 1)), np.zeros(1, bool), 1, 0.5)\n",
+        "utf-8",
     )
     words = [sys.executable, "-m", "pytest", "-p", "conformance.plugin", "-p", "no:cacheprovider"]
     judge = subprocess.Popen(
@@ -231,8 +232,8 @@ TWO_TESTS = """
 import numpy as np
 import pytest
 @pytest.mark.parametrize("n", [4000, 5000])
-def test_it(judged, n):
-    judged.require_diversity().diverse(np.zeros(n), np.zeros((n, 1)), np.zeros(n, bool), 1, 0.5)
+def test_it(backend_under_test, n):
+    backend_under_test.require_diversity().diverse(np.zeros(n), np.zeros((n, 1)), np.zeros(n, bool), 1, 0.5)
 """
 
 
@@ -320,7 +321,10 @@ def test_options_that_do_not_fit_are_refused_in_one_line(changes: dict[str, Any]
 
 def test_the_suite_says_whom_it_judges_and_in_what_precision(tmp_path: Path) -> None:
     """Check that the precision is that of the engine, unless the option has a different precision."""
-    test = "def test_it(judged, precision):\n    assert (judged.name, precision) == ('scripted 1', 'float32')\n"
+    test = (
+        "def test_it(backend_under_test, precision):\n"
+        "    assert (backend_under_test.name, precision) == ('scripted 1', 'float32')\n"
+    )
     (tmp_path / "test_outside.py").write_text(test, encoding="utf-8")
     line = command(precision="float32")
     done = run(tmp_path, "--kvspec-command", line)

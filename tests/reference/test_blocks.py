@@ -17,7 +17,7 @@ from conformance.methods import signatures as signed
 from conformance.methods.brute import BLOCK, KERNEL, W, plain
 from conformance.methods.knorm import knorm as brute_knorm
 from conformance.methods.policies import crushed
-from conformance.plugin import sparingly
+from conformance.plugin import fewer_examples
 from conformance.strategies.numbers import Numbers, keys, seeds
 from conformance.strategies.policy_inputs import decided, drawn, retained
 from lab.policy_cases import (
@@ -137,7 +137,7 @@ def test_a_budget_below_a_block_is_one_block(b: int, compose: Callable[[Policy, 
 
 
 @pytest.mark.spec("PO-BLOCKS", "PO-TURN")
-@sparingly
+@fewer_examples
 @given(seed=seeds, B=st.integers(3, SEEN))
 def test_a_turn_goes_on_in_the_text_s_own_blocks(seed: int, B: int) -> None:
     """Check that the set of each head ends in an open block after the prompt, and that the turn fills this block."""
@@ -248,7 +248,7 @@ def test_a_host_sees_what_it_sees_alone(lam: float) -> None:
 
 
 @pytest.mark.spec("DV-POLICY")
-@sparingly
+@fewer_examples
 @given(seed=seeds, B=st.integers(2, 7), mode=st.sampled_from(["flat", "layer", "head"]))
 def test_a_signature_outlives_its_tokens_in_other_heads(seed: int, B: int, mode: diversity.Signature) -> None:
     """Check heads that evict different tokens.
@@ -273,7 +273,7 @@ def test_a_signature_outlives_its_tokens_in_other_heads(seed: int, B: int, mode:
 
 
 @pytest.mark.spec("DV-VARIANT-B")
-@sparingly
+@fewer_examples
 @given(seed=seeds, B=st.integers(1, 20), lam=st.sampled_from([0.0, 0.5, 2.0]))
 def test_variant_b_adds_a_cosine_to_the_score(seed: int, B: int, lam: float) -> None:
     inputs = drawn(seed)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.strategies.policy_inputs import Inputs, decided, drawn, observation, of_model
+from conformance.strategies.policy_inputs import Inputs, decided, drawn, model_constants, observation
 from reference.policies import in_blocks, snapkv, with_representatives
 from reference.policies.budgets import Above, Adaptive, Competition, Pyramid, across_layers, even, everything
 from reference.policies.cake import Preferred
@@ -19,7 +19,7 @@ from reference.policies.criticalkv import two_stages
 from reference.policies.diversity import Diverse, TowardMean
 from reference.policies.kvzip_heads import FullHeads
 from reference.policies.names import NAMES, POLICIES, constants_of, make_policy
-from reference.policies.protections import Places, SinkAndRecent
+from reference.policies.protections import ProtectedPositions, SinkAndRecent
 from reference.policies.retain import chosen, shown_to
 from reference.policies.selectors import fill_units, recent_half, top_tokens, top_units
 from reference.policies.vase import ranges_first
@@ -41,7 +41,7 @@ def small(name: str, inputs: Inputs = INPUTS) -> Policy:
     """Return a named policy with constants that suit 24 tokens."""
     chosen_names = constants_of(name) & SMALL.keys() - {"block"} if name != "kvcrush" else {"W", "kernel", "block"}
     small_ones = {key: SMALL[key] for key in chosen_names}
-    return make_policy(name, of_model(name, inputs) | small_ones)
+    return make_policy(name, model_constants(name, inputs) | small_ones)
 
 
 @cache
@@ -67,7 +67,7 @@ BUDGETS: Mapping[str, Any] = {
 }
 PROTECTIONS: tuple[Any, ...] = (
     SinkAndRecent(0, 0), SinkAndRecent(2, 3), SinkAndRecent(0, 3), SinkAndRecent(2, 0),
-    Places(SinkAndRecent(2, 3), (9,)),
+    ProtectedPositions(SinkAndRecent(2, 3), (9,)),
 )
 CADENCES = (Cadence(), Cadence(every=16))
 

@@ -6,7 +6,7 @@ from hypothesis import given
 
 from conformance.methods.brute import BLOCK, SINK, plain
 from conformance.methods.curdkv import curdkv as brute_curdkv
-from conformance.plugin import sparingly
+from conformance.plugin import fewer_examples
 from conformance.strategies.numbers import seeds
 from conformance.strategies.policy_inputs import drawn
 from conformance.tolerances import scores_agree
@@ -15,7 +15,7 @@ from reference.policies.curdkv import curdkv_score, leverage_shares
 pytestmark = [pytest.mark.usefixtures("reference_items"), pytest.mark.spec("PO-CURDKV")]
 
 
-@sparingly
+@fewer_examples
 @given(seed=seeds)
 def test_scores_lie_within_their_bound(seed: int) -> None:
     for view in drawn(seed).layers:

@@ -13,7 +13,7 @@ from conformance.methods import policies as oracle
 from conformance.methods import vase as brute
 from conformance.methods.brute import HALF, KERNEL, N_SINK, SEED, W, plain
 from conformance.methods.morphkv import morphkv
-from conformance.plugin import sparingly
+from conformance.plugin import fewer_examples
 from conformance.strategies.numbers import seeds
 from conformance.strategies.policy_inputs import Inputs, drawn, groups_of
 from conformance.tolerances import scores_agree
@@ -159,7 +159,7 @@ def test_vase_s_windows_of_many_queries() -> None:
 
 
 @pytest.mark.spec("PO-VASE")
-@sparingly
+@fewer_examples
 @given(seed=seeds, B=st.integers(W + N_SINK, 12))
 def test_steps_draw_by_position_and_by_the_tokens_seen(seed: int, B: int) -> None:
     def simulate(layer: dict[str, object], g: int, B: int) -> list[list[int]]:

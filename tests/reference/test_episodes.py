@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from conformance.methods import episodes as oracle
-from conformance.plugin import sparingly
+from conformance.plugin import fewer_examples
 from conformance.tolerances import scores_agree
 from reference.policies.episodes import (
     cluster_windows,
@@ -27,7 +27,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 @pytest.mark.spec("PO-EPISODES")
-@sparingly
+@fewer_examples
 @given(seed=seeds, m=st.integers(1, 14), d=st.integers(1, 3), K=st.integers(1, 4))
 def test_episodes_are_those_of_the_oracle(seed: int, m: int, d: int, K: int) -> None:
     x, K = np.random.default_rng(seed).normal(size=(m, d)).round(3), min(K, m)

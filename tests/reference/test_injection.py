@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance import tolerances
-from conformance.plugin import sparingly
+from conformance.plugin import fewer_examples
 from lab.item_vectors import vocabulary
 from reference.injection.quantisers import ARMS, SCHEMES, codes, decoded, scale
 from reference.injection.rotation import TURNS, rebase_angles, shift_angles
@@ -47,7 +47,7 @@ def near(actual: Cube, wanted: Cube, angles: Matrix, turns: int) -> bool:
 
 @pytest.mark.spec("IN-SHIFT-ANGLES")
 @pytest.mark.parametrize("style", STYLES)
-@sparingly
+@fewer_examples
 @given(made=keys(), a=st.integers(-999, 4096), b=st.integers(-999, 4096))
 def test_two_shifts_are_one(style: str, made: tuple[Cube, Vector], a: int, b: int) -> None:
     x, theta = made
@@ -57,7 +57,7 @@ def test_two_shifts_are_one(style: str, made: tuple[Cube, Vector], a: int, b: in
 
 
 @pytest.mark.parametrize("style", STYLES)
-@sparingly
+@fewer_examples
 @given(made=keys(), start=st.integers(1, 4096))
 def test_nothing_keeps_every_bit_and_others_keep_theirs(style: str, made: tuple[Cube, Vector], start: int) -> None:
     x, theta = made
@@ -71,7 +71,7 @@ def test_nothing_keeps_every_bit_and_others_keep_theirs(style: str, made: tuple[
 
 @pytest.mark.spec("IN-REBASE-ANGLES")
 @pytest.mark.parametrize("style", STYLES)
-@sparingly
+@fewer_examples
 @given(made=keys(), start=st.integers(-64, 4096), factor=st.sampled_from([1.0, 4.0, 40.0]))
 def test_rebasing_is_turning_back_and_turning_again(
     style: str, made: tuple[Cube, Vector], start: int, factor: float,

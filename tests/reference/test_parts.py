@@ -15,8 +15,8 @@ from conformance.methods.chunks import chunk_sets, entropy
 from conformance.methods.method import method_of
 from conformance.methods.tables import table_shares
 from conformance.oracles.choices import fits
-from conformance.plugin import sparingly
-from conformance.strategies.policy_inputs import Inputs, decided, drawn, of_model
+from conformance.plugin import fewer_examples
+from conformance.strategies.policy_inputs import Inputs, decided, drawn, model_constants
 from conformance.tolerances import close, scores_agree
 from reference.policies import in_chunks, keydiff, policy_from_text, simlayerkv
 from reference.policies.chunks import HeadSums, best_chunks, chunk_entropy
@@ -112,7 +112,7 @@ def test_kept_sets_are_those_of_the_oracle_of_parts(case: Case, text: str) -> No
             kept = decided(policy, inputs, B)
             wanted = wanted * (len(kept) // len(wanted))  # The oracle has one set of positions for all layers.
             assert all(fits(*pair) for pair in zip(kept, wanted, strict=True)), (seed, steps, B)
-    data = of_model(text, whole)
+    data = model_constants(text, whole)
     assert equal_parts(policy_from_text(text_of(policy, data), data), policy)
     assert ("/steps=" in policy.name) is ("/steps=" in text)
 
@@ -163,7 +163,7 @@ REFUSED: Mapping[str, Sequence[tuple[str, str]]] = {
 ])
 def test_a_part_that_does_not_fit_is_refused_when_the_policy_is_made(text: str, way_out: str) -> None:
     with pytest.raises(SpecError) as refused:
-        make_policy(text, of_model(text, drawn(0, 9)))
+        make_policy(text, model_constants(text, drawn(0, 9)))
     assert way_out in refused.value.bound
     if (typed := way_out.partition("type steps=")[2]):
         assert make_policy(f"{text.partition('/')[0]}/steps={typed}", {}).cadence.every
@@ -181,7 +181,7 @@ def test_a_part_that_does_not_fit_is_refused_when_the_policy_is_made(text: str, 
 ])
 def test_what_a_policy_reads_and_decides(text: str, layerwise: bool, again: bool, rows: int | None) -> None:
     """Check whether layers decide alone, whether later turns decide again, and the number of queries."""
-    policy = make_policy(text, of_model(text, drawn(0, 9)))
+    policy = make_policy(text, model_constants(text, drawn(0, 9)))
     assert (is_layerwise(policy), decides_again(policy)) == (layerwise, again)
     assert policy.scorer.needs.query_rows == rows
 
@@ -190,7 +190,7 @@ _scores = st.lists(st.integers(-6, 9).map(float), min_size=1, max_size=24)
 
 
 @pytest.mark.spec("PO-CHUNKS")
-@sparingly
+@fewer_examples
 @given(row=_scores, seed=st.integers(0, 99), c=st.integers(1, 7), gate=st.integers(0, 6), more=st.integers(0, 24))
 def test_choices_are_those_of_the_oracle(row: list[float], seed: int, c: int, gate: int, more: int) -> None:
     protected = np.random.default_rng(seed).random(len(row)) < 0.2
@@ -202,7 +202,7 @@ def test_choices_are_those_of_the_oracle(row: list[float], seed: int, c: int, ga
 
 
 @pytest.mark.spec("PO-CHUNKS")
-@sparingly
+@fewer_examples
 @given(_scores)
 def test_the_entropy_is_between_a_single_token_and_equal_tokens(row: list[float]) -> None:
     found = chunk_entropy(np.array(row))
@@ -234,7 +234,7 @@ def piece(inputs: Inputs, start: int, stop: int) -> Inputs:
 
 
 @pytest.mark.spec("PO-PIECES")
-@sparingly
+@fewer_examples
 @given(
     protected=st.lists(st.booleans(), min_size=1, max_size=30), c=st.integers(1, 12), more=st.integers(0, 30),
 )
@@ -300,7 +300,7 @@ def test_each_scorer_sees_the_queries_that_it_needs() -> None:
 
 
 @pytest.mark.spec("PO-TABLE-BUDGET")
-@sparingly
+@fewer_examples
 @given(
     weights=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any), heads=st.integers(1, 3),
     n=st.integers(1, 30), W=st.integers(0, 5), B=st.integers(0, 40), per_head=st.booleans(),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from conformance.methods import policies as oracle
 from conformance.methods.brute import plain
 from conformance.paths import ROOT, SPEC
-from conformance.plugin import sparingly
+from conformance.plugin import fewer_examples
 from conformance.strategies.policy_inputs import decided, drawn, with_sinks
 from conformance.tolerances import scores_agree
 from lab.implementer_tables import exports
@@ -51,7 +51,7 @@ def test_kept_sets_are_those_of_brute_force(name: str, seed: int, B: int) -> Non
 
 
 @by_name[True]
-@sparingly
+@fewer_examples
 @given(seed=st.integers(0, 2**32 - 1), B=st.integers(1, 30))
 def test_kept_sets_of_slow_policies_are_those_of_brute_force(name: str, seed: int, B: int) -> None:
     compare_kept_sets(name, seed, B)

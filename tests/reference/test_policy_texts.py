@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.methods import policies as oracle
-from conformance.strategies.policy_inputs import decided, drawn, of_model
+from conformance.strategies.policy_inputs import decided, drawn, model_constants
 from reference.policies import names
 from reference.policies.budgets import Adaptive, Competition, LayersThenHeads, Pyramid, even
 from reference.policies.describe import describe_parts, describe_policy
@@ -41,7 +41,7 @@ BY_NAME = {"crystalcache", "kvzip-heads", "simlayerkv", "nestedkv-without-both",
 
 @cache
 def data(name: str) -> dict[str, Any]:
-    return of_model(name, INPUTS)
+    return model_constants(name, INPUTS)
 
 
 def made(name: str, **constants: Any) -> Policy:
@@ -248,7 +248,7 @@ def test_the_name_of_a_policy_is_found_among_policies_with_the_same_kind_of_scor
 
 @pytest.mark.parametrize(("text", "shown"), [
     ("SnapKV:W=16/layers=pyramid/critical=0.5", {
-        "name": "snapkv:W=16/layers=pyramid/critical=0.5", "of_model": ("W_o",), "decode_time": False,
+        "name": "snapkv:W=16/layers=pyramid/critical=0.5", "model_constants": ("W_o",), "decode_time": False,
         "layer_by_layer": True, "constants": {"W": 16, "kernel": 7}, "later_turns": False,
     }),
     ("score=keydiff/every=8", {"decode_time": True, "padded_batches": False, "granularity": "layer and KV head"}),

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.plugin import sparingly
+from conformance.plugin import fewer_examples
 from reference.injection.rotation import TURNS
 from reference.positions import base_of_stream, kept_positions, renumbered_positions, turn_keys
 from spec.arrays import Cube, IntVector, Vector
@@ -25,7 +25,7 @@ def logits(query: Vector, keys: Cube, at: int, positions: IntVector) -> Vector:
 
 
 @pytest.mark.spec("POS-RENUMBERED", "POS-TURN")
-@sparingly
+@fewer_examples
 @given(seed=st.integers(0, 999), kept=st.sets(st.integers(0, 29), min_size=1).map(sorted), base=st.integers(0, 5))
 def test_a_set_attends_as_if_the_text_had_only_the_kept_tokens(seed: int, kept: list[int], base: int) -> None:
     """The turned keys and the next query give the logits of a text of k tokens, numbered from 0."""

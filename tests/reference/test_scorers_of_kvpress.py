@@ -9,7 +9,7 @@ from conformance.methods import brutes
 from conformance.methods.brute import Brute
 from conformance.methods.vase import uniforms
 from conformance.oracles.choices import fits
-from conformance.strategies.policy_inputs import altered, decided, drawn, of_model
+from conformance.strategies.policy_inputs import altered, decided, drawn, model_constants
 from conformance.tolerances import scores_agree
 from reference.policies import capkv, finch, random_tokens, retain_turn
 from reference.policies.attention import unrotated
@@ -78,7 +78,8 @@ def test_an_outlier_has_the_leverage() -> None:
 @pytest.mark.spec("PO-LEVERAGE")
 def test_a_turn_removes_the_rotation_of_the_positions_in_the_text() -> None:
     inputs = drawn(7, 20, 1, (1, 1))
-    policy, (view,), live = make_policy("leverage", of_model("leverage", inputs)), inputs.layers, np.arange(3, 20, 2)
+    policy = make_policy("leverage", model_constants("leverage", inputs))
+    (view,), live = inputs.layers, np.arange(3, 20, 2)
     shown = Observation(20, 1, None, {0: replace(view, k=view.k[:, live])})
     kept = retain_turn(policy, Budget(count=4), [live], [shown]).kept
     scores = leverage_scores(unrotated(view.k, np.arange(20), inputs.inv_freq, inputs.factor)[:, live])[0]

@@ -16,7 +16,7 @@ from lab.policy_cases import CASES
 from reference import policies
 from reference.policies import keydiff, policy_from_score
 from reference.policies.budgets import Adaptive, Competition, Pyramid, adakv_official, pyramidkv_official
-from reference.policies.protections import Places, SinkAndRecent
+from reference.policies.protections import ProtectedPositions, SinkAndRecent
 from reference.policies.scored import LinearScores, read_scores, write_scores
 from reference.policies.selectors import top_units
 from spec.budget import Budget
@@ -131,8 +131,8 @@ def test_positions_are_int64_and_scores_float64(name: str) -> None:
 def test_places_join_what_another_protection_marks() -> None:
     """Check positions that have been seen. The array of the first protection is unchanged."""
     alone = SinkAndRecent(1, 1)
-    assert Places(alone, (2, 5, 7))(5).tolist() == [True, False, True, False, True]
-    assert Places(alone, (2, 5))(6).tolist() == [True, False, True, False, False, True]
+    assert ProtectedPositions(alone, (2, 5, 7))(5).tolist() == [True, False, True, False, True]
+    assert ProtectedPositions(alone, (2, 5))(6).tolist() == [True, False, True, False, False, True]
 
 
 @pytest.mark.spec("PO-RETAIN")

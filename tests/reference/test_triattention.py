@@ -9,7 +9,7 @@ from conformance.methods import policies as oracle
 from conformance.methods import triattention as brute
 from conformance.methods.brute import Brute
 from conformance.methods.triattention import rows as tri_rows
-from conformance.plugin import sparingly
+from conformance.plugin import fewer_examples
 from conformance.strategies.numbers import seeds
 from conformance.strategies.policy_inputs import calibrated, decided, drawn, identity, observation
 from conformance.tolerances import scores_agree
@@ -73,7 +73,7 @@ def test_three_modes_of_two_layers() -> None:
 
 @pytest.mark.spec("TA-POLICY", "PO-STEP")
 @pytest.mark.parametrize("mode", MODES)
-@sparingly
+@fewer_examples
 @given(seed=seeds, B=st.integers(4, 8), slack=st.integers(1, 4), pinned=st.sampled_from([0, 2]))
 def test_steps_fire_at_the_budget_and_the_slack(mode: Mode, seed: int, B: int, slack: int, pinned: int) -> None:
     """The policy must keep B when B + slack tokens are stored. t counts all tokens seen, including evicted ones."""

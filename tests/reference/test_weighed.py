@@ -14,7 +14,7 @@ from conformance.methods import cake as cake_oracle
 from conformance.methods import kvzip, weighed
 from conformance.methods.brute import KERNEL, REHEARSED, SINK, W, plain, rehearsed
 from conformance.methods.snapkv import snapkv as brute_snapkv
-from conformance.plugin import sparingly
+from conformance.plugin import fewer_examples
 from conformance.strategies.numbers import Numbers, seeds
 from conformance.strategies.policy_inputs import Inputs, drawn, observation
 from conformance.tolerances import scores_agree
@@ -40,7 +40,7 @@ HALF = Fraction(1, 2)
 
 
 @pytest.mark.spec("PO-VATP")
-@sparingly
+@fewer_examples
 @given(seed=seeds, B=st.integers(2 * SINK, 12))
 def test_sums_are_weighed_in_each_step_and_kept_without(seed: int, B: int) -> None:
     expected = by_head(long(seed), B, partial(h2o, sinks=SINK, weigh=True))
@@ -48,7 +48,7 @@ def test_sums_are_weighed_in_each_step_and_kept_without(seed: int, B: int) -> No
 
 
 @pytest.mark.spec("PO-CRITICALKV")
-@sparingly
+@fewer_examples
 @given(seed=seeds)
 def test_the_second_score_lies_within_its_bound(seed: int) -> None:
     inputs = drawn(seed)
@@ -123,7 +123,7 @@ def test_compositions_are_named_and_go_on_in_turns_where_their_host_does() -> No
 
 
 @pytest.mark.spec("PO-CAKE")
-@sparingly
+@fewer_examples
 @given(seed=seeds, window=st.integers(1, 9), tau1=st.sampled_from([0.5, 1.0, 1.6]), tau2=st.sampled_from([0.4, 2.0]))
 def test_scores_and_preferences_lie_within_their_bound(seed: int, window: int, tau1: float, tau2: float) -> None:
     """A window of one query has no variance, and therefore no preference."""

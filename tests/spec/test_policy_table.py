@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from conformance.checks.promises import PROPERTIES
 from conformance.paths import SPEC
-from conformance.plugin import sparingly
+from conformance.plugin import fewer_examples
 from conformance.strategies.policy_inputs import KINDS, altered, drawn
 from lab.policy_cases import CASES
 from reference.policies.names import POLICIES
@@ -36,7 +36,7 @@ def cells(answer: str) -> list[object]:
 
 @pytest.mark.usefixtures("reference_items")
 @pytest.mark.parametrize(("name", "promise"), cells("yes"))
-@sparingly
+@fewer_examples
 @given(seed=st.integers(0, 2**32 - 2), B=st.integers(1, 30), keys=st.sampled_from(sorted(KINDS)))
 def test_a_promise_holds(name: str, promise: str, seed: int, B: int, keys: str) -> None:
     assert PROPERTIES[promise].holds(CASES[name], altered(drawn(seed), keys, seed), B, seed)

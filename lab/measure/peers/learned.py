@@ -62,7 +62,7 @@ class Learned:
         return random_gates(L, H_kv, H * D, H // H_kv)
 
     @property
-    def of_layer(self) -> Calibration:
+    def layer_calibration(self) -> Calibration:
         """Return the calibration of the input's layer alone, which is layer 0 of the comparison."""
         taken, at = self.calibration, [self.inputs.layer]
         assert taken.filters is not None
@@ -76,19 +76,19 @@ class Learned:
 
 def q_filters(inputs: Inputs, readings: Set[str]) -> Kept:
     known = Learned(inputs)
-    return run(policies.q_filters(known.of_layer, known.identity), inputs, budget(inputs, readings))
+    return run(policies.q_filters(known.layer_calibration, known.identity), inputs, budget(inputs, readings))
 
 
 def kvzap(inputs: Inputs, readings: Set[str]) -> Kept:
     known = Learned(inputs)
-    policy = policies.kvzap(known.of_layer, known.identity)
+    policy = policies.kvzap(known.layer_calibration, known.identity)
     view = replace(inputs.view, hidden=known.hidden[inputs.layer])
     return run(policy, inputs, budget(inputs, readings), view)
 
 
 def expected_attention_stats(inputs: Inputs, readings: Set[str]) -> Kept:
     known, given, B = Learned(inputs), inputs.constants, budget(inputs, readings)
-    host = policies.expected_attention_stats(known.of_layer, known.identity, given.sinks, given.future)
+    host = policies.expected_attention_stats(known.layer_calibration, known.identity, given.sinks, given.future)
     if TIES in readings and given.sinks > B:
         seen = Observation(inputs.n, len(inputs.k), None, {0: inputs.view})
         return topk(raised(host.scorer(seen, host.protection(inputs.n)).values), B)

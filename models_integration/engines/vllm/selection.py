@@ -198,7 +198,7 @@ class Decider:
         view = LayerView(
             rows, keys, values if self.needs.values else None, facts.scaling, facts.softcap, sinks=facts.sinks
         )
-        takes = self.needs.takes
-        if takes is not None and takes(keys):
+        accepts_tensor = self.needs.accepts_tensor
+        if accepts_tensor is not None and accepts_tensor(keys):
             return view
         return replace(view, **{name: on_host(getattr(view, name)) for name in ("q", "k", "v", "sinks")})

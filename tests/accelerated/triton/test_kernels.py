@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from accelerated.triton_gpu import activation, coattention, device, nestedkv
 from accelerated.triton_gpu.backend import BACKEND
-from accelerated.triton_gpu.device import default_device, takes, upload
+from accelerated.triton_gpu.device import accepts_tensor, default_device, upload
 from conformance import tolerances
 from conformance.strategies.numbers import NESTED
 from conformance.strategies.policy_inputs import drawn
@@ -211,6 +211,6 @@ def test_the_policy_is_shown_tensors_where_they_are() -> None:
     view = drawn(5, 30, L=1, heads=(2, 1)).layers[0]
     policy = policy_of(NESTED, BACKEND)
     k = torch.tensor(view.k, dtype=torch.float32, device=default_device())
-    assert policy.scorer.needs.takes is takes
+    assert policy.scorer.needs.accepts_tensor is accepts_tensor
     scores = policy.scorer(Observation(30, 2, None, {0: replace(view, k=k)}), np.zeros(30, dtype=np.bool_))
     assert np.array_equal(scores.values, SCORES.anomaly_score(k, NESTED))

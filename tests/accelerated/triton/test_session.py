@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from accelerated.triton_gpu.backend import BACKEND
-from accelerated.triton_gpu.device import INTERPRETED, default_device, takes
+from accelerated.triton_gpu.device import INTERPRETED, accepts_tensor, default_device
 from conformance.checks import stage_checks
 from conformance.strategies.policy_inputs import drawn
 from conformance.strategies.prompts import AttentionInputs, Prompt, random_prompt
@@ -72,7 +72,7 @@ def read(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> tuple[Session, 
 
     monkeypatch.setattr(capture_module.Recorder, "record", recorded)
     monkeypatch.setattr(Tensor, "cpu", noted)
-    method = CrystalCache(0.5, ENDS, TINY, backend=Backend("spy", spy, takes=takes))
+    method = CrystalCache(0.5, ENDS, TINY, backend=Backend("spy", spy, accepts_tensor=accepts_tensor))
     with method(model) as run:
         at_once(model, prompt(N).to(default_device()), RetainedCache(model.config))
     return run, spy, queries, copied

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance import tolerances
-from conformance.plugin import sparingly
+from conformance.plugin import fewer_examples
 from models_integration.archive.library import decode, encode
 from models_integration.model import rotation as rope
 from models_integration.model.errors import UnknownModel
@@ -195,7 +195,7 @@ def test_a_codec_on_tensors_is_the_reference_s(arm: str) -> None:
 
 @pytest.mark.law("decided-as-the-reference")
 @pytest.mark.parametrize("style", ["half_split", "interleaved"])
-@sparingly
+@fewer_examples
 @given(made=keys(), start=st.integers(0, 2048))
 def test_tensors_turn_as_the_reference_does(style: str, made: tuple[Cube, Vector], start: int) -> None:
     """Compare tensors for equal angles. The integration rounds angles to float32, as models do."""

@@ -106,7 +106,7 @@ def method(name: str, budget: float | int | None = None) -> RetentionPolicy:
     if name in METHODS and budget is None:
         return METHODS[name]()
     row, budget = POLICIES[name], 0.3 if budget is None else budget
-    if row.of_model or "template" in row.constants:
+    if row.model_constants or "template" in row.constants:
         return NamedPolicy(name, budget, **small(name))
     return CustomPolicy(make_policy(name, small(name)), parse_budget(budget))
 
@@ -394,7 +394,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "after a layer": (),
     "decision": (
         f"{_SESSION}.segment.decide", f"{_SESSION}.crystal.decode_step", f"{_SESSION}.crystal.append",
-        f"{_SESSION}.method.advance", f"{_SESSION}.method.take_up",
+        f"{_SESSION}.method.advance", f"{_SESSION}.method.append_tokens",
     ),
     "compaction": (
         f"{_CACHE}.dense_layer.gathered", f"{_CACHE}.ragged_layer._flattened",

@@ -56,7 +56,7 @@ def test_the_help_names_the_list_of_policies() -> None:
 def test_every_name_but_chunks_and_h2o_takes_a_diverse_form() -> None:
     """A policy without a diverse form does not keep the best single tokens. SimLayerKV's lazy layers do not either."""
     for name in ("streamingllm", *PUBLISHED):
-        if POLICIES[name].of_model == frozenset() and name != "simlayerkv":
+        if POLICIES[name].model_constants == frozenset() and name != "simlayerkv":
             if DIVERSE + name in NAMES:
                 NamedPolicy(DIVERSE + name, 0.3, **small(name))
             else:
