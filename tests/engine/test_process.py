@@ -167,7 +167,7 @@ def test_a_signal_to_the_judge_ends_the_engine(tmp_path: Path) -> None:
     )
     (tmp_path / "test_outside.py").write_text(
         "import numpy as np\ndef test_it(backend_under_test):\n    open('asked', 'w').close()\n"
-        "    backend_under_test.require_diversity().diverse(np.zeros(1), np.zeros((1, 1)), np.zeros(1, bool), 1, 0.5)\n",
+        "    backend_under_test.require_diversity().diverse(np.ones(1), np.ones((1, 1)), np.zeros(1, bool), 1, 0.5)\n",
         "utf-8",
     )
     words = [sys.executable, "-m", "pytest", "-p", "conformance.plugin", "-p", "no:cacheprovider"]
