@@ -18,7 +18,7 @@ from typer.core import TyperCommand
 
 from kvspec.cli.archive import archive
 from kvspec.cli.options import Attention, Backend, Budget, Device, Dtype, Force, MemoryBudget, Model, Prompt
-from kvspec.cli.study import calibrate, compare, demo, paper, report, study, sweep
+from kvspec.cli.study import calibrate, compare, demo, paper, report, study
 from spec import SPEC_VERSION
 from spec.errors import SpecError
 from spec.plugins import search_path
@@ -78,7 +78,6 @@ def tasks() -> None:
 
 for measuring in (compare, demo, study, report, calibrate):
     app.command()(measuring)
-app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(sweep)
 
 
 @app.command()

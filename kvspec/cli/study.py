@@ -36,9 +36,8 @@ from kvspec.cli.options import (
     Workers,
     names_of,
 )
-from spec.errors import SpecError
 
-__all__ = ["calibrate", "compare", "demo", "paper", "report", "study", "sweep"]
+__all__ = ["calibrate", "compare", "demo", "paper", "report", "study"]
 
 _YOURS = "For your own policy write 'module:ATTRIBUTE' or the name of an entry point."
 
@@ -207,17 +206,6 @@ def demo(
     )
     running = Running(out, batch_size=batch_size, force=force)
     run(rules_of(**study), Loading("", backend, device, dtype, attn), running)
-
-
-def sweep(context: typer.Context) -> None:
-    """Raise an error that names the command to type. kvspec 0.4.0 had the command `kvspec sweep`."""
-    rules = next((word for word in context.args if word.endswith(".toml")), "")
-    reason = "is now `kvspec compare --grid appendix-a` (or extensions)"
-    if rules:
-        reason = f"is now `kvspec study --rules {rules} --out results --part all`"
-    if "--status" in context.args:
-        reason = "is now `kvspec study --status FOLDER`"
-    raise SpecError("command", "sweep", reason)
 
 
 def study(

@@ -1,6 +1,6 @@
 """Q-Filters: a key's score is its projection on the main direction of the model's queries, measured once per model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,9 +11,9 @@ from reference.policies.attention import group_mean, wide
 from reference.policies.budgets import even
 from reference.policies.named import named
 from reference.policies.protections import SinkAndRecent
-from reference.policies.scorers import stacked
+from reference.policies.scorers import WithoutRecords, stacked
 from reference.policies.selectors import top_units
-from spec.arrays import BoolVector, Cube, Float64, Int64, IntMatrix, Matrix
+from spec.arrays import BoolVector, Cube, Float64, Matrix
 from spec.composition import Provided
 from spec.errors import SpecError
 from spec.policy import DeviceArray, LayerView, Needs, Observation, Policy, Scores
@@ -50,7 +50,7 @@ def filter_score(k: DeviceArray, filters: Float64[Matrix, "H_kv d"]) -> Float64[
 
 
 @dataclass(frozen=True)
-class QFilters:
+class QFilters(WithoutRecords):
     """Scorer with one calibrated direction for each layer and KV head. The scorer reads only cached keys."""
 
     filters: Float64[Cube, "L H_kv d"]
@@ -72,15 +72,6 @@ class QFilters:
         """
         views, first = observation.layers, observation.first
         return stacked(observation, [self.score_layer(layer, view, first) for layer, view in views.items()])
-
-    def record(self, records: object, observation: Observation, /) -> None:
-        return None
-
-    def keep(self, records: object, slots: Int64[IntMatrix, "g kept"], /) -> None:
-        return None
-
-    def join(self, records: Sequence[None], /) -> None:
-        return None
 
     def score_layer(self, layer: int, view: LayerView, first: int = 0) -> DeviceArray:
         """Return the scores of a layer, (H_kv, n), or of the one KV head with the index `first` among all KV heads.

@@ -13,8 +13,8 @@ from spec.policy import DeviceArray, LayerView, Needs, Observation, Scores
 from spec.retention import Granularity
 
 __all__ = [
-    "LayerScorer", "Received", "Score", "check_odd", "check_positive", "check_weighable", "host_rows", "host_tables",
-    "recency", "stacked", "with_window",
+    "LayerScorer", "Received", "Score", "WithoutRecords", "check_odd", "check_positive", "check_weighable", "host_rows",
+    "host_tables", "recency", "stacked", "with_window",
 ]
 
 
@@ -22,8 +22,21 @@ Score = Callable[[LayerView], Matrix]
 Received = Callable[[DeviceArray, DeviceArray, float, float | None, DeviceArray | None], Matrix]
 
 
+class WithoutRecords:
+    """Base class of scorers that compute the scores of all cached tokens again at each step, and store no records."""
+
+    def record(self, records: object, observation: Observation, /) -> None:
+        return None
+
+    def keep(self, records: object, slots: Int64[IntMatrix, "g kept"], /) -> None:
+        return None
+
+    def join(self, records: Sequence[None], /) -> None:
+        return None
+
+
 @dataclass(frozen=True)
-class LayerScorer:
+class LayerScorer(WithoutRecords):
     """Scorer of single tokens. `score` returns the scores of a layer: a row per KV head, or one row for all heads.
 
     The scorer stores no records. While decoding, the scores of all cached tokens are computed again for each eviction.
@@ -58,16 +71,6 @@ class LayerScorer:
 
     def step(self, records: object, observation: Observation, /) -> Scores:
         return stacked(observation, [self.score(view) for view in observation.layers.values()])
-
-    def record(self, records: object, observation: Observation, /) -> None:
-        return None
-
-    def keep(self, records: object, slots: Int64[IntMatrix, "g kept"], /) -> None:
-        return None
-
-    def join(self, records: Sequence[None], /) -> None:
-        return None
-
 
 def host_rows(rows: Sequence[DeviceArray]) -> Float64[Matrix, "g n"]:
     """Concatenate the score rows (h, n) of all layers in CPU memory. Device tensors are copied in one transfer."""

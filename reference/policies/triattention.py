@@ -1,6 +1,6 @@
 """TriAttention scores tokens by calibrated query statistics, and evicts at 128 tokens above the budget."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -11,10 +11,10 @@ from reference.policies.attention import wide
 from reference.policies.budgets import even
 from reference.policies.named import named
 from reference.policies.protections import SinkAndRecent
-from reference.policies.scorers import host_rows
+from reference.policies.scorers import WithoutRecords, host_rows
 from reference.policies.selectors import top_units
 from reference.triattention import Mode, distance_score, joined, z_scores
-from spec.arrays import BoolVector, Float64, Int64, IntMatrix, Matrix, Vector
+from spec.arrays import BoolVector, Float64, Matrix, Vector
 from spec.composition import Provided
 from spec.errors import SpecError
 from spec.policy import Cadence, DeviceArray, LayerView, Needs, Observation, Policy, Scores
@@ -42,7 +42,7 @@ def largest_z_scores(
 
 
 @dataclass(frozen=True)
-class TriAttention:
+class TriAttention(WithoutRecords):
     """Scorer that uses calibrated query statistics. The scorer reads only cached keys and stores no records."""
 
     calibration: Calibration
@@ -81,15 +81,6 @@ class TriAttention:
         values = joined(best, self.mode)
         heads = 1 if self.mode == "global" else best.shape[1]
         return Scores(values, np.arange(values.shape[1] + 1), heads=heads)
-
-    def record(self, records: object, observation: Observation, /) -> None:
-        return None
-
-    def keep(self, records: object, slots: Int64[IntMatrix, "g kept"], /) -> None:
-        return None
-
-    def join(self, records: Sequence[None], /) -> None:
-        return None
 
     def layers(self, views: Mapping[int, LayerView], t: int) -> list[DeviceArray]:
         """Return each layer's largest z-scores over query heads, (H_kv, n). The score of a pinned token is NaN."""
