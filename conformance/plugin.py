@@ -265,7 +265,7 @@ def skip_without(backend_under_test: "Backend", *families: str) -> None:
     """Skip the test if the tested backend does not have a stage family. Every stage family is optional."""
     for family in families:
         if getattr(backend_under_test, family) is None:
-            abstain("not offered", f"backend {judged.name!r} has no stage family {family!r}")
+            abstain("not offered", f"backend {backend_under_test.name!r} has no stage family {family!r}")
 
 
 @pytest.fixture(scope="session")
