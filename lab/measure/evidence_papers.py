@@ -6,7 +6,7 @@ from typing import Any
 
 from experiments.studies.evidence.kept import FULL
 from experiments.studies.evidence.run import merged
-from experiments.studies.papers import COSTS, PAPERS, Paper, Part, Table, load_paper, rules_of_part
+from experiments.studies.papers import COSTS, MEASURES, PAPERS, Paper, Part, Table, load_paper, rules_of_part
 from experiments.studies.papers.injection import TEMPLATES
 from experiments.studies.papers.injection_tables import (
     LOCOMO,
@@ -43,6 +43,13 @@ def _asked(name: str, paper: Paper, part: Part) -> Measured:
     ])
 
 
+def says_nothing(name: str, paper: Paper, table: Table) -> bool:
+    """Return True for a table of right answers, of which the full cache gives none."""
+    measured = [_asked(name, paper, part) for part in paper.parts if part.name in table.parts and part.kind != COSTS]
+    cells = [cell for one in measured for row in one.rows for cell in row["cells"] if cell["policy"] == FULL]
+    return table.measure == MEASURES[0] and bool(cells) and not any(cell["right"] for cell in cells)
+
+
 def injection_table(table: InjectionTable) -> list[list[str]]:
     """Return a table of the paper on injection, from the rows of `kvspec paper injection --model smollm2 --quick`."""
     result: dict[str, list[Any]] = {}
@@ -54,8 +61,9 @@ def injection_table(table: InjectionTable) -> list[list[str]]:
 
 _EVERY = {
     f"{name}-{table.name}": partial(paper_table, name, paper, table) for name in PAPERS
-    for paper in (load_paper(name),) for table in paper.tables
+    if (HOME / f"paper-{name}.jsonl.xz").exists() for paper in (load_paper(name),) for table in paper.tables
     if table.parts and not any(part.needs_files for part in paper.parts if part.name in table.parts)
+    and not says_nothing(name, paper, table)
 } | {f"injection-{table.name}": partial(injection_table, table) for table in tables_of(TEMPLATES["markers"])
        if table.name != LOCOMO}
 PAPER_TABLES = {

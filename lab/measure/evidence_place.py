@@ -1,11 +1,12 @@
 """Tables and pictures of docs/results/place.md: does CrystalCache keep associated tokens, or early tokens?"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.studies.evidence.claims import Verdict, verdicts
@@ -27,6 +28,7 @@ KEPT = {
     "streamingllm(N_sink=60)": "first 60 tokens, and recent ones",
     "random-trunks": "random trunks",
 }
+FORMS_OF_THE_PAPER = tuple(policy for policy in KEPT if policy.startswith("crystalcache"))
 LOCAL = "local-salience"
 FORMS = {
     "crystalcache": KEPT["crystalcache"],
@@ -76,6 +78,24 @@ def kept_facts(study: str, placement: str) -> list[list[str]]:
             counts = (whole(some, policy, depth, mentions) for depth in DEPTHS)
             lines.append([title, text, *(f"{kept} of {n}" for kept, n in counts)])
     return lines
+
+
+def differences_by_place(study: str) -> list[list[str]]:
+    """Return by place how much more of the fact is kept with four mentions, and by random trunks, with the question."""
+    some = samples_of(study).where(placement=("paper",))
+    lines = [["difference of the share kept", *(f"fact at {depth:g}" for depth in DEPTHS)]]
+
+    def share(policy: str, depth: float, mentions: Sequence[str]) -> float:
+        rows = some.about("depth", depth)
+        kept = [rows.about("mentions", one).kept_share((policy, BUDGET)) for one in mentions]
+        return float(np.concatenate(kept).mean())
+
+    for policy in FORMS_OF_THE_PAPER:
+        gains = (share(policy, depth, ("high",)) - share(policy, depth, ("none",)) for depth in DEPTHS)
+        lines.append([f"four mentions over none, {KEPT[policy]}", *(f"{gain:+.2f}" for gain in gains)])
+    trunks, paper = "random-trunks", "crystalcache"
+    leads = (share(trunks, depth, [*MENTIONS]) - share(paper, depth, [*MENTIONS]) for depth in DEPTHS)
+    return [*lines, [f"{KEPT[trunks]} over {KEPT[paper]}", *(f"{lead:+.2f}" for lead in leads)]]
 
 
 def kept_common_facts() -> list[list[str]]:
@@ -170,6 +190,7 @@ PLACE_TABLES: dict[str, Callable[[], list[list[str]]]] = {
     name: table for study in PICTURES.values() for name, table in {
         f"{study}-kept": partial(kept_facts, study, "paper"), f"{study}-after": partial(kept_facts, study, "after"),
         f"{study}-tokens": partial(kept_tokens, study), f"{study}-claims": partial(claims, study),
+        f"{study}-places": partial(differences_by_place, study),
     }.items()
 } | {
     f"{LOCAL}-kept": kept_common_facts, f"{LOCAL}-claims": partial(claims, LOCAL),
