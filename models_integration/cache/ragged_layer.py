@@ -1,8 +1,7 @@
 """Cache layer in which each KV head stores a separate set of tokens.
 
 The layer stores the tokens of all heads one after the other, without padding, so eviction frees memory head by head.
-Attention runs over views of the storage, once for consecutive rows whose heads store equally many tokens (see
-`cached_attention`), otherwise once for each head.
+Attention (`cached_attention`) runs once for rows whose heads are equally long, otherwise once for each head.
 """
 
 from collections.abc import Callable, Mapping, Sequence
