@@ -286,7 +286,7 @@ def drawn(D: Array, M: Array, p: Any) -> Array:
     return RIGHT(D, M, p)
 
 
-def told(D: Array, M: Array, p: Any) -> Array:
+def environment(D: Array, M: Array, p: Any) -> Array:
     os.environ["KVSPEC_CALLS"] = str(int(os.environ.get("KVSPEC_CALLS", "0")) + 1)
     return RIGHT(D, M, p)
 
@@ -297,7 +297,7 @@ WRONG: Mapping[Decay, str] = {
     by_shape_when_large: VALUES, by_content: "returned",
     not_to_be_written: "read-only", argument_locked: "flags.writeable", argument_written: "wrote into an argument",
     shared_scratch: VALUES, order_of_memory: VALUES, quiet: "NumPy's error state", seeded: "NumPy's random state",
-    reseeded: "NumPy's random state", drawn: "the random state", told: "the environment",
+    reseeded: "NumPy's random state", drawn: "the random state", environment: "the environment",
     announced: "the environment",
 }
 

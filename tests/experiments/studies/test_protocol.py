@@ -354,7 +354,9 @@ def subject(one_thread: None) -> Subject:
     return replace(plain, calibration=replace(taken, networks=networks, gates=gates))
 
 
-def told(subject: Subject, sample: Sample, placement: Placement, names: Sequence[str]) -> dict[Cell, tuple[Row, Kept]]:
+def cell_rows(
+    subject: Subject, sample: Sample, placement: Placement, names: Sequence[str],
+) -> dict[Cell, tuple[Row, Kept]]:
     """Return the row and the kept sets of each cell, from one prompt. One forward pass reads five caches."""
     wanted = [(name, str(B)) for name, B in product(names, BUDGETS) if B in BUDGETS[:1] or not name.startswith(DIVERSE)]
     methods = {name: subject.policy(name, Budget(count=BUDGETS[0])).on(subject.model) for name in names}
@@ -384,7 +386,7 @@ def test_a_cell_keeps_and_says_what_a_context_of_its_own_does(
     presented = place(sample, placement)
     plain = [name for name in SERVED if not name.startswith(DIVERSE)]
     names = [*plain[part::3 if part is not None else 1], *(name for name in SERVED if name in diverse), BREATH]
-    before, actual = len(presented.prompt_ids) - presented.dropped_slots, told(subject, sample, presented, names)
+    before, actual = len(presented.prompt_ids) - presented.dropped_slots, cell_rows(subject, sample, presented, names)
     for (name, B), (given, kept) in actual.items():
         expected, sets = answer(subject.model, subject.policy(name, parse_budget(B)), presented, MOST, subject.stop_ids)
         assert kept == [[at for at in own if at < before] for own in sets], name

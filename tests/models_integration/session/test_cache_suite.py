@@ -133,10 +133,10 @@ def test_a_mixture_of_both_rules_is_told_by_layer_and_position(
     mixed = partial(plain, turn=partial(rotated, end=PROMPT, layers=layers, part=part))
     with pytest.raises(AssertionError, match="away from") as caught:
         check(mixed, folder, EQUAL, 5, renumbered=rule)
-    told = str(caught.value)
+    message = str(caught.value)
     position = next(iter(re.findall(r"position (\d+)", words)), "0")
-    nearest = next(iter(re.findall(r"position (\d+)", told)), "0")
-    assert words.replace(f"position {position}", f"position {nearest}") in told
+    nearest = next(iter(re.findall(r"position (\d+)", message)), "0")
+    assert words.replace(f"position {position}", f"position {nearest}") in message
     assert 0 <= int(nearest) - int(position) < 5  # the next position that a head keeps
 
 
