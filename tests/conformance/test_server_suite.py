@@ -45,6 +45,7 @@ from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 from tests.conformance.local_server import running
 from tests.conformance.server_verdicts import check_fault_is_named, check_right, verdict, verdicts
+from tests.models_integration.session.sessions import skip_without_attention
 
 Sets = list[list[int]]
 """Kept positions by full-attention layer and KV head, in one list."""
@@ -290,17 +291,18 @@ def test_equal_tokens_may_be_ranked_by_rounding(model: PreTrainedModel, group: s
 
 
 @pytest.mark.parametrize(("fault", "expected"), [
-    (Fault(), "undecided"), (FAULTS["another set, as stated"][0], "against the policy"),
+    (Fault(), ("undecided", "passed")), (FAULTS["another set, as stated"][0], ("against the policy",)),
 ])
 def test_a_tie_changes_all_later_choices_of_a_diverse_policy(
-    model: PreTrainedModel, fault: Fault, expected: str,
+    model: PreTrainedModel, fault: Fault, expected: tuple[str, ...],
 ) -> None:
-    """Test a prompt whose equal tokens have scores in layer 0 that differ by 5e-9."""
+    """Test a prompt whose equal tokens have scores in layer 0 that differ by 5e-9, or not at all after rounding."""
     ids = np.random.default_rng(0).choice([5, 6, 7], 150).tolist()
     answer = Answer(ids)
     for event in Evicting(copy.deepcopy(model).double(), "diverse-leverage", fault=fault).answer(ids, 3, 0):
         answer.take(event)
-    assert expected in verdict(RULES["policy"], Reading(Witness(model, Server("", "tiny")), answer))
+    actual = verdict(RULES["policy"], Reading(Witness(model, Server("", "tiny")), answer))
+    assert any(words in actual for words in expected), actual
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -384,6 +386,7 @@ def test_whole_trunks_of_protected_tokens_may_exceed_the_budget(pocket: PreTrain
     (FAULTS["no eviction"][0], "masking", "full cache"), (FAULTS["no eviction"][0], "eviction", "nothing was evicted"),
 ])
 def test_a_server_in_bfloat16(model: PreTrainedModel, fault: Fault, rule: str, words: str) -> None:
+    skip_without_attention(torch.bfloat16)
     rounded = copy.deepcopy(model).bfloat16()
     with serving(Evicting(rounded, "streamingllm", fault=fault)) as url:
         actual = verdicts(Witness(model, Server.of(url, "tiny"), "bfloat16"), SHARED)[rule]
@@ -394,6 +397,7 @@ def test_a_server_in_bfloat16(model: PreTrainedModel, fault: Fault, rule: str, w
 
 def test_the_pocket_model_in_bfloat16_is_far_inside_the_bound(pocket: PreTrainedModel) -> None:
     """Check the verdict "undecided": in bfloat16, the pocket model's answers depend too little on evicted tokens."""
+    skip_without_attention(torch.bfloat16)
     rounded = copy.deepcopy(pocket).bfloat16()
     with serving(Evicting(rounded, "streamingllm")) as url:
         witness = Witness(pocket, Server.of(url, "tiny"), "bfloat16")

@@ -82,6 +82,7 @@ from tests.models_integration.session.sessions import (
     outputs_of,
     published,
     read_prompt,
+    skip_without_attention,
     small,
 )
 
@@ -399,6 +400,7 @@ def blocks(layers: list[RetainedLayer]) -> int:
     ("crystalcache", torch.bfloat16, 2), ("streamingllm", torch.float32, 4), ("fullcache", torch.float32, 4),
 ])
 def test_a_cache_weighs_what_it_keeps(name: str, dtype: torch.dtype, width: int) -> None:
+    skip_without_attention(dtype)
     prefilled = prefill(build("llama", dtype=dtype), METHODS[name](), prompt(N))
     assert prefilled.run.kept is not None
     R = len(prefilled.run.kept)

@@ -52,6 +52,7 @@ from tests.models_integration.session.sessions import (
     live_sets,
     method,
     read_prompt,
+    skip_without_attention,
     snapshot,
 )
 
@@ -692,6 +693,7 @@ def test_a_model_that_was_refused_once_is_served_when_the_cause_is_gone() -> Non
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_heads_that_differ_are_served_under_autocast(family: str) -> None:
     """Check keys and values of different dtypes, which are combined as in a plain cache."""
+    skip_without_attention(torch.bfloat16)
     model, token = build(family), prompt(1, seed=9)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         _, cache = read_prompt(model, method("adakv"))
