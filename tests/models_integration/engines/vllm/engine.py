@@ -8,6 +8,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
+from unittest.mock import Mock
 
 import jsonschema  # type: ignore[import-untyped]
 import pytest
@@ -58,7 +59,8 @@ class Engine:
         options: options of vLLM.
 
     Attributes:
-        counts: number of calls of two methods of the scheduler.
+        compacts: calls of the manager's method `compact`, including those that lacked blocks.
+        preempts: calls of the scheduler's method `_preempt_request`.
     """
 
     def __init__(self, settings: Mapping[str, Any] | None = None, blocks: int = 400, **options: Any) -> None:
@@ -81,27 +83,10 @@ class Engine:
         core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler, self.runner = core.scheduler, core.model_executor.driver_worker.worker.model_runner
         self.pool = self.scheduler.kv_cache_manager.block_pool
-        self.counts = dict.fromkeys(("compact", "_preempt_request"), 0)
-        for owner, name in ((self.scheduler._manager, "compact"), (self.scheduler, "_preempt_request")):
-            setattr(owner, name, self._counted(name, getattr(owner, name)))
+        manager = self.scheduler._manager
+        self.compacts = manager.compact = Mock(wraps=manager.compact)
+        self.preempts = self.scheduler._preempt_request = Mock(wraps=self.scheduler._preempt_request)
         ALIVE.append(self)
-
-    @property
-    def preempted(self) -> int:
-        """Return the number of preemptions so far."""
-        return self.counts["_preempt_request"]
-
-    @property
-    def compacted(self) -> int:
-        """Return the number of compactions so far, including those that lacked blocks."""
-        return self.counts["compact"]
-
-    def _counted(self, name: str, own: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.counts[name] += 1
-            return own(*args, **kwargs)
-
-        return call
 
     def answer(
         self, prompts: Sequence[list[int]], parameters: Sequence[Any], adapters: Sequence[Any] | None = None,

@@ -132,13 +132,13 @@ def test_preempted_requests_keep_the_same_sets(small: Engine) -> None:
         asking(None, 100),
     ]
     actual = check_answers(small, [cut(200 + 31 * at, 17 * (at // 2)) for at in range(12)], policies * 2)
-    assert small.preempted > 0
+    assert small.preempts.called
     assert sum(bool(one["evictions"]) for one in actual) == 10
 
 
 @pytest.mark.law("decided-as-the-reference")
 @pytest.mark.parametrize("policy", [
-    "adakv/heads=even", "nestedkv/heads=even", "cake/layers=even", "pyramidkv/layers=even",
+    "adakv/heads=even", "nestedkv/heads=even", "defensivekv/heads=even", "cake/layers=even", "pyramidkv/layers=even",
 ])
 def test_forms_with_equal_counts_say_so_in_their_name(engine: Engine, policy: str) -> None:
     actual = check_answers(engine, [cut(150, 7)], [asking(policy, budget=0.3)])
