@@ -357,7 +357,7 @@ def check_policy(reading: Reading) -> None:
             f" full-attention layer {layer}, KV head {head}: token {position} must be {'kept' if keeps else 'evicted'}"
         )
     if tied:
-        pytest.skip(f"{reading}: scores tie within rounding, and each choice of this policy depends on the one before")
+        pytest.skip(f"{reading}: rounding may explain {len(tied)} tokens that differ from those of the policy")
 
 
 def _compared_events(reading: Reading) -> list[Event]:
