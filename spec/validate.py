@@ -14,11 +14,13 @@ from spec.arrays import BoolVector, IntVector, Matrix, Vector
 from spec.errors import SpecError
 
 __all__ = [
-    "bound_of_names", "check_attention_inputs", "check_attention_tensors", "check_choices", "check_diversity",
-    "check_keys", "check_lse", "check_penalty", "check_scaling", "check_sentence_ends", "check_shapes",
-    "check_sinks", "check_token_ids",
+    "MOST_TOKENS", "bound_of_names", "check_attention_inputs", "check_attention_tensors", "check_choices",
+    "check_diversity", "check_keys", "check_lse", "check_penalty", "check_scaling", "check_sentence_ends",
+    "check_shapes", "check_sinks", "check_token_ids",
 ]
 
+MOST_TOKENS = 2**24
+"""Largest number of tokens that a constant of a policy may have. No prompt is longer."""
 _LISTED_MOST = 12
 """Largest number of valid names that an error message lists. If more names are valid, only similar names are listed."""
 

@@ -74,7 +74,9 @@ class Composed:
     def rows(self, inputs: Inputs) -> list[Score]:
         """Return the scores of all kept sets at the end of a prompt."""
         if self.parts.rows is not None:
-            return list(self.call(self.parts.rows, inputs, self.B))
+            rows, L = list(self.call(self.parts.rows, inputs, self.B)), len(inputs.layers)
+            sets = {"layer": L, "head": L * inputs.H_kv}.get(self.own.get("sets", {"": ""})[""], 1)
+            return rows * max(1, sets // len(rows))
         assert self.parts.layer is not None
         return [row for view in inputs.layers for row in self.call(self.parts.layer, plain(view))]
 
@@ -170,9 +172,7 @@ def later_of(given: Composed) -> Composed:
 
 def raised(given: Composed) -> int:
     """Return the budget, raised to the smallest budget of the policy."""
-    own, least = given.own, 0
-    if "block" in own:
-        least = given.value("block")
+    own, least = given.own, given.value("block")
     if "crush" in own:
         least = int(own["crush"]["block"])
     floor = own.get("floor", {"": "0"})[""]
@@ -256,7 +256,7 @@ def selected_sets(
             part = slice(at, at + heads)
             result += oracle.crushed(free[part], int(own["block"]), shares[part], number(own[""]), own["anchor"])
         return result
-    return [selected(given, g, free[g], rows[g], shares[g], live[g]) for g in range(len(free))]
+    return [selected(given, g, free, rows[g], shares[g], live[g]) for g in range(len(free))]
 
 
 def shares_of(given: Composed, rows: Sequence[Score], heads: int) -> list[int]:
@@ -304,10 +304,10 @@ def competing(rows: Sequence[Score], total: int, safeguard: Fraction) -> list[in
 
 
 def selected(
-    given: Composed, g: int, row: Score, scores: Score, share: int, live: Sequence[int],
+    given: Composed, g: int, rows: Sequence[Score], scores: Score, share: int, live: Sequence[int],
 ) -> list[int]:
-    """Return the indices of the stored tokens that a set keeps. `row` has None for the protected tokens."""
-    own, n = given.own, len(row)
+    """Return the indices of the stored tokens that set g keeps. `rows` have None for the protected tokens."""
+    own, row, n = given.own, rows[g], len(rows[g])
     if given.parts.chunks:
         return chunked(scores, row, int(given.constants["c"]), share)
     if own.get("select", {"": "top"})[""] == "half":
@@ -321,7 +321,7 @@ def selected(
     if "chunks" in own:
         return chunk_sets(row, share, given.value("chunks"), int(own["chunks"]["gate"]))
     if "diverse" in own:
-        return diverse(given, g, row, share, live)
+        return diverse(given, Fraction(g, len(rows)), row, share, live)
     return oracle.best_blocks(row, given.value("block"), share) if "block" in own else oracle.top(row, share)
 
 
@@ -330,12 +330,10 @@ def _outputs(given: Composed, g: int) -> Sequence[Any]:
     return output_sizes(plain(given.inputs.layers[layer]), leaves(given.inputs.W_o[layer]))[head]
 
 
-def diverse(given: Composed, g: int, row: Score, share: int, live: Sequence[int]) -> list[int]:
-    """Return the tokens that set-conditioned selection keeps (DV-POLICY, DV-VARIANT-B)."""
-    own, sets = given.own["diverse"], len(given.inputs.layers) * given.inputs.H_kv
-    known, lam = given.signatures, float(own[""])
-    of_set = known[g * len(known) // max(sets, len(known)) if len(known) < sets else g]
-    V = [of_set[p] for p in live]
+def diverse(given: Composed, at: Fraction, row: Score, share: int, live: Sequence[int]) -> list[int]:
+    """Return the tokens that set-conditioned selection keeps (DV-POLICY, DV-VARIANT-B). Set g of G has at = g / G."""
+    own, known = given.own["diverse"], given.signatures
+    lam, V = float(own[""]), [known[int(at * len(known))][p] for p in live]
     if own["rule"] == "variant_b":
         direction = unit(means(V))
         return oracle.top([x if x is None else x + lam * dot(V[i], direction) for i, x in enumerate(row)], share)

@@ -8,6 +8,7 @@ import numpy as np
 from spec.arrays import Bool, BoolVector
 from spec.errors import SpecError
 from spec.policy import Policy, Protection
+from spec.validate import MOST_TOKENS
 
 __all__ = ["InEachPiece", "ProtectedPositions", "SinkAndRecent", "protecting"]
 
@@ -23,7 +24,7 @@ class SinkAndRecent:
         recent: number of last tokens to keep.
 
     Raises:
-        SpecError: if `sink` or `recent` is negative.
+        SpecError: if `sink` or `recent` is negative, or larger than the number of tokens of any prompt.
     """
 
     sink: int
@@ -33,6 +34,8 @@ class SinkAndRecent:
         for name, value in (("sink", self.sink), ("recent", self.recent)):
             if value < 0:
                 raise SpecError(name, value, "must not be negative")
+            if value > MOST_TOKENS:
+                raise SpecError(name, value, f"must be at most {MOST_TOKENS} tokens")
 
     @property
     def size(self) -> int:

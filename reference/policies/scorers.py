@@ -11,6 +11,7 @@ from spec.composition import ANY_SETS, HEAD_SETS, Provided
 from spec.errors import SpecError
 from spec.policy import DeviceArray, LayerView, Needs, Observation, Scores
 from spec.retention import Granularity
+from spec.validate import MOST_TOKENS
 
 __all__ = [
     "LayerScorer", "Received", "Score", "WithoutRecords", "check_odd", "check_positive", "check_weighable", "host_rows",
@@ -126,10 +127,12 @@ def check_positive(name: str, value: int) -> int:
     """Check and return a number of tokens.
 
     Raises:
-        SpecError: if the number is not positive.
+        SpecError: if the number is not positive, or larger than that of any prompt.
     """
     if value < 1:
         raise SpecError(name, value, "must be at least 1")
+    if value > MOST_TOKENS:
+        raise SpecError(name, value, f"must be at most {MOST_TOKENS} tokens")
     return value
 
 

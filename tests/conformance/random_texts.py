@@ -17,20 +17,27 @@ SMALL: Mapping[str, Sequence[str]] = {
     "anchor": ("mean", "alternating"), "lam": ("0.3",),
 }
 """Constants of scorers, for inputs of about 24 tokens."""
+TABLE = "table"
+"""Rule of budgets that needs as many layers as the text has weights: 3."""
 _NUMBERS, _SHARES = ("0", "1", "2", "4", "7"), ("0", "0.2", "1of3", "0.5", "1")
 PARTS: Mapping[str, Sequence[str]] = {
     "sink": _NUMBERS, "recent": _NUMBERS, "select": ("top", "half"),
-    "layers": ("even", "full", "global", "preference", "pyramid", "pyramid:beta=1", "pyramid:beta=4"),
+    "layers": (
+        "even", "full", "global", "preference", "pyramid", "pyramid:beta=1", "pyramid:beta=4", f"{TABLE}:shares=3_0_1",
+    ),
     "heads": ("even", *(f"{rule}:safeguard={share}" for rule in ("adaptive", "quota") for share in _SHARES)),
     "threshold": ("0.01", "0.2", "-1.0"), "every": ("none", "1", "2", "3", "1:excess=3"),
     "steps": ("h2o", "tova", "keydiff", "knorm", "rkv:W=2:kernel=1", "snapkv:W=3:kernel=3", "morphkv:W=2"),
-    "floor": ("none", "0", "9", "14"), "values": ("0", "2", "4"), "critical": _SHARES,
+    "sets": ("model", "layer", "head"), "floor": ("none", "0", "9", "14"), "values": ("0", "2", "4"),
+    "critical": _SHARES,
     "crush": ("0.5:block=3", "0.25:block=4:anchor=mean", "1:block=2:anchor=zeros"),
     "diverse": tuple(f"{lam}:signature={mode}:rule={rule}" for lam in ("0", "0.3", "2.0")
                      for mode in ("flat", "layer", "head") for rule in ("alpha", "variant_b")),
     "block": ("1", "3", "4"), "chunks": ("3", "4:gate=1", "5:gate=2"), "pieces": ("6", "7", "12", "24"),
 }
 """Values of each part."""
+ODD = ("x", "-1", "0", "1e9", "nan", "-inf", "1of0", "none", "1_2", "99999999", "99999999999999999999", "snapkv")
+"""Values that most parts refuse."""
 MOST_PARTS = 4
 
 
@@ -54,6 +61,15 @@ def _text(rng: Random, host: str) -> str:
         names.append("every")
     head = rng.choice(("", "score=")) + host + "".join(f":{key}={value}" for key, value in own.items())
     return "/".join([head, *(f"{name}={rng.choice(PARTS[name])}" for name in names)])
+
+
+def any_text(rng: Random) -> str:
+    """Return the text of any policy with up to four parts. A third of the values is odd, so most texts are refused."""
+    host = rng.choice(sorted(POLICIES))
+    own = [f":{key}={rng.choice(ODD)}" for key in sorted(POLICIES[host].constants) if rng.random() < 0.1]
+    parts = [f"{name}={rng.choice(ODD if rng.random() < 0.3 else PARTS[name])}"
+             for name in rng.sample(list(PARTS), rng.randint(0, MOST_PARTS))]
+    return "/".join([rng.choice(("", "score=")) + host + "".join(own), *parts])
 
 
 def accepted(text: str, inputs: Inputs) -> bool:

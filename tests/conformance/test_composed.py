@@ -2,22 +2,26 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import kvspec
 from conformance.methods.method import METHODS, Method, method_of
 from conformance.oracles.choices import fits
-from conformance.strategies.policy_inputs import Inputs, altered, decided, drawn
+from conformance.plugin import sparingly
+from conformance.strategies.policy_inputs import Inputs, Kept, altered, decided, drawn
 from reference.policies.grammar import parse_composition
 from reference.policies.names import check_name
 from spec.errors import SpecError
 from spec.policy import Policy
-from tests.conformance.random_texts import HOSTS, policy_texts
+from tests.conformance.random_texts import HOSTS, TABLE, accepted, any_text, policy_texts
 
 pytestmark = pytest.mark.spec("PO-COMPOSE")
 
@@ -31,17 +35,22 @@ def texts(request: pytest.FixtureRequest) -> list[str]:
 
 
 def cases(texts: list[str]) -> Iterator[tuple[Method, Policy, Inputs, int]]:
-    """Yield each text with inputs and a budget. A third of the inputs has equal scores."""
-    for at, text in enumerate(texts):
-        method = method_of(text)
-        inputs = drawn(at, N, 1 + at % 3, (1 + at // 3 % 2, 1 + at // 2 % 2))
-        # Rounding decides equal scores of TA-RANKING, and equal sums of blocks.
-        tying = at % 3 == 0 and "triattention" not in method.home and not _in_blocks(method.name)
-        inputs = altered(inputs, "axes" if tying else "normal", at)
-        inputs = replace(inputs, steps=STEPS if method.decodes else 0)
-        policy = method.reference(inputs)
-        least = max(1, policy.floor, int(policy.protection(N).sum()))
-        yield method, policy, inputs, least + at * 7 % (N - least + 1)
+    """Yield each text with inputs and a budget."""
+    yield from map(case, count(), texts)
+
+
+def case(at: int, text: str) -> tuple[Method, Policy, Inputs, int]:
+    """Return a text with inputs and a budget. A third of the inputs has equal scores."""
+    method = method_of(text)
+    layers = 3 if TABLE in text else 1 + at % 3
+    inputs = drawn(at, N, layers, (1 + at // 3 % 2, 1 + at // 2 % 2))
+    # Rounding decides equal scores of TA-RANKING, and equal sums of blocks.
+    tying = at % 3 == 0 and "triattention" not in method.home and not _in_blocks(method.name)
+    inputs = altered(inputs, "axes" if tying else "normal", at)
+    inputs = replace(inputs, steps=STEPS if method.decodes else 0)
+    policy = method.reference(inputs)
+    least = max(1, policy.floor, int(policy.protection(N).sum()))
+    return method, policy, inputs, least + at * 7 % (N - least + 1)
 
 
 def _in_blocks(text: str) -> bool:
@@ -58,17 +67,34 @@ def kept(policy: Policy, inputs: Inputs, B: int) -> Any:
         raise
 
 
+def check_oracle(method: Method, inputs: Inputs, B: int, found: Kept) -> None:
+    """Check kept sets against the oracle of parts."""
+    wanted = method.brute.kept(inputs, B, **method.constants, **method.readings)
+    assert len(found) == len(wanted), str(method)
+    for g, pair in enumerate(zip(found, wanted, strict=True)):
+        assert fits(*pair), f"{method}, B = {B}, set {g}: {pair[0]} instead of {pair[1]}"
+
+
 def test_kept_sets_of_accepted_texts_are_those_of_the_oracle_of_parts(texts: list[str]) -> None:
     compared = 0
     for method, policy, inputs, B in cases(texts):
-        if (found := kept(policy, inputs, B)) is None:
-            continue
-        wanted = method.brute.kept(inputs, B, **method.constants, **method.readings)
-        assert len(found) == len(wanted), str(method)
-        for g, pair in enumerate(zip(found, wanted, strict=True)):
-            assert fits(*pair), f"{method}, B = {B}, set {g}: {pair[0]} instead of {pair[1]}"
-        compared += 1
+        if (found := kept(policy, inputs, B)) is not None:
+            check_oracle(method, inputs, B, found)
+            compared += 1
     assert compared > 0.8 * len(texts)
+
+
+@sparingly
+@given(seed=st.integers(0, 2**32 - 1), at=st.integers(0, 99))
+def test_a_drawn_text_has_its_budget_and_its_protected_tokens(seed: int, at: int) -> None:
+    method, policy, inputs, B = case(at, next(policy_texts(seed)))
+    if (found := kept(policy, inputs, B)) is None:
+        return
+    check_oracle(method, inputs, B, found)
+    if policy.promises.budget_exact == "yes" and not inputs.steps:
+        assert sum(map(len, found)) == B * len(found), str(method)
+    held = set(np.flatnonzero(policy.protection(N)).tolist())
+    assert all(held <= set(own) for own in found), str(method)
 
 
 def test_a_full_budget_keeps_all_tokens(texts: list[str]) -> None:
@@ -77,6 +103,11 @@ def test_a_full_budget_keeps_all_tokens(texts: list[str]) -> None:
         own = parse_composition(method.name).parts
         if "threshold" not in own and (found := kept(policy, inputs, N)) is not None:
             assert found == [list(range(N))] * len(found), str(method)
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+def test_any_text_makes_a_policy_or_is_refused(seed: int) -> None:
+    accepted(any_text(Random(seed)), drawn(4, N, 2, (2, 2)))  # an exception other than SpecError is not caught
 
 
 @pytest.mark.parametrize("text", [

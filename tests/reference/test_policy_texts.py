@@ -166,6 +166,8 @@ def test_layers_then_heads_equals_the_rules_of_the_papers_one_after_the_other(
     ("crystalcache/sink=8", "crystalcache accepts no parts", "N_sink"), ("snapkv/sink=-1", "/sink=-1", "negative"),
     ("snapkv/heads=adaptive:safeguard=2", "/heads=adaptive:safeguard=2", "[0, 1]"),
     ("snapkv/threshold=high", "/threshold=high", "0.5"),
+    ("knorm/recent=99999999", "/recent=99999999", "at most 16777216"),
+    ("knorm/block=99999999", "/block=99999999", "at most 16777216"),
 ])
 def test_an_error_names_the_part_and_what_to_type(text: str, part: str, way_out: str) -> None:
     name = names.home_of(names.check_name(text))
