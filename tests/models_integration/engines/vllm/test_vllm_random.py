@@ -77,6 +77,8 @@ def serve(engine: Engine, random: Random, count: int) -> float:
                 core.abort_request([output.request_id])
     core.step()
     engine.check_nothing_left()
+    of_worker = engine.runner.kvspec
+    assert (of_worker.deciders, of_worker.shifts, of_worker.reports) == ({}, {}, {})
     return worst
 
 
