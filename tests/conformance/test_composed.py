@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import kvspec
 from conformance.methods.method import METHODS, Method, method_of
 from conformance.oracles.choices import fits
-from conformance.plugin import sparingly
+from conformance.plugin import fewer_examples
 from conformance.strategies.policy_inputs import Inputs, Kept, altered, decided, drawn
 from reference.policies.grammar import parse_composition
 from reference.policies.names import check_name
@@ -84,7 +84,7 @@ def test_kept_sets_of_accepted_texts_are_those_of_the_oracle_of_parts(texts: lis
     assert compared > 0.8 * len(texts)
 
 
-@sparingly
+@fewer_examples
 @given(seed=st.integers(0, 2**32 - 1), at=st.integers(0, 99))
 def test_a_drawn_text_has_its_budget_and_its_protected_tokens(seed: int, at: int) -> None:
     method, policy, inputs, B = case(at, next(policy_texts(seed)))
