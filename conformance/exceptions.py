@@ -62,7 +62,7 @@ def read(path: Path, known_items: frozenset[str], known_vectors: frozenset[str])
     """
     try:
         entries = tomllib.loads(path.read_text(encoding="utf-8")).get("exception", [])
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise pytest.UsageError(f"{path}: {error}") from error
     known = {"item": known_items, "vector": known_vectors}
     return [_entry(f"{path}, exception {number}", entry, known) for number, entry in enumerate(entries, 1)]

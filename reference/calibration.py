@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import zipfile
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import numpy as np
 
 from spec.arrays import Cube, Float64, Hypercube, Matrix, Vector
 from spec.errors import SpecError
+from spec.files import ARCHIVE_ERRORS, check_unpacked
 
 __all__ = ["Calibration", "Gates", "Identity", "Networks", "load_calibration", "save_calibration"]
 
@@ -244,7 +244,8 @@ def load_calibration(path: str | PathLike[str]) -> Calibration:
             the RoPE frequencies in the file.
     """
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        check_unpacked(path)
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
             header = json.loads(str(archive["header"]))
             mean, magnitude, inv_freq = (np.asarray(archive[name], dtype=np.float64) for name in ARRAYS)
             optional = {
@@ -254,7 +255,7 @@ def load_calibration(path: str | PathLike[str]) -> Calibration:
         form, rope, layers = header["format"], header["rope"], tuple(header["layers"])
         samples = None if header.get("samples") is None else tuple(map(str, header["samples"]))
         identity = Identity(header["model"], inv_freq, header["factor"])
-    except (OSError, KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, KeyError, TypeError, ValueError, EOFError, *ARCHIVE_ERRORS) as error:
         raise SpecError("calibration", str(path), _way_out(Path(path), error)) from error
     if form != FORMAT:
         bound = f"has the format {form!r}, not {FORMAT!r}: make it again with kvspec calibrate"

@@ -7,12 +7,24 @@ import errno
 import lzma
 import os
 import stat
+import zipfile
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
 from spec.errors import SpecError
 
-__all__ = ["check_no_links", "check_output", "check_output_folder", "check_results", "read_text"]
+__all__ = [
+    "ARCHIVE_ERRORS", "check_no_links", "check_output", "check_output_folder", "check_results", "check_unpacked",
+    "read_text",
+]
+
+MOST_UNPACKED = 2**28
+"""Maximum number of bytes of a compressed file after unpacking."""
+ARCHIVE_ERRORS = (zipfile.BadZipFile, zlib.error, MemoryError, RecursionError)
+"""Errors of a malformed archive that are neither an OSError nor a ValueError."""
+MOST_RATIO = 16
+"""Maximum ratio of the sizes of a larger archive after and before unpacking. Zeros have a ratio of 1000."""
 
 _MARKS: dict[str, tuple[bytes, ...]] = {
     ".html": (b'<meta name="generator" content="kvspec">',),
@@ -38,13 +50,36 @@ def read_text(argument: str, path: Path) -> str:
     r"""Return the text of a UTF-8 file, plain or .xz. Line ends stay as they are in the file, such as \r\n.
 
     Raises:
-        SpecError: if the file cannot be read as text.
+        SpecError: if the file cannot be read as text, or if a .xz file has a text of more than MOST_UNPACKED bytes.
     """
     try:
-        data = path.read_bytes()
-        return (lzma.decompress(data) if path.suffix == ".xz" else data).decode("utf-8")
-    except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
+        return (_unpacked(path) if path.suffix == ".xz" else path.read_bytes()).decode("utf-8")
+    except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
         raise SpecError(argument, str(path), f"must be a readable text file: {error}") from error
+
+
+def _unpacked(path: Path) -> bytes:
+    with lzma.open(path) as file:
+        data = file.read(MOST_UNPACKED + 1)
+    if len(data) > MOST_UNPACKED:
+        raise ValueError(f"it has more than {MOST_UNPACKED} bytes; unpack the file first")
+    return data
+
+
+def check_unpacked(path: str | os.PathLike[str]) -> None:
+    """Check before an archive such as .npz or .pt is read that the parts do not take the memory of this machine.
+
+    Files of kvspec, NumPy and torch are hardly compressed. A file that is no archive passes.
+
+    Raises:
+        ValueError: if the parts have more than MOST_UNPACKED bytes, and more than MOST_RATIO times those of the file.
+    """
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        size = sum(part.file_size for part in archive.infolist())
+    if size > max(MOST_UNPACKED, MOST_RATIO * os.path.getsize(path)):
+        raise ValueError(f"its parts have {size} bytes, and the file has {os.path.getsize(path)}")
 
 
 def check_output(option: str, path: Path, reads: Iterable[Path] = (), force: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Validation of evaluation results as pandas data frames.
+"""Validation of evaluation results as pandas data frames, and CSV files.
 
 This module needs pandera (install the extra `tables`). kvspec raises SpecError for a table that breaks a rule. The
 message contains the column, a wrong value and the rule. If the rule compares several columns, the message names the
@@ -9,11 +9,12 @@ from collections.abc import Iterable, Mapping
 
 import pandas as pd
 import pandera.pandas as pa
+from pandas.api.types import is_numeric_dtype
 from pandera.errors import SchemaError, SchemaErrors
 
 from spec.errors import SpecError
 
-__all__ = ["ResultTable", "result_table"]
+__all__ = ["ResultTable", "csv_text", "result_table"]
 
 RESULT_KEY = [
     "policy", "task", "length", "budget_requested", "budget", "placement", "n", "seed", "model", "backend",
@@ -65,6 +66,29 @@ class ResultTable(pa.DataFrameModel):
     def mean_below_peak(cls, table: pd.DataFrame) -> "pd.Series[bool]":
         """Check that the mean cache size is at most the peak cache size."""
         return table["mean_cache"] <= table["peak_cache"]
+
+
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+"""First characters of texts that a spreadsheet runs as formulas."""
+
+
+def csv_text(frame: pd.DataFrame) -> str:
+    """Return a data frame as CSV. A text that a spreadsheet would run as a formula begins with an apostrophe.
+
+    Numbers stay as they are, also if they are stored as text, such as an answer "-3".
+    """
+    texts = {name: frame[name].map(_no_formula) for name in frame if not is_numeric_dtype(frame[name])}
+    return str(frame.assign(**texts).rename(columns=_no_formula).to_csv(index=False))
+
+
+def _no_formula(cell: object) -> object:
+    if not isinstance(cell, str) or not cell.startswith(_FORMULA):
+        return cell
+    try:
+        float(cell)
+    except ValueError:
+        return f"'{cell}"
+    return cell
 
 
 def result_table(rows: Iterable[Mapping[str, object]]) -> pd.DataFrame:

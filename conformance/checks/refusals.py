@@ -19,9 +19,10 @@ import pytest
 
 from conformance.engine.ops import stages
 from conformance.engine.process import EngineFailure
-from conformance.engine.values import printable
+from conformance.engine.values import LONGEST_NAME
 from spec.backend import FAMILIES, Backend
 from spec.errors import SpecError
+from spec.printing import printable
 
 TRUSTED = frozenset({
     *sys.stdlib_module_names, "conformance", "spec", "reference", "numpy", "torch", "transformers", "jaxtyping",
@@ -71,7 +72,7 @@ def guarded(backend: Backend) -> Backend:
         family: SimpleNamespace(**{name: partial(_ask, stage_family, family, name) for name in stages(family)})
         for family in FAMILIES if (stage_family := getattr(backend, family)) is not None
     }
-    return replace(backend, name=printable(backend.name), **families)
+    return replace(backend, name=printable(backend.name, LONGEST_NAME), **families)
 
 
 def _ask(stage_family: Any, family: str, name: str, *given: Any) -> Any:

@@ -18,16 +18,18 @@ from typing import Any, NoReturn, TypeVar
 
 from conformance.engine.methods import FAMILY, method_ops
 from conformance.engine.ops import OPS, KeptSets, Op, stages
-from conformance.engine.values import Json, checked, decode, decode_error_value, encode, parsed, printable, sizes
+from conformance.engine.values import LONGEST_NAME, Json, checked, decode, decode_error_value, encode, parsed, sizes
 from spec import SPEC_VERSION
 from spec.backend import Backend
 from spec.errors import SpecError
+from spec.printing import printable
 
 PROTOCOL = 1
 PRECISIONS = ("float64", "float32")
 HELLO_SECONDS = 10.0
 SHOWN = 2000  # Maximum number of characters of a request, or of standard error, in a message.
 LONGEST = 2**28  # Maximum number of bytes of an answer.
+MOST_TEXT = 2000  # Maximum number of characters of a refusal.
 CHUNK = 2**20  # Number of bytes that are read or written at once.
 ALIVE_SECONDS = 0.2  # Seconds between two checks that a silent process still runs.
 MOST_TIMEOUTS = 3
@@ -104,7 +106,7 @@ def hello_of(answer: Json) -> Hello:
         if not whole or not isinstance(offered, list) or sorted(map(str, offered)) != sorted(whole):
             all_ = ", ".join(whole) or "unknown"
             raise ValueError(f"offers {family:.80} with {offered!r:.{SHOWN}}: a family is whole ({all_})")
-    return Hello(**{name: printable(text) for name, text in texts.items()}, families=families)
+    return Hello(**{name: printable(text, LONGEST_NAME) for name, text in texts.items()}, families=families)
 
 
 def check_methods(offered: Json) -> None:
@@ -333,6 +335,8 @@ def outcome(answer: bytes, number: int, read: Callable[[Json], T]) -> T:
             raise ValueError("must have one of result, error, and refusal with argument, value and bound")
         if not all(isinstance(given[name], kind) for name, kind in refusal.items()):
             raise ValueError("must name the argument and the bound as text")
+        if len(given["argument"]) + len(given["bound"]) > MOST_TEXT:
+            raise ValueError(f"must name the argument and the bound with at most {MOST_TEXT} characters")
     except (ValueError, TypeError, OverflowError) as error:
         shown = answer[:SHOWN].decode(errors="replace").strip()
         raise EngineGarbage(f"the answer {error}: {shown}") from error

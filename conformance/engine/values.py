@@ -25,6 +25,8 @@ Check: TypeAlias = Callable[[Array, Any], Any]
 LARGE = 65536  # Bytes: larger arrays are not written as lists.
 EXACT = 2**53  # Larger integers are written as text.
 LONGEST_NAME = 100
+MOST_VALUES = 2**24
+"""Maximum number of values of an answer. Python needs up to 80 bytes for a value whose text has 3 bytes."""
 DTYPES = {"float": np.float64, "int": np.int64, "bool": np.bool_}
 WRITTEN = ("float64", "float32", "int64", "bool")
 FLOAT = re.compile(r"-?(0x[0-9a-f]+(\.[0-9a-f]*)?p[+-]?\d+|inf)|nan")
@@ -43,8 +45,10 @@ def parsed(answer: bytes) -> Json:
 
     Raises:
         ValueError: if the line is not JSON, contains NaN or infinity as a number, repeats a member, or has a byte order
-            mark.
+            mark. Also if the line has too many values.
     """
+    if (values := sum(map(answer.count, b",[{"))) > MOST_VALUES:
+        raise ValueError(f"has about {values} values, more than {MOST_VALUES}; write large arrays as base64")
     try:
         return json.loads(
             answer.decode("utf-8"), parse_constant=_finite, parse_float=_finite, object_pairs_hook=_each_once,
@@ -64,11 +68,6 @@ def _each_once(members: list[tuple[str, Json]]) -> dict[str, Json]:
     if len(result) < len(members):
         raise ValueError("an object has a member twice")
     return result
-
-
-def printable(text: str, longest: int = LONGEST_NAME) -> str:
-    """Return a foreign text on one line, without control characters of a terminal."""
-    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))[:longest]
 
 
 def encode(name: str, kind: str, value: Any) -> Json:

@@ -286,7 +286,7 @@ def method_of(text: str) -> Method:
     try:
         values = tomllib.loads(f"x = {{{rest[:-1]}}}")["x"]
         assert not bracket or rest.endswith(")")
-    except (tomllib.TOMLDecodeError, AssertionError) as error:
+    except (ValueError, RecursionError, AssertionError) as error:
         raise SpecError("as", text, 'must be a method, such as snapkv or snapkv(W=16, kernel=5)') from error
     return Method(name, {key: _value(METHODS[name], key, value) for key, value in values.items()})
 

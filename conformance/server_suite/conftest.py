@@ -47,6 +47,12 @@ def at_once() -> dict[str, int]:
     return {}
 
 
+@pytest.fixture
+def answer_tokens() -> dict[str, int]:
+    """Return a dictionary for the number of answer tokens that a test decides, filled by the test."""
+    return {}
+
+
 @pytest.fixture(scope="session")
 def witness(request: pytest.FixtureRequest) -> Any:
     """Return the witness of --kvspec-server, with the weights of --kvspec-model."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from conformance.engine.values import printable
 from conformance.verify import certificate as certificate_module
 from conformance.verify.certificate import PASSED, badge, certificate, entries_of, excepted, write
 from conformance.verify.outcomes import Verdicts, verdicts_of
@@ -21,6 +20,7 @@ from conformance.verify.runs import judged, prepared, selected
 from conformance.verify.subject import Subject
 from spec.errors import BackendUnavailable, SpecError
 from spec.files import check_output, check_results
+from spec.printing import printable, printable_lines
 
 FILES = ("certificate.toml", "certificate.html", "quick.toml", "summary.md", "junit.xml", "badge.svg", "log.txt")
 CHECKS = ("check.txt", "check-new-seed.txt")
@@ -53,7 +53,7 @@ def judge(request: Request) -> int:
     check_out(request)
     request = seeded(request)
     record, verdicts = run(request, subject, "log.txt")
-    print("\n".join(summary(record)))
+    print(printable_lines("\n".join(summary(record))))
     files = written(request, record, verdicts)
     if "quick.toml" in files:
         stopped = request.fail_fast and record["verdict"] not in PASSED
@@ -160,7 +160,7 @@ def ask(request: Request, again: Request) -> None:
         SpecError: if the answer is no, or if stdin is not a terminal and --yes was not given.
     """
     command = shlex.join(again.command_line).encode("unicode_escape").decode()
-    print(f"this certificate runs code on this machine, in {Path.cwd()}:\n  {command}", flush=True)
+    print(f"this certificate runs code on this machine, in {printable(str(Path.cwd()))}:\n  {command}", flush=True)
     if request.yes:
         return
     if not sys.stdin.isatty():

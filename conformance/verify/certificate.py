@@ -144,6 +144,8 @@ def _item(item: str, request: Request, verdicts: Verdicts) -> dict[str, Any]:
         "failed": sum(one.state == "failed" for one in tests),
         "not_run": sum(one.state == "not run" for one in tests), "examples": sum(one.examples for one in passed),
     }
+    if tokens := sum(one.answer_tokens for one in passed):
+        row["answer_tokens"] = tokens
     if item in verdicts.smallest:
         return {**row, **_shown(verdicts.smallest[item], request)}
     skipped = next((one.reason for one in tests if one.state == "not run" and one.reason), "")
@@ -206,7 +208,7 @@ _NAMED = 5
 
 # A different day, machine or version of Hypothesis may change these values without changing a verdict.
 _FREE = ("date", "device", "kvspec", "counts.examples", "run.at_once")
-_FREE_OF_A_ROW = ("examples", "test", "input", "found", "repeat")
+_FREE_OF_A_ROW = ("examples", "answer_tokens", "test", "input", "found", "repeat")
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -131,6 +131,8 @@ class Outcome:
     reason: str = ""
     input: str = ""
     found: str = ""
+    answer_tokens: int = 0
+    """Number of answer tokens of a server that the test covers."""
 
     @property
     def vector(self) -> str:
@@ -224,7 +226,7 @@ def _outcome(test: str, about: Mapping[str, Any], line: Mapping[str, Any]) -> Ou
         state = "not run"
     return Outcome(
         test, about["items"], about["exceptions"], state, examples, line.get("reason", ""),
-        **(line.get("failure") or {}),
+        answer_tokens=line.get("answer_tokens", 0), **(line.get("failure") or {}),
     )
 
 

@@ -16,6 +16,7 @@ from conformance.exceptions import items_marked
 from conformance.plugin import precision_of, spec_of
 from conformance.verify.outcomes import place
 from spec.backend import FAMILIES
+from spec.printing import printable_lines
 
 _NAME = re.compile(r"[^\W\d]\w*")
 _PASSING = re.compile(r"(\d+) passing")
@@ -89,6 +90,7 @@ def pytest_runtest_makereport(
         "examples": 1 if drawn is None else sum(map(int, _PASSING.findall(drawn))),
         "name": getattr(backend_under_test, "name", ""), "scored": sorted(given.get("scored", ())),
         "at_once": given.get("at_once", {}).get("requests", 0),
+        "answer_tokens": given.get("answer_tokens", {}).get("count", 0),
         "families": [family for family in FAMILIES if getattr(backend_under_test, family, None) is not None],
         "failure": failure(call.excinfo.value, names, params) if call.excinfo and report.outcome == "failed" else None,
     }
@@ -144,8 +146,8 @@ def _repr(value: Any) -> str:
 
 def cut(text: str) -> str:
     """Return the first lines of a text, with each line cut to the maximum width."""
-    lines = ["".join(c if c.isprintable() else "?" for c in line)
-             for line in text.encode("utf-8", "backslashreplace").decode().expandtabs().splitlines()]
+    whole = text.encode("utf-8", "backslashreplace").decode().expandtabs()
+    lines = [printable_lines(line) for line in whole.splitlines()]
     short = [line if len(line) <= _WIDTH else f"{line[:_WIDTH]} ..." for line in lines[:_LINES]]
     return "\n".join([*short, "..."] if len(lines) > _LINES else short)
 

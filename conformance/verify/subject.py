@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance.checks.promises import PROPERTIES, promised
-from conformance.engine.values import printable
+from conformance.engine.values import LONGEST_NAME
 from conformance.methods.method import method_of
 from conformance.strategies.policy_inputs import drawn
 from conformance.strategies.policy_inputs import named as policy_of
@@ -25,6 +25,7 @@ from reference.policies.names import NAMES
 from spec.backend import BUILT_IN, ENTRY_POINTS, FAMILIES, resolve
 from spec.errors import BackendUnavailable, SpecError
 from spec.plugins import find_plugin, target_of
+from spec.printing import printable
 
 CACHES = "kvspec.caches"
 OURS = "reference.policies:names"
@@ -147,7 +148,7 @@ def of_server(named: str, model: str) -> Subject:
     server.completes_ids()
     models, about = server.models(), server.version()
     digest = hashlib.sha256(json.dumps([models, about]).encode()).hexdigest()
-    name = ", ".join(map(printable, models)) or named
+    name = ", ".join(printable(one, LONGEST_NAME) for one in models) or named
     return Subject("server", name, "", named, "GET /v1/models and /version", digest)
 
 

@@ -52,7 +52,11 @@ class Eviction:
 
 @dataclass(frozen=True)
 class Statement:
-    """Statement of a server about one request. The fields are those of spec/witness.md."""
+    """Statement of a server about one request. The fields are those of spec/witness.md, up to `until`.
+
+    Attributes:
+        left_out: number of answer tokens after `until`, which no rule checks.
+    """
 
     policy: str
     budget: str
@@ -62,6 +66,7 @@ class Statement:
     logprobs: list[float]
     evictions: list[Eviction]
     reason: str
+    left_out: int = 0
 
     @property
     def ids(self) -> list[int]:
@@ -97,12 +102,15 @@ def parse_statement(body: Mapping[str, Any], answer: Mapping[str, Any]) -> State
             _check(whole[field] == answer[field], field, whole[field], "must be the ids of the request and its answer")
     _check(isinstance(whole.get("evictions"), list), "evictions", whole.get("evictions"), "must be a list")
     evictions = [_eviction(entry, whole) for entry in whole["evictions"]]
+    tokens = len(whole["answer_ids"])
     whole |= _listed(whole, evictions)
     seen = [one.seen for one in evictions]
     _check(seen == sorted(set(seen)), "seen", seen, "must grow from one eviction to the next")
     _check(evictions or whole.get("reason"), "reason", whole.get("reason"), "is needed if nothing was evicted")
     fields = ("policy", "budget", "positions", "prompt_ids", "answer_ids", "logprobs")
-    return Statement(**{name: whole[name] for name in fields}, evictions=evictions, reason=whole.get("reason") or "")
+    left_out = tokens - len(whole["answer_ids"])
+    known = {name: whole[name] for name in fields}
+    return Statement(**known, evictions=evictions, reason=whole.get("reason") or "", left_out=left_out)
 
 
 def _listed(whole: Mapping[str, Any], evictions: Sequence[Eviction]) -> dict[str, Any]:

@@ -27,10 +27,10 @@ _PAUSE = 1.0
 def holder_of(lease: Path) -> Row:
     """Return the data about the holder in a lease, or {} if the lease is incomplete or missing."""
     try:
-        holder: Row = json.loads(lease.read_bytes())
-    except (FileNotFoundError, ValueError):
+        holder = json.loads(lease.read_bytes())
+    except (FileNotFoundError, ValueError, RecursionError):
         return {}
-    return holder
+    return holder if isinstance(holder, dict) else {}
 
 
 def _is_at(lease: Path, file: BinaryIO) -> bool:
@@ -137,7 +137,7 @@ class Leases:
     def planned(self) -> set[str]:
         """Return all units that any worker has listed."""
         plans = self._results.parent.glob(f".{self._results.name}-*.plan")
-        return {unit for plan in plans for unit in plan.read_text(encoding="ascii").split()}
+        return {unit for plan in plans for unit in plan.read_text(encoding="ascii", errors="replace").split()}
 
     def holders(self) -> list[tuple[Row, bool]]:
         """Return the data of each lease, and whether a living worker holds the lease."""

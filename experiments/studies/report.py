@@ -1,11 +1,10 @@
 """Numbers and terminal output of studies: estimates, the summary of samples by cell, progress, titles and tables."""
 
 import math
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
@@ -14,18 +13,21 @@ from typing import NamedTuple
 import numpy as np
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from experiments.studies.answers import read_budget
 from experiments.studies.evidence.kept import CONTROL_BOUNDS, FULL, control_tokens
 from experiments.studies.results import Row
-from experiments.tasks.registry import QUESTION_TASK
+from experiments.tasks.registry import QUESTION_TASK, question_constants
 from models_integration.cache.atomic_file import publish_readable
 from reference.statistics import bootstrap, draws, mcnemar, wilson
 from spec.arrays import Float64, Vector
 from spec.errors import SpecError
-from spec.tables import result_table
+from spec.printing import printable, printable_lines
+from spec.tables import csv_text, result_table
 
 __all__ = [
     "NOTHING", "RESAMPLES", "SAME_CACHE", "SEED", "SIGNIFICANT", "TABLES", "Estimate", "Pairs", "budget_tokens",
@@ -111,8 +113,8 @@ _SILENT = 2.0
 
 
 def say(text: str, console: Console | None = None) -> None:
-    """Print a text as it is, and let the terminal wrap the lines."""
-    (console or Console()).print(text, highlight=False, markup=False, soft_wrap=True)
+    """Print a text without markup and control characters, and let the terminal wrap the lines."""
+    (console or Console()).print(printable_lines(text), highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager
@@ -134,7 +136,7 @@ def progress_bar(
     start = threading.Timer(after, progress.start)
     start.start()
     try:
-        yield lambda what: progress.update(bar, advance=1, description=what)
+        yield lambda what: progress.update(bar, advance=1, description=escape(printable(what)))
     finally:
         start.cancel()
         start.join()
@@ -166,8 +168,10 @@ def title_of(task: str) -> str:
 
     The title of a user's task is its name. The title of your own questions is the file and the grade.
     """
-    if named := re.fullmatch(rf'{QUESTION_TASK}\(file="(.+?)".*?(?:grade="(\w+)")?\)', task):
-        return f"{named[1]} ({named[2]})" if named[2] else named[1]
+    if task.startswith(f"{QUESTION_TASK}("):
+        with suppress(SpecError):  # rows of other people can have any text
+            named = question_constants(task)
+            return f"{named['file']} ({named['grade']})" if "grade" in named else str(named["file"])
     return task.replace("_", " ").capitalize() if task.isidentifier() else task
 
 
@@ -176,17 +180,18 @@ def table_of(title: str, headings: Sequence[str], lines: Iterable[Sequence[str]]
 
     Each word of a heading is on a separate line.
     """
-    lines = list(lines)
-    table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0), title_justify="left", pad_edge=False)
+    lines = [[printable(cell) for cell in line] for line in lines]
+    above = Text(printable(title))
+    table = Table(title=above, box=box.SIMPLE, padding=(0, 1, 0, 0), title_justify="left", pad_edge=False)
     for at, heading in enumerate(headings):
         if at < texts:
-            table.add_column(heading, overflow="fold", min_width=7)
+            table.add_column(Text(printable(heading)), overflow="fold", min_width=7)
         else:
             widest = max((len(line[at]) for line in lines), default=0)
-            table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True, min_width=widest)
+            words = Text(printable(heading).replace(" ", "\n"))
+            table.add_column(words, justify="right", no_wrap=True, min_width=widest)
     for line in lines:
-        # rich would parse a bracket as a style.
-        table.add_row(*(cell.replace("[", "\\[") for cell in line))
+        table.add_row(*map(Text, line))  # rich would parse brackets in a str as a style
     return table
 
 
@@ -350,10 +355,11 @@ def control_cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 def control_table(rows: Sequence[Row]) -> Table:
     """Return the table of controls with bounds."""
     headings, lines = control_cells(rows)
-    colour = {"holds": "[green]holds[/green]", "FAILS": "[red]FAILS[/red]"}
+    colour = {"holds": "green", "FAILS": "red"}
     shown = table_of("Controls: does the task measure what is kept?", headings, (), texts=2)
     for line in lines:
-        shown.add_row(*(colour.get(cell, cell) for cell in line))
+        *cells, passed = map(printable, line)
+        shown.add_row(*map(Text, cells), Text(passed, colour[passed]))
     return shown
 
 
@@ -373,7 +379,7 @@ def write_table(rows: Sequence[Row], path: Path) -> None:
     frame = result_table(rows)
     frame["low"], frame["high"] = zip(*(_share(row)[1:3] for row in rows), strict=True)
     if path.suffix == ".csv":
-        text = frame.to_csv(index=False)
+        text = csv_text(frame)
     else:
         text = "% Written by kvspec.\n" + frame.to_latex(index=False, float_format="%.3f", escape=True)
     publish_readable(path, text.encode())

@@ -11,8 +11,8 @@ from typing import Any, BinaryIO, NamedTuple
 from spec.errors import SpecError
 
 __all__ = [
-    "AGAIN", "ERROR", "START", "STUDY", "Place", "Row", "append_row", "load_rows", "lock_at_once", "rows_behind",
-    "unit_named",
+    "AGAIN", "ERROR", "START", "STUDY", "Place", "Row", "append_row", "load_rows", "lock_at_once", "parse_rows",
+    "rows_behind", "unit_named",
 ]
 
 STUDY = "study.jsonl"
@@ -42,6 +42,16 @@ def load_rows(path: Path) -> list[Row]:
         SpecError: if a different line is not a JSON object.
     """
     return [row for row in rows_behind(path, START)[0] if not {ERROR, AGAIN} & row.keys()]
+
+
+def parse_rows(text: str, path: Path) -> list[Row]:
+    """Return the rows of the text of a file, which is only named in errors.
+
+    Raises:
+        SpecError: if a line is not a JSON object.
+    """
+    lines = enumerate(text.split("\n"), 1)
+    return [_row(line.encode(), path, number) for number, line in lines if line]
 
 
 def rows_behind(path: Path, place: Place) -> tuple[list[Row], Place]:
@@ -124,14 +134,14 @@ def _is_row(line: bytes) -> bool:
     """Return True if a line without a newline is a complete row. No proper prefix of a JSON object is valid JSON."""
     try:
         return isinstance(json.loads(line), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 
 def _row(line: bytes, path: Path, number: int) -> Row:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SpecError("results", f"{path}:{number}", f"is not JSON: {error}") from error
     if not isinstance(row, dict):
         raise SpecError("results", f"{path}:{number}", "must be a JSON object")

@@ -22,6 +22,7 @@ from experiments.studies.leases import Leases
 from experiments.studies.results import STUDY, Row, load_rows
 from spec.errors import SpecError
 from spec.plugins import current_folder_last, search_path
+from spec.printing import printable_lines
 from spec.validate import check_choices
 
 __all__ = ["ENGINES", "Launch", "begun", "failed_samples", "first_failure", "run_actors", "status"]
@@ -47,7 +48,7 @@ def begun(folder: Path) -> bool:
 
 
 def status(folder: Path, watch: bool = True) -> Iterator[str]:
-    """Yield lines about each run: numbers of finished, planned and failed samples.
+    """Yield lines about each run: numbers of finished, planned and failed samples. The lines can be printed.
 
     With `watch`, the function also yields each error, the running workers, and an estimate of the remaining time.
 
@@ -62,12 +63,12 @@ def status(folder: Path, watch: bool = True) -> Iterator[str]:
     of = f" of {len(planned | done)}" if planned else ""
     yield f"{path}: {len(done) - len(leases.failed)}{of} samples done, {len(leases.failed)} failed"
     if watch:
-        yield from _watched(path, leases, len(planned - done))
+        yield from map(printable_lines, _watched(path, leases, len(planned - done)))
 
 
 def _watched(path: Path, leases: Leases, left: int) -> Iterator[str]:
     for row in leases.failed.values():
-        yield f"  failed: {row['task']}, number {row['index']}: {row['error']}"
+        yield f"  failed: {row['task']}, number {row['index']}: {' '.join(str(row['error']).split())}"
     holders = leases.holders()
     for holder, alive in holders:
         who = f"process {holder.get('pid', '?')} of {holder.get('host', '?')}"

@@ -33,8 +33,11 @@ GRADES = {
     REGEX: "regular expression",
 }
 """Metric of each grade for your own questions. The normalisation of words is the one of SQuAD."""
-_NUMBER = re.compile(r"[+-]?[^\W_]*\d[^\W_]*(?:[.,]\d+)*")
-"""Pattern of a number, with attached letters, sign, thousands separators and decimals."""
+_NUMBER = re.compile(r"[+-]?(?<![^\W_])(?=[^\W\d_]*+\d)[^\W_]++(?:[.,]\d++)*+")
+"""Pattern of a number, with attached letters, sign, thousands separators and decimals.
+
+A number begins at the start of a word, so that the time of a search is linear in the length of an answer.
+"""
 _BOX = re.compile(r"\\boxed\{([^{}]*)\}")
 _CONTROL = re.compile(r"[\x00-\x1f]")
 

@@ -215,7 +215,7 @@ def _jsonl(file: Path, text: str) -> list[dict[str, Any]]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise SpecError("questions", f"{file}, line {number}", f"must be a JSON object: {error}") from error
         if not isinstance(row, dict):
             raise SpecError("questions", f"{file}, line {number}", "must be a JSON object with question and answer")

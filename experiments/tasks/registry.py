@@ -64,6 +64,8 @@ __all__ = [
     "Entry",
     "Task",
     "files_of",
+    "imports_code",
+    "question_constants",
     "resolve_task",
 ]
 
@@ -260,7 +262,7 @@ def resolve_task(text: str) -> Task:
         constants = _constants(text, rest, entry.constants) if bracket else {}
         return Task(text, replace(entry, make=partial(entry.make, **constants)) if constants else entry)
     if name == QUESTION_TASK and bracket:
-        return _question_task(text, rest)
+        return _question_task(text)
     kind, _, path = text.partition(":")
     return _file_task(text, kind, Path(path)) if kind in FILES else _user_task(text, TABLE)
 
@@ -277,23 +279,27 @@ def files_of(text: str) -> list[Path]:
     Raises:
         SpecError: if the constants of your own questions are invalid.
     """
-    name, _, rest = text.partition("(")
-    if name == QUESTION_TASK:
-        constants = _question_constants(text, rest)
+    if text.partition("(")[0] == QUESTION_TASK:
+        constants = question_constants(text)
         return [Path(constants[key]) for key in ("file", "text") if key in constants]
     kind, _, path = text.partition(":")
     return [Path(path)] if kind in FILES else []
 
 
-def _question_constants(text: str, rest: str) -> dict[str, Any]:
-    constants = _constants(text, rest, ("file", "text", "grade"))
+def question_constants(text: str) -> dict[str, Any]:
+    """Return the constants in the name of your own questions: `file`, and perhaps `text` and `grade`.
+
+    Raises:
+        SpecError: if the constants are invalid.
+    """
+    constants = _constants(text, text.partition("(")[2], ("file", "text", "grade"))
     if "file" not in constants:
         raise SpecError("task", text, 'lacks the file of questions, as in questions(file="q.csv")')
     return constants
 
 
-def _question_task(text: str, rest: str) -> Task:
-    constants = _question_constants(text, rest)
+def _question_task(text: str) -> Task:
+    constants = question_constants(text)
     created = question_task(**constants)
     entry = Entry(QUESTION_TASK, created, "", FILE, rows=len(created.questions), longest=created.longest)
     return Task(text, replace(entry, gold=created.grade != REGEX))
@@ -313,7 +319,7 @@ def _constants(text: str, rest: str, known: Collection[str]) -> dict[str, Any]:
         raise SpecError("task", text, form)
     try:
         given: dict[str, Any] = tomllib.loads(f"constants = {{{rest[:-1]}}}")["constants"]
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, and deep lists
         raise SpecError("task", text, f"{form}: {error}") from error
     for constant, value in given.items():
         if constant not in known:

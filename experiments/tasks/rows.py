@@ -77,7 +77,7 @@ def _json(where: str, text: bytes, fields: Mapping[str, type]) -> Row:
     """Parse a JSON object, and check that it has all these fields."""
     try:
         result = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SpecError("path", where, f"must be a JSON object: {error}") from error
     return check_fields(where, result, fields)
 

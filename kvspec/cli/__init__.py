@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 from models_integration.archive.errors import ArchiveError
 from models_integration.model.errors import UnknownModel
 from spec.errors import BackendUnavailable, SpecError
+from spec.printing import printable
 
 __all__ = ["main"]
 
@@ -61,5 +62,5 @@ def _ran(app: Callable[..., Any]) -> Any:
 
 
 def _refuse(reason: str) -> NoReturn:
-    print("kvspec:", " ".join(reason.split()), file=sys.stderr)
+    print("kvspec:", printable(reason), file=sys.stderr)
     sys.exit(2)

@@ -99,11 +99,12 @@ def list_chunks(
     headers of the chunks. `kvspec archive verify` checks the chunks.
     """
     from kvspec.cli.archive_runs import existing
+    from spec.printing import printable_lines
 
     with existing(folder, master_key) as opened:
         for entry in opened.entries(tenant):
             about = "encrypted" if entry.tenant is None else f"{entry.tokens} tokens  {entry.tenant}"
-            print(f"{entry.key}  {entry.bytes} bytes  {about}")
+            print(printable_lines(f"{entry.key}  {entry.bytes} bytes  {about}"))
 
 
 @archive.command()
@@ -181,11 +182,11 @@ def gc(
     folder: Folder = FOLDER,
 ) -> None:
     """Remove unfinished files older than an hour. Then remove chunks until the archive fits into --limit bytes."""
-    from kvspec.cli.archive_runs import existing, printable
+    from kvspec.cli.archive_runs import existing, file_name
 
     with existing(folder, limit=limit) as opened:
         gone = opened.gc()
-    print("".join(f"{printable(name)}  removed\n" for name in gone), end="")
+    print("".join(f"{file_name(name)}  removed\n" for name in gone), end="")
 
 
 @archive.command()

@@ -1,5 +1,6 @@
 """Implementation of the commands of `kvspec archive`."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +19,9 @@ from models_integration.archive.store import Archive
 from models_integration.cache.retained_cache import RetainedCache
 from spec.errors import SpecError
 from spec.files import read_text
+from spec.printing import printable, printable_lines
 
-__all__ = ["existing", "printable", "run_find", "run_get", "run_inject", "run_put", "run_verify"]
+__all__ = ["existing", "file_name", "run_find", "run_get", "run_inject", "run_put", "run_verify"]
 
 _CANDIDATES = 50
 """Number of best chunks of each ranking that are fused."""
@@ -60,7 +62,7 @@ def run_get(key: str, loading: Loading, tenant: str, folder: Path, master_key: P
         f"{about.tokens} tokens ({about.hidden} hidden){kept}, wrapper {about.form}, codec {about.codec},"
         f" layers {', '.join(map(str, about.layers))}, undamaged"
     )
-    print(subject.tokenizer.decode(list(chunk.ids[about.start : about.stop])))
+    _print_text(str(subject.tokenizer.decode(list(chunk.ids[about.start : about.stop]))))
 
 
 def run_find(
@@ -79,7 +81,7 @@ def run_find(
     if rerank is not None:
         result = reranked(texts, rerank)(query, result)
     for key in result[:top]:
-        print(f"{key}  {' '.join(texts[key].split())}")
+        print(f"{key}  {printable(texts[key])}")
 
 
 def _texts(archive: Archive, subject: Subject, tenant: str) -> Iterator[tuple[str, str]]:
@@ -111,12 +113,17 @@ def run_inject(
         library.inject(cache, keys, room=len(after) + new_tokens)
         answer = _answer(subject, cache, after, new_tokens, start)
         if not text:
-            print(answer[0])
+            _print_text(answer[0])
             return
         ids = [token for key in keys if (chunk := library.get(key)) for token in chunk.visible]
     as_text = _answer(subject, _session(subject, before), [*ids, *after], new_tokens, perf_counter())
     for name, (words, seconds) in (("inserted", answer), ("as text", as_text)):
-        print(f"{name}, {1000 * seconds:.1f} ms to the first token: {words}")
+        _print_text(f"{name}, {1000 * seconds:.1f} ms to the first token: {words}")
+
+
+def _print_text(text: str) -> None:
+    """Print a text of other people. A terminal gets no control characters, and a file gets the text as it is."""
+    print(printable_lines(text) if sys.stdout.isatty() else text)
 
 
 def _session(subject: Subject, ids: Sequence[int]) -> RetainedCache:
@@ -147,12 +154,12 @@ def run_verify(folder: Path, master_key: Path | None) -> None:
     }
     for what, names in findings.items():
         for name in names:
-            print(f"{printable(name)}  {what}")
+            print(f"{file_name(name)}  {what}")
     if not report.clean:
         raise typer.Exit(1)
 
 
-def printable(name: str) -> str:
+def file_name(name: str) -> str:
     """Return a file name with unprintable characters escaped, so that every terminal prints one line."""
     return name if name.isprintable() else ascii(name)
 

@@ -31,6 +31,7 @@ from kvspec.cli.paper_runs import INJECTION, PaperOptions, page_names, publish_t
 from kvspec.cli.study_runs import finish
 from spec import SPEC_VERSION
 from spec.errors import SpecError
+from spec.tables import csv_text
 from spec.validate import check_choices
 
 __all__ = ["run"]
@@ -87,7 +88,7 @@ def _parts(asked: PaperOptions, loading: Loading) -> Iterator[tuple[Subject, Seq
 def _files(frames: Mapping[str, Sequence[pd.DataFrame]]) -> Iterator[tuple[str, str]]:
     """Yield names and texts of files: one CSV file of all tables, and a LaTeX file for each table."""
     every = [frame for each in frames.values() for frame in each] or [pd.DataFrame()]
-    yield "tables.csv", pd.concat(every).to_csv(index=False)
+    yield "tables.csv", csv_text(pd.concat(every))
     for name, each in frames.items():
         yield f"{name}.tex", pd.concat(each).to_latex(index=False, escape=True)
 
@@ -163,7 +164,7 @@ def _shown(
     title = f"{one.title} on {subject.label}, n = {n}"
     if not n:
         message = "not run: give --file locomo10.json" if one.name == LOCOMO else "not run"
-        console.print(f"{title}: {message}\n", highlight=False, markup=False)
+        say(f"{title}: {message}\n", console)
         return section(title, note(message))
     lines = list(filled_lines(one, rows))
     about = " ".join(filter(None, [interaction(one, rows), one.note]))
@@ -171,7 +172,7 @@ def _shown(
     frames.setdefault(one.name, []).append(frame.set_axis(["model", "table", "n", *one.headings], axis=1))
     for piece in fitting_tables(title, one.headings, lines, console.width):
         console.print(piece)
-    console.print(about + "\n", highlight=False, markup=False)
+    say(about + "\n", console)
     return section(title, table(title, one.headings, lines), note(about))
 
 

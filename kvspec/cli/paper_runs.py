@@ -185,7 +185,7 @@ def _has_positions(subject: Subject, length: int) -> bool:
 def _print(filled: Filled, console: Console) -> None:
     """Print a table with as many columns as fit the terminal."""
     if not filled.ours:
-        console.print(f"{filled.table.title}: not run. {filled.note}\n", highlight=False, markup=False)
+        say(f"{filled.table.title}: not run. {filled.note}\n", console)
         return
     title, left = f"{filled.table.title}{_counts(filled)}", dict[str, bool]()
     for less in ({}, {"published": False}, {"intervals": False}, {"differences": False}):
@@ -196,7 +196,7 @@ def _print(filled: Filled, console: Console) -> None:
     for piece in fitting_tables(title, headings, lines, console.width):
         console.print(piece)
     if filled.note:
-        console.print(filled.note + "\n", highlight=False, markup=False)
+        say(filled.note + "\n", console)
 
 
 def _counts(filled: Filled) -> str:

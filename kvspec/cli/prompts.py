@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from experiments.studies.evidence.rules import PARTS, Rules, check_budget, load_rules
 from experiments.studies.evidence.run import items
+from experiments.studies.report import say
 from experiments.studies.subject import AUTO, DTYPES, SHIPPED, Loading, Subject, model_errors, policy_with
 from kvspec.cli.checks import check_counts, read_prompt
 from models_integration.cache.atomic_file import publish_readable
@@ -116,7 +117,7 @@ def run_calibrate(
     publish_readable(out, file.getvalue())
     layers, heads, d = calibration.mean.shape
     channels = f"of {d} channels" if d else "(no query statistics)"
-    Console().print(
+    say(
         f"{out}: {calibration.digest}, {layers} layers of {heads} heads {channels};"
         f" model {calibration.identity.model}, rotation {calibration.identity.rope}"
     )

@@ -16,6 +16,7 @@ from experiments.studies.workers import failed_samples
 from models_integration.cache.atomic_file import publish_readable
 from spec.errors import SpecError
 from spec.files import check_output, check_results
+from spec.tables import csv_text
 
 __all__ = ["PAGE", "check_outputs", "write_outputs", "write_page", "write_report"]
 
@@ -88,7 +89,7 @@ def write_outputs(
         write_figure(rows, figure)
         say(str(figure))
     if answers is not None:
-        publish_readable(answers, answer_table(user_question_rows(rows)).to_csv(index=False).encode())
+        publish_readable(answers, csv_text(answer_table(user_question_rows(rows))).encode())
         say(str(answers))
 
 

@@ -261,8 +261,8 @@ class StudyPlan:
         write_outputs(rows, running.table, running.figure, running.answers)
         failed = failed_controls(controls)
         if failed:
-            console.print(f"controls FAIL: {', '.join(failed)}. With this model, length and budget, the comparison is"
-                          " not a valid test of the kept tokens.")
+            say(f"controls FAIL: {', '.join(failed)}. With this model, length and budget, the comparison is not a valid"
+                " test of the kept tokens.", console)
         return bool(failed)
 
 
@@ -321,7 +321,7 @@ def print_audit(folder: Path) -> bool:
     for one in result:
         for kind, defects in (("FAILED", one.failures), ("known", one.known)):
             for defect in defects:
-                print(f"{kind}: {one.study}: {defect}")
+                say(f"{kind}: {one.study}: {' '.join(defect.split())}")
     return any(one.failures for one in result)
 
 

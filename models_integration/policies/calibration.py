@@ -35,6 +35,7 @@ from reference.policies.qfilters import query_filters
 from reference.triattention import band_statistics
 from spec.arrays import Cube, Float64, Matrix, Vector
 from spec.errors import SpecError
+from spec.files import ARCHIVE_ERRORS, check_unpacked
 from spec.policy import Policy
 
 __all__ = [
@@ -335,8 +336,10 @@ def _keys(layers: Any, H: int) -> dict[str, None]:
 
 def _payload(path: str | PathLike[str]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     try:
+        check_unpacked(path)
         payload = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+    except (OSError, EOFError, KeyError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError, *ARCHIVE_ERRORS) \
+            as error:
         reason = "it contains code, which is not run" if "nsupported" in str(error) else str(error).split("\n")[0]
         raise SpecError("path", str(path), f"must be a .pt file of tensors ({reason}); {INSTEAD}") from error
     metadata, stats = (payload.get(part) if isinstance(payload, dict) else None for part in ("metadata", "stats"))

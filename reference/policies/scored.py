@@ -14,6 +14,7 @@ from reference.policies.selectors import top_units
 from spec.arrays import BoolVector, Float64, Matrix, Vector
 from spec.composition import Provided
 from spec.errors import SpecError
+from spec.files import ARCHIVE_ERRORS, check_unpacked
 from spec.policy import SEGMENT_END, Needs, Observation, Policy, Promises, Scores
 from spec.retention import Granularity
 
@@ -153,8 +154,9 @@ def read_scores(path: str | Path) -> LinearScores:
         SpecError: if the file lacks one of the three arrays, or if the arrays have invalid shapes or values.
     """
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        check_unpacked(path)
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
             w_k, w_v, b = (np.asarray(arrays[name], dtype=np.float64) for name in _FIELDS)
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError, EOFError, *ARCHIVE_ERRORS) as error:
         raise SpecError("path", str(path), f"must be an .npz file with {', '.join(_FIELDS)}") from error
     return LinearScores(w_k, w_v, b)

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from conformance import plugin
-from conformance.engine import process
+from conformance.engine import process, values
 from conformance.engine.process import (
     Engine,
     EngineCrash,
@@ -145,6 +145,19 @@ def test_an_answer_without_an_end_is_bounded(started: list[Engine], monkeypatch:
     frames = [frame for frame, _ in traceback.walk_tb(caught.value.__traceback__)]
     kept = [value for frame in frames for value in frame.f_locals.values() if isinstance(value, bytes | bytearray)]
     assert sum(map(len, kept)) < 1 << 20
+
+
+@pytest.mark.parametrize(("answer", "words"), [
+    ('{"id": %, "result": [' + "[]," * 1000 + "0]}", r"has about 2\d\d\d values, more than 2000; write large"),
+    (json.dumps({"id": 1, "refusal": {"argument": "k", "value": 1, "bound": "head " * 500}}), "at most 2000 char"),
+])
+def test_values_and_texts_of_an_answer_are_bounded(
+    answer: str, words: str, started: list[Engine], monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python needs more memory for a value than the text has, and tests search the text of a refusal."""
+    monkeypatch.setattr(values, "MOST_VALUES", 2000)
+    with pytest.raises(EngineGarbage, match=words):
+        ask(subject(started, answer))
 
 
 def test_an_engine_does_not_see_who_asks(started: list[Engine], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,6 @@
 """Audit of committed studies: history of rules and rows, text in both parts, and claims that pool opposite signs."""
 
 import hashlib
-import json
-import lzma
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,10 +11,11 @@ from experiments.studies.evidence.protocol import commits_with_rules, git_output
 from experiments.studies.evidence.rules import Rules, load_rules
 from experiments.studies.evidence.run import merged
 from experiments.studies.evidence.samples import Samples
-from experiments.studies.results import Row
+from experiments.studies.results import Row, parse_rows
 from experiments.tasks.needle import CONFIRM, DEV
 from experiments.tasks.registry import SENTENCES, TABLE
 from spec.errors import SpecError
+from spec.files import read_text
 
 __all__ = ["KNOWN", "Audit", "audit", "shared_text"]
 
@@ -69,8 +68,7 @@ def audit(folder: Path) -> list[Audit]:
 
 
 def _audited(path: Path, folder: Path) -> Audit:
-    with lzma.open(path.with_suffix(".jsonl.xz"), "rt", encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
+    rows = _rows(path.with_suffix(".jsonl.xz"))
     rules, confirm = load_rules(path, plugins=False), [row for row in rows if row["part"] == CONFIRM]
     digests, commits = {row["rules"] for row in rows}, {row.get("commit") for row in confirm}
     first_rows = next(iter(_history(path.with_suffix(".jsonl.xz"))), "")
@@ -83,6 +81,14 @@ def _audited(path: Path, folder: Path) -> Audit:
     stated = tomllib.loads(listed.read_text(encoding="utf-8")).get(path.stem, []) if listed.exists() else []
     failures, known = ([one for one in defects if (one in stated) is kind] for kind in (False, True))
     return Audit(str(path.relative_to(folder)), first_rules, first_rows, finding, tuple(failures), tuple(known))
+
+
+def _rows(path: Path) -> list[Row]:
+    rows = parse_rows(read_text("audit", path), path)
+    for number, row in enumerate(rows, 1):
+        if not all(isinstance(row.get(name), str) for name in ("part", "rules")):
+            raise SpecError("audit", f"{path}:{number}", "must be a row of a study, with part and rules")
+    return rows
 
 
 def shared_text(rows: Sequence[Row]) -> Iterator[str]:

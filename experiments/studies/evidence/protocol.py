@@ -143,9 +143,9 @@ def _git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
 
     All commands read only commits and stored files. Commands that read the index or the files of the folder, such as
     `git status`, or that show commits, such as `git log`, run programs that .git/config names. Objects that a partial
-    clone lacks are not fetched, because a fetch runs programs too.
+    clone lacks are not fetched, because a fetch runs programs too. A name of a file, such as *.toml, is no pattern.
     """
     return subprocess.run(
         ["git", *arguments], cwd=folder, capture_output=True, check=False,
-        env={**os.environ, "GIT_ALLOW_PROTOCOL": ""},
+        env={**os.environ, "GIT_ALLOW_PROTOCOL": "", "GIT_LITERAL_PATHSPECS": "1"},
     )

@@ -286,7 +286,7 @@ _SINGULAR = {"model": "models", "seed": "seeds"}
 def _read(text: str, where: str, plugins: bool = True) -> Rules:
     try:
         read = tomllib.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SpecError("rules", where, f"must be a TOML file: {error}") from error
     unknown = sorted(set(read) - {"claim", "stage", "study"})
     if unknown or "study" not in read:

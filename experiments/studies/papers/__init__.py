@@ -186,7 +186,7 @@ def load_paper(name: str) -> Paper:
     path = Path(name) if name.endswith(".toml") else Path(__file__).with_name(f"{name}.toml")
     try:
         read = tomllib.loads(path.read_bytes().decode())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SpecError("NAME", name, f"must be a TOML file: {error}") from error
     parts = [_record(Part, _part(entry)) for entry in read.pop("part", ())]
     tables = [_record(Table, entry) for entry in read.pop("table", ())]

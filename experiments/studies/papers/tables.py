@@ -15,6 +15,7 @@ from experiments.studies.papers import BEST, MEASURES, Paper, Table, decided
 from experiments.studies.report import Estimate, mean_of, pairs_of, share_of
 from experiments.studies.results import Row
 from experiments.tasks.metrics import CONTAINS, FIRST_NUMBER, boxed, judge
+from spec.tables import csv_text
 
 __all__ = ["NOT_RUN", "Filled", "Measured", "fill", "shaped", "write_tables"]
 
@@ -278,9 +279,7 @@ def shaped(
 
 def write_tables(filled: Sequence[Filled]) -> Iterator[tuple[str, str]]:
     """Yield names and texts of files: all numbers as one CSV file, and every table in the paper's layout as LaTeX."""
-    yield "tables.csv", pd.DataFrame([line for one in filled for line in _tidy(one)]).convert_dtypes().to_csv(
-        index=False
-    )
+    yield "tables.csv", csv_text(pd.DataFrame([line for one in filled for line in _tidy(one)]).convert_dtypes())
     for one in filled:
         headings, lines = shaped(one)
         yield f"{one.table.name}.tex", pd.DataFrame(lines, columns=headings).to_latex(index=False, escape=True)

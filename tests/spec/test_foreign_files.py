@@ -1,0 +1,96 @@
+"""Files and texts of other people: compressed files, control characters on a terminal, and cells of CSV files."""
+
+import io
+import lzma
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from reference.calibration import load_calibration
+from reference.policies.scored import read_scores
+from spec import files
+from spec.errors import SpecError
+from spec.files import read_text
+from spec.printing import printable, printable_lines
+
+pytestmark = pytest.mark.law("an-object-proves-itself")
+
+
+def test_a_compressed_text_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MOST_UNPACKED", 1000)
+    path = tmp_path / "text.xz"
+    path.write_bytes(lzma.compress(b"a" * 600) + lzma.compress(b"b" * 400))
+    assert read_text("PROMPT", path) == "a" * 600 + "b" * 400
+    path.write_bytes(path.read_bytes() + lzma.compress(b"c"))
+    with pytest.raises(SpecError, match="it has more than 1000 bytes; unpack the file first"):
+        read_text("PROMPT", path)
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(SpecError, match="must be a readable text file"):
+        read_text("PROMPT", path)
+
+
+def archive(path: Path, **members: bytes) -> None:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as written:
+        for name, data in members.items():
+            written.writestr(f"{name}.npy", data)
+
+
+def array(value: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, value)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(("load", "first"), [(load_calibration, "header"), (read_scores, "w_k")])
+def test_an_archive_of_arrays_is_bounded(
+    load: Callable[[Path], object], first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(files, "MOST_UNPACKED", 1000)
+    path, zeros = tmp_path / "arrays.npz", np.zeros(100_000, np.int8)
+    archive(path, **{first: array(zeros)})
+    with pytest.raises(SpecError):  # the arrays are wrong, or the archive has too many bytes
+        load(path)
+    with pytest.raises(ValueError, match="its parts have 100128 bytes, and the file has"):
+        files.check_unpacked(path)
+    archive(path, **{first: array(np.random.default_rng(0).bytes(1000))})
+    files.check_unpacked(path)
+
+
+@pytest.mark.parametrize("load", [load_calibration, read_scores])
+def test_a_malformed_archive_of_arrays_is_one_sentence(load: Callable[[Path], object], tmp_path: Path) -> None:
+    path, huge = tmp_path / "arrays.npz", array(np.zeros(2)).replace(b"(2,), }", b"(2222222222222222,), }")
+    archive(path, header=array(np.array("[" * 100_000)), w_k=huge)
+    with pytest.raises(SpecError, match="must be "):
+        load(path)
+    whole = path.read_bytes()
+    for damaged in (whole[:-30], whole[:200] + bytes(50) + whole[250:], array(np.zeros(3))):
+        path.write_bytes(damaged)
+        with pytest.raises(SpecError, match="must be "):
+            load(path)
+
+
+@pytest.mark.parametrize(("text", "line", "lines"), [
+    ("a b", "a b", "a b"), ("  a\n\tb ", "a b", "  a\n\tb "), ("\x1b]0;x\x07", "?]0;x?", "?]0;x?"),
+    ("a\rb", "a b", "a?b"), ("\x9b31m", "?31m", "?31m"), ("\u202ea\u2066", "?a?", "?a?"), ("\udcff", "?", "?"),
+    ("a\u2028b", "a b", "a?b"), ("\u00e9\u00a0\u6587", "\u00e9 \u6587", "\u00e9\u00a0\u6587"),
+])
+def test_a_printed_text_has_no_control_characters(text: str, line: str, lines: str) -> None:
+    assert (printable(text), printable_lines(text)) == (line, lines)
+    assert printable(text, 1) == line[:1]
+
+
+def test_a_spreadsheet_runs_no_cell_of_a_table() -> None:
+    pd, tables = pytest.importorskip("pandas"), pytest.importorskip("spec.tables")
+    cells = ["=1+1", "+x", "-2+3", "@SUM(1)", "\t=1", "a=b", "-3", "+1.5e3", "", None]
+    frame = pd.DataFrame({"answer": cells, "value": np.linspace(-1, 1, 10), "n": pd.array([1, None] * 5, "Int64")})
+    text = tables.csv_text(frame)
+    expected = ["'=1+1", "'+x", "'-2+3", "'@SUM(1)", "'\t=1", "a=b", "-3", "+1.5e3", "", ""]
+    read = pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False)
+    assert read["answer"].tolist() == expected
+    assert read.drop(columns="answer").equals(
+        pd.read_csv(io.StringIO(frame.to_csv(index=False)), dtype=str, keep_default_na=False).drop(columns="answer")
+    )
