@@ -6,21 +6,26 @@ Every command reads texts with `read_text`, and checks its outputs with `check_o
 import errno
 import lzma
 import os
+import re
 import stat
+import tomllib
 import zipfile
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from spec.errors import SpecError
 
 __all__ = [
     "ARCHIVE_ERRORS", "check_no_links", "check_output", "check_output_folder", "check_results", "check_unpacked",
-    "read_text",
+    "parse_toml", "read_text",
 ]
 
 MOST_UNPACKED = 2**28
 """Maximum number of bytes of a compressed file after unpacking."""
+_LONG_KEY = re.compile(r"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){32}""")
+"""Begin of a key with more than 32 parts. A search takes linear time."""
 ARCHIVE_ERRORS = (zipfile.BadZipFile, zlib.error, MemoryError, RecursionError)
 """Errors of a malformed archive that are neither an OSError nor a ValueError."""
 MOST_RATIO = 16
@@ -64,6 +69,20 @@ def _unpacked(path: Path) -> bytes:
     if len(data) > MOST_UNPACKED:
         raise ValueError(f"it has more than {MOST_UNPACKED} bytes; unpack the file first")
     return data
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Return the table of a TOML text. Python's parser needs quadratic time for a key with many dots.
+
+    Raises:
+        ValueError: if the text is not TOML, is nested too deeply, or has a key with more than 32 parts.
+    """
+    if _LONG_KEY.search(text):
+        raise ValueError("a key has more than 32 parts")
+    try:
+        return tomllib.loads(text)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
 
 
 def check_unpacked(path: str | os.PathLike[str]) -> None:

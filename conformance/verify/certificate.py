@@ -24,6 +24,7 @@ from conformance.verify.request import ENGINES, KINDS, PRECISIONS, Request
 from conformance.verify.subject import Subject
 from spec import SPEC_VERSION
 from spec.errors import SpecError
+from spec.files import parse_toml
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -218,8 +219,8 @@ def read(path: Path) -> dict[str, Any]:
         SpecError: if the file is not a certificate, has another schema, or is from an incomplete run.
     """
     try:
-        result = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        result = parse_toml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise SpecError("check", str(path), f"must be a certificate: {error}") from error
     if wrong := _wrong_types(result) or _wrong_values(result):
         names = ", ".join(wrong[:_NAMED])

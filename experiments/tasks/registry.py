@@ -10,7 +10,6 @@
         return [ground.sample(text.ids, "Which colour?", "The door is", name, text.spans[:1], **about)]
 """
 
-import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,6 +50,7 @@ from experiments.tasks.rows import OfFile
 from experiments.tasks.ruler import DIALECTS, NIAH, niah_samples, variable_tracking_samples
 from experiments.tasks.ruler_words import cwe_samples, fwe_samples, vt_samples
 from spec.errors import SpecError
+from spec.files import parse_toml
 from spec.plugins import find_plugin
 
 __all__ = [
@@ -318,8 +318,8 @@ def _constants(text: str, rest: str, known: Collection[str]) -> dict[str, Any]:
     if not rest.endswith(")") or "\n" in rest:
         raise SpecError("task", text, form)
     try:
-        given: dict[str, Any] = tomllib.loads(f"constants = {{{rest[:-1]}}}")["constants"]
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, and deep lists
+        given: dict[str, Any] = parse_toml(f"constants = {{{rest[:-1]}}}")["constants"]
+    except ValueError as error:  # a number of thousands of digits, and deep lists
         raise SpecError("task", text, f"{form}: {error}") from error
     for constant, value in given.items():
         if constant not in known:

@@ -1,6 +1,5 @@
 """Policies with a budget and a backend, as classes and by name."""
 
-import tomllib
 from collections.abc import Callable, Mapping, Set
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
@@ -30,6 +29,7 @@ from reference.policies.names import BACKEND, check_name
 from spec.backend import Backend, resolve
 from spec.budget import Budget, parse_budget
 from spec.errors import SpecError
+from spec.files import parse_toml
 from spec.parameters import PAPER, CrystalCacheParameters
 from spec.parameters.crystalcache import BreathProtection, preset
 from spec.policy import Policy
@@ -382,7 +382,7 @@ def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
     if bracket and (not rest.endswith(")") or "\n" in rest):
         raise SpecError("policy", text, _FORM)
     try:
-        constants: dict[str, Any] = tomllib.loads(f"constants = {{{rest[:-1]}}}")["constants"]
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, and deep lists
+        constants: dict[str, Any] = parse_toml(f"constants = {{{rest[:-1]}}}")["constants"]
+    except ValueError as error:  # a number of thousands of digits, and deep lists
         raise SpecError("policy", text, f"{_FORM}: {error}") from error
     return name, check_constants(name, named | constants)

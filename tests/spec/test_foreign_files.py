@@ -14,7 +14,7 @@ from reference.calibration import load_calibration
 from reference.policies.scored import read_scores
 from spec import files
 from spec.errors import SpecError
-from spec.files import read_text
+from spec.files import parse_toml, read_text
 from spec.printing import printable, printable_lines
 
 pytestmark = pytest.mark.law("an-object-proves-itself")
@@ -31,6 +31,17 @@ def test_a_compressed_text_is_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
     path.write_bytes(path.read_bytes()[:40])
     with pytest.raises(SpecError, match="must be a readable text file"):
         read_text("PROMPT", path)
+
+
+@pytest.mark.parametrize("key", ["a.", "a . ", '"a".', "'a'\t.", "[a."])
+def test_a_key_with_many_dots_is_no_toml(key: str) -> None:
+    """Python's parser would need minutes."""
+    text = key + key.removeprefix("[") * 30_000 + "a" + ("]" if key[0] == "[" else " = 1")
+    with pytest.raises(ValueError, match="a key has more than 32 parts"):
+        parse_toml(f"x = 1\n{text}\n")
+    assert parse_toml(f"x = '{'a' * 1_000_000}'\n{'a.' * 31}a = 1\n")["x"][:2] == "aa"
+    with pytest.raises(ValueError, match="recursion"):
+        parse_toml("x = " + "[" * 100_000)
 
 
 def archive(path: Path, **members: bytes) -> None:

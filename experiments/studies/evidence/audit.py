@@ -1,7 +1,6 @@
 """Audit of committed studies: history of rules and rows, text in both parts, and claims that pool opposite signs."""
 
 import hashlib
-import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from experiments.studies.results import Row, parse_rows
 from experiments.tasks.needle import CONFIRM, DEV
 from experiments.tasks.registry import SENTENCES, TABLE
 from spec.errors import SpecError
-from spec.files import read_text
+from spec.files import parse_toml, read_text
 
 __all__ = ["KNOWN", "Audit", "audit", "shared_text"]
 
@@ -78,7 +77,7 @@ def _audited(path: Path, folder: Path) -> Audit:
     shared = shared_text(rows) if rules.claims else ()
     defects = [*([_FALSE_COMMIT] if false else []), *shared, *_pooled(rules, rows)]
     listed = path.parent / KNOWN
-    stated = tomllib.loads(listed.read_text(encoding="utf-8")).get(path.stem, []) if listed.exists() else []
+    stated = parse_toml(read_text("audit", listed)).get(path.stem, []) if listed.exists() else []
     failures, known = ([one for one in defects if (one in stated) is kind] for kind in (False, True))
     return Audit(str(path.relative_to(folder)), first_rules, first_rows, finding, tuple(failures), tuple(known))
 

@@ -5,7 +5,6 @@
 
 import hashlib
 import json
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from itertools import product
@@ -32,6 +31,7 @@ from models_integration.policies.sizes import is_size
 from reference.calibration import Calibration, load_calibration
 from reference.policies.names import is_built_in
 from spec.errors import SpecError
+from spec.files import parse_toml
 from spec.validate import check_choices
 
 __all__ = [
@@ -285,8 +285,8 @@ _SINGULAR = {"model": "models", "seed": "seeds"}
 
 def _read(text: str, where: str, plugins: bool = True) -> Rules:
     try:
-        read = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
+        read = parse_toml(text)
+    except ValueError as error:
         raise SpecError("rules", where, f"must be a TOML file: {error}") from error
     unknown = sorted(set(read) - {"claim", "stage", "study"})
     if unknown or "study" not in read:
