@@ -6,14 +6,17 @@ __all__ = ["BackendUnavailable", "SpecError"]
 class SpecError(ValueError):
     """Error that kvspec raises for an invalid input, before kvspec changes any state.
 
-    The message contains the name of the argument, the given value, and the rule that the value breaks.
+    The message contains the name of the argument, the given value, and the rule that the value breaks. A value whose
+    text has several lines, such as a model, is named by its type.
     """
 
     def __init__(self, argument: str, value: object, bound: str) -> None:
         self.argument = argument
         self.value = value
         self.bound = bound
-        super().__init__(f"{argument} = {value!r}: {bound}")
+        shown = repr(value)
+        shown = type(value).__name__ if "\n" in shown else shown
+        super().__init__(f"{argument} = {shown}: {bound}")
 
     def __reduce__(self) -> tuple[type["SpecError"], tuple[str, object, str]]:
         # By default, pickle rebuilds a ValueError from the message alone. A SpecError needs all three arguments.

@@ -16,7 +16,7 @@ from spec.errors import SpecError
 __all__ = [
     "MOST_TOKENS", "bound_of_names", "check_attention_inputs", "check_attention_tensors", "check_choices",
     "check_diversity", "check_keys", "check_lse", "check_penalty", "check_scaling", "check_sentence_ends",
-    "check_shapes", "check_sinks", "check_token_ids",
+    "check_shapes", "check_sinks", "check_token_ids", "check_whole",
 ]
 
 MOST_TOKENS = 2**24
@@ -206,6 +206,22 @@ def check_sentence_ends(sentence_ends: object) -> frozenset[int]:
         if isinstance(end, (bool, np.bool_)) or not isinstance(end, (int, np.integer)) or end < 0:
             raise SpecError("sentence_ends", end, "must be token ids, integers of at least 0")
     return frozenset(int(end) for end in ends)
+
+
+def check_whole(argument: str, value: object, least: int = 0, most: int | None = None) -> int:
+    """Check and return a whole number of at least `least`, and of at most `most` tokens.
+
+    Raises:
+        SpecError: if the value is no whole number, or if it is out of range.
+    """
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        shown = value if isinstance(value, (str, int, float)) or value is None else type(value).__name__
+        raise SpecError(argument, shown, f"must be a whole number of at least {least}")
+    if value < least:
+        raise SpecError(argument, value, f"must be at least {least}")
+    if most is not None and value > most:
+        raise SpecError(argument, value, f"must be at most {most} tokens")
+    return int(value)
 
 
 def check_scaling(scaling: float, softcap: float | None) -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -9,6 +10,8 @@ import pytest
 
 from conformance.paths import DOCS, ROOT
 from reference.policies.describe import describe_policy
+from reference.policies.names import check_name
+from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("as-it-is-described")
 
@@ -35,6 +38,20 @@ def test_each_policy_of_a_press_exists(text: str) -> None:
     one = describe_policy(text)
     assert one.name == text
     assert one.decode_time == ("/every=64" in text or text == "tova")
+
+
+@pytest.mark.parametrize(("press", "cell"), [
+    (name, cell) for name, _, cell in WITH + WITHOUT if name.endswith("Press")
+])
+def test_the_name_of_a_press_is_a_policy_or_says_what_to_type(press: str, cell: str) -> None:
+    """Check that the name and the error agree with the row of the page."""
+    with suppress(SpecError):
+        assert re.search(rf"`{re.escape(check_name(press))}[`:/]", cell)
+        return
+    texts = [f"type {text!r}" for text in TEXTS if f"`{text}`" in cell]
+    words = "|".join(map(re.escape, texts)) or r"kvpress\.md has the way|to compare it, use fullcache"
+    with pytest.raises(SpecError, match=words):
+        check_name(press)
 
 
 def test_stars_are_the_presses_of_the_comparison() -> None:

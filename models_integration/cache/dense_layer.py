@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -105,7 +106,7 @@ class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base'
             SpecError: if `tokens_to_remove` is not a number from -(tokens seen) to 0.
         """
         seen = self.get_seq_length()
-        if tokens_to_remove > 0 or seen + tokens_to_remove < 0:
+        if not isinstance(tokens_to_remove, Integral) or tokens_to_remove > 0 or seen + tokens_to_remove < 0:
             raise SpecError("tokens_to_remove", tokens_to_remove, f"must lie in [-{seen}, 0]")
 
     def batch_repeat_interleave(self, repeats: int) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor
 from spec.errors import SpecError
 
 __all__ = [
-    "EMPTY", "NO_HOLE", "LayersDiffer", "Plan", "SlotOffset", "StoredRows", "chosen_rows", "filled", "gathered",
-    "select_columns", "slots_of",
+    "EMPTY", "NO_HOLE", "LayersDiffer", "Plan", "SlotOffset", "StoredRows", "check_row_count", "chosen_rows", "filled",
+    "gathered", "select_columns", "slots_of",
 ]
 
 EMPTY = -1
@@ -172,6 +172,20 @@ def slots_of(stored: Tensor, wanted: Tensor) -> Tensor:
     if not is_stored.all():
         raise SpecError("positions", sought[~is_stored].tolist(), f"must be among the {len(stored)} stored positions")
     return torch.from_numpy(full[at])
+
+
+def check_row_count(rows: int, shape: tuple[int, ...]) -> None:
+    """Check that new tokens of this shape, (rows, n), have as many rows as a cache.
+
+    Raises:
+        SpecError: if the numbers of rows differ.
+    """
+    if shape[0] != rows:
+        reason = f"must have {rows} row{'s' * (rows > 1)}, like the cache"
+        if shape[0] % rows == 0:
+            call = f"cache.batch_repeat_interleave({shape[0] // rows})"
+            reason += f": for beams, answers or questions of one prefix, first type {call}"
+        raise SpecError("input_ids", shape, reason)
 
 
 def chosen_rows(argument: str, indices: Tensor, batch: int) -> Tensor:

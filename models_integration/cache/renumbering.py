@@ -145,7 +145,7 @@ def check_rule(positions: object) -> None:
     Raises:
         SpecError: if `positions` is not "kept" or "renumbered".
     """
-    if positions not in (KEPT, RENUMBERED):
+    if not isinstance(positions, str) or positions not in (KEPT, RENUMBERED):
         raise SpecError("positions", positions, 'must be "kept" or "renumbered"')
 
 

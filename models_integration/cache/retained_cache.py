@@ -26,7 +26,7 @@ from models_integration.cache.fixed_size_layers import (
     state_tensors,
 )
 from models_integration.cache.history import ReadIds, call_into
-from models_integration.cache.positions import LayersDiffer, chosen_rows
+from models_integration.cache.positions import LayersDiffer, check_row_count, chosen_rows
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.renumbering import LayerNumbering, Numbering
 from spec.errors import SpecError
@@ -207,8 +207,10 @@ class RetainedCache(StatefulCache):
         self.check_usable()
         if self.layers_differ and not self._in_context:
             raise SpecError("past_key_values", "layers that differ", "can be used only inside `with policy(model)`")
-        stored: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         layer = self.layers[layer_idx]
+        if (keys := getattr(layer, "keys", None)) is not None and keys.ndim == key_states.ndim and len(keys):
+            check_row_count(len(keys), (len(key_states), key_states.shape[2]))
+        stored: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if self.numbering is None or not isinstance(layer, RetainedLayer) or layer_idx not in self.numbering.layers:
             return stored
         layer.numbering = LayerNumbering(self.numbering, self.numbering.layers[layer_idx])
@@ -318,7 +320,7 @@ class RetainedCache(StatefulCache):
         """
         if self.numbering is not None and self.numbering.base:
             self.check_kept_positions("cropped after its positions began again")
-        if tokens_to_remove and self.recurrent:
+        if self.recurrent and tokens_to_remove:
             reason = "recurrent layers cannot remove a token from the states: process the text with a new cache"
             raise SpecError("tokens_to_remove", tokens_to_remove, reason)
         sliding = [layer for layer in self.layers if isinstance(layer, DynamicSlidingWindowLayer)]

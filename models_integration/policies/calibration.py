@@ -25,6 +25,7 @@ from models_integration.model.layer_kinds import layer_config_value, layer_types
 from models_integration.policies.networks import has_learned_scores, read_gates, read_networks
 from models_integration.policies.served import heads_served_by, served_by
 from models_integration.policies.tensor_files import STATISTICS, filters_of, load_tensors, statistics_of
+from models_integration.session.inputs import check_ids, check_input_ids
 from models_integration.session.verbs import observe
 from reference.calibration import Calibration, Identity, load_calibration
 from reference.policies.attention import unrotated
@@ -96,9 +97,10 @@ def calibrate(
         SpecError: if `input_ids` does not have one row of at least 256 tokens. The error is also raised if no template
             is given and kvspec does not support the rotary embedding of the model.
     """
-    if input_ids.ndim != 2 or len(input_ids) != 1:
+    if len(check_input_ids(input_ids)) != 1:
         raise SpecError("input_ids", tuple(input_ids.shape), "must be one row of token ids")
     check_calibration_length("input_ids", input_ids.shape[1])
+    check_ids(describe(model).vocabulary, input_ids)
     served = (served_by if template is None else heads_served_by)(model, identity)
     taken = _statistics(describe(model), served, input_ids, covariance)
     if template is None:

@@ -16,6 +16,7 @@ from models_integration.attention.handover import check_attention_uses_cache_ten
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import Architecture, describe, device_of
 from models_integration.policies.prefill import blocks_of
+from models_integration.session.inputs import check_input_ids
 from models_integration.session.method import Method, decide, method_of
 from models_integration.session.verbs import NOTHING, observe, read
 from reference.policies import epicache
@@ -24,6 +25,7 @@ from spec.arrays import Float64, Matrix
 from spec.budget import Budget, parse_budget
 from spec.errors import SpecError
 from spec.retention import Granularity
+from spec.validate import check_whole
 
 __all__ = ["Episodes", "layer_similarities", "prefill_episodes"]
 
@@ -108,7 +110,7 @@ def prefill_episodes(
     """
     shared = parse_budget(budget)
     architecture = _check_model(model)
-    _check_sizes(dialogue, shared, {"window": window, "prompt_windows": prompt_windows})
+    _check_sizes(dialogue, shared, {"window": window, "prompt_windows": prompt_windows, "episodes": episodes})
     _check_ids(architecture, dialogue=chain.from_iterable(dialogue), instruction=instruction)
     texts = [list(chain.from_iterable(dialogue[at : at + window])) for at in range(0, len(dialogue), window)]
     embed = embed or _MeanEmbedding(model)
@@ -152,11 +154,20 @@ def _check_model(model: PreTrainedModel) -> Architecture:
 def _check_sizes(dialogue: Sequence[Ids], budget: Budget, sizes: Mapping[str, int]) -> None:
     if budget.count is None:
         raise SpecError("budget", str(budget), "must be a number of tokens, because the dialogue is read in blocks")
-    if not dialogue or any(len(utterance) == 0 for utterance in dialogue):
+    if not _has_ids(dialogue):
+        reason = "must be the ids of each utterance: type [tokenizer(text).input_ids for text in utterances]"
+        raise SpecError("dialogue", type(dialogue).__name__, reason)
+    if len(dialogue) == 0 or any(len(utterance) == 0 for utterance in dialogue):
         raise SpecError("dialogue", f"{len(dialogue)} utterances", "must have utterances of at least one token id")
     for name, value in sizes.items():
-        if value < 1:
-            raise SpecError(name, value, "must be at least 1")
+        check_whole(name, value, 1)
+
+
+def _has_ids(dialogue: Iterable[Iterable[object]]) -> bool:
+    try:
+        return all(isinstance(one, (int, np.integer)) for utterance in dialogue for one in utterance)
+    except TypeError:
+        return False
 
 
 def _check_ids(architecture: Architecture, **texts: Iterable[int]) -> None:
@@ -229,9 +240,10 @@ def layer_similarities(
     Raises:
         SpecError: if kvspec does not support the model, or if an argument is invalid.
     """
-    n = input_ids.shape[-1]
-    if window < 2 or window % 2 or n <= window:
+    n = check_input_ids(input_ids).shape[1]
+    if check_whole("window", window) < 2 or window % 2 or n <= window:
         raise SpecError("window", window, f"must be an even number from 2 to {n - 1}, and below the length of the text")
+    check_whole("N_sink", N_sink)
     architecture = _check_model(model)
     whole = observe(model, input_ids, needs=NOTHING).cache
     visible = torch.from_numpy(stages.visible_in_windows(n, window, N_sink)).to(input_ids.device)

@@ -22,10 +22,10 @@ from models_integration.session.crystal import CrystalMethod
 from models_integration.session.method import Method, method_of
 from reference.backend import BACKEND as REFERENCE
 from reference.policies import crystalcache, full_cache, in_blocks, names, streaming_llm
-from reference.policies.composition import typed_constants
+from reference.policies.composition import constant_name, typed_constants
 from reference.policies.grammar import is_composition, parse_composition
 from reference.policies.kept import warn_small_budget
-from reference.policies.names import BACKEND, check_name
+from reference.policies.names import BACKEND, check_kinds, check_name
 from spec.backend import Backend, resolve
 from spec.budget import Budget, parse_budget
 from spec.errors import SpecError
@@ -63,6 +63,9 @@ class CustomPolicy(RetentionPolicy):
         self, policy: Policy, budget: float | int | str | Budget = 0.5, backend: str = "numpy", *,
         positions: str = KEPT,
     ) -> None:
+        if not isinstance(policy, Policy):
+            reason = "must be a Policy; for a policy of kvspec type kvspec.policy_from_name('snapkv', 0.3)"
+            raise SpecError("policy", policy if isinstance(policy, str) else type(policy).__name__, reason)
         method = method_of(policy, parse_budget(budget), replace(REFERENCE, name=backend), positions)
         warn_small_budget(budget, policy)
         self._set_method(method)
@@ -116,6 +119,9 @@ class CrystalCache(CustomPolicy):
     ) -> None:
         share = parse_budget(budget)
         check_rule(positions)
+        for name, flag in (("decode", decode), ("stream", stream)):
+            if not isinstance(flag, bool):
+                raise SpecError(name, flag, "must be True or False")
         if sentence_ends is None:
             reason = "is needed: kvspec.sentence_ends(tokenizer) makes the set, or pass tokenizer="
             raise SpecError("sentence_ends", None, reason)
@@ -126,7 +132,7 @@ class CrystalCache(CustomPolicy):
             raise SpecError("budget", str(share), "a stream has no end: give the budget as a number of tokens")
         parameters = replace(parameters, breath_protection=breath_protection)
         breath = ("breath",) if decode or stream else ()
-        auto = backend == "auto"
+        auto = isinstance(backend, str) and backend == "auto"
         chosen = fastest("crystalcache", default_device_type(), *breath) if auto else resolve(backend)
         if breath:
             chosen.require_breath()
@@ -335,21 +341,25 @@ def constants_of(name: str) -> frozenset[str]:
 
 
 def check_constants(name: str, constants: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the constants under their own names. `window` means `W`, and case and underscores do not matter.
+    """Return the constants under their own names. Case and underscores do not matter.
+
+    `window` and `window_size` mean `W`, and `kernel_size` means `kernel`.
 
     Raises:
         SpecError: if the name is unknown, if the policy does not have a constant, or if a constant is given twice.
     """
     known, named = constants_of(name), dict[str, Any]()
-    written = ({"window": "W"} if "W" in known else {}) | {_bare(one): one for one in known}
+    written = {_bare(one): one for one in known}
     for constant, value in constants.items():
-        canonical = constant if constant in known else written.get(_bare(constant), "")
+        ours = constant if constant in known else constant_name(constant.lower(), known)
+        canonical = ours if ours in known else written.get(_bare(ours), "")
         if not canonical:
             shown = type(value).__name__ if isinstance(value, PreTrainedTokenizerBase) else value
             raise SpecError(constant, shown, f"{name} has the constants {', '.join(sorted(known)) or 'none'}")
         if canonical in named:
             raise SpecError(constant, value, f"is the constant {canonical}, which is also given: leave out one")
         named[canonical] = value
+    check_kinds(name, named)
     return named
 
 

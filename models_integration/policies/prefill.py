@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.cache_argument import cache_name
 from models_integration.policies.methods import RetentionPolicy
+from models_integration.session.inputs import check_input_ids
 from models_integration.session.session import Session
 from spec.errors import SpecError
 
@@ -61,7 +62,7 @@ def prefill(
     if block is not None:
         run.check_blocks()
     with torch.no_grad(), run:
-        for part in blocks_of(input_ids, block):
+        for part in blocks_of(check_input_ids(input_ids), block):
             output = model(input_ids=part, use_cache=True, **{cache_name(model): run.cache})
     assert run.cache is not None
     return Prefilled(output.logits[:, -1:], run.cache, run)

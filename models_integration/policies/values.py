@@ -135,8 +135,10 @@ def repeat_template(tokenizer: Any) -> tuple[tuple[int, ...], ...]:
         tokenizer: a tokenizer of transformers.
 
     Raises:
-        SpecError: if the chat template of the tokenizer changes the text of a message.
+        SpecError: if `tokenizer` is not a tokenizer of transformers, or if its chat template changes the text of a
+            message.
     """
+    _check_tokenizer(tokenizer)
     answer = "\n" if getattr(tokenizer, "chat_template", None) is None else chat(tokenizer).closing
     return tuple(tuple(encode(tokenizer, text)) for text in (FIRST, LATER, answer))
 
@@ -157,8 +159,7 @@ def sentence_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     Raises:
         SpecError: if `tokenizer` is not a tokenizer of transformers, or if no token ends a sentence.
     """
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise SpecError("tokenizer", type(tokenizer).__name__, "must be a tokenizer of transformers")
+    _check_tokenizer(tokenizer)
     special = set(tokenizer.all_special_ids)
     special.update(added for added, token in tokenizer.added_tokens_decoder.items() if token.special)
     ids = sorted(set(tokenizer.get_vocab().values()) - special)
@@ -167,6 +168,11 @@ def sentence_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
         reason = f"must have a token that ends a sentence; none of the {len(ids)} text tokens does"
         raise SpecError("tokenizer", type(tokenizer).__name__, reason)
     return ends
+
+
+def _check_tokenizer(tokenizer: object) -> None:
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise SpecError("tokenizer", type(tokenizer).__name__, "must be a tokenizer of transformers")
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:

@@ -19,6 +19,7 @@ from models_integration.session.inputs import (
     OPEN,
     Arguments,
     ForwardSpan,
+    check_input_ids,
     check_last,
     device_step,
     first_span,
@@ -292,11 +293,7 @@ def check_forward(arguments: Mapping[str, object], default_use_cache: bool) -> A
     """
     if arguments.get("inputs_embeds") is not None:
         raise SpecError("inputs_embeds", "given", _EMBEDDINGS)
-    ids = arguments.get("input_ids")
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
-        shown = (tuple(ids.shape), ids.dtype) if isinstance(ids, Tensor) else ids
-        reason = "must be an integer tensor (rows, n), such as tokenizer(text, return_tensors='pt').input_ids"
-        raise SpecError("input_ids", shown, reason)
+    check_input_ids(arguments.get("input_ids"))
     use_cache = arguments.get("use_cache")
     if not (default_use_cache if use_cache is None else use_cache):
         raise SpecError("use_cache", False, "must be True, because eviction needs a cache")

@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from models_integration.cache.positions import check_row_count
 from models_integration.cache.retained_cache import RetainedCache
 from spec.errors import SpecError
 
 __all__ = [
-    "ONE_FORWARD", "OPEN", "Arguments", "DecoderOutput", "ForwardSpan", "accepted", "check_last", "check_rows",
-    "check_tokens", "device_step", "first_span", "later_span", "step_span",
+    "ONE_FORWARD", "OPEN", "Arguments", "DecoderOutput", "ForwardSpan", "accepted", "check_ids", "check_input_ids",
+    "check_last", "check_rows", "check_tokens", "device_step", "first_span", "later_span", "step_span",
 ]
 
 # Special values of `segment_end`: the segment ends with the first forward pass, or when the caller ends the segment.
@@ -158,12 +159,21 @@ def check_rows(cache: RetainedCache, ids: Tensor) -> None:
         SpecError: if the numbers of rows differ.
     """
     rows = next((layer.batch for layer in cache.full_layers if layer.is_initialized), len(ids))
-    if len(ids) != rows:
-        reason = f"must have {rows} row{'s' * (rows > 1)}, like the cache"
-        if len(ids) % rows == 0:
-            call = f"cache.batch_repeat_interleave({len(ids) // rows})"
-            reason += f": for beams, answers or questions of one prefix, first type {call}"
-        raise SpecError("input_ids", tuple(ids.shape), reason)
+    check_row_count(rows, tuple(ids.shape))
+
+
+def check_input_ids(ids: object) -> Tensor:
+    """Return the token ids of a forward pass, (rows, n).
+
+    Raises:
+        SpecError: if `ids` is no integer tensor with two axes.
+    """
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
+        shown = (tuple(ids.shape), ids.dtype) if isinstance(ids, Tensor) else ids
+        shown = shown if isinstance(shown, (str, int, float, tuple)) or shown is None else type(shown).__name__
+        reason = "must be an integer tensor (rows, n), such as tokenizer(text, return_tensors='pt').input_ids"
+        raise SpecError("input_ids", shown, reason)
+    return ids
 
 
 def check_tokens(is_token: Tensor) -> None:
@@ -210,12 +220,17 @@ def _read_tokens(
     flat = torch.cat([one.to(ids.device, torch.int64).flatten() for one in read.values()]).cpu()
     parts = torch.split(flat, [one.numel() for one in read.values()])
     on_host = {name: part.view(one.shape) for (name, one), part in zip(read.items(), parts, strict=True)}
-    _check_ids(vocabulary, on_host["ids"])
+    check_ids(vocabulary, on_host["ids"])
     marks = on_host.get("mask", torch.ones(shape, dtype=torch.int64, device="cpu"))
     return on_host["ids"], _tokens_of_mask(marks, before), on_host.get("positions")
 
 
-def _check_ids(vocabulary: int, ids: Tensor) -> None:
+def check_ids(vocabulary: int, ids: Tensor) -> None:
+    """Check that all ids lie in [0, vocabulary).
+
+    Raises:
+        SpecError: if an id does not.
+    """
     low, high = torch.stack(ids.aminmax()).tolist()
     if low < 0 or high >= vocabulary:
         raise SpecError("input_ids", low if low < 0 else high, f"must lie in [0, {vocabulary})")

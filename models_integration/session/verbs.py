@@ -74,6 +74,8 @@ def observe(
         SpecError: if kvspec does not support the model or the prompt.
     """
     architecture = describe(model)
+    if not isinstance(needs, Needs):
+        raise SpecError("needs", type(needs).__name__, "must be tensors to capture: type needs=kvspec.Needs('all')")
     check_free(model)
     check_attention_uses_cache_tensors(architecture, needs, Granularity.MODEL)
     arguments = {"input_ids": input_ids, "attention_mask": attention_mask}

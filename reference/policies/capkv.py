@@ -16,6 +16,7 @@ from spec.composition import Provided
 from spec.errors import SpecError
 from spec.policy import LayerView, Needs, Observation, Policy, Scores
 from spec.retention import Granularity
+from spec.validate import check_whole
 
 __all__ = ["CapKV", "capacity_leverage", "capkv"]
 
@@ -104,7 +105,6 @@ def capkv(
     """
     if not tau > 0:
         raise SpecError("tau", tau, "must be positive")
-    if N_sink < 0:
-        raise SpecError("N_sink", N_sink, "must be at least 0")
+    check_whole("N_sink", N_sink)
     scorer = CapKV(inv_freq, factor, tau, N_sink, check_positive("N_future", N_future))
     return Policy("capkv", scorer, even, top_units, SinkAndRecent(N_sink, 0), granularity=Granularity.HEAD)

@@ -17,6 +17,7 @@ from spec.composition import Provided
 from spec.errors import SpecError
 from spec.policy import LayerView, Needs, Observation, Policy, Scores
 from spec.retention import Granularity
+from spec.validate import check_whole
 
 __all__ = [
     "Compactor", "Leverage", "chunk_attention", "compactor", "leverage", "leverage_scores", "noncausal",
@@ -203,8 +204,7 @@ def compactor(
         SpecError: if c is not positive, or if N_sink or N_recent is negative.
     """
     for name, value in (("N_sink", N_sink), ("N_recent", N_recent)):
-        if value < 0:
-            raise SpecError(name, value, "must be at least 0")
+        check_whole(name, value)
     scorer = Compactor(inv_freq, factor, check_positive("c", c), N_sink, N_recent)
     return Policy(
         "compactor", scorer, even, top_units, SinkAndRecent(N_sink, N_recent), granularity=Granularity.HEAD,

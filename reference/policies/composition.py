@@ -1,6 +1,6 @@
 """Composed policies: the parts that a text can name, and the policy of a parsed text."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from inspect import Parameter, signature
@@ -35,7 +35,8 @@ from spec.retention import Granularity
 
 __all__ = [
     "DATA", "DIVERSE", "DIVERSITY", "HEADS", "LAYERS", "PARTS", "SETS", "TRANSFORMS", "WHOLE", "Constants", "compose",
-    "constants_from_text", "named_policy", "plain_policy", "presets_of", "promises_of_parts", "typed_constants",
+    "constant_name", "constants_from_text", "named_policy", "plain_policy", "presets_of", "promises_of_parts",
+    "typed_constants",
 ]
 
 Constants = Mapping[str, Any]
@@ -47,6 +48,8 @@ DATA = frozenset({"W_o", "backend", "calibration", "factor", "inv_freq", "senten
 WHOLE = frozenset({"crystalcache"})
 """Policies that accept no parts, because sessions run them as a whole."""
 SETS = {"model": Granularity.MODEL, "layer": Granularity.LAYER, "head": Granularity.HEAD}
+_WRITTEN = {"window": "W", "window_size": "W", "kernel_size": "kernel"}
+"""Names of constants that papers and kvpress use, with the names in kvspec."""
 DIVERSITY: Constants = {"diversity": 0.5, "signature": "flat", "rule": "alpha"}
 
 
@@ -105,16 +108,21 @@ def constants_from_text(row: NamedPolicy, given: Words, more: Constants = {}) ->
     Raises:
         SpecError: if the policy does not have a constant, or if the text is not a value of the constant.
     """
-    defaults = {key: one.default for key, one in signature(row.make).parameters.items() if key in row.constants}
-    defaults |= {**row.parameters, **more}
+    defaults = {**row.defaults, **more}
     presets, chosen = presets_of(row), dict[str, Any]()
     if presets and (name := given.get("parameters")) is not None:
         preset(name)
         chosen = {key: value for key, value in presets[name].items() if value != row.parameters[key]}
         given = {key: value for key, value in given.items() if key != "parameters"}
-    words = {"W" if key == "window" and "window" not in defaults else key: value for key, value in given.items()}
+    words = {constant_name(key, defaults): value for key, value in given.items()}
     text_only = {key: value for key, value in defaults.items() if key not in DATA - {"backend"}}
     return chosen | typed_constants(words, text_only)
+
+
+def constant_name(written: str, known: Collection[str]) -> str:
+    """Return the constant of a policy with the constants `known` that papers and kvpress write as `written`."""
+    ours = _WRITTEN.get(written, written)
+    return ours if ours in known and written not in known else written
 
 
 def presets_of(row: NamedPolicy) -> dict[str, dict[str, Any]]:

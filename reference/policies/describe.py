@@ -161,8 +161,7 @@ def describe_policy(name: str) -> PolicyDescription:
     row, policy = POLICIES[name.removeprefix(DIVERSE)], example_policy(whole)
     needs = policy.scorer.needs
     stepping = policy.cadence.every is not None
-    given = {key: one.default for key, one in signature(row.make).parameters.items() if key in row.constants}
-    given = {key: value for key, value in given.items() if key != "parameters"} | row.parameters
+    given = {key: value for key, value in row.defaults.items() if key != "parameters"}
     keeps, found = row.keeps, parse_composition(whole)
     if name.startswith(DIVERSE):
         given |= {"diversity": 0.5, "signature": "flat", "rule": "alpha"}

@@ -18,6 +18,7 @@ from spec.composition import Provided
 from spec.errors import SpecError
 from spec.policy import DeviceArray, LayerView, Needs, Observation, Policy, Scores
 from spec.retention import Granularity
+from spec.validate import check_whole
 
 __all__ = ["ExpectedAttentionStats", "expected_attention_stats"]
 
@@ -110,8 +111,7 @@ def expected_attention_stats(
         raise SpecError(
             "calibration", calibration.digest, "has no covariance: `kvspec calibrate TEXT --covariance` writes it",
         )
-    if N_sink < 0:
-        raise SpecError("N_sink", N_sink, "must be at least 0")
+    check_whole("N_sink", N_sink)
     scorer = ExpectedAttentionStats(calibration, N_sink, check_positive("N_future", N_future))
     return Policy(
         "expected-attention-stats", scorer, even, top_tokens, SinkAndRecent(N_sink, 0), granularity=Granularity.HEAD,

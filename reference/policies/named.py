@@ -2,14 +2,24 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from fractions import Fraction
 from functools import cached_property
 from inspect import signature
-from typing import Any, TypeVar
+from numbers import Integral, Real
+from types import NoneType
+from typing import Any, TypeVar, get_args
 
+from spec.backend import Backend
+from spec.errors import SpecError
 from spec.policy import Policy
 
 __all__ = ["REGISTERED", "NamedPolicy", "named"]
 
+_KINDS: Mapping[type, tuple[str, tuple[type, ...]]] = {
+    int: ("a whole number", (Integral,)), float: ("a number", (Real,)), Fraction: ("a number", (Real,)),
+    str: ("a text", (str, Backend)),
+}
+"""Kinds of values, by the type of the default: what an error says, and the types of accepted values."""
 Maker = TypeVar("Maker", bound=Callable[..., Policy])
 
 
@@ -54,6 +64,33 @@ class NamedPolicy:
         given = signature(self.make).parameters.get("parameters")
         return {} if given is None else {one.name: getattr(given.default, one.name) for one in fields(given.default)}
 
+    @cached_property
+    def defaults(self) -> dict[str, Any]:
+        """Return the constants that a caller can set, with defaults. `Parameter.empty` means no default."""
+        given = signature(self.make).parameters
+        return {key: one.default for key, one in given.items() if key in self.constants} | self.parameters
+
+    def check_kinds(self, constants: Mapping[str, Any], more: Mapping[str, Any]) -> None:
+        """Check that each constant has the kind of its default. A fraction may be a text such as "1/5".
+
+        Args:
+            constants: constants from the caller.
+            more: defaults of further constants.
+
+        Raises:
+            SpecError: if a constant has a different kind. No policy is made.
+        """
+        makers, defaults = signature(self.make).parameters, {**self.defaults, **more}
+        for key, value in constants.items():
+            default = defaults.get(key)
+            words, kinds = _KINDS.get(type(default), ("", ()))
+            optional = key in makers and NoneType in get_args(makers[key].annotation)
+            if not words or (value is None and optional) or (isinstance(default, Fraction) and _is_fraction(value)):
+                continue
+            if isinstance(value, bool) or not isinstance(value, kinds):
+                shown = value if isinstance(value, (str, bool, float)) or value is None else type(value).__name__
+                raise SpecError(key, shown, f"must be {words}, such as {_shown(default)}")
+
     def policy(self, constants: Mapping[str, Any]) -> Policy:
         """Return the policy with the given constants. A list (for example from a TOML file) becomes a tuple."""
         arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in constants.items()}
@@ -64,6 +101,17 @@ class NamedPolicy:
 
 
 REGISTERED: dict[str, NamedPolicy] = {}
+
+
+def _is_fraction(value: object) -> bool:
+    try:
+        return isinstance(value, str) and Fraction(value) >= 0
+    except (ValueError, ZeroDivisionError):
+        return False
+
+
+def _shown(default: object) -> object:
+    return float(default) if isinstance(default, Fraction) else default
 
 
 def named(

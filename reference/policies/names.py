@@ -30,6 +30,7 @@ __all__ = [
     "NAMES",
     "POLICIES",
     "NamedPolicy",
+    "check_kinds",
     "check_name",
     "constants_of",
     "constants_of_model",
@@ -113,6 +114,7 @@ NAMES = (*POLICIES, *(DIVERSE + name for name, policy in POLICIES.items() if pol
 
 _WRITTEN = {
     "full": "fullcache", "1d": "triattention", "1ddiv": "diverse-triattention", "qfilter": "q-filters",
+    "cap": "capkv", "cur": "curdkv", "leveragescore": "leverage", "noncausalattn": "noncausal",
 }
 """Further names that papers and kvpress use, as `_bare` returns them."""
 
@@ -123,6 +125,17 @@ LEFT_OUT: Mapping[str, str] = {
     **dict.fromkeys(("think", "kivi", "kvquant", "xkv", "quest", "nsa", "dsa"), _EVERY_TOKEN),
 }
 """Methods that have no name, with the reasons of "What is not specified" in spec/policies.md."""
+
+
+_TEXTS: Mapping[str, str] = {
+    "duoattention": "kvzip-heads", "observedattention": "score=h2o", "random": "random-tokens",
+    "dms": "knorm/threshold=-8.0/recent=128", "chunk": "keydiff/pieces=1024", "decoding": "keydiff/every=64",
+    "compressionratiodecoding": "keydiff/every=64", "prefilldecoding": "snapkv/steps=keydiff/every=64",
+    "entropygatedchunkkv": "snapkv/chunks=10:gate=4", "perlayercompression": "knorm/layers=table:shares=3_2_1",
+    "lukv": "expected-attention/recent=1/layers=table:shares=3_2_1_4",
+}
+"""Methods of kvpress that are a policy with further settings here, as `_bare` returns them, with the text to type."""
+_GUIDE = "docs/guide/kvpress.md"
 
 
 def _bare(name: str) -> str:
@@ -166,6 +179,10 @@ def check_name(name: str, argument: str = "name") -> str:
         return known
     if (reason := LEFT_OUT.get(_bare(name))) is not None:
         raise SpecError(argument, name, reason)
+    if (text := _TEXTS.get(_bare(name))) is not None:
+        raise SpecError(argument, name, f"has a text: type {text!r}. {_GUIDE} explains what differs")
+    if name.lower().endswith("press") and ":" not in name:
+        raise SpecError(argument, name, f"has no policy of this name: {_GUIDE} has the way, or the reason for none")
     bare, bracket, _ = name.partition("(")
     if bracket and _bare(bare) in _CANONICAL:
         call = f"policy_from_name({_CANONICAL[_bare(bare)]!r}, constant=value)"
@@ -242,6 +259,18 @@ def constants_of(name: str) -> frozenset[str]:
     if name.startswith(DIVERSE):
         return row.constants | _DIVERSITY
     return row.constants | ({BLOCK} if row.blocks else set()) | ({BACKEND} if name not in _FIRST else set())
+
+
+def check_kinds(name: str, constants: Mapping[str, Any]) -> None:
+    """Check that constants have the kinds of their defaults. Your own policy has no constants.
+
+    Raises:
+        SpecError: if a constant has a different kind, such as text in place of a number.
+    """
+    home = home_of(name)
+    if home in NAMES:
+        more = DIVERSITY if home.startswith(DIVERSE) else {}
+        POLICIES[home.removeprefix(DIVERSE)].check_kinds(constants, more)
 
 
 def families_of(name: str) -> tuple[str, ...]:

@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from spec.arrays import Bool, BoolVector
-from spec.errors import SpecError
 from spec.policy import Policy, Protection
-from spec.validate import MOST_TOKENS
+from spec.validate import MOST_TOKENS, check_whole
 
 __all__ = ["InEachPiece", "ProtectedPositions", "SinkAndRecent", "protecting"]
 
@@ -24,7 +23,7 @@ class SinkAndRecent:
         recent: number of last tokens to keep.
 
     Raises:
-        SpecError: if `sink` or `recent` is negative, or larger than the number of tokens of any prompt.
+        SpecError: if `sink` or `recent` is no whole number, is negative, or exceeds the number of tokens of any prompt.
     """
 
     sink: int
@@ -32,10 +31,7 @@ class SinkAndRecent:
 
     def __post_init__(self) -> None:
         for name, value in (("sink", self.sink), ("recent", self.recent)):
-            if value < 0:
-                raise SpecError(name, value, "must not be negative")
-            if value > MOST_TOKENS:
-                raise SpecError(name, value, f"must be at most {MOST_TOKENS} tokens")
+            check_whole(name, value, most=MOST_TOKENS)
 
     @property
     def size(self) -> int:

@@ -11,7 +11,7 @@ from spec.composition import ANY_SETS, HEAD_SETS, Provided
 from spec.errors import SpecError
 from spec.policy import DeviceArray, LayerView, Needs, Observation, Scores
 from spec.retention import Granularity
-from spec.validate import MOST_TOKENS
+from spec.validate import MOST_TOKENS, check_whole
 
 __all__ = [
     "LayerScorer", "Received", "Score", "WithoutRecords", "check_odd", "check_positive", "check_weighable", "host_rows",
@@ -118,22 +118,18 @@ def check_odd(kernel: int) -> int:
     Raises:
         SpecError: if the size is even or not positive. A kernel of even size has no middle.
     """
-    if kernel < 1 or kernel % 2 == 0:
+    if check_whole("kernel", kernel, 1) % 2 == 0:
         raise SpecError("kernel", kernel, "must be odd and positive")
-    return kernel
+    return int(kernel)
 
 
 def check_positive(name: str, value: int) -> int:
     """Check and return a number of tokens.
 
     Raises:
-        SpecError: if the number is not positive, or larger than that of any prompt.
+        SpecError: if the value is no whole number, is not positive, or is larger than that of any prompt.
     """
-    if value < 1:
-        raise SpecError(name, value, "must be at least 1")
-    if value > MOST_TOKENS:
-        raise SpecError(name, value, f"must be at most {MOST_TOKENS} tokens")
-    return value
+    return check_whole(name, value, 1, MOST_TOKENS)
 
 
 def check_weighable(scores: Scores) -> Scores:

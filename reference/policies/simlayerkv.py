@@ -17,6 +17,7 @@ from spec.composition import LAYER_SETS, Provided, Required
 from spec.errors import SpecError
 from spec.policy import LayerView, Needs, Observation, Policy, Scores
 from spec.retention import Granularity
+from spec.validate import check_whole
 
 __all__ = ["Lazy", "LazyLayers", "lazy_mass", "simlayerkv"]
 
@@ -89,8 +90,7 @@ def simlayerkv(threshold: float = 0.9, N_sink: int = 4, N_recent: int = 1024) ->
     """
     if math.isnan(threshold):
         raise SpecError("threshold", threshold, "must be a number, such as 0.9")
-    if N_sink < 0:
-        raise SpecError("N_sink", N_sink, "must be at least 0")
+    check_whole("N_sink", N_sink)
     scorer = LazyLayers(N_sink, check_positive("N_recent", N_recent))
     return Policy(
         "simlayerkv", scorer, Lazy(threshold, N_sink + N_recent), top_units, SinkAndRecent(N_sink, N_recent),

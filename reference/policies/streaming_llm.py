@@ -5,8 +5,8 @@ from reference.policies.named import named
 from reference.policies.protections import SinkAndRecent
 from reference.policies.scorers import recency
 from reference.policies.selectors import top_units
-from spec.errors import SpecError
 from spec.policy import Policy
+from spec.validate import check_whole
 
 __all__ = ["streaming_llm"]
 
@@ -27,6 +27,4 @@ def streaming_llm(N_sink: int = 4) -> Policy:
     Raises:
         SpecError: if N_sink is negative.
     """
-    if N_sink < 0:
-        raise SpecError("N_sink", N_sink, "must not be negative")
-    return Policy("streamingllm", recency, even, top_units, SinkAndRecent(N_sink, 0))
+    return Policy("streamingllm", recency, even, top_units, SinkAndRecent(check_whole("N_sink", N_sink), 0))

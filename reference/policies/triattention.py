@@ -19,6 +19,7 @@ from spec.composition import Provided
 from spec.errors import SpecError
 from spec.policy import Cadence, DeviceArray, LayerView, Needs, Observation, Policy, Scores
 from spec.retention import Granularity
+from spec.validate import check_whole
 
 __all__ = ["TriAttention", "largest_z_scores", "triattention"]
 
@@ -148,10 +149,8 @@ def triattention(
         raise SpecError("calibration", calibration.digest, reason)
     if mode not in GRANULARITY:
         raise SpecError("mode", mode, f"must be one of {', '.join(GRANULARITY)}")
-    if pin_prompt < 0:
-        raise SpecError("pin_prompt", pin_prompt, "must not be negative")
-    if slack < 1:
-        raise SpecError("slack", slack, "must be at least 1")
+    check_whole("pin_prompt", pin_prompt)
+    check_whole("slack", slack, 1)
     form = cast(Mode, mode)
     return Policy(
         "triattention", TriAttention(calibration, form, pin_prompt), even, top_units, SinkAndRecent(pin_prompt, 0),

@@ -30,6 +30,7 @@ from spec.policy import (
     SeparableScorer,
 )
 from spec.retention import Granularity
+from spec.validate import check_whole
 
 __all__ = ["ValueWeighted", "value_norms", "vatp", "with_value_norms"]
 
@@ -130,8 +131,7 @@ def with_value_norms(host: Policy, N_sink: int = 4) -> Policy:
     """
     if host.granularity is not Granularity.HEAD:
         raise SpecError("host", host.name, "must have a kept set per layer and KV head")
-    if N_sink < 0:
-        raise SpecError("N_sink", N_sink, "must not be negative")
+    check_whole("N_sink", N_sink)
     old = host.scorer
     scorer = RunningValueWeighted(old) if isinstance(old, RunningScorer) else ValueWeighted(old)
     named = replace(host, name=f"vatp({host.name})", scorer=scorer, promises=NOTHING_PROMISED)

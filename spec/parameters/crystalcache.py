@@ -144,7 +144,7 @@ class CrystalCacheParameters:
     @staticmethod
     def _check(name: str, value: object) -> None:
         if name in _FORMS:
-            if value not in _FORMS[name]:
+            if not isinstance(value, str) or value not in _FORMS[name]:
                 raise SpecError(name, value, f"must be one of {', '.join(_FORMS[name])}")
         elif name in _AT_LEAST_ONE or name in _AT_LEAST_ZERO:
             low = int(name in _AT_LEAST_ONE)

@@ -26,6 +26,7 @@ from conformance.cache_suite.judge import save_tiny
 from conformance.paths import DOCS, ROOT, SPEC
 from conformance.server_suite.judge import RULES, Reading, Witness
 from conformance.server_suite.reading import policy_of, with_noise
+from conformance.server_suite.ties import Difference, judged_differences
 from conformance.verify import __main__ as verify_main
 from conformance.verify import runs
 from conformance.verify.certificate import write
@@ -288,6 +289,20 @@ def test_equal_tokens_may_be_ranked_by_rounding(model: PreTrainedModel, group: s
         witness = Witness(model, Server.of(url, "tiny"))
         outcome = [verdict(RULES["policy"], reading) for reading in witness.readings(group)]
     assert set(outcome) == {"passed"}
+
+
+@pytest.mark.parametrize(("sequential", "clear", "tied"), [(True, {(0, 1, 2)}, {(0, 0, 1), (1, 1, 3)}), (False, {
+    (0, 0, 1), (0, 1, 2), (1, 1, 3),
+}, set())])
+def test_after_a_tie_a_sequential_choice_decides_nothing(
+    sequential: bool, clear: set[Difference], tied: set[Difference],
+) -> None:
+    """Noise exchanges tokens 4 and 5 of set 0, which have one id. Other differences are in set 1, or later."""
+    ids = [1, 2, 3, 1, 7, 7]
+    expected = [[[[0, 4], [0, 3]]], [[[0], [0]]]]
+    stated = [[[[0, 1, 5], [0, 2, 3]]], [[[0], [0, 3]]]]
+    noisy = [[[[0, 5], [0, 3]]], [[[0], [0]]]]
+    assert judged_differences(stated, expected, ids, [noisy], sequential) == (clear, tied)
 
 
 @pytest.mark.parametrize(("fault", "expected"), [

@@ -270,6 +270,10 @@ def test_a_policy_by_another_spelling_is_the_policy() -> None:
     assert isinstance(policy, NamedPolicy)
     assert (policy.name, policy.constants["W"]) == ("snapkv", 16)
     assert parse_policy("Snap-KV(window=16)") == ("snapkv", {"W": 16})
+    written = kvspec.policy_from_name("SnapKVPress", 0.3, window_size=64, kernel_size=5)
+    assert isinstance(written, NamedPolicy)
+    assert written.constants == {"W": 64, "kernel": 5}
+    assert parse_policy("snapkv:window_size=64:kernel_size=5") == ("snapkv", {"W": 64, "kernel": 5})
     assert isinstance(kvspec.policy_from_name("full"), kvspec.FullCache)
     with pytest.raises(SpecError, match=r"W = 8: is the constant W, which is also given"):
         kvspec.policy_from_name("snapkv", 0.3, window=16, W=8)

@@ -163,7 +163,7 @@ def test_layers_then_heads_equals_the_rules_of_the_papers_one_after_the_other(
     ("snapkv/every=x", "/every=x", "a value such as 0"), ("snapkv/every=0", "/every=0", "at least 1"),
     ("snapkv/crush=0.25/every=8", "/crush=0.25", "end of segments"), ("snapkv/diverse=-1", "/diverse=-1", "negative"),
     ("chunkkv/block=4", "/block=4", "single tokens"), ("chunkkv/select=half", "/select=half", "leave the part out"),
-    ("crystalcache/sink=8", "crystalcache accepts no parts", "N_sink"), ("snapkv/sink=-1", "/sink=-1", "negative"),
+    ("crystalcache/sink=8", "crystalcache accepts no parts", "N_sink"), ("snapkv/sink=-1", "/sink=-1", "at least 0"),
     ("snapkv/heads=adaptive:safeguard=2", "/heads=adaptive:safeguard=2", "[0, 1]"),
     ("snapkv/threshold=high", "/threshold=high", "0.5"),
     ("knorm/recent=99999999", "/recent=99999999", "at most 16777216"),
