@@ -18,7 +18,7 @@ from lab.measure.peers.table import OURS, needed
 
 INPUTS = 200
 PAGE = DOCS / "peers.md"
-MOST = {"PyramidKV": 120}
+MOST, LEAST = {"PyramidKV": 120}, {"Compactor": 8}
 
 
 @dataclass
@@ -36,7 +36,7 @@ def compared(press: str, number: int) -> Report:
     make, eager = PRESSES[press]
     ours, readings = OURS[press]
     for seed in range(number):
-        inputs = drawn(seed, MOST.get(press, 40))
+        inputs = drawn(seed, MOST.get(press, 40), LEAST.get(press, 6))
         theirs = kept_by_press(make, inputs, eager)
         some = needed(press, inputs, theirs, readings)
         if some is None or ours(inputs, frozenset(readings)) != theirs:

@@ -50,13 +50,31 @@ SAFE_FIRST = "quota and window count in the first stage"
 BEHIND_PREFIX = "chunks start after the chat prefix"
 OF_ALL = "rounded once"
 BY_LAYER = "heads of a layer compete"
+UNSCALED = "logits without scaling"
+FILLED = "last chunk filled with zeros"
+SKETCH = "random projection of keys"
+BLEND = "ratio as the weight"
+EQUAL_ENDS = "protected tokens equal the best token"
+DRAWN = "numbers of torch"
+LAST = "last token without attention"
+FEWER = "one recent token less"
+SHORT = "short prompts stay whole"
+EACH_LAYER = "budget of each layer"
+WITHIN = "weights include protected tokens"
+FROM_BUDGET = "blocks start after the budget"
+GIVEN_HEADS = "number of full heads"
+FROM_PROMPT = "steps count from the last eviction"
+WHOLE_PROMPT = "prompt stays whole"
+TWO_BUDGETS = "separate budget of the prompt"
 """Readings. docs/peers.md describes each of them."""
 
 
-def budget(inputs: Inputs, readings: Set[str]) -> int:
+def budget(inputs: Inputs, readings: Set[str], seen: int | None = None) -> int:
+    """Return the budget of the first `seen` tokens. Default: of all tokens."""
+    n = inputs.n if seen is None else seen
     if TRUNCATED in readings:
-        return max(1, int(inputs.n * (1 - float(inputs.ratio))))
-    exact = inputs.kept * inputs.n
+        return max(1, int(n * (1 - float(inputs.ratio))))
+    exact = inputs.kept * n
     return max(1, math.floor(exact)) if FLOORED in readings else math.ceil(exact)
 
 
@@ -156,13 +174,19 @@ def tova(inputs: Inputs, readings: Set[str]) -> Kept:
     return run(host, inputs, B)
 
 
-def expected(inputs: Inputs, readings: Set[str]) -> Kept:
-    given, B = inputs.constants, budget(inputs, readings)
-    host = policies.expected_attention(inputs.inv_freq, 1.0, given.sinks, given.future)
-    if TIES in readings and given.sinks > B:
+def behind_sinks(host: Policy, inputs: Inputs, readings: Set[str]) -> Kept:
+    """Return the kept sets of a policy with sinks. A press gives all sinks one score, above all other scores."""
+    B, marks = budget(inputs, readings), host.protection(inputs.n)
+    if TIES in readings and inputs.constants.sinks > B:
         seen = Observation(inputs.n, len(inputs.k), None, {0: inputs.view})
-        return topk(raised(host.scorer(seen, host.protection(inputs.n)).values), B)
+        return topk(raised(np.where(marks, np.nan, host.scorer(seen, marks).values)), B)
     return run(host, inputs, B)
+
+
+def expected(inputs: Inputs, readings: Set[str]) -> Kept:
+    given = inputs.constants
+    host = policies.expected_attention(inputs.inv_freq, 1.0, given.sinks, given.future)
+    return behind_sinks(host, inputs, readings)
 
 
 def layer_shares(inputs: Inputs, readings: Set[str]) -> list[int] | None:

@@ -1,5 +1,6 @@
 """Random queries, keys and values of one layer, before and after rotation, without transformers and kvpress."""
 
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from fractions import Fraction
@@ -83,16 +84,25 @@ class Inputs:
         return LayerView(q, self.k, self.v, self.k.shape[2] ** -0.5, None)
 
 
-def drawn(seed: int, most: int) -> Inputs:
-    """Return normally distributed numbers for 6 to `most` tokens, and 1 to 3 KV heads with 1 or 2 query heads each."""
+def drawn(seed: int, most: int, least: int = 6) -> Inputs:
+    """Return normal numbers for `least` to `most` tokens, and 1 to 3 KV heads with 1 or 2 query heads each."""
     rng = np.random.default_rng(seed)
-    n, H_kv, G = int(rng.integers(6, most + 1)), int(rng.integers(1, 4)), int(rng.integers(1, 3))
+    n, H_kv, G = int(rng.integers(least, most + 1)), int(rng.integers(1, 4)), int(rng.integers(1, 3))
     ratio = RATIOS[int(rng.integers(len(RATIOS)))]
     return Inputs(
         seed, ratio, int(rng.integers(SMALL.layers)), 2 * rng.standard_normal((H_kv * G, n, D)),
         rng.standard_normal((H_kv, n, D)), rng.standard_normal((H_kv, n, D)),
         100.0 ** (-np.arange(D // 2) / (D // 2)),
     )
+
+
+LAYER_WEIGHTS, HEAD_WEIGHTS = (11, 10, 10, 9), {1: (10,), 2: (11, 9), 3: (11, 10, 9)}
+"""Tenths of the kept share: of each layer, and of each KV head of a layer."""
+
+
+def evicted(ratio: float, weights: Sequence[int]) -> list[float]:
+    """Return the ratio of each layer or head. The mean is the given ratio."""
+    return [1 - (1 - ratio) * weight / 10 for weight in weights]
 
 
 def positions_of(some: Array, keys: Array) -> Array:

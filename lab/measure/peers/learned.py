@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from conformance.strategies.policy_inputs import random_gates, random_networks
-from lab.measure.peers.differences import TIES, Kept, budget, raised, run, shared, topk
+from lab.measure.peers.differences import Kept, behind_sinks, budget, run, shared
 from lab.measure.peers.inputs import Array, D, Inputs
 from reference import policies
 from reference.calibration import Calibration, Gates, Identity, Networks
@@ -61,6 +61,12 @@ class Learned:
         L, H, H_kv = self.sizes
         return random_gates(L, H_kv, H * D, H // H_kv)
 
+    @cached_property
+    def head_scores(self) -> Array:
+        """Return the scores (L, H_kv) by which DuoAttention chooses full heads."""
+        L, _, H_kv = self.sizes
+        return np.random.default_rng(self.inputs.seed + 5).random((L, H_kv))
+
     @property
     def layer_calibration(self) -> Calibration:
         """Return the calibration of the input's layer alone, which is layer 0 of the comparison."""
@@ -87,12 +93,9 @@ def kvzap(inputs: Inputs, readings: Set[str]) -> Kept:
 
 
 def expected_attention_stats(inputs: Inputs, readings: Set[str]) -> Kept:
-    known, given, B = Learned(inputs), inputs.constants, budget(inputs, readings)
+    known, given = Learned(inputs), inputs.constants
     host = policies.expected_attention_stats(known.layer_calibration, known.identity, given.sinks, given.future)
-    if TIES in readings and given.sinks > B:
-        seen = Observation(inputs.n, len(inputs.k), None, {0: inputs.view})
-        return topk(raised(host.scorer(seen, host.protection(inputs.n)).values), B)
-    return run(host, inputs, B)
+    return behind_sinks(host, inputs, readings)
 
 
 def fast_kvzip(inputs: Inputs, readings: Set[str]) -> Kept:

@@ -12,9 +12,19 @@ import numpy as np
 import torch
 from kvpress.presses.fastkvzip_press import FastKVzipGate  # type: ignore[import-not-found]
 
-from lab.measure.peers.inputs import Constants, Inputs, Rehearsed, positions_of, threshold
+from lab.measure.peers.composed import LAZY
+from lab.measure.peers.inputs import (
+    HEAD_WEIGHTS,
+    LAYER_WEIGHTS,
+    Constants,
+    Inputs,
+    Rehearsed,
+    evicted,
+    positions_of,
+    threshold,
+)
 from lab.measure.peers.learned import Learned
-from reference.policies.attention import observed_attention
+from reference.policies.attention import observed_attention, unrotated
 
 VERSION = version("kvpress")
 logging.getLogger("kvpress").setLevel(logging.ERROR)  # KVzip's press warns whenever it is created
@@ -43,14 +53,18 @@ def module_of(inputs: Inputs) -> Any:
     )
 
 
-def given_to(inputs: Inputs, eager: bool) -> tuple[Any, ...]:
-    """Return the arguments of a press, with the module first."""
+def given_to(inputs: Inputs, eager: bool, with_keys: bool = False) -> tuple[Any, ...]:
+    """Return the arguments of a press, with the module first. Keys before RoPE are a part of the hidden states."""
     module = module_of(inputs)
     hidden = torch.tensor(inputs.raw_q.transpose(1, 0, 2).reshape(1, inputs.n, -1))
     keys, values = torch.tensor(inputs.k)[None], torch.tensor(inputs.v)[None]
     tables = module.rotary_emb(hidden, torch.arange(inputs.n)[None])
     A = torch.tensor(observed_attention(inputs.view, inputs.n))[None] if eager else None
     module.masked_key_indices = None
+    if with_keys:
+        width, back = hidden.shape[2], unrotated(inputs.k, np.arange(inputs.n), inputs.inv_freq, 1.0)
+        hidden = torch.cat([hidden, torch.tensor(back.transpose(1, 0, 2).reshape(1, inputs.n, -1))], dim=2)
+        module.q_proj, module.k_proj = (lambda x: x[..., :width]), (lambda x: x[..., width:])
     return module, hidden, keys, values, A, {"position_embeddings": tables}
 
 
@@ -65,12 +79,16 @@ def kept_by_press(make: Make, inputs: Inputs, eager: bool) -> list[list[int]]:
         return [head for module in gated_by(press, inputs) for head in unmasked(module, inputs)]
     if isinstance(press, kvpress.KVzipPress):
         return [head for module in rehearsed_by(press, inputs) for head in unmasked(module, inputs)]
-    module, hidden, keys, *others = given_to(inputs, eager)
-    if isinstance(press, kvpress.DMSPress):
-        stored = SimpleNamespace(layers={inputs.layer: SimpleNamespace(keys=keys, values=others[0])})
-        shown = {"hidden_states": hidden, "past_key_values": stored, "cache_position": torch.arange(inputs.n)}
-        press.forward_hook(module, [], shown, [])
-        return unmasked(module, inputs)
+    with_keys = isinstance(press, kvpress.LeverageScorePress | kvpress.CompactorPress)
+    module, hidden, keys, *others = given_to(inputs, eager, with_keys)
+    torch.manual_seed(inputs.seed)
+    if isinstance(press, kvpress.DMSPress | kvpress.PerLayerCompressionPress | kvpress.DecodingPress
+                  | kvpress.PrefillDecodingPress):
+        one_by_one = not isinstance(press, kvpress.DMSPress | kvpress.PerLayerCompressionPress)
+        stored = stored_by(press, inputs, module, hidden, inputs.n // 2 if one_by_one else inputs.n)
+        if module.masked_key_indices is not None:
+            return unmasked(module, inputs)
+        return [sorted(head.tolist()) for head in positions_of(stored[0].numpy(), inputs.k)]
     result, places = gathered_by(press, module, hidden, keys, *others)
     if module.masked_key_indices is not None:
         return unmasked(module, inputs)
@@ -79,6 +97,21 @@ def kept_by_press(make: Make, inputs: Inputs, eager: bool) -> list[list[int]]:
     if places is None:
         places = positions_of(result[0].numpy(), inputs.k)
     return [sorted(head.tolist()) for head in places]
+
+
+def stored_by(press: Any, inputs: Inputs, module: Any, hidden: Any, prompt: int) -> Any:
+    """Return the keys that are stored after a prompt, and one decode step for each later token."""
+    keys, values = torch.tensor(inputs.k)[None], torch.tensor(inputs.v)[None]
+    layer = SimpleNamespace(keys=keys[:, :, :0], values=values[:, :, :0])
+    cache, first = SimpleNamespace(layers={inputs.layer: layer}), 0
+    for stop in (prompt, *range(prompt + 1, inputs.n + 1)):
+        layer.keys = torch.cat([layer.keys, keys[:, :, first:stop]], dim=2)
+        layer.values = torch.cat([layer.values, values[:, :, first:stop]], dim=2)
+        at = torch.arange(first, stop)
+        shown = {"hidden_states": hidden[:, first:stop], "past_key_values": cache, "cache_position": at}
+        press.forward_hook(module, [], {**shown, "position_ids": at[None]}, [None, None])
+        first = stop
+    return layer.keys
 
 
 def gathered_by(press: Any, module: Any, hidden: Any, keys: Any, *others: Any) -> tuple[Any, Any]:
@@ -116,6 +149,17 @@ def set_learned(press: Any, learned: Learned) -> None:
                 linear(arrays["W_2"][at], arrays["b_2"][at]),
             ) for at in range(len(arrays["W_2"]))
         ])
+    if isinstance(press, kvpress.RandomPress):
+        press.seed = learned.inputs.seed
+    if isinstance(press, kvpress.LUKVPress):
+        rates = evicted(press.compression_ratio, HEAD_WEIGHTS[learned.sizes[2]])
+        press._budget_curves = np.broadcast_to(rates, (99, learned.sizes[0], len(rates))).copy()
+    if isinstance(press, kvpress.DuoAttentionPress):
+        given, scores = learned.inputs.constants, learned.head_scores
+        press.sink_size, press.recent_size = given.sinks, given.window
+        order = np.argsort(scores, axis=None)[:round(scores.size * press.head_compression_ratio)]
+        press.streaming_mask = torch.zeros(scores.shape, dtype=torch.bool)
+        press.streaming_mask[np.unravel_index(order, scores.shape)] = True
     if isinstance(press, kvpress.FastKVzipPress):
         press.gates = [gate_of(learned, at) for at in range(len(taken.layers))]
 
@@ -226,6 +270,24 @@ def kvzip(ratio: float, given: Constants, **options: bool) -> Any:
     return kvpress.KVzipPress(ratio, n_sink=given.sinks, chunk_size=given.rehearsed, **options)
 
 
+def decoding(base: Any, given: Constants) -> Any:
+    return kvpress.DecodingPress(base, compression_interval=given.chunk, target_size=given.piece)
+
+
+def compactor(ratio: float, given: Constants) -> Any:
+    return kvpress.CompactorPress(ratio, sink_size_start=given.sinks, sink_size_end=1, chunk_size=given.chunk)
+
+
+def lazy_layers(_: float, given: Constants) -> Any:
+    return kvpress.SimLayerKVPress(lazy_threshold=LAZY, n_recent=given.window, n_initial=given.sinks)
+
+
+def ratio_decoding(ratio: float, given: Constants) -> Any:
+    return kvpress.CompressionRatioDecodingPress(
+        kvpress.KnormPress(), compression_interval=given.chunk, target_compression_ratio=ratio,
+    )
+
+
 # Presses with the constants of the comparison, and whether they get the attention weights.
 PRESSES: dict[str, tuple[Make, bool]] = {
     "StreamingLLM": (lambda r, given: kvpress.StreamingLLMPress(r, n_sink=given.sinks), False),
@@ -251,4 +313,27 @@ PRESSES: dict[str, tuple[Make, bool]] = {
     "ExpectedAttentionStats": (statistics, False),
     "KVzap": (lambda r, _: kvpress.KVzapPress(r), False),
     "FastKVzip": (lambda r, given: kvpress.FastKVzipPress(r, n_sink=given.sinks), False),
+    "CUR": (lambda r, given: kvpress.CURPress(r, num_sinks=given.sinks, local_window_size=given.lag), False),
+    "Cap": (
+        lambda r, given: kvpress.CapPress(r, n_sink=given.sinks, n_future_positions=given.future), False,
+    ),
+    "NonCausalAttn": (lambda r, given: kvpress.NonCausalAttnPress(r, chunk_size=given.chunk), False),
+    "LeverageScore": (lambda r, _: kvpress.LeverageScorePress(r), False),
+    "Compactor": (compactor, False),
+    "Random": (lambda r, _: kvpress.RandomPress(r), False),
+    "SimLayerKV": (lazy_layers, False),
+    "PerLayerCompression of Knorm": (
+        lambda r, _: kvpress.PerLayerCompressionPress(kvpress.KnormPress(), evicted(r, LAYER_WEIGHTS)), False,
+    ),
+    "LUKV of Knorm": (
+        lambda r, given: kvpress.LUKVPress(kvpress.KnormPress(), r, sink=given.sinks, window=1), False,
+    ),
+    "Block of KeyDiff": (lambda r, given: kvpress.BlockPress(kvpress.KeyDiffPress(r), given.chunk), False),
+    "DuoAttention": (lambda r, _: kvpress.DuoAttentionPress(r), False),
+    "Decoding of KeyDiff": (lambda _, given: decoding(kvpress.KeyDiffPress(), given), False),
+    "CompressionRatioDecoding of Knorm": (ratio_decoding, False),
+    "PrefillDecoding of Knorm": (
+        lambda r, given: kvpress.PrefillDecodingPress(kvpress.KnormPress(r), decoding(kvpress.KeyDiffPress(), given)),
+        False,
+    ),
 }

@@ -4,18 +4,28 @@ from collections.abc import Callable, Set
 from functools import partial
 from itertools import combinations
 
+from lab.measure.peers import composed, learned
 from lab.measure.peers import differences as of
-from lab.measure.peers import learned
 from lab.measure.peers.differences import (
     AVERAGE,
     BEHIND_PREFIX,
+    BLEND,
     BY_LAYER,
+    DRAWN,
+    EACH_LAYER,
     EACH_PIECE,
+    EQUAL_ENDS,
+    FEWER,
+    FILLED,
     FLAT,
     FLOORED,
+    FROM_BUDGET,
+    FROM_PROMPT,
+    GIVEN_HEADS,
     IN_CHUNKS,
     IN_FIRST,
     INNER,
+    LAST,
     LINE,
     NO_RECENT,
     OF_ALL,
@@ -23,8 +33,14 @@ from lab.measure.peers.differences import (
     PINNED,
     QUOTA,
     SAFE_FIRST,
+    SHORT,
+    SKETCH,
     TIES,
     TRUNCATED,
+    TWO_BUDGETS,
+    UNSCALED,
+    WHOLE_PROMPT,
+    WITHIN,
     Kept,
 )
 from lab.measure.peers.inputs import Inputs
@@ -55,6 +71,22 @@ OURS: dict[str, tuple[Callable[[Inputs, Set[str]], Kept], tuple[str, ...]]] = {
     "ExpectedAttentionStats": (learned.expected_attention_stats, (FLOORED, TRUNCATED, TIES)),
     "KVzap": (learned.kvzap, (FLOORED, TRUNCATED)),
     "FastKVzip": (learned.fast_kvzip, (OF_ALL, TIES)),
+    "CUR": (composed.curdkv, (FLOORED, TRUNCATED, TIES)),
+    "Cap": (composed.capkv, (FLOORED, TRUNCATED, TIES)),
+    "NonCausalAttn": (composed.noncausal, (FLOORED, TRUNCATED, UNSCALED, FILLED)),
+    "LeverageScore": (composed.leverage, (FLOORED, TRUNCATED, SKETCH)),
+    "Compactor": (composed.compactor, (FLOORED, TRUNCATED, UNSCALED, FILLED, SKETCH, BLEND, EQUAL_ENDS)),
+    "Random": (composed.random_tokens, (FLOORED, TRUNCATED, DRAWN)),
+    "SimLayerKV": (composed.simlayerkv, (LAST, FEWER, SHORT)),
+    "PerLayerCompression of Knorm": (composed.per_layer, (EACH_LAYER,)),
+    "LUKV of Knorm": (composed.lu_kv, (WITHIN,)),
+    "Block of KeyDiff": (composed.blocks, (FLOORED, TRUNCATED, FROM_BUDGET, TIES)),
+    "DuoAttention": (composed.full_heads, (GIVEN_HEADS,)),
+    "Decoding of KeyDiff": (composed.decoding, (FROM_PROMPT, WHOLE_PROMPT)),
+    "CompressionRatioDecoding of Knorm": (
+        composed.ratio_decoding, (FLOORED, TRUNCATED, FROM_PROMPT, WHOLE_PROMPT),
+    ),
+    "PrefillDecoding of Knorm": (composed.prefill_decoding, (FROM_PROMPT, TWO_BUDGETS)),
 }
 
 
