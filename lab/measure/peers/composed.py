@@ -106,10 +106,10 @@ def compactor(inputs: Inputs, readings: Set[str]) -> Kept:
     if not readings - {FLOORED, TRUNCATED}:
         return run(host, inputs, B)
     inner, view = slice(given.sinks, n - 1), inputs.view
-    own = replace(view, q=view.q[:, inner], k=view.k[:, inner], v=np.asarray(view.v)[:, inner])
+    part = replace(view, q=view.q[:, inner], k=view.k[:, inner], v=np.asarray(view.v)[:, inner])
     blend = float(inputs.ratio) if BLEND in readings else 1 - B / n
     scores = np.full((len(inputs.k), n), np.nan)
-    parts = leverages(inputs, inner, readings), attention_in_chunks(own, given.chunk, readings)
+    parts = leverages(inputs, inner, readings), attention_in_chunks(part, given.chunk, readings)
     scaled = [(x - x.mean()) / max(float(x.std()), 1e-6) for x in parts]
     scores[:, inner] = blend * scaled[0] + scaled[1]
     if EQUAL_ENDS in readings:
