@@ -58,12 +58,18 @@ def read(path: Path, known_items: frozenset[str], known_vectors: frozenset[str])
     """Return the entries of a file.
 
     Raises:
-        pytest.UsageError: if an entry is incomplete, has expired, or names an unknown item or vector.
+        pytest.UsageError: if the file has a different table, or if an entry is incomplete, has expired, or names an
+            unknown item or vector.
     """
     try:
-        entries = tomllib.loads(path.read_text(encoding="utf-8")).get("exception", [])
+        whole = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise pytest.UsageError(f"{path}: {error}") from error
+    if unknown := sorted(whole.keys() - {"exception"}):
+        raise pytest.UsageError(f"{path}: unknown table {unknown[0]}: type [[exception]]")
+    entries = whole.get("exception", [])
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise pytest.UsageError(f"{path}: exception must be a list of tables: type [[exception]]")
     known = {"item": known_items, "vector": known_vectors}
     return [_entry(f"{path}, exception {number}", entry, known) for number, entry in enumerate(entries, 1)]
 
@@ -81,7 +87,7 @@ def _entry(where: str, entry: dict[str, object], known: dict[str, frozenset[str]
         raise pytest.UsageError(f"{where}: needs a reason and an issue")
     expiry, subject = entry.get("expiry"), str(entry[grains[0]])
     if type(expiry) is not date:
-        raise pytest.UsageError(f"{where}: needs an expiry date, such as 2027-03-31")
+        raise pytest.UsageError(f"{where}: needs an expiry date without quotes, such as expiry = 2027-03-31")
     if expiry <= date.today():
         raise pytest.UsageError(f"{where}: the exception of {subject!r} expired on {expiry}")
     if grains[0] in known and subject not in known[grains[0]]:

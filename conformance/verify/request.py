@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
@@ -104,12 +105,17 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"kvspec: {message}; kvspec verify --help lists the options; write options of pytest after --\n")
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+def parser(complete: bool = True) -> argparse.ArgumentParser:
+    """Return the parser of the command line.
+
+    Args:
+        complete: if False, the parser has no --help, and does not require a subject.
+    """
     created = _Parser(
         prog="kvspec verify", description=_ABOUT, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter,
+        add_help=complete,
     )
-    who = created.add_mutually_exclusive_group(required=True)
+    who = created.add_mutually_exclusive_group(required=complete)
     who.add_argument("--backend", metavar="NAME",
                      help="engine in Python: name of a backend, or module:ATTRIBUTE of a spec.backend.Backend")
     who.add_argument("--command", metavar="TEXT", help="engine in any language: the command that starts the engine")
@@ -167,6 +173,16 @@ def parser() -> argparse.ArgumentParser:
     return created
 
 
+def _check_options(words: list[str]) -> None:
+    """Name an unknown option and a similar one. argparse would name only the missing subject of `--polcy NAME`."""
+    partial = parser(complete=False)
+    _, unknown = partial.parse_known_args(words)
+    if not unknown or {"-h", "--help"} & set(unknown):
+        return
+    near = get_close_matches(unknown[0], re.findall(r"--[a-z-]+", partial.format_usage()), n=1)
+    partial.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; did you mean {near[0]}?" if near else ""))
+
+
 def profile_of(option: str | None) -> str:
     """Return the option, otherwise the environment variable KVSPEC_PROFILE, otherwise ci.
 
@@ -187,6 +203,7 @@ def parsed(arguments: Sequence[str]) -> Request:
         SystemExit: after --help, or if an option is invalid.
     """
     at = list(arguments).index("--") if "--" in arguments else len(arguments)
+    _check_options(list(arguments)[:at])
     result = parser().parse_args(list(arguments)[:at])
     given = any(getattr(result, name) is not None for name in (*_ONLY_FOR, "profile"))
     if result.check and (result.quick or result.fail_fast or given):

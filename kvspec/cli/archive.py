@@ -113,7 +113,7 @@ def find(
     top: Annotated[int, typer.Option(help="Number of chunks to print.")] = 3,
     dense: Annotated[
         str, typer.Option(help="Sentence encoder that ranks the chunks in addition to BM25: 'wordllama' (pip install"
-                          " 'kvspec[wordllama]'), or a folder with a model. Default: rank by BM25 only.")
+                          " 'kvspec\\[wordllama]'), or a folder with a model. Default: rank by BM25 only.")
     ] = "",
     rerank: Annotated[
         Path | None, typer.Option(help="Folder with a cross-encoder model that reorders the best 50 chunks.")

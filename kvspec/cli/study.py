@@ -209,7 +209,11 @@ def demo(
 
 
 def study(
-    rules: Annotated[Path | None, typer.Option(help="Rules file that describes the study.")] = None,
+    rules: Annotated[
+        Path | None,
+        typer.Option(help="Rules file that describes the study. A run needs --rules and --out. --status and --audit do"
+                     " not need them."),
+    ] = None,
     out: StudyResults = None,
     part: Annotated[
         str, typer.Option(help="Samples to run: dev (a fifth of the samples), confirm (all other samples), or all.")
@@ -236,8 +240,9 @@ def study(
     with --part dev. Finally run kvspec study with --part confirm.
 
     With --audit the command checks that git has the rules before the results, and that each result names a commit with
-    the rules. Dev and confirming samples must share no text. No claim may pool places or texts with opposite signs. If
-    a check fails, the exit code is 1. The file known-limits.toml in the folder lists defects that are stated.
+    the rules. Dev and confirming samples must share no text. A claim about several places or texts must not combine a
+    positive and a negative difference. If a check fails, the exit code is 1. The file known-limits.toml in the folder
+    lists defects that are stated.
     """
     from experiments.studies.subject import Loading
     from experiments.studies.workers import Launch

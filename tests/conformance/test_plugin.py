@@ -213,7 +213,7 @@ def test_one_vector_can_be_excepted(tmp_path: Path) -> None:
         ('item = "CC-SCORE"\nkind = "xfail"\nreason = " "\nissue = "#7"', "needs a reason and an issue"),
         ('item = "CC-SCORE"\nkind = "xfail"\nreason = "known"', "needs a reason and an issue"),
         ('item = "CC-SCORE"\nkind = "xfail"\nreason = "known"\nissue = "#7"', "needs an expiry"),
-        ('item = "CC-SCORE"\nkind = "xfail"\nreason = "known"\nissue = "#7"\nexpiry = "2999-01-01"', "needs an expiry"),
+        ('item = "CC-SCORE"\nkind = "xfail"\nreason = "known"\nissue = "#7"\nexpiry = "2999-01-01"', "without quotes"),
         ('item = "CC-SCORE"\nkind = "xfail"\nreason = "known"\nissue = "#7"\nexpiry = 2020-01-01',
          "the exception of 'CC-SCORE' expired on 2020-01-01"),
         (f'item = "CC-SCORE"\nkind = "ignore"\n{WHY}', "kind must be"),
@@ -229,6 +229,15 @@ def test_a_careless_exception_is_refused(tmp_path: Path, entry: str, complaint: 
     file = tmp_path / "known.toml"
     file.write_text(f"[[exception]]\n{entry}\n", encoding="utf-8")
     with pytest.raises(pytest.UsageError, match=complaint):
+        exceptions.read(file, frozenset({"CC-SCORE"}), frozenset({"score-1"}))
+
+
+@pytest.mark.parametrize("text", ["[[exceptions]]", "[exception]", "exception = [1]", 'item = "CC-SCORE"'])
+def test_a_misspelled_table_of_exceptions_is_refused(tmp_path: Path, text: str) -> None:
+    """The table `exceptions` was once ignored, and the known failures failed."""
+    file = tmp_path / "known.toml"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(pytest.UsageError, match=r"type \[\[exception\]\]"):
         exceptions.read(file, frozenset({"CC-SCORE"}), frozenset({"score-1"}))
 
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import Any, Literal
@@ -26,13 +27,14 @@ from spec.budget import Budget, parse_budget
 from spec.errors import SpecError
 from spec.policy import Policy
 from spec.retention import Granularity
-from spec.validate import check_choices, check_sentence_ends
+from spec.validate import bound_of_names, check_choices, check_sentence_ends
 
 __all__ = ["RequestPolicy", "Settings", "make", "parse_request"]
 
 _SERVER_ONLY = {"backend": "is chosen by the server", "calibration": "is a file of the server: name it in the default"}
 _LONGEST = 65536  # characters of a request's arguments
 _ENDS = "sentence_ends"
+_KEYS = ("policy", "budget")
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,7 +189,7 @@ class Settings:
         Raises:
             SpecError: if a key or a value is invalid.
         """
-        given = _mapping(given, f"additional_config[{KEY!r}]")
+        given = _mapping(given, f"additional_config[{KEY!r}]", '{"default": {"policy": "snapkv", "budget": 0.3}}')
         known = {one.name for one in fields(cls)}
         if unknown := sorted(given.keys() - known):
             raise SpecError(f"additional_config[{KEY!r}]", unknown[0], f"must be one of {', '.join(sorted(known))}")
@@ -215,12 +217,13 @@ def parse_request(given: Any, settings: Settings) -> RequestPolicy | None:
     """
     if given is None:
         return None if settings.default is None else _served_policy(settings.default, settings, settings.sentence_ends)
-    asked, default = _mapping(given, KEY), settings.default or {}
+    asked, default = _mapping(given, KEY, '{"policy": "snapkv", "budget": 0.3}'), settings.default or {}
+    _check_keys(asked)
     if has_extreme_number(_as_json({**asked, "budget": None})):
         raise SpecError(KEY, asked, f"{EXTREME}, except the budget")
     # A name with a colon would import a module of the client's choice.
     if ("policy" in asked or not default) and not names.is_built_in(asked.get("policy")):
-        raise SpecError("policy", asked.get("policy"), f"must be a built-in policy: {', '.join(names.NAMES)}")
+        raise SpecError("policy", asked.get("policy"), _unknown_policy(asked.get("policy")))
     named = "policy" in asked
     asked = _split({"policy": default.get("policy"), **asked})
     # The default, which is the server's, may name a backend in its text.
@@ -251,16 +254,31 @@ def _served_policy(asked: Mapping[str, Any], settings: Settings, ends: Collectio
     return policy
 
 
-def _mapping(given: Any, argument: str) -> dict[str, Any]:
+def _check_keys(asked: Mapping[str, Any]) -> None:
+    """Check that no key is a misspelled `policy` or `budget`."""
+    for key, value in asked.items():
+        if key not in _KEYS and (near := get_close_matches(str(key).lower(), _KEYS, n=1, cutoff=0.8)):
+            raise SpecError(str(key), value, f"is not a key of a request: type {near[0]}")
+
+
+def _unknown_policy(name: object) -> str:
+    """Return the error text for a name that is not a built-in policy. No module is imported."""
+    if not isinstance(name, str):
+        return "must be the name of a built-in policy, such as snapkv"
+    similar = bound_of_names(names.home_of(name).partition("(")[0].partition(":")[0], names.NAMES)
+    return f"must be a built-in policy, and {similar}"
+
+
+def _mapping(given: Any, argument: str, example: str) -> dict[str, Any]:
     if isinstance(given, str):
         if len(given) > _LONGEST:
             raise SpecError(argument, f"{given[:40]}...", f"must have at most {_LONGEST} characters")
         try:
             given = json.loads(given)
         except (ValueError, RecursionError) as error:
-            raise SpecError(argument, given[:40], f"must be JSON: {error}") from error
+            raise SpecError(argument, given[:40], f"must be JSON, such as {example}: {error}") from error
     if not isinstance(given, Mapping):
-        raise SpecError(argument, given, "must be an object with the keys policy and budget")
+        raise SpecError(argument, given, f"must be an object, such as {example}")
     return dict(given)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from models_integration.engines.vllm.arguments import RequestPolicy
 from reference.policies.budgets import tokens_of
-from reference.policies.kept import most_kept
+from reference.policies.kept import floor_reason, most_kept
 
 __all__ = ["Compaction", "Plan", "Report", "Step"]
 
@@ -117,6 +117,13 @@ class Plan:
     def slots(self, tokens: int) -> int:
         """Return how many slots the first `tokens` tokens of the request fill."""
         return tokens - self.shift
+
+    def full_reason(self, seen: int) -> str:
+        """Return why a decision after `seen` tokens keeps all tokens. `/metrics` counts the text before the colon."""
+        policy, stored = self.asked.policy, self.slots(seen)
+        if self.asked.budget.tokens(seen) >= stored:
+            return "the budget keeps all tokens"
+        return "the policy keeps all tokens" + (f": {floor_reason(policy)}" if policy.floor >= stored else "")
 
     def peak(self, tokens: int) -> int:
         """Return the largest number of slots that the request fills until it has processed `tokens` tokens."""

@@ -61,13 +61,15 @@ class _Evicting:
 
     def _add_plan(self, request: Any) -> None:
         news = self._news[request.request_id]
+        given = (getattr(request.sampling_params, "extra_args", None) or {}).get(KEY)
         try:
-            asked = parse_request((getattr(request.sampling_params, "extra_args", None) or {}).get(KEY), self._settings)
+            asked = parse_request(given, self._settings)
         except (SpecError, BackendUnavailable) as error:  # the front end has checked the arguments before
             news |= {"policy": "fullcache", "budget": "1.0", "reason": str(error)}
             return
         if asked is None:
-            news |= {"policy": "fullcache", "budget": "1.0", "reason": "no policy was asked for"}
+            reason = "no policy was asked for" if given is None else "fullcache was asked for, which evicts no tokens"
+            news |= {"policy": "fullcache", "budget": "1.0", "reason": reason}
             return
         news |= {"policy": str(asked), "budget": asked.typed}
         if (reason := _refusal(request, asked)) is None:
@@ -182,7 +184,7 @@ class _Evicting:
         if report.eviction is not None:
             news.setdefault("evictions", []).append(report.eviction)
         elif report.kept == plan.slots(report.event):
-            news["reason"] = "the budget keeps all tokens"
+            news["reason"] = plan.full_reason(report.event)
 
 
 def _in_flight(request: Any) -> bool:

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.text import Text
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from conformance.paths import ROOT
@@ -58,6 +60,18 @@ def test_the_first_session_says_what_it_does_before_it_does_it(
     noxfile.shared_python(Session())
     assert len(messages) == 2
     assert f"making the shared environment of all sessions in {tmp_path}" in messages[0]
+
+
+@pytest.mark.law("as-it-is-described")
+def test_help_prints_square_brackets() -> None:
+    """The help of `archive find` once printed `pip install 'kvspec'`, because [wordllama] was read as markup."""
+    pending, texts = [get_command(app)], list[str]()
+    for command in pending:
+        pending += getattr(command, "commands", {}).values()
+        texts += [command.help or "", *(getattr(one, "help", None) or "" for one in command.params)]
+    assert any("kvspec\\[" in text for text in texts)
+    for text in texts:
+        assert Text.from_markup(text).plain == text.replace("\\[", "[")
 
 
 @pytest.mark.law("as-it-is-described")

@@ -56,7 +56,12 @@ def plan(n: int = 100, **asked: Any) -> Plan:
     ({"policy": "snapkv", "backend": "os:system"}, "server"), ({"policy": "snapkv", "W": "x"}, "snapkv"),
     ({"policy": "triattention", "calibration": "/etc/passwd"}, "server"), ({"policy": "knorm"}, "budget"),
     ({"policy": "snapkv", "Back_end": "os:system"}, "is chosen by the server"), ("{", "JSON"),
-    ("[]", "object"), ({"policy": "snapkv", "windows": 3}, "constants"),
+    ("[]", 'object, such as {"policy": "snapkv", "budget": 0.3}'), ({"policy": "snapkv", "windows": 3}, "constants"),
+    ("policy=knorm", 'must be JSON, such as {"policy": "snapkv"'),
+    ({"polcy": "knorm"}, "polcy = 'knorm': .* type policy"),
+    ({"policy": "knorm", "bugdet": 0.3}, "bugdet = 0.3: .* type budget"),
+    ({"policy": "snapvk", "budget": 0.3}, "did you mean snapkv"),
+    ({"policy": "snapvk:W=8/every=64", "budget": 0.3}, "did you mean snapkv"),
     ({"policy": "snapkv", "positions": "renumbered"}, "vLLM keeps positions of the text: type 'kept'"),
     ({"policy": "snapkv", "positions": "x"}, "positions = 'x'"), ({"policy": 3, "budget": 0.3}, "built-in"),
     ("[" * 9999, "JSON"), ("1" * 5000, "JSON"), ({"policy": "snapkv", "W": 10**8}, "a million"),
@@ -326,6 +331,16 @@ def test_an_eviction_gives_back_the_sets(kept: list[list[list[int]]], layers: li
     statement = parse_statement(body, {"prompt_ids": [1] * 6, "answer_ids": [], "logprobs": []})
     each = statement.evictions[0].positions(2, 2)
     assert each == [heads * (2 // len(heads)) for heads in kept * (2 // len(kept))]
+
+
+@pytest.mark.parametrize(("asked", "n", "reason"), [
+    ({"budget": 1.0}, 100, "the budget keeps all tokens"), ({"budget": 0.9}, 8, "the budget keeps all tokens"),
+    ({}, 12, "the policy keeps all tokens: snapkv always keeps the last 16 tokens"),
+    ({}, 100, "the policy keeps all tokens"),
+])
+def test_a_full_cache_has_the_right_reason(asked: dict[str, Any], n: int, reason: str) -> None:
+    """The window of SnapKV was once stated as the budget. 0.9 of 8 tokens are 8 tokens."""
+    assert plan(n, **asked).full_reason(n) == reason
 
 
 @pytest.mark.parametrize(("news", "reason"), [
