@@ -163,6 +163,9 @@ def lm_eval(context: typer.Context) -> None:
 
     Example: kvspec lm-eval run --model_args pretrained=pocket,policy=snapkv,budget=0.3 --tasks ...
     """
+    if "--help" in context.args and find_spec("lm_eval") is None:
+        print(context.get_help())
+        return
     from experiments.studies.harness import command
 
     command(context.args)

@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
+from difflib import get_close_matches
 from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
@@ -280,6 +281,8 @@ def rules_of(**study: Any) -> Rules:
     return replace(rules, digest=hashlib.sha256(b"\0".join([b"options", *_user_digests(rules)])).hexdigest())
 
 
+_COMPUTED = ("claims", "stages", "digest", "commit", "source")
+"""Fields of `Rules` that are no keys of [study]."""
 _SINGULAR = {"model": "models", "seed": "seeds"}
 
 
@@ -340,8 +343,13 @@ def check_fields(argument: str, kind: Any, given: Mapping[str, Any]) -> dict[str
     types = {field.name: field.type for field in fields(kind)}
     needed = {one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING}
     if not needed <= set(given) <= set(types):
-        wrong = sorted(needed - set(given) | set(given) - set(types))
-        raise SpecError(argument, wrong, f"missing or unknown: {kind.__name__} has {', '.join(types)}")
+        missing, unknown = sorted(needed - set(given)), sorted(set(given) - set(types))
+        named = [name for name in types if kind is not Rules or name not in _COMPUTED]
+        near = get_close_matches(unknown[0], named, n=1) if unknown else []
+        parts = [f"missing: {', '.join(missing)}"] if missing else []
+        parts += [f"unknown: {', '.join(unknown)}"] if unknown else []
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise SpecError(argument, missing + unknown, f"{'; '.join(parts)}{hint}; the keys are {', '.join(named)}")
     return types
 
 
@@ -350,8 +358,17 @@ def _checked(kind: type[T], given: dict[str, Any]) -> T:
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     for name, value in values.items():
         if not _fits(value, types[name]):
-            raise SpecError(name, value, f"must be of the type {getattr(types[name], '__name__', types[name])}")
+            raise SpecError(name, given[name], _type_bound(name, value, types[name]))
     return kind(**values)
+
+
+def _type_bound(name: str, value: Any, wanted: Any) -> str:
+    """Return the error text for a value of a wrong type. For a list, the text has an example."""
+    if isinstance(wanted, type):
+        return f"must be of the type {wanted.__name__}"
+    (item, _), values = wanted.__args__, value if isinstance(value, tuple) else (value,)
+    example = [str(one) for one in values] if item is str else [one for one in values if type(one) is int] or [3]
+    return f"must be a list of {'texts in quotes' if item is str else 'integers'}: type {name} = {json.dumps(example)}"
 
 
 def _fits(value: object, wanted: Any) -> bool:

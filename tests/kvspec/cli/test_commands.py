@@ -75,6 +75,13 @@ def test_help_prints_square_brackets() -> None:
 
 
 @pytest.mark.law("as-it-is-described")
+def test_help_of_lm_eval_needs_no_lm_eval() -> None:
+    actual = started("lm-eval --help", ["lm_eval"])
+    assert actual.returncode == 0, actual.stderr
+    assert "pretrained=pocket" in actual.stdout
+
+
+@pytest.mark.law("as-it-is-described")
 def test_help_needs_no_model() -> None:
     actual = started("--help", MODELS)
     assert actual.returncode == 0, actual.stderr
