@@ -63,15 +63,18 @@ if TYPE_CHECKING:
     from reference.policies import policy_from_score
     from reference.policies.describe import PolicyDescription, describe_policy, list_policies
     from reference.policies.protections import SinkAndRecent
+    from spec.errors import BackendUnavailable, SpecError
     from spec.policy import Needs
+    from spec.retention import Granularity
 
 __version__ = spec.SPEC_VERSION
 
 __all__ = [
-    "CrystalCache", "CustomPolicy", "FullCache", "NamedPolicy", "Needs", "PolicyDescription", "RetainedCache",
-    "Session", "SinkAndRecent", "StreamingLLM", "Verdict", "__version__", "calibrate", "compact", "compare", "decide",
-    "describe_policy", "layer_similarities", "list_policies", "load_cache", "observe", "policy_from_name",
-    "policy_from_score", "prefill", "prefill_episodes", "repeat_template", "save_cache", "sentence_ends", "verify",
+    "BackendUnavailable", "CrystalCache", "CustomPolicy", "FullCache", "Granularity", "NamedPolicy", "Needs",
+    "PolicyDescription", "RetainedCache", "Session", "SinkAndRecent", "SpecError", "StreamingLLM", "Verdict",
+    "__version__", "calibrate", "compact", "compare", "decide", "describe_policy", "layer_similarities",
+    "list_policies", "load_cache", "observe", "policy_from_name", "policy_from_score", "prefill", "prefill_episodes",
+    "repeat_template", "save_cache", "sentence_ends", "verify",
 ]
 
 _ELSEWHERE = {
@@ -79,7 +82,8 @@ _ELSEWHERE = {
     "policy_from_score": "reference.policies", "PolicyDescription": "reference.policies.describe",
     "describe_policy": "reference.policies.describe", "list_policies": "reference.policies.describe",
     "compare": "experiments.studies.own_texts",
-    "Needs": "spec.policy", "SinkAndRecent": "reference.policies.protections",
+    "BackendUnavailable": "spec.errors", "SpecError": "spec.errors",
+    "Granularity": "spec.retention", "Needs": "spec.policy", "SinkAndRecent": "reference.policies.protections",
 }
 
 

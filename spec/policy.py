@@ -7,6 +7,7 @@ published policies.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
 from spec.arrays import BoolVector, Cube, Float64, Int64, IntMatrix, IntVector, Matrix, Vector
@@ -21,6 +22,7 @@ __all__ = [
     "Repeat", "Running", "RunningScorer", "Scorer", "Scores", "Selection", "Selector", "SeparableScorer",
 ]
 
+_LAYERS = ("none", "observed", "all")
 # A NumPy array, or a tensor already on the backend's device.
 DeviceArray: TypeAlias = Any
 
@@ -74,6 +76,9 @@ class Needs:
         rehearsal: settings for KVzip's repetition of the prompt. None if the model does not repeat the prompt.
         hidden: True if the score uses the hidden states at the input of each layer's attention. Hidden states exist
             only for tokens of the forward pass, so the policy evicts from the first prompt only.
+
+    Raises:
+        SpecError: if a field has a value that its description does not allow.
     """
 
     layers: Literal["none", "observed", "all"] = "none"
@@ -85,6 +90,21 @@ class Needs:
     budget: bool = False
     rehearsal: Rehearsal | None = None
     hidden: bool = False
+
+    def __post_init__(self) -> None:
+        check_choices("layers", (self.layers,), _LAYERS)
+        rows = self.query_rows
+        if rows is not None and (isinstance(rows, bool) or not isinstance(rows, Integral) or rows < 0):
+            raise SpecError("query_rows", rows, "must be a number of queries such as 32, or None for all queries")
+        if isinstance(self.observed, bool) or not isinstance(self.observed, Integral):
+            raise SpecError("observed", self.observed, "must be the index of a layer, such as 0 or -1")
+        for name in ("values", "token_ids", "budget", "hidden"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise SpecError(name, value, "must be True or False")
+        if self.accepts_tensor is not None and not callable(self.accepts_tensor):
+            raise SpecError("accepts_tensor", self.accepts_tensor, "must be a function of a tensor, or None")
+        if self.rehearsal is not None and not isinstance(self.rehearsal, Rehearsal):
+            raise SpecError("rehearsal", self.rehearsal, "must be a spec.policy.Rehearsal, or None")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from spec.errors import SpecError
 __all__ = [
     "MOST_TOKENS", "bound_of_names", "check_attention_inputs", "check_attention_tensors", "check_choices",
     "check_diversity", "check_keys", "check_lse", "check_penalty", "check_scaling", "check_sentence_ends",
-    "check_shapes", "check_sinks", "check_token_ids", "check_whole",
+    "check_shapes", "check_sinks", "check_token_ids", "check_whole", "did_you_mean",
 ]
 
 MOST_TOKENS = 2**24
@@ -40,8 +40,13 @@ def bound_of_names(name: str, known: Collection[str]) -> str:
     """Return the error text for an unknown name: all known names, or only similar names if there are many."""
     if len(known) <= _LISTED_MOST:
         return f"must be one of {', '.join(known)}"
-    near = get_close_matches(name.lower(), known, n=3, cutoff=0.6)
-    return f"is none of the {len(known)} known names" + (f"; did you mean {', '.join(near)}?" if near else "")
+    return f"is none of the {len(known)} known names" + did_you_mean(name, known)
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """Return the end of an error text with the known names that are similar to a name, or "" if there are none."""
+    near = get_close_matches(name.lower(), sorted(known), n=3, cutoff=0.6)
+    return f"; did you mean {', '.join(near)}?" if near else ""
 
 
 def check_attention_inputs(q: np.ndarray[Any, Any], k: np.ndarray[Any, Any]) -> None:

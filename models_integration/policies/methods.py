@@ -1,6 +1,6 @@
 """Policies with a budget and a backend, as classes and by name."""
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -23,6 +23,7 @@ from models_integration.session.method import Method, method_of
 from reference.backend import BACKEND as REFERENCE
 from reference.policies import crystalcache, full_cache, in_blocks, names, streaming_llm
 from reference.policies.composition import constant_name, typed_constants
+from reference.policies.crystalcache import BREATH_PROTECTION
 from reference.policies.grammar import is_composition, parse_composition
 from reference.policies.kept import warn_small_budget
 from reference.policies.names import BACKEND, check_kinds, check_name
@@ -33,7 +34,7 @@ from spec.files import parse_toml
 from spec.parameters import PAPER, CrystalCacheParameters
 from spec.parameters.crystalcache import BreathProtection, preset
 from spec.policy import Policy
-from spec.validate import check_penalty, check_sentence_ends
+from spec.validate import check_penalty, check_sentence_ends, did_you_mean
 
 __all__ = [
     "CrystalCache", "CustomPolicy", "FullCache", "NamedPolicy", "RetentionPolicy", "StreamingLLM", "check_constants",
@@ -115,7 +116,7 @@ class CrystalCache(CustomPolicy):
     def __init__(
         self, budget: float | int | str | Budget = 0.5, sentence_ends: Set[int] | None = None,
         parameters: CrystalCacheParameters = PAPER, backend: str | Backend = "auto", *, decode: bool = False,
-        stream: bool = False, breath_protection: BreathProtection = "sink+recent", positions: str = KEPT,
+        stream: bool = False, breath_protection: BreathProtection = BREATH_PROTECTION, positions: str = KEPT,
     ) -> None:
         share = parse_budget(budget)
         check_rule(positions)
@@ -234,7 +235,7 @@ class NamedPolicy(RetentionPolicy):
         check_rule(positions)
         if (name := check_name(name)) in _CLASSES:
             raise SpecError("name", name, "has a separate class; call kvspec.policy_from_name instead")
-        constants = check_constants(name, constants)
+        constants = check_constants(name, constants, ("budget",))
         if "calibration" in constants_of(name):
             constants["calibration"] = given_calibration(constants.get("calibration"))
         check_penalty(constants.get("diversity", 0.0), "diversity")
@@ -301,7 +302,7 @@ def policy_from_name(
         policy_from_name(name, UNKNOWN, tokenizer=tokenizer, **constants)  # errors are raised before the model is known
         return SizedPolicy(str(budget), partial(policy_from_name, name, tokenizer=tokenizer, **constants))
     name, named = split_name(name)
-    constants = check_constants(name, named | constants)
+    constants = check_constants(name, named | constants, ("budget", "tokenizer"))
     constants |= _from_tokenizer(constants_of(name) - constants.keys(), tokenizer)
     if name not in _CLASSES:
         return NamedPolicy(name, budget, **constants)
@@ -340,10 +341,12 @@ def constants_of(name: str) -> frozenset[str]:
     return names.constants_of(name) | {POSITIONS}
 
 
-def check_constants(name: str, constants: Mapping[str, Any]) -> dict[str, Any]:
+def check_constants(name: str, constants: Mapping[str, Any], arguments: Collection[str] = ()) -> dict[str, Any]:
     """Return the constants under their own names. Case and underscores do not matter.
 
     `window` and `window_size` mean `W`, and `kernel_size` means `kernel`.
+
+    Errors about an unknown constant also name the `arguments` that the caller accepts beside the constants.
 
     Raises:
         SpecError: if the name is unknown, if the policy does not have a constant, or if a constant is given twice.
@@ -355,7 +358,9 @@ def check_constants(name: str, constants: Mapping[str, Any]) -> dict[str, Any]:
         canonical = ours if ours in known else written.get(_bare(ours), "")
         if not canonical:
             shown = type(value).__name__ if isinstance(value, PreTrainedTokenizerBase) else value
-            raise SpecError(constant, shown, f"{name} has the constants {', '.join(sorted(known)) or 'none'}")
+            reason = f"{name} has the constants {', '.join(sorted(known)) or 'none'}"
+            reason += f"; the arguments are {', '.join(arguments)}" if arguments else ""
+            raise SpecError(constant, shown, reason + did_you_mean(constant, {*known, *arguments}))
         if canonical in named:
             raise SpecError(constant, value, f"is the constant {canonical}, which is also given: leave out one")
         named[canonical] = value

@@ -16,12 +16,16 @@ from spec.arrays import BoolVector, Float64, Vector
 from spec.backend import Backend, CrystalStages, resolve
 from spec.composition import MODEL_SETS, Provided
 from spec.parameters import PAPER, CrystalCacheParameters
+from spec.parameters.crystalcache import BreathProtection
 from spec.policy import Needs, Observation, Policy, Promises, Scores
 from spec.records import CrystalRecords, CrystalRetention
 from spec.retention import Retention
 from spec.validate import check_sentence_ends, check_token_ids
 
-__all__ = ["crystal_retention", "crystalcache"]
+__all__ = ["BREATH_PROTECTION", "crystal_retention", "crystalcache"]
+
+BREATH_PROTECTION: BreathProtection = "sink+recent"
+"""Default of `breath_protection` of the policy by name, and of the class CrystalCache. The paper uses "none"."""
 
 
 @dataclass(frozen=True)

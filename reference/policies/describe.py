@@ -12,6 +12,7 @@ import numpy as np
 
 from reference.calibration import Calibration, Gates, Identity, Networks
 from reference.policies.composition import constants_from_text
+from reference.policies.crystalcache import BREATH_PROTECTION
 from reference.policies.grammar import parse_composition
 from reference.policies.layers import decides_again, is_cascading, is_layerwise
 from reference.policies.names import (
@@ -73,6 +74,10 @@ MEANINGS: Mapping[str, str] = {
 
 Fields of a policy's `parameters` are documented in the class of `parameters`.
 """
+
+
+_BY_NAME: Mapping[str, Mapping[str, object]] = {"crystalcache": {"breath_protection": BREATH_PROTECTION}}
+"""Defaults of `policy_from_name` that differ from those of the paper, by policy and constant."""
 
 
 def field_meanings(record: type) -> dict[str, str]:
@@ -161,7 +166,7 @@ def describe_policy(name: str) -> PolicyDescription:
     row, policy = POLICIES[name.removeprefix(DIVERSE)], example_policy(whole)
     needs = policy.scorer.needs
     stepping = policy.cadence.every is not None
-    given = {key: value for key, value in row.defaults.items() if key != "parameters"}
+    given = {key: value for key, value in row.defaults.items() if key != "parameters"} | _BY_NAME.get(name, {})
     keeps, found = row.keeps, parse_composition(whole)
     if name.startswith(DIVERSE):
         given |= {"diversity": 0.5, "signature": "flat", "rule": "alpha"}

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from spec.arrays import BoolVector, Float64, Matrix, Vector
 from spec.composition import Provided
 from spec.errors import SpecError
 from spec.files import ARCHIVE_ERRORS, check_unpacked
-from spec.policy import SEGMENT_END, Needs, Observation, Policy, Promises, Scores
+from spec.policy import SEGMENT_END, Needs, Observation, Policy, Promises, Protection, Scores
 from spec.retention import Granularity
 
 __all__ = ["EVERYTHING", "LinearScores", "policy_from_score", "read_scores", "write_scores"]
@@ -27,6 +28,7 @@ EVERYTHING = Needs("all", None, values=True, token_ids=True)
 All tensors stay in memory until the prompt has been processed.
 """
 NOTHING = SinkAndRecent(0, 0)
+_SETS = "must be kvspec.Granularity.MODEL, LAYER or HEAD"
 _PROMISES = Promises(
     budget_exact="yes", protection_holds="yes", no_op_at_full_budget="yes", higher_score_never_loses="yes"
 )
@@ -55,7 +57,8 @@ class _Function:
         shape, scores = (observation.groups, len(protected)), np.asarray(self.score(observation))
         if scores.shape != shape or scores.dtype.kind not in "fiub":
             given = f"{scores.dtype} {scores.shape}"
-            raise SpecError("score", given, f"must be an array of numbers with shape (kept sets, tokens) = {shape}")
+            reason = f"must be an array of numbers with shape (kept sets, tokens) = {shape}"
+            raise SpecError("score", given, f"{reason}; the argument granularity determines the kept sets")
         values: Float64[Matrix, "g n"] = scores.astype(np.float64)
         if np.isnan(values[:, ~protected]).any():
             group, token = (int(at) for at in np.argwhere(np.isnan(values) & ~protected)[0])
@@ -83,8 +86,8 @@ def policy_from_score(
             head. The policy is named after the function.
         needs: tensors that `score` uses. If `score` uses an undeclared tensor, `SpecError` is raised. Fewer captured
             tensors take less time and memory.
-        granularity: part of the model that has a separate set of kept tokens: the whole model, a layer, or a KV head of
-            a layer.
+        granularity: part of the model that has a separate set of kept tokens: `kvspec.Granularity.MODEL`, `LAYER` or
+            `HEAD`. With `MODEL` the array has one row. `observation.groups` is the number of sets.
         protection: first and last tokens that are never evicted. If the budget is smaller than the number of protected
             tokens, all protected tokens are kept.
         threshold: largest score that is evicted. All unprotected tokens with a score up to `threshold` are evicted,
@@ -93,18 +96,31 @@ def policy_from_score(
             `separable` is True, the policy also evicts at the end of later turns.
 
     Raises:
-        SpecError: if the threshold is NaN. The returned policy raises `SpecError` if the scores have a wrong shape or
-            dtype, or if an unprotected token has the score NaN.
+        SpecError: if an argument has a wrong type, or if the threshold is NaN. The returned policy raises `SpecError`
+            if the scores have a wrong shape or dtype, or if an unprotected token has the score NaN.
     """
+    rules = {
+        "score": (callable(score), score, "must be a function that takes an observation and returns scores"),
+        "needs": (isinstance(needs, Needs), needs, 'must be a kvspec.Needs, such as kvspec.Needs("all")'),
+        "granularity": (isinstance(granularity, Granularity), granularity, _SETS),
+        "protection": (isinstance(protection, Protection), protection, "must be a kvspec.SinkAndRecent"),
+        "threshold": (threshold is None or _is_number(threshold), threshold, "must be a number, or None"),
+        "separable": (isinstance(separable, bool), separable, "must be True or False"),
+    }
+    for argument, (fits, value, reason) in rules.items():
+        if not fits:
+            raise SpecError(argument, value, reason)
     name = getattr(score, "__name__", type(score).__name__)
     scorer = _Function(score, needs, granularity, separable)
     policy = Policy(name, scorer, even, top_units, protection, SEGMENT_END, granularity, promises=_PROMISES)
     if threshold is None:
         return policy
-    if math.isnan(threshold):
-        raise SpecError("threshold", threshold, "must be a number")
     promises = replace(_PROMISES, budget_exact="no", no_op_at_full_budget="no")
     return replace(policy, budgets=Above(threshold), promises=promises)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
 
 
 _FIELDS = ("w_k", "w_v", "b")

@@ -129,6 +129,17 @@ def test_constants_are_given_by_name_and_the_defaults_are_the_makers() -> None:
     assert describe_policy("diverse-snapkv").constants["diversity"] == 0.5
     with pytest.raises(SpecError, match=r"gamma = 1: nestedkv has the constants .*beta"):
         kvspec.policy_from_name("nestedkv", 0.3, gamma=1)
+    with pytest.raises(SpecError, match=r"the arguments are budget, tokenizer; did you mean budget\?"):
+        kvspec.policy_from_name("snapkv", bugdet=0.3)
+
+
+def test_the_described_constants_of_crystalcache_are_those_of_the_policy() -> None:
+    given = describe_policy("crystalcache").constants
+    policy = kvspec.policy_from_name("crystalcache", 0.5, sentence_ends=ENDS)
+    method: Any = policy.on(build("llama"))
+    parameters = vars(method.parameters)
+    assert given["breath_protection"] == "sink+recent"
+    assert {key: given[key] for key in parameters} == parameters
 
 
 def test_the_command_lists_all_and_explains_one() -> None:
