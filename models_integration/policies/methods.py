@@ -24,13 +24,12 @@ from reference.backend import BACKEND as REFERENCE
 from reference.policies import crystalcache, full_cache, in_blocks, names, streaming_llm
 from reference.policies.composition import constant_name, typed_constants
 from reference.policies.crystalcache import BREATH_PROTECTION
-from reference.policies.grammar import is_composition, parse_composition
+from reference.policies.grammar import is_composition, parse_call, parse_composition
 from reference.policies.kept import warn_small_budget
 from reference.policies.names import BACKEND, check_kinds, check_name
 from spec.backend import Backend, resolve
 from spec.budget import Budget, parse_budget
 from spec.errors import SpecError
-from spec.files import parse_toml
 from spec.parameters import PAPER, CrystalCacheParameters
 from spec.parameters.crystalcache import BreathProtection, preset
 from spec.policy import Policy
@@ -286,7 +285,8 @@ def policy_from_name(
 
     Args:
         name: name of a policy that `kvspec policies` lists, `module:ATTRIBUTE` of your own Policy, or the name of an
-            entry point in the group `kvspec.policies`. Case, hyphens and underscores do not matter: "SnapKV".
+            entry point in the group `kvspec.policies`. Constants can follow: "snapkv(W=16)". Case, hyphens and
+            underscores do not matter: "SnapKV".
         budget: share of the prompt to keep (0.3 or "30%"), number of tokens (an int), or memory of the kept tokens of
             each prompt ("64MiB"). "fullcache" ignores the budget.
         tokenizer: tokenizer of the model, from which kvspec makes the constants `sentence_ends` and `template` if the
@@ -301,7 +301,7 @@ def policy_from_name(
     if is_size(budget):
         policy_from_name(name, UNKNOWN, tokenizer=tokenizer, **constants)  # errors are raised before the model is known
         return SizedPolicy(str(budget), partial(policy_from_name, name, tokenizer=tokenizer, **constants))
-    name, named = split_name(name)
+    name, named = parse_policy(name, "name")
     constants = check_constants(name, named | constants, ("budget", "tokenizer"))
     constants |= _from_tokenizer(constants_of(name) - constants.keys(), tokenizer)
     if name not in _CLASSES:
@@ -352,11 +352,9 @@ def check_constants(name: str, constants: Mapping[str, Any], arguments: Collecti
         SpecError: if the name is unknown, if the policy does not have a constant, or if a constant is given twice.
     """
     known, named = constants_of(name), dict[str, Any]()
-    written = {_bare(one): one for one in known}
     for constant, value in constants.items():
-        ours = constant if constant in known else constant_name(constant.lower(), known)
-        canonical = ours if ours in known else written.get(_bare(ours), "")
-        if not canonical:
+        canonical = constant_name(constant, known)
+        if canonical not in known:
             shown = type(value).__name__ if isinstance(value, PreTrainedTokenizerBase) else value
             reason = f"{name} has the constants {', '.join(sorted(known)) or 'none'}"
             reason += f"; the arguments are {', '.join(arguments)}" if arguments else ""
@@ -366,10 +364,6 @@ def check_constants(name: str, constants: Mapping[str, Any], arguments: Collecti
         named[canonical] = value
     check_kinds(name, named)
     return named
-
-
-def _bare(constant: str) -> str:
-    return constant.replace("_", "").lower()
 
 
 _FROM_TOKENIZER: Mapping[str, Callable[[Any], object]] = {"sentence_ends": sentence_ends, "template": repeat_template}
@@ -383,21 +377,12 @@ def _from_tokenizer(constants: Set[str], tokenizer: object) -> dict[str, Any]:
     return {constant: make(tokenizer) for constant, make in _FROM_TOKENIZER.items() if constant in constants}
 
 
-_FORM = 'must be a policy name, or a policy name with constants, such as crystalcache(alpha=0.5, impact="salience")'
-
-
-def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
-    """Parse a policy name with constants. The values of the constants are in TOML syntax.
+def parse_policy(text: str, argument: str = "policy") -> tuple[str, dict[str, Any]]:
+    """Parse a policy name with constants. The values of the constants in parentheses are in TOML syntax.
 
     Raises:
         SpecError: if the text has a wrong form, the name is unknown, or the policy does not have a constant.
     """
-    name, bracket, rest = text.partition("(")
-    name, named = split_name(name, "policy")
-    if bracket and (not rest.endswith(")") or "\n" in rest):
-        raise SpecError("policy", text, _FORM)
-    try:
-        constants: dict[str, Any] = parse_toml(f"constants = {{{rest[:-1]}}}")["constants"]
-    except ValueError as error:  # a number of thousands of digits, and deep lists
-        raise SpecError("policy", text, f"{_FORM}: {error}") from error
-    return name, check_constants(name, named | constants)
+    head, called = parse_call(text, argument)
+    name, named = split_name(head, argument)
+    return name, check_constants(name, check_constants(name, named) | called)

@@ -114,15 +114,25 @@ def constants_from_text(row: NamedPolicy, given: Words, more: Constants = {}) ->
         preset(name)
         chosen = {key: value for key, value in presets[name].items() if value != row.parameters[key]}
         given = {key: value for key, value in given.items() if key != "parameters"}
-    words = {constant_name(key, defaults): value for key, value in given.items()}
+    words = dict[str, str]()
+    for key, value in given.items():
+        if (ours := constant_name(key, defaults)) in words:
+            raise SpecError(key, value, f"is the constant {ours}, which is also given: leave out one")
+        words[ours] = value
     text_only = {key: value for key, value in defaults.items() if key not in DATA - {"backend"}}
     return chosen | typed_constants(words, text_only)
 
 
 def constant_name(written: str, known: Collection[str]) -> str:
-    """Return the constant of a policy with the constants `known` that papers and kvpress write as `written`."""
-    ours = _WRITTEN.get(written, written)
-    return ours if ours in known and written not in known else written
+    """Return the constant of a policy with the constants `known` that papers and kvpress write as `written`.
+
+    Case and underscores do not matter. If no constant is known by the name, the result is `written`.
+    """
+    if written in known:
+        return written
+    ours = _WRITTEN.get(written.lower(), written)
+    bare = {one.replace("_", "").lower(): one for one in known}
+    return ours if ours in known else bare.get(ours.replace("_", "").lower(), written)
 
 
 def presets_of(row: NamedPolicy) -> dict[str, dict[str, Any]]:
@@ -264,7 +274,7 @@ def _number(parts: Mapping[str, tuple[str, Words]], part: str, known: int | None
     typed_constants(constants, {})
     if part in ("floor", "every") and value == "none":
         return None
-    return int(typed_constants({part: value}, {part: 0})[part])
+    return int(typed_constants({part: value}, {part: 64 if part == "every" else 0})[part])
 
 
 def _choice(parts: Mapping[str, tuple[str, Words]], part: str, known: Constants, default: Any) -> str:

@@ -11,9 +11,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import numpy as np
 
 from reference.calibration import Calibration, Gates, Identity, Networks
-from reference.policies.composition import constants_from_text
+from reference.policies.composition import constant_name, constants_from_text, presets_of
 from reference.policies.crystalcache import BREATH_PROTECTION
-from reference.policies.grammar import parse_composition
+from reference.policies.grammar import parse_call, parse_composition
 from reference.policies.layers import decides_again, is_cascading, is_layerwise
 from reference.policies.names import (
     DIVERSE,
@@ -21,6 +21,7 @@ from reference.policies.names import (
     POLICIES,
     NamedPolicy,
     check_name,
+    constants_of,
     constants_of_model,
     home_of,
     make_policy,
@@ -28,6 +29,7 @@ from reference.policies.names import (
 from reference.policies.texts import text_of
 from spec.errors import SpecError
 from spec.policy import Needs, Policy
+from spec.validate import check_choices
 
 __all__ = ["MEANINGS", "PolicyDescription", "describe_parts", "describe_policy", "field_meanings", "list_policies"]
 
@@ -155,15 +157,17 @@ def describe_policy(name: str) -> PolicyDescription:
     0.5
     >>> describe_policy("snapkv:W=16/every=64").decode_time
     True
+    >>> describe_policy("snapkv(w=16)").constants["W"]
+    16
 
     Raises:
         SpecError: if no policy of kvspec has the given name, or if parts do not fit. Policies that you wrote have no
             description.
     """
-    whole = check_name(name)
+    whole, called = _parse_text(name)
     if (name := home_of(whole)) not in NAMES:
         raise SpecError("name", name, "has no description: give a name that `kvspec policies` lists")
-    row, policy = POLICIES[name.removeprefix(DIVERSE)], example_policy(whole)
+    row, policy = POLICIES[name.removeprefix(DIVERSE)], example_policy(whole, called)
     needs = policy.scorer.needs
     stepping = policy.cadence.every is not None
     given = {key: value for key, value in row.defaults.items() if key != "parameters"} | _BY_NAME.get(name, {})
@@ -171,7 +175,7 @@ def describe_policy(name: str) -> PolicyDescription:
     if name.startswith(DIVERSE):
         given |= {"diversity": 0.5, "signature": "flat", "rule": "alpha"}
         keeps += "; a token similar to a kept token has a lower score"
-    given |= constants_from_text(row, found.constants, given)
+    given |= constants_from_text(row, found.constants, given) | called
     if parts := ", ".join(f"{part}={value}" for part, (value, _) in found.parts.items()):
         keeps = f"tokens by the {'scorer' if found.scorer_only else 'parts'} of {name}, with {parts}"
     required = tuple(key for key, value in given.items() if value is Parameter.empty or key == "template")
@@ -188,6 +192,21 @@ def describe_policy(name: str) -> PolicyDescription:
         model_constants=tuple(sorted(constants_of_model(whole))),
         meanings={key: _meaning(row, key) for key in given},
     )
+
+
+def _parse_text(text: str) -> tuple[str, dict[str, Any]]:
+    """Return the name of a text, and the constants in the parentheses."""
+    head, given = parse_call(text, "name")
+    known = constants_of(name := check_name(head))
+    called = {constant_name(key, known): value for key, value in given.items()}
+    if isinstance(chosen := called.get("parameters"), str) and home_of(name) in POLICIES:
+        presets = presets_of(POLICIES[home_of(name)])
+        check_choices("parameters", (chosen,), presets)
+        called = {**presets[chosen], **{key: value for key, value in called.items() if key != "parameters"}}
+    if unknown := sorted(called.keys() - known):
+        reason = f"{name} has the constants {', '.join(sorted(known)) or 'none'}"
+        raise SpecError(unknown[0], called[unknown[0]], reason)
+    return name, called
 
 
 def _tensors(needs: Needs) -> tuple[str, ...]:
@@ -216,12 +235,13 @@ def describe_parts(name: str) -> str:
     Raises:
         SpecError: if the name is unknown.
     """
-    return text_of(example_policy(name := check_name(name)), _example_constants(name))
+    name, called = _parse_text(name)
+    return text_of(example_policy(name, called), _example_constants(name))
 
 
-def example_policy(name: str) -> Policy:
-    """Return the policy of a name or text, for a model with one layer, two KV heads and d = 4."""
-    return make_policy(name, _example_constants(name))
+def example_policy(name: str, constants: Mapping[str, Any] | None = None) -> Policy:
+    """Return the policy of a name or text with constants, for a model with one layer, two KV heads and d = 4."""
+    return make_policy(name, {**_example_constants(name), **(constants or {})})
 
 
 def _example_constants(name: str) -> dict[str, Any]:

@@ -7,8 +7,10 @@ from fractions import Fraction
 from typing import Any, TypeAlias
 
 from spec.errors import SpecError
+from spec.files import parse_toml
 
-__all__ = ["Composition", "Value", "Words", "format_value", "is_composition", "parse_composition", "parse_value"]
+__all__ = ["Composition", "Value", "Words", "format_value", "is_composition", "parse_call", "parse_composition",
+    "parse_value"]
 
 Value: TypeAlias = int | float | Fraction | str | bool | tuple[Any, ...]
 Words: TypeAlias = Mapping[str, str]
@@ -19,6 +21,7 @@ _ALLOWED = re.compile(r"[A-Za-z0-9._:=/-]*")
 _WITHOUT_TEXT = {"sink+recent": "sink-and-recent"}
 """Values that have characters outside of _ALLOWED, with the words that stand for them in a text."""
 _VALUES = {word: value for value, word in _WITHOUT_TEXT.items()}
+_CALL = 'must be a policy name, or a policy name with constants, such as crystalcache(alpha=0.5, impact="salience")'
 _CONSTANT = re.compile(r":[A-Za-z_0-9]+=")
 _FORM = "write name[:constant=value]*[/part=value[:constant=value]*]*, such as snapkv:W=16/layers=pyramid/every=64"
 
@@ -55,6 +58,23 @@ def is_composition(name: str) -> bool:
     if "(" in name or " " in name or "\\" in name:
         return False
     return name.startswith(SCORE) or re.search(r"/[^/]*=", name) is not None or bool(_CONSTANT.search(name))
+
+
+def parse_call(text: str, argument: str = "policy") -> tuple[str, dict[str, Any]]:
+    """Return the text before the parentheses, and the constants in the parentheses: `snapkv(W=16)`.
+
+    Raises:
+        SpecError: if the text has a wrong form.
+    """
+    if not isinstance(text, str) or "(" not in text:
+        return text, {}
+    name, _, rest = text.partition("(")
+    if not rest.endswith(")") or "\n" in rest:
+        raise SpecError(argument, text, _CALL)
+    try:
+        return name, dict(parse_toml(f"constants = {{{rest[:-1]}}}")["constants"])
+    except ValueError as error:  # a number of thousands of digits, and deep lists
+        raise SpecError(argument, text, f"{_CALL}: {error}") from error
 
 
 def parse_composition(text: str, argument: str = "policy") -> Composition:

@@ -99,6 +99,7 @@ def test_a_policy_as_text_is_its_name_and_constants(text: str, name: str, consta
 @pytest.mark.parametrize(("text", "same"), [
     ("crystalcache:parameters=essay:alpha=2.0", 'crystalcache(parameters="essay", alpha=2.0)'),
     ("crystalcache:decode=true:breath_protection=none", 'crystalcache(decode=true, breath_protection="none")'),
+    ("snapkv:w=16", "snapkv(w=16)"),
     ("streamingllm:N_sink=2:positions=renumbered", 'streamingllm(positions="renumbered", N_sink=2)'),
     ("snapkv:positions=renumbered/layers=pyramid", 'snapkv/layers=pyramid(positions="renumbered")'),
 ])
@@ -108,7 +109,7 @@ def test_both_forms_of_a_text_accept_the_same_constants(text: str, same: str) ->
     one, other = (policy_from_name(name, 0.3, **given, **constants) for name, constants in both)
     assert one == other
     assert one != policy_from_name(parse_policy(text)[0], 0.3, **given)
-    assert policy_from_name(text, 0.3, **given) == one
+    assert policy_from_name(text, 0.3, **given) == policy_from_name(same, 0.3, **given) == one
 
 
 NO_POLICY = "must be a policy name, or a policy name with constants"
@@ -126,7 +127,9 @@ REFUSED: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any], str]
     (BY_NAME, ("crystalcache",), {}, "sentence_ends = None"),
     (BY_NAME, ("crystalcache",), {"T": 3}, "T = 3: crystalcache has the constants C, D_c, M_max"),
     (BY_NAME, ("fullcache",), {"N_sink": 4}, "fullcache has the constants none"),
-    (BY_NAME, ("snapkv(W=16)",), {}, r"must be a name; pass constants as arguments, .*\('snapkv', constant=value\)"),
+    (BY_NAME, ("snapkv(W=16",), {}, NO_POLICY),
+    (BY_NAME, ("snapkv:W=16:w=8",), {}, "w = '8': is the constant W, which is also given"),
+    (NamedPolicy, ("snapkv(W=16)",), {}, r"must be a name; pass constants as .*\('snapkv', constant=value\)"),
     *((NamedPolicy, (name,), {}, f"name = '{name}': has a separate class; call kvspec.policy_from_name instead")
       for name in CLASSES),
     *((NamedPolicy, (name,), {}, f"name = '{name}'") for name in ("epicache", "scissorhands", "diverse-h2o")),
