@@ -26,7 +26,8 @@ from reference.policies.names import is_built_in
 from spec.errors import SpecError
 
 __all__ = [
-    "BOUNDS", "WEIGHT_NOISE", "Bound", "Event", "Reader", "events_of", "policy_of", "policy_sets", "with_noise",
+    "BOUNDS", "WEIGHT_NOISE", "Bound", "Event", "Reader", "computing_in", "events_of", "policy_of", "policy_sets",
+    "with_noise",
 ]
 
 
@@ -218,3 +219,10 @@ def with_noise(model: PreTrainedModel, noise: float, seed: int) -> PreTrainedMod
             weight.copy_(near(weight))
     changed.get_input_embeddings().register_forward_hook(lambda module, args, output: near(output))
     return changed
+
+
+def computing_in(dtype: torch.dtype, model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model, whose weights are changed to `dtype`. Rotary frequencies stay in float32, as in a server."""
+    for weight in model.parameters():
+        weight.data = weight.data.to(dtype)
+    return model

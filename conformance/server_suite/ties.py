@@ -8,7 +8,7 @@ __all__ = ["Difference", "flat", "judged_differences"]
 
 Difference = tuple[int, int, int]
 """Eviction, kept set, and position of a token that is in exactly one of two kept sets."""
-EXCESS = 3
+EXCESS = 2
 """A server may have this many times as many differences that no copy shows as a copy has beside the other copies."""
 
 

@@ -170,12 +170,12 @@ def describe_policy(name: str) -> PolicyDescription:
     row, policy = POLICIES[name.removeprefix(DIVERSE)], example_policy(whole, called)
     needs = policy.scorer.needs
     stepping = policy.cadence.every is not None
-    given = {key: value for key, value in row.defaults.items() if key != "parameters"} | _BY_NAME.get(name, {})
+    given = {**{key: value for key, value in row.defaults.items() if key != "parameters"}, **_BY_NAME.get(name, {})}
     keeps, found = row.keeps, parse_composition(whole)
     if name.startswith(DIVERSE):
         given |= {"diversity": 0.5, "signature": "flat", "rule": "alpha"}
         keeps += "; a token similar to a kept token has a lower score"
-    given |= constants_from_text(row, found.constants, given) | called
+    given |= {**constants_from_text(row, found.constants, given), **called}
     if parts := ", ".join(f"{part}={value}" for part, (value, _) in found.parts.items()):
         keeps = f"tokens by the {'scorer' if found.scorer_only else 'parts'} of {name}, with {parts}"
     required = tuple(key for key, value in given.items() if value is Parameter.empty or key == "template")

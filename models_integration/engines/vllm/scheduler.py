@@ -72,10 +72,10 @@ class _Evicting:
             news |= {"policy": "fullcache", "budget": "1.0", "reason": reason}
             return
         news |= {"policy": str(asked), "budget": asked.typed}
-        if (reason := _refusal(request, asked)) is None:
+        if (refusal := _refusal(request, asked)) is None:
             self._plans[request.request_id] = Plan(asked, request.num_prompt_tokens)
         else:
-            news["reason"] = reason
+            news["reason"] = refusal
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         parameters = self._vllm._free_request(request, *args, **kwargs)
