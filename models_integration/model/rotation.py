@@ -295,21 +295,30 @@ def probed(keys: Tensor, values: Tensor) -> Mapping[str, Tensor]:
 def explain_rotation(
     before: Mapping[str, Tensor], after: Mapping[str, Tensor], start: int, frequencies: Mapping[str, Tensor],
 ) -> LayerRotary | None:
-    """Return the tensor, style and buffer that explain the keys of a layer, or None."""
-    bound = float(before["bound"])
-    moving = [slot for slot in ("keys", "values") if _error(before[slot], after[slot]) >= bound]
-    if not moving:
-        return LayerRotary()
-    if len(moving) > 1:
-        return None
-    slot = moving[0]
-    tokens = before[slot].shape[-2]
-    tried = [
-        (_error(turned(before[slot], angles_between(tokens, start, f, f), style), after[slot]), style, name)
-        for name, f in frequencies.items() if 2 * len(f) <= before[slot].shape[-1] for style in STYLES
-    ]
-    error, style, name = min(tried, default=(float("inf"), "", ""))
-    return LayerRotary(slot, style, name) if error < bound else None
+    """Return the tensor, style and buffer that explain the keys of a layer best, or None.
+
+    In trained models the largest channels often rotate slowly. A rotation can then change the keys by less than the
+    bound of half precision, so a layer without RoPE is one that no rotation explains better.
+    """
+    tried: list[tuple[Mapping[str, Tensor], LayerRotary]] = [(before, LayerRotary())]
+    for slot in ("keys", "values"):
+        x = before[slot]
+        for name, f in frequencies.items():
+            if 2 * len(f) <= x.shape[-1]:
+                angles = angles_between(x.shape[-2], start, f, f)
+                tried += [({**before, slot: turned(x, angles, style)}, LayerRotary(slot, style, name))
+                          for style in STYLES]
+    closest, rotary = min(tried, key=lambda one: _distance(one[0], after))
+    within = all(_error(closest[slot], after[slot]) < float(before["bound"]) for slot in ("keys", "values"))
+    return rotary if within else None
+
+
+def _distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+    """Return the mean squared differences of keys and values, relative to the mean squares of `b`."""
+    return sum(
+        float((a[slot] - b[slot]).square().mean() / b[slot].square().mean().clamp_min(1e-60))
+        for slot in ("keys", "values")
+    )
 
 
 def _error(a: Tensor, b: Tensor) -> float:

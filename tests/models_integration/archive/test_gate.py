@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from conformance import tolerances
 from conformance.plugin import fewer_examples
+from models_integration import policy_from_name
 from models_integration.archive.library import decode, encode
 from models_integration.model import rotation as rope
 from models_integration.model.errors import UnknownModel
@@ -168,6 +169,23 @@ def test_rounding_of_a_deep_half_precision_model_is_no_other_rotation() -> None:
     assert explained(1.0) == rope.LayerRotary("keys", "half_split", "inv_freq")
     assert explained(0.0) == rope.LayerRotary()
     assert explained(1.1) is None
+
+
+@pytest.mark.law("as-it-is-described")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_large_channels_that_rotate_slowly_hide_no_rotation(dtype: torch.dtype) -> None:
+    """Check keys like those of SmolLM2, which position 37 changes by less than the bound of half precision."""
+    model = prepared("Llama", **_GQA, head_dim=12)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.weight.view(-1, 12, layer.self_attn.k_proj.in_features)[:, (5, 11)] *= 60
+    model = model.to(dtype)
+    assert {(layer.slot, layer.style) for layer in recognise(model).layers} == {("keys", "half_split")}
+    before, after = (rope._probe(model, start) for start in (0, rope.PROBE_START))
+    assert dtype == torch.float32 or rope._error(before[0]["keys"], after[0]["keys"]) < rope.PROBE_BOUND_HALF
+    with policy_from_name("expected-attention", 0.5)(model) as run:
+        model(input_ids=torch.arange(20)[None])
+    assert run.kept_tokens[0].most == 10
 
 
 @pytest.mark.law("decided-as-the-reference")
