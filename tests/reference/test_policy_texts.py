@@ -160,7 +160,7 @@ def test_layers_then_heads_equals_the_rules_of_the_papers_one_after_the_other(
     ("h2o/layers=pyramid", "/layers=pyramid", "equal shares"), ("tova/heads=adaptive", "/heads=adaptive", "no effect"),
     ("snapkv/recent=8", "/recent=8", "SinkAndRecent(0, 32)"), ("snapkv/sets=layer", "/sets=layer", "KV head"),
     ("h2o-described/every=16", "/every=16", "scorer of h2o"), ("kvzip/every=16", "/every=16", "leave the cadence out"),
-    ("snapkv/every=x", "/every=x", "a value such as 0"), ("snapkv/every=0", "/every=0", "at least 1"),
+    ("snapkv/every=x", "/every=x", "a value such as 64"), ("snapkv/every=0", "/every=0", "at least 1"),
     ("snapkv/crush=0.25/every=8", "/crush=0.25", "end of segments"), ("snapkv/diverse=-1", "/diverse=-1", "negative"),
     ("chunkkv/block=4", "/block=4", "single tokens"), ("chunkkv/select=half", "/select=half", "leave the part out"),
     ("crystalcache/sink=8", "crystalcache accepts no parts", "N_sink"), ("snapkv/sink=-1", "/sink=-1", "at least 0"),

@@ -117,7 +117,7 @@ def test_a_layer_without_a_kept_token_equals_the_masked_model(monkeypatch: pytes
 
 @pytest.mark.spec("PO-TABLE-BUDGET")
 @pytest.mark.parametrize("text", [
-    "knorm/layers=table:shares=3_2", "adakv/layers=table:shares=1_2_3_4",
+    "knorm/layers=table:shares=3_2", "adakv:W=8/layers=table:shares=1_2_3_4",
     "tova/every=none/layers=table:shares=1_2_3_4_5_6",
 ])
 def test_a_table_for_a_different_model_is_refused_before_the_model_reads(text: str) -> None:
