@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -248,6 +249,15 @@ def test_the_commands_of_a_guide_run(page: str, elsewhere: Path, capsys: pytest.
             elif words[0] == "kvspec" and run_here(words):
                 app([printed.split()[-1] if word == "KEY" else word for word in words[1:]], standalone_mode=False)
                 printed = capsys.readouterr().out
+
+
+def test_the_defects_of_other_projects_are_counted() -> None:
+    files = Counter(path.name.partition("-")[0] for path in (ROOT / "docs/upstream").glob("*.txt"))
+    sentence = (
+        f"{files.total()} defects: {files['kvpress']} of kvpress, {files['transformers']} of transformers,"
+        f" {files['vllm']} of vLLM and {files['llama']} of llama-cpp-python."
+    )
+    assert sentence in " ".join((ROOT / "docs/trust.md").read_text(encoding="utf-8").split())
 
 
 def test_what_is_not_run_stands_in_the_guide() -> None:

@@ -179,7 +179,7 @@ def test_large_channels_that_rotate_slowly_hide_no_rotation(dtype: torch.dtype) 
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.k_proj.weight.view(-1, 12, layer.self_attn.k_proj.in_features)[:, (5, 11)] *= 60
-    model = model.to(dtype)
+    torch.nn.Module.to(model, dtype)
     assert {(layer.slot, layer.style) for layer in recognise(model).layers} == {("keys", "half_split")}
     before, after = (rope._probe(model, start) for start in (0, rope.PROBE_START))
     assert dtype == torch.float32 or rope._error(before[0]["keys"], after[0]["keys"]) < rope.PROBE_BOUND_HALF
