@@ -100,6 +100,16 @@ def test_a_constant_of_a_wrong_kind_is_one_sentence(name: str) -> None:
         check_wrong_values(name, kvspec.policy_from_name, given, constant)
 
 
+@pytest.mark.parametrize(("argument", "value"), [
+    ("needs", "all"), ("granularity", "model"), ("protection", 4), ("threshold", "0.3"), ("threshold", True),
+    ("separable", 1), ("score", 0.5),
+])
+def test_an_argument_of_an_own_policy_is_refused_with_its_name(argument: str, value: Any) -> None:
+    with pytest.raises(SpecError) as caught:
+        kvspec.policy_from_score(**{"score": lambda seen: seen, argument: value})
+    assert (caught.value.argument, caught.value.value) == (argument, value)
+
+
 def test_beams_of_a_prefix_outside_the_context_say_how_to_repeat_it() -> None:
     """Check a decode step too. Before, the cache raised the error of `torch.cat`, and one layer had the new tokens."""
     model, ids = build("llama"), prompt(40)
