@@ -339,15 +339,13 @@ def check_policy(reading: Reading) -> None:
         events = _compared_events(reading)
         if not events:
             pytest.skip(f"{reading}: nothing was evicted ({one.reason})")
-        seen = [event.seen for event in events]
+        seen, stated = [event.seen for event in events], [event.sets for event in events]
         policy, model = reading.policy, reading.witness.model
         expected = policy_sets(model, policy, one, seen)
         selector = required_by(policy.on(model).policy.selector)
         dtype = getattr(torch, reading.witness.dtype)  # rounding moves scores more than noise of the weights
         copies = (policy_sets(computing_in(dtype, changed), policy, one, seen) for changed in reading.witness.noisy())
-        clear, tied = judged_differences(
-            [event.sets for event in events], expected, one.ids, copies, selector is None or selector.sequential,
-        )
+        clear, tied = judged_differences(stated, expected, one.ids, copies, selector is None or selector.sequential)
     except SpecError as error:
         pytest.skip(f"{reading}: kvspec cannot compute the sets of this policy ({error})")
     if clear:

@@ -307,8 +307,7 @@ def _split(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments with the bare name of the policy, and all constants under their own names."""
     written: Any = asked.get("policy")
     name, constants = split_name(written, "policy")
-    rest = {key: value for key, value in asked.items() if key not in ("policy", "budget")}
-    given = check_constants(name, rest, ("policy", "budget"))
+    given = check_constants(name, {key: value for key, value in asked.items() if key not in _KEYS}, _KEYS)
     return {**{key: asked[key] for key in asked.keys() & {"budget"}}, **constants, **given, "policy": name}
 
 
