@@ -7,7 +7,6 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
-from difflib import get_close_matches
 from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,7 +32,7 @@ from reference.calibration import Calibration, load_calibration
 from reference.policies.names import is_built_in
 from spec.errors import SpecError
 from spec.files import parse_toml
-from spec.validate import check_choices
+from spec.validate import check_choices, did_you_mean
 
 __all__ = [
     "ALL", "AT_PROMPT", "KEPT", "MEASURES", "PARTS", "TEMPLATE", "Claim", "Rules", "Stage", "check_budget",
@@ -345,10 +344,9 @@ def check_fields(argument: str, kind: Any, given: Mapping[str, Any]) -> dict[str
     if not needed <= set(given) <= set(types):
         missing, unknown = sorted(needed - set(given)), sorted(set(given) - set(types))
         named = [name for name in types if kind is not Rules or name not in _COMPUTED]
-        near = get_close_matches(unknown[0], named, n=1) if unknown else []
         parts = [f"missing: {', '.join(missing)}"] if missing else []
         parts += [f"unknown: {', '.join(unknown)}"] if unknown else []
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(unknown[0], named) if unknown else ""
         raise SpecError(argument, missing + unknown, f"{'; '.join(parts)}{hint}; the keys are {', '.join(named)}")
     return types
 
