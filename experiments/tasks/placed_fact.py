@@ -22,10 +22,12 @@ from spec.parameters import PAPER
 from spec.validate import check_choices
 
 __all__ = [
-    "COMMON", "COMMON_FACTS", "FACT_DEPTHS", "MENTIONS", "NGRAM", "NUMBER", "PLACED_TOPICS", "VALUES", "WORDS",
-    "placed_fact_samples", "without_repeats",
+    "COMMON", "COMMON_FACTS", "FACT_DEPTHS", "MENTIONS", "NGRAM", "NUMBER", "PLACED_FACT", "PLACED_TOPICS", "VALUES",
+    "WORDS", "placed_fact_samples", "without_repeats",
 ]
 
+PLACED_FACT = "placed_fact"
+"""Name of the task."""
 FACT_DEPTHS = (0.0, 0.15, 0.3, 0.5, 0.7)
 """Places of the fact, as fractions of the context before the recent window."""
 NONE = "none"
@@ -116,7 +118,7 @@ def _sample(
 ) -> Sample:
     question, begun = f"{joiner(ground.tokenizer)}Question: {template.ask()}", template.state(value)
     return check_unprotected(ground.sample(
-        context, question, begun.partition(f" {value}")[0], str(value), (fact,), gap=" Answer: ", task="placed_fact",
+        context, question, begun.partition(f" {value}")[0], str(value), (fact,), gap=" Answer: ", task=PLACED_FACT,
         metric=CONTAINS, metadata=metadata,
     ))
 

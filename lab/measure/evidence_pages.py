@@ -45,8 +45,7 @@ from reference.statistics import mcnemar
 
 LONG_DECODES = "long-decodes"
 PAGES = (
-    ROOT / "README.md", HOME / "README.md", HOME / "erratum.md", HOME / "papers.md", PLACE_PAGE,
-    HOME.parent / f"{LONG_DECODES}.md",
+    ROOT / "README.md", HOME / "README.md", HOME / "papers.md", PLACE_PAGE, HOME.parent / f"{LONG_DECODES}.md",
 )
 
 

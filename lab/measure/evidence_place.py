@@ -152,14 +152,16 @@ def claims(study: str) -> list[list[str]]:
     """Return every claim of a study with its difference and its outcome."""
     dev, confirm = (samples_of(study, part) for part in PARTS)
     rules = load_rules(HOME / f"{study}.toml")
-    lines = [["claim", "difference", "claimed", "p (Holm)", "outcome", "kind"]]
+    lines = [["claim", "difference", "splits", "claimed", "p (Holm)", "outcome", "kind"]]
     result = verdicts(rules.claims, dev, confirm, commits_with_rules(rules, confirm.rows))
     return [*lines, *map(_claim_line, result)]
 
 
 def _claim_line(one: Verdict) -> list[str]:
     outcome = f"{one.outcome} ({one.flag})" if one.flag else one.outcome
-    return [one.claim.name, str(one.difference), f"{one.claim.difference:g}", one.corrected_text, outcome, one.kind]
+    signs = "; **opposite signs**" if one.opposite else ""
+    numbers = str(one.difference), "; ".join(one.splits), f"{one.claim.difference:g}", one.corrected_text
+    return [one.claim.name, *numbers, outcome + signs, one.kind]
 
 
 def picture(study: str, placement: str = "paper") -> Figure:

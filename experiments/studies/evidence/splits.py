@@ -8,6 +8,7 @@ from experiments.studies.evidence.samples import Samples
 from experiments.studies.report import Estimate
 from experiments.studies.results import Row
 from experiments.tasks.needle import DELAYED_ASSOCIATION
+from experiments.tasks.placed_fact import PLACED_FACT
 from spec.arrays import Float64, Vector
 
 __all__ = [
@@ -22,10 +23,15 @@ ORDER = ("start", "middle", "end", "prose", "records", "code")
 
 
 def place_of(row: Row) -> str | None:
-    """Return the part of the context in which the fact is: start, middle or end. None: the row does not say."""
-    depth = row["metadata"].get("depth")
+    """Return the part of the context in which the fact is: start, middle or end. None: the row does not say.
+
+    Studies of the place have five exact places, such as "at 0.15".
+    """
+    depth, task = row["metadata"].get("depth"), row["task"].partition("(")[0]
     if depth is None:
-        return "start" if row["task"].partition("(")[0].startswith(DELAYED_ASSOCIATION) else None
+        return "start" if task.startswith(DELAYED_ASSOCIATION) else None
+    if task == PLACED_FACT:
+        return f"at {depth:g}"
     return "start" if depth < _START else "end" if depth >= _END else "middle"
 
 

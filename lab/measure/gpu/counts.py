@@ -279,8 +279,9 @@ def text(n: int = TOKENS) -> Tensor:
 def constants(name: str, model: LlamaForCausalLM) -> dict[str, Any]:
     """Return the arguments of the policy that have no default."""
     required = {"calibration", "sentence_ends", "template"} & constants_of(name)
-    shape = (model.config.num_hidden_layers, H_KV, model.config.hidden_size)
-    networks, gates = random_networks(*shape, 64), random_gates(*shape, model.config.num_attention_heads // H_KV)
+    heads = model.config.num_key_value_heads or H_KV
+    shape = (model.config.num_hidden_layers, heads, model.config.hidden_size)
+    networks, gates = random_networks(*shape, 64), random_gates(*shape, model.config.num_attention_heads // heads)
     return {
         key: replace(calibrate(model, text(256), template=TEMPLATE, covariance=True), networks=networks, gates=gates)
         if key == "calibration"

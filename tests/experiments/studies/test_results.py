@@ -25,6 +25,7 @@ from experiments.studies.leases import Leases
 from experiments.studies.report import summary
 from experiments.studies.results import Row, append_row, load_rows, lock_at_once
 from lab.measure import evidence_pages, evidence_place, evidence_rows, long_decodes
+from lab.pages import BLOCK
 from reference.statistics import mcnemar
 from spec.errors import SpecError
 from spec.tables import result_table
@@ -206,6 +207,7 @@ def tokens(study: str, policy: str, budget: str) -> float:
 @pytest.mark.law("figures-are-counted-right")
 def test_every_table_is_that_of_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(evidence_pages.stale()) == []
+    assert all(BLOCK.search(page.read_text(encoding="utf-8")) for page in evidence_pages.PAGES)
     page = tmp_path / "README.md"
     readme = evidence_pages.PAGES[0].read_text(encoding="utf-8")
     page.write_text(readme.replace("| CrystalCache | 308 | 53: ", "| CrystalCache | 308 | 54: "), encoding="utf-8")
@@ -230,7 +232,7 @@ def test_the_sentences_about_places_are_those_of_the_rows(study: str, n: int) ->
         assert all(whole["streamingllm(N_sink=60)", mentions, True])
         assert sum(whole["crystalcache", mentions, False]) < sum(whole["random-trunks", mentions, False])
     assert {len(own) for own in whole.values()} == {n, 4 * n}
-    assert {row[4] for row in evidence_place.claims(study)[1:]} == {"holds"}
+    assert {row[-2] for row in evidence_place.claims(study)[1:]} == {"holds"}
     lines = evidence_place.picture(study).axes[0].get_lines()
     drawn = [round(float(np.asarray(line.get_ydata())[0]) * n) for line in lines]
     assert drawn == [sum(whole[policy, "high", True]) for policy in evidence_place.KEPT]
@@ -254,7 +256,7 @@ def test_the_sentences_about_answers_by_place_are_those_of_the_rows() -> None:
     assert (right["crystalcache"]["high"], right["crystalcache"]["none"]) == (2, 4)
     assert right["evidence"] == right["fullcache"]
     claims = evidence_place.claims("place-answers")[1:]
-    assert [line[4:] for line in claims] == [["holds", "screening"]] * 4
+    assert [line[-2:] for line in claims] == [["holds", "screening"]] * 4
 
 
 @pytest.mark.law("figures-are-counted-right")
@@ -283,7 +285,7 @@ def test_the_sentences_about_further_policies_by_place_are_those_of_the_rows() -
     assert (whole[best], whole["crystalcache"], whole["random-trunks"], whole["snapkv"]) == (44, 8, 26, 0)
     answered, further = ({row["sample"] for row in rows_of(study)} for study in ("place-answers", "place-policies"))
     assert answered == further > {row["sample"] for row in rows_of("place-kvzip")}
-    claims = [line[4:] for study in ("place-policies", "place-kvzip") for line in evidence_place.claims(study)[1:]]
+    claims = [line[-2:] for study in ("place-policies", "place-kvzip") for line in evidence_place.claims(study)[1:]]
     assert claims == [[outcome, "screening"] for outcome in ("open", "holds", "open", *["holds"] * 4)]
 
 
@@ -370,7 +372,7 @@ def test_committed_rows_are_rows_of_the_engine(study: str) -> None:
 
 @pytest.mark.law("figures-are-counted-right")
 def test_figures_in_sentences_are_those_of_the_rows() -> None:
-    erratum = evidence_pages.PAGES[2].read_text(encoding="utf-8")
+    erratum = (evidence_rows.HOME / "erratum.md").read_text(encoding="utf-8")
     paper, drawn = (right("rules", "after", name, "0.3") for name in ("crystalcache", "random"))
     assert f"CrystalCache answers {paper} and the random set {drawn} " in erratum
     nested, other = (right("rules", "after", f, "0.2") for f in ("nestedkv", "crystalcache(observed_layer=-1)"))
