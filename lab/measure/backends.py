@@ -6,8 +6,8 @@ records, scores, selects and compacts inside the forward pass. The time is a sha
 so other programs slow down both.
 
 The command prints the median of the rounds for `backend="auto"`. It also prints the medians for Numba and torch, if
-these backends can score the policy. `--write` stores the medians of Numba and torch. "auto" chooses from the stored
-medians. Then "auto" itself is not measured.
+these backends can score the policy. `--write` stores the medians of Numba and torch. From the next run on, "auto"
+chooses from them.
 """
 
 import argparse
@@ -75,10 +75,10 @@ def added(policy: RetentionPolicy, model: LlamaForCausalLM, tokens: int = TOKENS
     return sum(times) / (whole - sum(times))
 
 
-def sides(name: str, model: LlamaForCausalLM, auto: bool) -> dict[str, RetentionPolicy]:
-    """Return the policy under each backend whose code computes scores of the policy, and under "auto" if asked."""
+def sides(name: str, model: LlamaForCausalLM) -> dict[str, RetentionPolicy]:
+    """Return the policy under "auto", and under each backend whose code computes scores of the policy."""
     given = constants(name, model)
-    result = {"auto": policy_from_name(name, BUDGET, **given)} if auto else {}
+    result = {"auto": policy_from_name(name, BUDGET, **given)}
     for backend in BACKENDS if BACKEND in constants_of(name) else ():
         policy = policy_from_name(name, BUDGET, **given, backend=backend)
         method = policy.on(model)
@@ -87,9 +87,9 @@ def sides(name: str, model: LlamaForCausalLM, auto: bool) -> dict[str, Retention
     return result
 
 
-def measured(name: str, model: LlamaForCausalLM, rounds: int, auto: bool) -> dict[str, float]:
+def measured(name: str, model: LlamaForCausalLM, rounds: int) -> dict[str, float]:
     """Return the median share of each side."""
-    policies = sides(name, model, auto)
+    policies = sides(name, model)
     for policy in policies.values():
         added(policy, model, WARM)  # compiles, also for chunks after the first
     result: dict[str, list[float]] = {side: [] for side in policies}
@@ -131,11 +131,12 @@ def main() -> None:
     print(f"| policy | auto | {' | '.join(BACKENDS)} |\n|---|---|---|---|")
     with threadpool_limits(1):
         for name in options.policies:
-            result = measured(name, model, options.rounds, not options.write)
+            result = measured(name, model, options.rounds)
             cells = [f"{100 * result[side]:.1f} %" if side in result else "-" for side in ("auto", *BACKENDS)]
             print(f"| {name} | {' | '.join(cells)} |", flush=True)
-            if options.write and result:
-                write({name: result}, options)
+            stored = {backend: result[backend] for backend in BACKENDS if backend in result}
+            if options.write and stored:
+                write({name: stored}, options)
 
 
 if __name__ == "__main__":

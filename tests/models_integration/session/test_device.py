@@ -59,6 +59,8 @@ L, N = 2, 126
 IDS_AND_MASK = 1
 """Number of host reads of a prompt before the first layer."""
 ROWS = [row.strip("|").split("|") for row in Path(DOCS, "results/device.md").read_text().splitlines() if "| " in row]
+MOST_ADDED = {"criticalkv": 14, "rkv": 8, "defensivekv": 18, "cake": 5}
+"""Most processor time that policies may add to a prompt of 2 048 tokens under "auto", in percent."""
 COMMITTED = {name.strip(): [int(count) for count in counts] for name, _, *counts in ROWS if counts[0].strip().isdigit()}
 
 
@@ -288,6 +290,18 @@ def test_auto_is_the_fastest_measured_backend_of_each_policy() -> None:
     assert {name: fastest.fastest(name, "cpu").name for name in rows} == {
         name: min(row, key=lambda backend: row[backend]) for name, row in rows.items()
     }
+
+
+def test_the_page_has_the_times_from_which_auto_chooses() -> None:
+    rows = json.loads(Path(fastest.__file__).with_name(fastest.MEASURED).read_text())["cpu"]["added"]
+    lines = [[cell.strip() for cell in row] for row in ROWS if len(row) == 4]
+    times = {name: cells for name, *cells in lines if cells[0].endswith(" %")}
+    assert list(times) == list(POLICIES)
+    for name, (_, *cells) in times.items():
+        stored = [rows.get(name, {}).get(backend) for backend in ("numba", "torch")]
+        assert cells == ["-" if one is None else f"{100 * one:.1f} %" for one in stored]
+    auto = {name: float(cells[0].removesuffix(" %")) for name, cells in times.items()}
+    assert all(auto[name] <= most for name, most in MOST_ADDED.items())
 
 
 class Shifted(type(REFERENCE.crystal)):  # type: ignore[misc]
