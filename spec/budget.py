@@ -13,10 +13,13 @@ from spec.errors import SpecError
 
 __all__ = ["MEMORY", "UNITS", "Budget", "parse_budget"]
 
-_FORMS = "a float in (0, 1], text such as '0.3' or '30%' (a fraction), or an int or text such as '512' (tokens)"
+_FORMS = (
+    "a float in (0, 1], text such as '0.3' or '30%' (a fraction), or an int or text such as '512' (tokens); with a"
+    " loaded model also text such as '64MiB' (memory)"
+)
 _LARGEST = 2**63 - 1  # counts are int64 in every backend
-_TOKENS = f"a number of tokens must lie in [1, {_LARGEST}]"
-_SHARE = "a fraction must lie in (0, 1]"
+_TOKENS = "a number of tokens must be 1 to 2^63 - 1; a fraction has a point, such as 0.3"
+_SHARE = "a fraction must lie in (0, 1]; a number of tokens has no point, such as 512"
 _LONGEST = 64  # characters of a budget given as text
 # The grammar of CC-BUDGET-FORMS.
 _COUNT = re.compile(r"[0-9]+")
@@ -24,6 +27,8 @@ _FRACTION = re.compile(r"([0-9]+\.[0-9]*|\.[0-9]+)%?|[0-9]+%")
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 MEMORY = re.compile(rf" *([0-9]+(?:\.[0-9]+)?) ?({'|'.join(UNITS)}) *")
 """Form of a memory, whose number of tokens depends on the model."""
+_COMMA = re.compile(r"[0-9]*,[0-9]+%?")
+_OTHER_UNIT = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]+)")
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,16 @@ def _parse_text(given: str, argument: str) -> Budget:
     if MEMORY.fullmatch(text):
         reason = "is a memory, which needs the whole model: type a share such as 0.3, or the number of tokens"
         raise SpecError(argument, given, f"{reason} that `kvspec compare --budgets` prints for a memory")
-    raise SpecError(argument, given, f"expected {_FORMS}")
+    raise SpecError(argument, given, f"expected {_FORMS}{_hint(text)}")
+
+
+def _hint(text: str) -> str:
+    """Return the end of an error text with valid budgets that are similar to a text, or "" if there are none."""
+    if _COMMA.fullmatch(text):
+        return f"; did you mean {text.replace(',', '.')}?"
+    other = _OTHER_UNIT.fullmatch(text)
+    near = [unit for unit in UNITS if unit.lower().startswith(other[2].lower())] if other else []
+    return f"; did you mean {' or '.join(f'{other[1]}{unit}' for unit in near)}?" if other and near else ""
 
 
 def _count(tokens: int, given: object, argument: str) -> Budget:

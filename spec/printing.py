@@ -1,8 +1,8 @@
-"""Texts of other people, such as names in rows, certificates and answers of engines, on a terminal."""
+"""Texts on a terminal: numbers with nouns, and texts of other people, such as names in rows and answers of engines."""
 
 from unicodedata import category
 
-__all__ = ["printable", "printable_lines"]
+__all__ = ["counted", "printable", "printable_lines"]
 
 _REPLACED = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 """Categories of Unicode: control characters, which can change the screen or type on the keyboard, format characters,
@@ -19,3 +19,8 @@ def printable_lines(text: str) -> str:
     if text.isprintable():
         return text
     return "".join("?" if c not in "\n\t" and category(c) in _REPLACED else c for c in text)
+
+
+def counted(number: int | str, noun: str) -> str:
+    """Return a number with a noun, such as "1 item" or "2 items"."""
+    return f"{number} {noun}{'' if str(number) == '1' else 's'}"

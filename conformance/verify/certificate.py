@@ -25,6 +25,7 @@ from conformance.verify.subject import Subject
 from spec import SPEC_VERSION
 from spec.errors import SpecError
 from spec.files import parse_toml
+from spec.printing import counted
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -169,7 +170,7 @@ def scope(record: Mapping[str, Any]) -> str:
     named = ", ".join(name for name in record["families"] if whole or name == PROMISES) or "no family"
     if decided == len(verdicts):
         return named
-    return f"{named} ({decided} of {len(verdicts)})" if whole else _many(decided, "promise")
+    return f"{named} ({decided} of {len(verdicts)})" if whole else counted(decided, "promise")
 
 
 def entries_of(exceptions: Path | None) -> list[dict[str, Any]]:
@@ -335,10 +336,6 @@ _SVG = """<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="20" ro
 """
 
 
-def _many(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
 def badge(record: Mapping[str, Any]) -> str:
     """Return the badge as SVG.
 
@@ -347,15 +344,15 @@ def badge(record: Mapping[str, Any]) -> str:
     """
     exceptions = len(record["exception"])
     if record["verdict"] == PARTIAL:
-        colour, right = YELLOW, f"{scope(record)} in part; {_many(len(record['unproven']), 'item')} unproven"
+        colour, right = YELLOW, f"{scope(record)} in part; {counted(len(record['unproven']), 'item')} unproven"
     elif record["verdict"] not in PASSED:
-        colour, right = RED, f"not certified; {_many(len(record['failing']) + len(record['undecided']), 'item')}"
+        colour, right = RED, f"not certified; {counted(len(record['failing']) + len(record['undecided']), 'item')}"
     elif methods := record["run"].get("methods"):
         colour, right = GREEN, f"conforms to {', '.join(methods)}"
     elif record["verdict"] == KEEPS:
         colour, right = GREEN, f"keeps its {scope(record)}; {COMPARED}"
     elif exceptions:
-        colour, right = YELLOW, f"{scope(record)}; {_many(exceptions, 'exception')}"
+        colour, right = YELLOW, f"{scope(record)}; {counted(exceptions, 'exception')}"
     else:
         colour, right = GREEN, scope(record)
     left = f"kvspec {record['spec']}"

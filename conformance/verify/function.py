@@ -1,6 +1,8 @@
 """The function `kvspec.verify`, which returns the verdict of `kvspec verify` as a Python object."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +13,10 @@ from spec.html import html_table
 
 if TYPE_CHECKING:
     from conformance.verify.request import Request
+
+_OPTION = re.compile(r"--([a-z][a-z-]*)")
+_NAMES = {"as": "method", "quick": "quick=True", "force": "force=True"}
+"""Arguments of `verify`, by the option of the command line, if the two names differ."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +108,19 @@ def verify(
     _check(given)
     methods = [f"--as={one}" for one in ([method] if isinstance(method, str) else method)]
     flags = [*methods, *["--quick"] * quick, *["--fail-fast"] * fail_fast, *["--force"] * force]
-    return _judged(parsed([f"--{option}={value}" for option, value in given.items() if value is not None] + flags))
+    options = [f"--{option}={value}" for option, value in given.items() if value is not None]
+    with _argument_names():
+        return _judged(parsed(options + flags))
+
+
+@contextmanager
+def _argument_names() -> Iterator[None]:
+    """Context manager in which errors name the arguments of `verify` in place of the options of the command line."""
+    try:
+        yield
+    except SpecError as error:
+        bound = _OPTION.sub(lambda option: _NAMES.get(option[1], option[1].replace("-", "_")), error.bound)
+        raise SpecError(_NAMES.get(error.argument, error.argument), error.value, bound) from error
 
 
 def _check(given: Mapping[str, Any]) -> None:

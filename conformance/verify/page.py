@@ -9,10 +9,20 @@ from typing import Any
 
 from conformance.checks.refusals import SubjectFailure
 from conformance.verify.certificate import COMPARED, PARTIAL, PASSED, QUICK, excepted, scope
-from conformance.verify.outcomes import ABSTAINED, COMPOSED, PROMISES, Verdicts, formula, must
+from conformance.verify.outcomes import ABSTAINED, COMPOSED, PROMISES, STATES, Verdicts, formula, must
+from spec.errors import SpecError
+from spec.printing import counted
 
 _LINES, _WIDTH, _MOST = 6, 150, 12
+_WIDEST = 400
+"""Largest number of characters of a line of an error, which ends with what to type."""
+_ALWAYS = ("passed", "failed", "not run")
+"""States whose number of tests the summary always shows, before the other states."""
+_NUMBERS = re.compile(r"\d+")
 _CRASH = f"{SubjectFailure.__name__}: "
+_ERRORS = (_CRASH, f"{SpecError.__name__}: ")
+"""First words of a failure if the code under test raised an error in place of a result."""
+_NOT_COMPARED = "not compared, because the code under test raised an error in place of a result"
 
 
 def headline(record: Mapping[str, Any]) -> str:
@@ -34,18 +44,24 @@ def headline(record: Mapping[str, Any]) -> str:
     if record["verdict"] == PARTIAL:
         unproven = ", ".join(record["unproven"])
         return f"{who} conforms in part to kvspec {record['spec']} on {on}: excepted, without a passed test: {unproven}"
-    undecided = len(record["undecided"])
-    wrong = ", ".join([*record["failing"], *([f"{undecided} items not decided"] if undecided else [])])
+    wrong = _wrong(record)
     otherwise = "tests without an item fail" if record["counts"]["failed"] else "there was nothing to judge"
     if methods:
         return f"{who} does not conform to {methods}: {wrong or otherwise}"
-    does_not = "does not keep its promises" if policy else f"does not conform to kvspec {record['spec']} on {on}"
+    does_not = "does not keep its promises" if policy else f"does not conform to kvspec {record['spec']}"
     return f"{who} {does_not}: {wrong or otherwise}"
+
+
+def _wrong(record: Mapping[str, Any]) -> str:
+    """Return the failing items, and the number of items that are not decided. Empty if there are none."""
+    failing, undecided = record["failing"], len(record["undecided"])
+    words = [f"{', '.join(failing)} {'fails' if len(failing) == 1 else 'fail'}"] if failing else []
+    return "; ".join([*words, *([f"{counted(undecided, 'item')} not decided"] if undecided else [])])
 
 
 def _excepted(record: Mapping[str, Any]) -> str:
     number = sum(row["verdict"] == "excepted" for row in record["items"].values())
-    return f", {number} item{'s' if number > 1 else ''} excepted" if number else ""
+    return f", {counted(number, 'item')} excepted" if number else ""
 
 
 def by_family(record: Mapping[str, Any]) -> dict[str, dict[str, Mapping[str, Any]]]:
@@ -66,10 +82,10 @@ def by_family(record: Mapping[str, Any]) -> dict[str, dict[str, Mapping[str, Any
 def summary(record: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of the terminal output."""
     counts = record["counts"]
-    yield (
-        f"{counts['passed']} tests passed, {counts['failed']} failed, {counts['not_run']} not run;"
-        f" {counts['examples']} examples, --seed {record['run'].get('seed')}"
-    )
+    numbers = {state: counts[state.replace(" ", "_")] for state in (*_ALWAYS, *STATES)}
+    shown_states = ", ".join(f"{number} {state}" for state, number in numbers.items() if number or state in _ALWAYS)
+    examples, seed = counted(counts["examples"], "example"), record["run"].get("seed")
+    yield f"{counted(counts['tests'], 'test')}: {shown_states}; {examples}, --seed {seed}"
     if record["subject"].get("spec", record["spec"]) != record["spec"]:
         yield f"the engine was written for kvspec {record['subject']['spec']}, and is judged by {record['spec']}"
     for family, items in by_family(record).items():
@@ -81,7 +97,7 @@ def summary(record: Mapping[str, Any]) -> Iterator[str]:
     for item in record["failing"][:_MOST]:
         yield from _failing(item, record["items"][item], shown)
     if len(record["failing"]) > _MOST:
-        yield f"\n... and {len(record['failing']) - _MOST} more items"
+        yield f"\n... and {counted(len(record['failing']) - _MOST, 'more item')}"
     if at_once := record["run"].get("at_once"):
         yield f"  the server ran {at_once} of 32 requests at the same time (measured, without a verdict)"
     if record["undecided"]:
@@ -119,19 +135,24 @@ def _promises(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _crashes(record: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the errors that the code under test raised, each once."""
-    errors = dict.fromkeys(row["found"] for item in record["failing"] if _raised(row := record["items"][item]))
-    for found in list(errors)[:_MOST]:
+    """Yield the errors that the code under test raised, each with an input. Numbers do not make errors different."""
+    rows: dict[str, Mapping[str, Any]] = {}
+    for row in (record["items"][item] for item in record["failing"]):
+        if _raised(row):
+            rows.setdefault(_NUMBERS.sub("", row["found"]), row)
+    for row in list(rows.values())[:_MOST]:
         yield "\nthe code under test raised an error in place of a result:"
-        yield "  " + "\n  ".join(_short(found.removeprefix(_CRASH)))
+        yield "  " + "\n  ".join(_short(row["found"].removeprefix(_CRASH), _WIDEST))
+        if row["input"]:
+            yield "  input   " + "\n          ".join(_short(row["input"]))
 
 
 def _raised(row: Mapping[str, Any]) -> bool:
-    return str(row["found"]).startswith(_CRASH)
+    return str(row["found"]).startswith(_ERRORS)
 
 
 def _failing(item: str, row: Mapping[str, Any], shown: dict[str, str]) -> Iterator[str]:
-    yield f"\n{item} fails, in {row['failed']} of its {row['tests']} tests"
+    yield f"\n{item} fails, in {_tests(row)}"
     first = shown.setdefault(row["test"], item)
     if first != item:
         yield f"  by the same test as {first}"
@@ -142,15 +163,24 @@ def _failing(item: str, row: Mapping[str, Any], shown: dict[str, str]) -> Iterat
         yield f"  MUST    {must(item, row)}"
         if text := formula(item):
             yield f"  formula {text}"
-    yield f"  test    {row['test']}"
-    for name in ("input", "found"):
-        if row[name] and not (name == "found" and _raised(row)):
-            yield f"  {name:7} " + "\n          ".join(_short(row[name]))
+        yield f"  test    {row['test']}"
+        for name in ("input", "found"):
+            if row[name]:
+                yield f"  {name:7} " + "\n          ".join(_short(row[name]))
     yield f"  repeat  {row['repeat']}"
 
 
-def _short(text: str) -> list[str]:
-    lines = [line if len(line) <= _WIDTH else f"{line[:_WIDTH]} ..." for line in text.splitlines()]
+def _tests(row: Mapping[str, Any]) -> str:
+    return "its only test" if row["tests"] == 1 else f"{row['failed']} of its {row['tests']} tests"
+
+
+def _rule(item: str, row: Mapping[str, Any]) -> str:
+    """Return the violated rule of a failing row. No rule was compared if the code under test raised an error."""
+    return _NOT_COMPARED if _raised(row) else f"MUST {must(item, row)}"
+
+
+def _short(text: str, width: int = _WIDTH) -> list[str]:
+    lines = [line if len(line) <= width else f"{line[:width]} ..." for line in text.splitlines()]
     return lines if len(lines) <= _LINES else [*lines[:_LINES], "..."]
 
 
@@ -176,10 +206,10 @@ def markdown(record: Mapping[str, Any]) -> Iterator[str]:
         row = record["items"][item]
         shown = "\n".join(filter(None, (row["input"], row["found"], "", row["repeat"]))).replace("```", "` ` `")
         name = escape(" ".join(item.split()))
-        yield f"\n<details><summary>{name} fails, in {row['failed']} of its {row['tests']} tests</summary>\n"
-        yield f"MUST {escape(must(item, row), quote=False)}\n\n```text\n{shown}\n```\n\n</details>"
+        yield f"\n<details><summary>{name} fails, in {_tests(row)}</summary>\n"
+        yield f"{escape(_rule(item, row), quote=False)}\n\n```text\n{shown}\n```\n\n</details>"
     if len(record["failing"]) > _MOST:
-        yield f"\nand {len(record['failing']) - _MOST} more items"
+        yield f"\nand {counted(len(record['failing']) - _MOST, 'more item')}"
 
 
 def junit(verdicts: Verdicts) -> str:
@@ -275,7 +305,7 @@ def _plain(value: object) -> str:
 def _counterexamples(record: Mapping[str, Any]) -> Iterator[str]:
     for item in record["failing"]:
         row = record["items"][item]
-        yield f'<h2 id="{escape(item)}" class="fail">{escape(item)}</h2><p>MUST {escape(must(item, row))}</p>'
+        yield f'<h2 id="{escape(item)}" class="fail">{escape(item)}</h2><p>{escape(_rule(item, row))}</p>'
         yield "<pre>" + escape("\n".join(filter(None, (row["input"], row["found"])))) + "</pre>"
         yield f"<p>To repeat the test: <code>{escape(row['repeat'])}</code></p>"
 

@@ -30,22 +30,27 @@ PROFILE = "ci"
 _METHODS = re.compile(r",(?![^(]*\))\s*")
 """Comma between two methods, not between two constants of a method."""
 
-_ABOUT = """Test an engine, a policy, a cache or a server, and write the verdict as a certificate (spec/certificate.md).
-An engine must compute the items of the specification. A policy must have the properties that the policy
-guarantees, such as an exact budget.
-A cache must give the same logits as the full cache with the evicted tokens masked.
-A server must state what it evicted (spec/witness.md), and its answers must be those of the stated eviction.
-With --as METHOD an engine or a policy must also keep the same tokens as a published method.
+_ABOUT = """Test an engine, a policy, a cache or a server, and write the verdict as a
+certificate (spec/certificate.md).
+
+An engine must compute the items of the specification. A policy must have the
+properties that the policy guarantees, such as an exact budget. A cache must
+give the same logits as the full cache with the evicted tokens masked. A server
+must state what it evicted (spec/witness.md), and its answers must be those of
+the stated eviction. With --as METHOD an engine or a policy must also keep the
+same tokens as a published method.
 
 Exit codes:
 
-    0         every test passes, and every item that the tested code offers has a passed test
-    1         a test fails, an offered item has no passed test, or --check finds a difference
+    0         every test passes, and every item that the tested code offers has
+              a passed test
+    1         a test fails, an offered item has no passed test, or --check finds
+              a difference
     2         kvspec tested nothing (one line on standard error has the reason)
     130, 143  Ctrl-C or SIGTERM stopped the run
 
-Arguments after -- are passed to pytest, and pytest's output is shown. A run with arguments for
-pytest writes no certificate."""
+Arguments after -- are passed to pytest, and pytest's output is shown. A run
+with arguments for pytest writes no certificate."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +117,8 @@ def parser(complete: bool = True) -> argparse.ArgumentParser:
         complete: if False, the parser has no --help, and does not require a subject.
     """
     created = _Parser(
-        prog="kvspec verify", description=_ABOUT, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter,
-        add_help=complete,
+        prog="kvspec verify", description=_ABOUT, allow_abbrev=False, add_help=complete,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     who = created.add_mutually_exclusive_group(required=complete)
     who.add_argument("--backend", metavar="NAME",
@@ -123,50 +128,50 @@ def parser(complete: bool = True) -> argparse.ArgumentParser:
     who.add_argument("--cache", metavar="NAME",
                      help="Python function that evicts tokens and returns logits, as module:ATTRIBUTE")
     who.add_argument("--server", metavar="URL",
-                     help="running server that evicts, such as http://127.0.0.1:8000. Needs --model: kvspec\n"
+                     help="running server that evicts, such as http://127.0.0.1:8000. Needs --model: kvspec "
                           "reads the server's answers again with the same weights")
     created.add_argument("--as", dest="method", action="append", metavar="METHOD",
-                      help='published method, or text of a policy, that must keep the same tokens,\n'
-                           'such as "snapkv(W=16, kernel=5)" or snapkv:W=16/layers=pyramid. An engine can be\n'
-                           "compared with several methods, such as snapkv,h2o. `kvspec policies NAME` lists\n"
+                      help='published method, or text of a policy, that must keep the same tokens, '
+                           'such as "snapkv(W=16, kernel=5)" or snapkv:W=16/layers=pyramid. An engine can be '
+                           "compared with several methods, such as snapkv,h2o. `kvspec policies NAME` lists "
                            "the constants of a method")
     who.add_argument("--check", type=Path, metavar="CERTIFICATE.toml",
-                     help="certificate to check. First kvspec prints the command that the certificate\n"
-                          "contains, and checks the hashes of the files that the certificate lists. Then kvspec\n"
-                          "runs the tests with the seed of the certificate and with a new seed (--seed). If the\n"
+                     help="certificate to check. First kvspec prints the command that the certificate "
+                          "contains, and checks the hashes of the files that the certificate lists. Then kvspec "
+                          "runs the tests with the seed of the certificate and with a new seed (--seed). If the "
                           "results differ from the certificate, kvspec prints the difference and exits with 1")
     created.add_argument("--yes", action="store_true",
                       help="for --check: run the command of the certificate without confirmation")
     created.add_argument("--model", metavar="FOLDER",
-                      help="for --cache: folder of the transformers model. Default: tiny random models.\n"
+                      help="for --cache: folder of the transformers model. Default: tiny random models. "
                            "For --server: folder or name of the weights that the server runs")
     created.add_argument("--positions", choices=POSITIONS,
-                      help="for --cache: rule of the positions of the kept tokens, either kept (positions\n"
-                           "of the text, default) or renumbered (from 0 in each KV head). A cache with\n"
+                      help="for --cache: rule of the positions of the kept tokens, either kept (positions "
+                           "of the text, default) or renumbered (from 0 in each KV head). A cache with "
                            "renumbered positions must also rotate the keys to the new positions")
     created.add_argument("--timeout", type=float, metavar="S",
-                      help="for --command: maximum number of seconds that the engine may take to answer.\n"
+                      help="for --command: maximum number of seconds that the engine may take to answer. "
                            "Default: 60")
     created.add_argument("--precision", choices=PRECISIONS,
-                        help="precision of stage S1 (co-attention). Default: float64 for the numpy backend,\n"
-                             "otherwise float32. An engine of --command reports its precision. For --server:\n"
+                        help="precision of stage S1 (co-attention). Default: float64 for the numpy backend, "
+                             "otherwise float32. An engine of --command reports its precision. For --server: "
                              "dtype in which the server computes, float32 (default) or bfloat16")
     created.add_argument("--profile", choices=PROFILES,
-                        help="profile, which sets the number of examples of each test. The default is the\n"
+                        help="profile, which sets the number of examples of each test. The default is the "
                              "environment variable KVSPEC_PROFILE, or ci if the variable is not set")
     created.add_argument("--seed", type=int, metavar="N",
-                      help="random seed of the examples, 0 or more. Default: a new seed, which the\n"
+                      help="random seed of the examples, 0 or more. Default: a new seed, which the "
                            "certificate records")
     created.add_argument("--quick", action="store_true",
-                      help="run few examples, without full-size inputs. A quick run writes\n"
+                      help="run few examples, without full-size inputs. A quick run writes "
                            "quick.toml instead of a certificate")
     created.add_argument("--fail-fast", action="store_true",
                       help="stop at the first failed test. A stopped run writes no certificate")
     created.add_argument("--exceptions", type=Path, metavar="FILE.toml",
-                        help="TOML file of known failures. Each failure has a reason, an issue and an expiry\n"
+                        help="TOML file of known failures. Each failure has a reason, an issue and an expiry "
                              "date (see docs/guide/judge.md)")
     created.add_argument("--out", type=Path, default=Path("results/verify"), metavar="FOLDER",
-                        help="folder for certificate.toml, certificate.html, badge.svg, summary.md,\n"
+                        help="folder for certificate.toml, certificate.html, badge.svg, summary.md, "
                              "junit.xml and log.txt. Default: results/verify")
     created.add_argument("--force", action="store_true",
                       help="replace files in the folder --out that kvspec did not make")
@@ -218,7 +223,8 @@ def parsed(arguments: Sequence[str]) -> Request:
         if option == "precision" and result.method:
             continue
         if value is not None and not any(getattr(result, kind) for kind in kinds):
-            raise SpecError(option, value, f"can be given only with {' or '.join(f'--{kind}' for kind in kinds)}")
+            named, shown = ("as", ",".join(value)) if option == "method" else (option, value)
+            raise SpecError(named, shown, f"can be given only with {' or '.join(f'--{kind}' for kind in kinds)}")
     result.method = tuple(one for text in result.method or () for one in _METHODS.split(text))
     dtypes = PRECISIONS[1:] if result.server else PRECISIONS[:2]
     if result.precision not in (None, *dtypes):

@@ -31,6 +31,7 @@ from experiments.tasks.registry import QUESTION_TASK
 from models_integration.policies.sizes import is_size, tokens_of_size
 from reference.calibration import load_calibration
 from spec.errors import SpecError
+from spec.printing import counted
 
 __all__ = ["answer_table", "compare", "question_results", "question_study", "user_question_rows"]
 
@@ -233,7 +234,8 @@ def question_results(rows: Sequence[Row]) -> Iterator[Table | str]:
     ends = [samples.having(cell).of(cell, "right") for cell in ENDS if cell in samples.cells]
     if len(ends) == len(ENDS):
         full, blind = (float(each.mean()) for each in ends)
-        yield f"Mean score of the full cache: {full:.2f}; without the text: {blind:.2f}; {len(rows)} questions."
+        number = counted(len(rows), "question")
+        yield f"Mean score of the full cache: {full:.2f}; without the text: {blind:.2f}; {number}."
         if full == 0:
             yield ("warning: the full cache has no right answer, so the scores cannot compare the policies. Look at the"
                    " answers (--answers FILE.csv), then change the questions, the --grade or the --model.")

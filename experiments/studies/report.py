@@ -26,7 +26,7 @@ from models_integration.cache.atomic_file import publish_readable
 from reference.statistics import bootstrap, draws, mcnemar, wilson
 from spec.arrays import Float64, Vector
 from spec.errors import SpecError
-from spec.printing import printable, printable_lines
+from spec.printing import counted, printable, printable_lines
 from spec.tables import csv_text, result_table
 
 __all__ = [
@@ -289,13 +289,13 @@ def summary_tables(rows: Sequence[Row], width: int) -> list[Table]:
 def _tables_of(rows: Sequence[Row], width: int, more: str) -> list[Table]:
     counts = sorted(row["n"] for row in rows)
     n = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-    title = f"Share of right answers, {n} samples of each task, with 95 % interval{more}"
+    title = f"Share of right answers, {counted(n, 'sample')} of each task, with 95 % interval{more}"
     whole = table_of(title, *_cells(rows))
     if fits(whole, width):
         return [whole]
     result = []
     for task in dict.fromkeys(row["task"] for row in rows):
-        about = f"{title_of(task)}: share of right answers, {n} samples, with 95 % interval{more}"
+        about = f"{title_of(task)}: share of right answers, {counted(n, 'sample')}, with 95 % interval{more}"
         headings, lines = _cells([row for row in rows if row["task"] == task], "right answers")
         wide = table_of(about, headings, lines)
         short = [[*line[:3], line[3].partition(" ")[0]] for line in lines]

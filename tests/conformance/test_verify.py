@@ -23,6 +23,7 @@ from conformance.verify.page import headline, junit, markdown, page, summary
 from conformance.verify.request import parsed
 from conformance.verify.subject import Subject, digest_of, of_backend, of_command, of_server
 from conformance.witness.client import Server
+from spec import SPEC_VERSION
 
 pytestmark = pytest.mark.law("figures-are-counted-right")
 
@@ -254,7 +255,12 @@ def test_the_summary_is_short_and_tells_each_failure_once() -> None:
     assert len("\n".join(summary_lines).splitlines()) < 30
     skipped = judged(a=("passed", "DV-GREEDY DV-COSINE"), b=("skipped", "DV-COSINE"))
     summary_lines = list(summary(made(skipped, "--seed", "3")))
-    assert summary_lines[0] == "1 tests passed, 0 failed, 1 not run; 7 examples, --seed 3"
+    assert summary_lines[0] == "2 tests: 1 passed, 0 failed, 1 not run; 7 examples, --seed 3"
+    assert summary_lines[-1] == f"mine 1.0 does not conform to kvspec {SPEC_VERSION}: 1 item not decided"
+    apart = judged(a=("failed", "DV-GREEDY"), b=("not offered", "CC-CUT"), c=("skipped", "DV-COSINE"))
+    summary_lines = list(summary(made(apart)))
+    assert summary_lines[0].startswith("3 tests: 0 passed, 1 failed, 1 not run, 1 not offered; 0 examples")
+    assert summary_lines[-1].endswith(": DV-GREEDY fails; 1 item not decided")
     assert "not decided, since a test was skipped or did not run: DV-COSINE" in "\n".join(summary_lines)
 
 
@@ -269,6 +275,19 @@ def test_an_error_of_the_code_under_test_comes_before_the_failed_items() -> None
     assert "not compared, because of the error above" in after
     assert text.count("raised KeyError") == 1
     assert "raised an error" not in "\n".join(summary(made(WRONG)))
+
+
+@pytest.mark.law("as-it-is-described")
+def test_an_error_about_the_scores_is_shown_once_and_without_the_rules_of_items() -> None:
+    record = made(judged(a=("failed", "DV-GREEDY"), b=("failed", "DV-COSINE")))
+    for tokens, item in enumerate(record["failing"], 8):
+        found = f"SpecError: score = '(1, {tokens})': must be an array of numbers{' and more' * 30}; the kept sets"
+        record["items"][item] |= {"found": found, "input": f"tokens={tokens}"}
+    text = "\n".join(summary(record))
+    assert text.count("must be an array of numbers") == text.count("; the kept sets") == text.count("tokens=") == 1
+    assert text.count("not compared, because of the error above") == 2
+    for shown in (text, "\n".join(markdown(record)), page(record)):
+        assert "MUST" not in shown
 
 
 @pytest.mark.law("as-it-is-described")

@@ -380,7 +380,7 @@ def test_the_function_returns_what_the_command_says(
     seeded: dict[str, Any] = {"quick": True, "seed": 7, "out": "found"}
     other = kvspec.verify(policy="promisers:RIGHT", method="streamingllm", fail_fast=True, **seeded)
     assert other.failing == ("PO-STREAMINGLLM",)
-    assert other.headline == "promisers:RIGHT does not conform to streamingllm(N_sink=4): PO-STREAMINGLLM"
+    assert other.headline == "promisers:RIGHT does not conform to streamingllm(N_sink=4): PO-STREAMINGLLM fails"
     assert other.certificate["run"]["methods"] == ["streamingllm(N_sink=4)"]
     assert "repeat  kvspec verify --policy promisers:RIGHT --profile few --seed 7 --as streamingllm" in str(other)
     wrong = kvspec.verify(policy="promisers:WRONG", **seeded)

@@ -499,7 +499,10 @@ def test_an_unknown_profile_and_missing_torch_are_refused(
         ({"policy": "snapkv", "profile": "fast"}, "profile = 'fast': must be one of few"),
         ({"cache": "a:B", "positions": "absolute"}, "positions = 'absolute': must be one of kept, renumbered"),
         ({"policy": "snapkv", "seed": "7"}, "seed = '7': must be a number"),
-        ({"policy": "snapkv", "timeout": 3.0}, "timeout = 3.0: can be given only with --command"),
+        ({"policy": "snapkv", "timeout": 3.0}, "timeout = 3.0: can be given only with command"),
+        ({"policy": "snapkv", "method": "snapvk"}, "method = 'snapvk': is none of the"),
+        ({"policy": "snapkv", "method": ["snapkv", "h2o"]}, "method = 'snapkv,h2o': must be one method"),
+        ({"cache": "a:B", "method": "snapkv"}, "method = 'snapkv': can be given only with backend or command"),
         ({"policy": "nothing:HERE"}, "nothing:HERE"),
     ],
 )

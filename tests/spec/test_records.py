@@ -150,6 +150,18 @@ def test_what_is_no_budget(form: object) -> None:
 
 
 @pytest.mark.spec("CC-BUDGET-FORMS")
+@pytest.mark.parametrize(("form", "words"), [
+    ("0,3", "'64MiB' (memory); did you mean 0.3?"), ("30,5%", "did you mean 30.5%?"),
+    ("64mib", "did you mean 64MiB?"), (" 1.5 m", "did you mean 1.5MB or 1.5MiB?"), ("64MiBs", "'64MiB' (memory)"),
+    ("0", "a fraction has a point, such as 0.3"), (2**63, "2^63 - 1"), (2.0, "tokens has no point, such as 512"),
+])
+def test_an_error_about_a_budget_has_a_form_that_is_valid(form: object, words: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_budget(form)
+    assert str(caught.value).endswith(words) or f"{words};" in str(caught.value)
+
+
+@pytest.mark.spec("CC-BUDGET-FORMS")
 @given(text=st.one_of(st.text("0123456789.% +-_e/xp", max_size=8), st.text(max_size=4), st.floats().map(float.hex)))
 def test_text_is_read_by_the_grammar_and_by_nothing_else(text: str) -> None:
     """Compare with a grammar that is spelled out letter by letter.

@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.text import Text
 from typer.main import get_command
 from typer.testing import CliRunner
 
 from conformance.paths import ROOT
+from conformance.verify.request import parser
 from kvspec.cli import BROUGHT_BY, main
-from kvspec.cli.app import app, verify_here
+from kvspec.cli.app import PassedOn, app, verify_here
 from models_integration.archive.errors import ArchiveError, KeyUnavailable, NoSuchChunk, WrongModel
 from models_integration.archive.store import Archive
 from spec.errors import BackendUnavailable, SpecError
@@ -63,15 +63,22 @@ def test_the_first_session_says_what_it_does_before_it_does_it(
 
 
 @pytest.mark.law("as-it-is-described")
-def test_help_prints_square_brackets() -> None:
-    """The help of `archive find` once printed `pip install 'kvspec'`, because [wordllama] was read as markup."""
-    pending, texts = [get_command(app)], list[str]()
-    for command in pending:
-        pending += getattr(command, "commands", {}).values()
-        texts += [command.help or "", *(getattr(one, "help", None) or "" for one in command.params)]
-    assert any("kvspec\\[" in text for text in texts)
-    for text in texts:
-        assert Text.from_markup(text).plain == text.replace("\\[", "[")
+def test_help_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Help was once a table of rich, which cut defaults and summaries, and read [wordllama] as markup."""
+    monkeypatch.setenv("COLUMNS", "80")
+    pages, pending = {("verify",): parser().format_help()}, [(get_command(app), tuple[str, ...]())]
+    for command, words in pending:
+        pending += [(inner, (*words, name)) for name, inner in getattr(command, "commands", {}).items()]
+        if not isinstance(command, PassedOn):
+            pages[words] = CliRunner().invoke(app, [*words, "--help"]).output
+    for words, page in pages.items():
+        assert all(len(line) <= 80 for line in page.splitlines()), words
+        assert "\u2026" not in page, words
+        summaries = page.partition("\nCommands:\n")[2].splitlines()
+        assert all(re.search(r"[^.]\.$", line) for line in summaries if line), summaries
+    assert len(pages) > 20
+    assert "'kvspec[wordllama]'" in pages["archive", "find"]
+    assert "'kvspec[plots]'" in pages["compare",]
 
 
 @pytest.mark.law("as-it-is-described")
