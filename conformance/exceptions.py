@@ -21,6 +21,8 @@ from pathlib import Path
 
 import pytest
 
+from spec.files import read_bytes
+
 _GRAINS = ("item", "test", "vector")
 _TEXTS = ("kind", "reason", "issue")
 _OF_VECTORS = "test_vectors.py::test_the_backend_holds_a_vector_of_a_stage"
@@ -62,7 +64,7 @@ def read(path: Path, known_items: frozenset[str], known_vectors: frozenset[str])
             unknown item or vector.
     """
     try:
-        whole = tomllib.loads(path.read_text(encoding="utf-8"))
+        whole = tomllib.loads(read_bytes(path).decode())
     except (OSError, ValueError, RecursionError) as error:
         raise pytest.UsageError(f"{path}: {error}") from error
     certificate = whole.keys() >= {"run", "counts"}  # `kvspec verify --check` reads the exceptions of a certificate

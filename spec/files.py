@@ -1,6 +1,7 @@
 """Files of the user: texts that kvspec reads, and checks of the paths that kvspec writes to.
 
-Every command reads texts with `read_text`, and checks its outputs with `check_output` or `check_results` first.
+Every command reads texts with `read_text`, and checks its outputs with `check_output` or `check_results` first. All
+other files of the user are opened with `regular`, because a FIFO would wait for a different process for ever.
 """
 
 import errno
@@ -13,13 +14,13 @@ import zipfile
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from spec.errors import SpecError
 
 __all__ = [
-    "ARCHIVE_ERRORS", "check_no_links", "check_output", "check_output_folder", "check_results", "check_unpacked",
-    "parse_toml", "read_text",
+    "ARCHIVE_ERRORS", "check_no_links", "check_output", "check_output_folder", "check_regular", "check_results",
+    "check_unpacked", "parse_toml", "read_bytes", "read_text", "regular",
 ]
 
 MOST_UNPACKED = 2**28
@@ -51,20 +52,68 @@ _ANSWERS = b"policy,budget,text,question,expected,answer,score,"
 """First bytes of a .csv file with the answers to the user's own questions."""
 
 
+def regular(path: str, flags: int) -> int:
+    """Open a regular file. Pass this function to `open` as `opener`, for reading and for writing.
+
+    Raises:
+        OSError: if the path is a FIFO, a socket or a device, or from the file system.
+    """
+    return _opened(path, flags, stat.S_IFREG)
+
+
+def _regular_or_pipe(path: str, flags: int) -> int:
+    return _opened(path, flags, stat.S_IFREG, stat.S_IFIFO)
+
+
+def _opened(path: str, flags: int, *kinds: int) -> int:
+    # With O_NONBLOCK, opening a FIFO without a writer does not wait. Python refuses a folder with its own error.
+    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
+    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
+    if kind not in (*kinds, stat.S_IFDIR):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "must be a regular file", path)
+    if kind == stat.S_IFIFO:
+        os.set_blocking(descriptor, True)
+    return descriptor
+
+
+def read_bytes(path: str | os.PathLike[str]) -> bytes:
+    """Return all bytes of a regular file.
+
+    Raises:
+        OSError: as in `regular`.
+    """
+    with open(path, "rb", opener=regular) as file:
+        return file.read()
+
+
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """Check before a library opens a file that the file is a regular file.
+
+    Raises:
+        OSError: as in `regular`.
+    """
+    with open(path, "rb", opener=regular):
+        pass
+
+
 def read_text(argument: str, path: Path) -> str:
     r"""Return the text of a UTF-8 file, plain or .xz. Line ends stay as they are in the file, such as \r\n.
+
+    The path may also be a pipe with a writer, such as `<(pdftotext paper.pdf -)` in a shell.
 
     Raises:
         SpecError: if the file cannot be read as text, or if a .xz file has a text of more than MOST_UNPACKED bytes.
     """
     try:
-        return (_unpacked(path) if path.suffix == ".xz" else path.read_bytes()).decode("utf-8")
+        with open(path, "rb", opener=_regular_or_pipe) as file:
+            return (_unpacked(file) if path.suffix == ".xz" else file.read()).decode("utf-8")
     except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
         raise SpecError(argument, str(path), f"must be a readable text file: {error}") from error
 
 
-def _unpacked(path: Path) -> bytes:
-    with lzma.open(path) as file:
+def _unpacked(packed: BinaryIO) -> bytes:
+    with lzma.open(packed) as file:
         data = file.read(MOST_UNPACKED + 1)
     if len(data) > MOST_UNPACKED:
         raise ValueError(f"it has more than {MOST_UNPACKED} bytes; unpack the file first")
@@ -88,11 +137,13 @@ def parse_toml(text: str) -> dict[str, Any]:
 def check_unpacked(path: str | os.PathLike[str]) -> None:
     """Check before an archive such as .npz or .pt is read that the parts do not take the memory of this machine.
 
-    Files of kvspec, NumPy and torch are hardly compressed. A file that is no archive passes.
+    Files of kvspec, NumPy and torch are hardly compressed. A regular file that is no archive passes.
 
     Raises:
         ValueError: if the parts have more than MOST_UNPACKED bytes, and more than MOST_RATIO times those of the file.
+        OSError: as in `regular`.
     """
+    check_regular(path)
     if not zipfile.is_zipfile(path):
         return
     with zipfile.ZipFile(path) as archive:
@@ -155,12 +206,16 @@ def check_results(option: str, folder: Path, names: Iterable[str], rows: str = "
 
 
 def check_no_links(option: str, paths: Iterable[Path]) -> None:
-    """Check that no path is a symbolic link. Writing to a link would replace a file outside of the folder.
+    """Check that no path is a symbolic link, a FIFO or a device. Writing to a link would replace a file outside of the
+    folder, and a FIFO waits for a different process.
 
     Raises:
-        SpecError: if a path is a symbolic link. `force` does not change this.
+        SpecError: if a path is one of these. `force` does not change this.
     """
     for path in paths:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            reason = "must be a regular file; remove the FIFO or device, or choose a different folder"
+            raise SpecError(option, str(path), reason)
         if path.is_symlink():
             reason = "is a symbolic link to a different file; remove the link, or choose a different folder"
             raise SpecError(option, str(path), reason)

@@ -24,7 +24,7 @@ from conformance.verify.request import ENGINES, KINDS, PRECISIONS, Request
 from conformance.verify.subject import Subject
 from spec import SPEC_VERSION
 from spec.errors import SpecError
-from spec.files import parse_toml
+from spec.files import parse_toml, read_bytes
 from spec.printing import counted
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
@@ -177,7 +177,7 @@ def entries_of(exceptions: Path | None) -> list[dict[str, Any]]:
     """Return the entries of a valid exceptions file."""
     if exceptions is None:
         return []
-    entries: list[dict[str, Any]] = tomllib.loads(exceptions.read_text(encoding="utf-8")).get("exception", [])
+    entries: list[dict[str, Any]] = tomllib.loads(read_bytes(exceptions).decode()).get("exception", [])
     return entries
 
 
@@ -220,7 +220,7 @@ def read(path: Path) -> dict[str, Any]:
         SpecError: if the file is not a certificate, has another schema, or is from an incomplete run.
     """
     try:
-        result = parse_toml(path.read_text(encoding="utf-8"))
+        result = parse_toml(read_bytes(path).decode())
     except (OSError, ValueError) as error:
         raise SpecError("check", str(path), f"must be a certificate: {error}") from error
     if wrong := _wrong_types(result) or _wrong_values(result):

@@ -17,6 +17,7 @@ from typing import BinaryIO, Self
 
 from experiments.studies.results import AGAIN, ERROR, START, Row, append_row, lock_at_once, rows_behind, unit_named
 from models_integration.cache.atomic_file import publish_readable
+from spec.files import read_bytes, regular
 
 __all__ = ["Leases", "holder_of"]
 
@@ -27,8 +28,8 @@ _PAUSE = 1.0
 def holder_of(lease: Path) -> Row:
     """Return the data about the holder in a lease, or {} if the lease is incomplete or missing."""
     try:
-        holder = json.loads(lease.read_bytes())
-    except (FileNotFoundError, ValueError, RecursionError):
+        holder = json.loads(read_bytes(lease))
+    except (OSError, ValueError, RecursionError):
         return {}
     return holder if isinstance(holder, dict) else {}
 
@@ -137,14 +138,14 @@ class Leases:
     def planned(self) -> set[str]:
         """Return all units that any worker has listed."""
         plans = self._results.parent.glob(f".{self._results.name}-*.plan")
-        return {unit for plan in plans for unit in plan.read_text(encoding="ascii", errors="replace").split()}
+        return {unit for plan in plans for unit in read_bytes(plan).decode("ascii", errors="replace").split()}
 
     def holders(self) -> list[tuple[Row, bool]]:
         """Return the data of each lease, and whether a living worker holds the lease."""
         leases = []
         for lease in self._results.parent.glob(f".{self._results.name}-*.lease"):
             try:
-                with lease.open("rb") as file:
+                with open(lease, "rb", opener=regular) as file:
                     leases.append((holder_of(lease), not lock_at_once(file)))
             except FileNotFoundError:
                 continue  # the holder has released the lease
@@ -153,7 +154,7 @@ class Leases:
     def _locked(self, unit: str) -> bool:
         """Try to lock the lease of a unit, and write the holder. Return False if a living worker holds the lease."""
         lease = self._lease(unit)
-        file = lease.open("a+b")
+        file = open(lease, "a+b", opener=regular)  # noqa: SIM115  # `_release` closes the file
         if not lock_at_once(file) or not _is_at(lease, file):
             file.close()
             return False

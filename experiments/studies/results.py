@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from spec.errors import SpecError
+from spec.files import regular
 
 __all__ = [
     "AGAIN", "ERROR", "START", "STUDY", "Place", "Row", "append_row", "load_rows", "lock_at_once", "parse_rows",
@@ -55,13 +56,20 @@ def parse_rows(text: str, path: Path) -> list[Row]:
 
 
 def rows_behind(path: Path, place: Place) -> tuple[list[Row], Place]:
-    """Return all rows after `place`, including errors, and the place after the last whole line."""
+    """Return all rows after `place`, including errors, and the place after the last whole line.
+
+    Raises:
+        SpecError: if the file cannot be read, or if a line is not a JSON object.
+    """
     if not path.exists():
         return [], place
-    with path.open("rb") as file:
-        _lock(file, alone=False)
-        file.seek(place.bytes)
-        *lines, last = file.read().split(b"\n")
+    try:
+        with open(path, "rb", opener=regular) as file:
+            _lock(file, alone=False)
+            file.seek(place.bytes)
+            *lines, last = file.read().split(b"\n")
+    except OSError as error:
+        raise SpecError("results", str(path), f"cannot be read ({error.strerror}): give the folder of a run") from error
     rows = [_row(line, path, number) for number, line in enumerate(lines, place.lines + 1)]
     place = Place(place.bytes + sum(len(line) + 1 for line in lines), place.lines + len(lines))
     return rows + ([json.loads(last)] if _is_row(last) else []), place
@@ -77,7 +85,7 @@ def append_row(path: Path, row: Row) -> None:
         OSError: from the file system.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b") as file:
+    with open(path, "a+b", opener=regular) as file:
         _lock(file, alone=True)
         _end_last_line(file, path)
         file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
@@ -112,7 +120,7 @@ def _end_last_line(file: BinaryIO, path: Path) -> None:
         file.write(b"\n")
     elif rest:
         aside = path.with_name(f"{path.name}.cut")
-        with aside.open("ab") as kept:
+        with open(aside, "ab", opener=regular) as kept:
             kept.write(rest + b"\n")
         file.truncate(file.seek(0, os.SEEK_END) - len(rest))
         logging.getLogger(__name__).warning(

@@ -7,11 +7,15 @@ the same value: summary-level ROUGE-L over sets of words as in `rouge` 1.0, and 
 python-Levenshtein (difflib, whole percents). LongBench's Chinese metrics, which need jieba, are not supported.
 """
 
+import json
 import re
 import string
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from difflib import SequenceMatcher
+from functools import lru_cache
 from typing import TypeAlias
 
 from spec.errors import SpecError
@@ -39,6 +43,9 @@ _NUMBER = re.compile(r"[+-]?(?<![^\W_])(?=[^\W\d_]*+\d)[^\W_]++(?:[.,]\d++)*+")
 A number begins at the start of a word, so that the time of a search is linear in the length of an answer.
 """
 _BOX = re.compile(r"\\boxed\{([^{}]*)\}")
+SEARCH_SECONDS = 10
+"""Largest number of seconds of a search for a regular expression of the user."""
+_SEARCH = "import json, re, sys; sys.exit(10 if re.search(*json.load(sys.stdin)) else 11)"
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
 Metric: TypeAlias = Callable[[str, Sequence[str], Sequence[str]], float]
@@ -160,6 +167,28 @@ def _has_words(answer: str, truth: str) -> bool:
     return any(candidate[at : at + len(gold)] == gold for at in range(len(candidate) - len(gold) + 1))
 
 
+@lru_cache(maxsize=4096)
+def _matches(answer: str, pattern: str) -> bool:
+    """Return True if a regular expression is found in an answer.
+
+    Some patterns need exponential time. Python cannot stop a search, so that a separate process searches.
+
+    Raises:
+        SpecError: if the search fails, or takes more than SEARCH_SECONDS.
+    """
+    command, given = [sys.executable, "-I", "-S", "-c", _SEARCH], json.dumps([pattern, answer])
+    try:
+        done = subprocess.run(
+            command, input=given, text=True, capture_output=True, check=False, timeout=SEARCH_SECONDS,
+        )
+    except subprocess.TimeoutExpired as error:
+        reason = f"takes more than {SEARCH_SECONDS} s in the answer {answer[:40]!r}"
+        raise SpecError("answer", pattern, f"{reason}: write a+ in place of (a+)+ and (a|aa)+") from error
+    if done.returncode not in (10, 11):
+        raise SpecError("answer", pattern, f"cannot be searched: {done.stderr.strip().rpartition(chr(10))[2]}")
+    return done.returncode == 10
+
+
 def _share_of_numbers(answer: str, wanted: str) -> float:
     numbers = re.findall(r"\d+", answer)
     return numbers.count(wanted) / len(numbers) if numbers else 0.0
@@ -250,7 +279,7 @@ METRICS: Mapping[str, Metric] = {
     LOCOMO_PARTS: _best(_locomo_parts),
     GRADES["contains"]: _best(_has_words),
     GRADES["exact"]: _best(_same_words, first_line=True),
-    GRADES[REGEX]: _best(lambda answer, pattern: re.search(pattern, answer) is not None),
+    GRADES[REGEX]: _best(_matches),
     ROUGE_L: _best(_rouge_l),
     "rouge_l of a line": _best(_rouge_l, first_line=True),
     "classification": _best_label,

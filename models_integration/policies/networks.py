@@ -16,6 +16,7 @@ from models_integration.policies.served import heads_served_by
 from reference.calibration import Calibration, Gates, Networks
 from spec.arrays import Float64, Matrix
 from spec.errors import SpecError
+from spec.files import check_regular
 
 __all__ = ["has_learned_scores", "read_gates", "read_networks"]
 
@@ -97,6 +98,7 @@ def read_gates(
 def has_learned_scores(path: str | PathLike[str], prefix: str) -> bool:
     """Return True if a safetensors file has tensors of layers: "layers." for KVzap, "gates." for Fast KVzip."""
     try:
+        check_regular(path)
         with safe_open(path, framework="pt") as file:
             return any(name.startswith(prefix) for name in file.keys())  # noqa: SIM118  # no dict
     except (OSError, SafetensorError):
@@ -145,6 +147,7 @@ def _check_heads(path: Path, width: int, heads: int, kind: str, architecture: Ar
 def _tensors(path: Path) -> dict[str, Float64[Matrix, "_ _"]]:
     """Return all tensors of a file by name. A safetensors file contains no code."""
     try:
+        check_regular(path)
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name).double().numpy() for name in file.keys()}  # noqa: SIM118  # no dict
     except (OSError, SafetensorError) as error:

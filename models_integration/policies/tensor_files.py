@@ -13,6 +13,7 @@ from models_integration.model.architecture import Architecture
 from models_integration.model.layer_kinds import layer_config_value, layer_types
 from spec.arrays import Cube, Float64, Hypercube
 from spec.errors import SpecError
+from spec.files import check_regular
 
 __all__ = ["FILTERS", "STATISTICS", "filters_of", "load_tensors", "statistics_of"]
 
@@ -28,6 +29,7 @@ def load_tensors(path: str | PathLike[str]) -> dict[str, Tensor]:
         SpecError: if the file cannot be read.
     """
     try:
+        check_regular(path)
         tensors: dict[str, Tensor] = load_file(path)
     except (OSError, SafetensorError) as error:
         raise SpecError("path", str(path), f"must be a .safetensors file ({error}); {INSTEAD}") from error

@@ -57,7 +57,7 @@ def audit(folder: Path) -> list[Audit]:
     """
     if git_output(folder, "rev-parse", "HEAD") is None:
         raise SpecError("audit", str(folder), "must be a folder in a git repository")
-    files = [path for path in sorted(folder.rglob("*.toml")) if path.with_suffix(".jsonl.xz").exists()]
+    files = [path for path in sorted(folder.rglob("*.toml")) if path.with_suffix(".jsonl.xz").is_file()]
     result = [_audited(path, folder) for path in files]
     if not result:
         raise SpecError(
@@ -77,7 +77,7 @@ def _audited(path: Path, folder: Path) -> Audit:
     shared = shared_text(rows) if rules.claims else ()
     defects = [*([_FALSE_COMMIT] if false else []), *shared, *_pooled(rules, rows)]
     listed = path.parent / KNOWN
-    stated = parse_toml(read_text("audit", listed)).get(path.stem, []) if listed.exists() else []
+    stated = parse_toml(read_text("audit", listed)).get(path.stem, []) if listed.is_file() else []
     failures, known = ([one for one in defects if (one in stated) is kind] for kind in (False, True))
     return Audit(str(path.relative_to(folder)), first_rules, first_rows, finding, tuple(failures), tuple(known))
 

@@ -31,7 +31,7 @@ from models_integration.policies.sizes import is_size
 from reference.calibration import Calibration, load_calibration
 from reference.policies.names import is_built_in
 from spec.errors import SpecError
-from spec.files import parse_toml
+from spec.files import parse_toml, read_bytes
 from spec.validate import check_choices, did_you_mean
 
 __all__ = [
@@ -257,7 +257,7 @@ def load_rules(path: Path, plugins: bool = True) -> Rules:
             `Rules`. Without `plugins`, also if a policy or task is not part of kvspec.
     """
     try:
-        text = path.read_bytes().decode()
+        text = read_bytes(path).decode()
     except (OSError, ValueError) as error:
         raise SpecError("rules", str(path), f"must be a TOML file: {error}") from error
     return replace(_read(text, str(path), plugins), source=str(path))

@@ -18,7 +18,7 @@ from experiments.studies.report import format_p
 from models_integration.policies.methods import parse_policy
 from reference.confirmation import BONFERRONI, Cell, branch_of, choose_lambda, paired_difference
 from spec.errors import SpecError
-from spec.files import parse_toml
+from spec.files import parse_toml, read_bytes
 from spec.validate import check_choices
 
 __all__ = [
@@ -185,7 +185,7 @@ def load_paper(name: str) -> Paper:
         check_choices("NAME", (name,), (*PAPERS, INJECTION))
     path = Path(name) if name.endswith(".toml") else Path(__file__).with_name(f"{name}.toml")
     try:
-        read = parse_toml(path.read_bytes().decode())
+        read = parse_toml(read_bytes(path).decode())
     except (OSError, ValueError) as error:
         raise SpecError("NAME", name, f"must be a TOML file: {error}") from error
     parts = [_record(Part, _part(entry)) for entry in read.pop("part", ())]

@@ -25,6 +25,7 @@ from models_integration.model.seams import attention_of
 from reference.injection.diagnostics import bands, entropy, key_cosine, sink_mass
 from reference.injection.wrappers import Wrapped
 from spec.errors import SpecError
+from spec.files import read_bytes
 
 __all__ = [
     "PATCHES", "TURNS", "Talk", "attention_figures", "draw_talk", "eager", "key_figures", "patched_layers",
@@ -92,7 +93,7 @@ def read_locomo(path: Path) -> list[Talk]:
     """
     judge(LOCOMO_F1, "", [""])
     try:
-        conversations = [_talks(sample) for sample in json.loads(path.read_bytes())]
+        conversations = [_talks(sample) for sample in json.loads(read_bytes(path))]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SpecError("file", str(path), f"must be LoCoMo's locomo10.json: {error!r}") from error
     longest = max(map(len, conversations), default=0)

@@ -7,28 +7,41 @@ pytest.importorskip("transformers", reason="studies drive transformers models")
 import io
 import json
 import lzma
+import os
 import re
+import signal
+import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 
+from conformance.verify import certificate
 from experiments.studies.evidence.audit import audit
 from experiments.studies.evidence.kept import CONTROL_BOUNDS
 from experiments.studies.evidence.rules import load_rules
 from experiments.studies.papers import load_paper
+from experiments.studies.papers.probes import read_locomo
 from experiments.studies.report import control_table, progress_bar, say, table_of, title_of
 from experiments.studies.results import append_row, load_rows
 from experiments.studies.workers import status
+from experiments.tasks import metrics
 from experiments.tasks.metrics import _NUMBER, FIRST_NUMBER, judge
 from experiments.tasks.questions import read_questions
 from experiments.tasks.registry import resolve_task
 from experiments.tasks.rows import open_rows
+from kvspec.cli.checks import check_folder
 from kvspec.cli.study_runs import print_audit
+from models_integration.policies.calibration import read_head_pattern, read_statistics, read_tensors
+from models_integration.policies.networks import read_gates
+from reference.calibration import load_calibration
 from spec.errors import SpecError
+from spec.files import read_text
 from tests.experiments.studies.experiments import commit_all
 from tests.experiments.studies.test_study import RULES
+from tests.models_integration.session.families import build
 
 pytestmark = pytest.mark.law("an-object-proves-itself")
 
@@ -109,6 +122,88 @@ def test_the_audit_prints_no_control_characters(tmp_path: Path, capsys: pytest.C
     print_audit(tmp_path)
     assert "?[2Jrules.toml" in (output := capsys.readouterr().out)
     assert "\x1b" not in output
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "r.toml": load_rules, "p.toml": lambda path: load_paper(str(path)), "study.jsonl": load_rows,
+    "q.jsonl": lambda path: read_questions(path, None, "f1"), "b.jsonl": lambda path: open_rows(path, {}),
+    "study.jsonl.cut": lambda path: check_folder("out", path.parent, "study.jsonl"),
+    "worker-2.log": lambda path: check_folder("out", path.parent, "study.jsonl"),
+    **{f".study.jsonl-0.{kind}": lambda path: list(status(path.parent)) for kind in ("lease", "plan")},
+    "c.npz": load_calibration, "locomo10.json": read_locomo, "certificate.toml": certificate.read,
+    "heads.tsv": lambda path: read_head_pattern(path, build("llama")),
+    "stats.pt": lambda path: read_statistics(path, build("llama")),
+    "gates.safetensors": lambda path: read_gates(path, build("llama")),
+    "filters.safetensors": lambda path: read_tensors(path, build("llama")), "text.txt": partial(read_text, "PROMPT"),
+}
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
+@pytest.mark.parametrize("kind", ["a FIFO", "a device"])
+@pytest.mark.parametrize(("name", "load"), READERS.items(), ids=READERS)
+def test_a_fifo_and_a_device_are_not_waited_for(
+    name: str, load: Callable[[Path], object], kind: str, tmp_path: Path,
+) -> None:
+    path = tmp_path / name
+    if kind == "a FIFO":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+
+    def stop(*_: object) -> None:
+        pytest.fail("the reader waits")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(20)
+    try:
+        if name == "text.txt" and kind == "a FIFO":  # a pipe without a writer is at its end
+            assert load(path) == ""
+        else:
+            with pytest.raises((SpecError, OSError), match=r"must be a|cannot be read|symbolic link"):
+                load(path)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/fd"), reason="needs /dev/fd")
+def test_a_text_may_come_from_a_pipe() -> None:
+    """Check a writer that is slower than the reader, as in `kvspec explain <(pdftotext paper.pdf -)`."""
+    ours, theirs = os.pipe()
+    with subprocess.Popen(["sh", "-c", "printf long; sleep 0.5; printf er"], stdout=theirs):
+        os.close(theirs)
+        assert read_text("PROMPT", Path(f"/dev/fd/{ours}")) == "longer"
+    os.close(ours)
+
+
+def test_a_search_that_takes_long_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert judge("regular expression", "is 7492.", [r"\b9", r"^is \d{4}"]) == 1
+    assert judge("regular expression", "\udcff\0\n", [r"7492"]) == 0
+    monkeypatch.setattr(metrics, "SEARCH_SECONDS", 2)
+    with pytest.raises(SpecError, match=r"answer = '\(a\+\)\+b': takes more than 2 s .*: write a\+ in place of"):
+        judge("regular expression", "a" * 40, ["(a+)+b"])
+
+
+@pytest.mark.parametrize("pattern", ["(" * 5000 + ")" * 5000, "a{" + "9" * 30 + "}", "(?u)(?a)x"])
+def test_a_pattern_that_python_refuses_is_one_sentence(pattern: str, tmp_path: Path) -> None:
+    path = tmp_path / "q.jsonl"
+    path.write_text(json.dumps({"text": "t", "question": "q", "answer": pattern}), encoding="utf-8")
+    with pytest.raises(SpecError, match="is not a regular expression"):
+        read_questions(path, None, "regex")
+
+
+@pytest.mark.parametrize(("name", "data", "words"), [
+    ("q.csv", "text,question,answer,Answer,answer \nt,q,a,b,c\n", r"has two columns 'answer': .* a list of answers"),
+    ("q.jsonl", '{"text": "t", "question": "q", "answer": "a", "answer": "b"}', "the key 'answer' is given twice"),
+    ("q.jsonl", '{"text": "t", "question": "q", "answer": {"a": 1}}', "row 1': has {'a': 1} in 'answer': write a text"),
+    ("q.jsonl", '{"text": "t", "question": "q", "answer": [["a"]]}', r"has \['a'\] in 'answer'"),
+    ("q.jsonl", '{"text": "t", "question": "q", "answer": NaN}', "has nan in 'answer'"),
+    ("q.jsonl", '{"text": "t", "question": "\\ud800", "answer": "a"}', "has half of a character in 'question'"),
+])
+def test_an_ambiguous_question_is_refused(name: str, data: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(data, encoding="utf-8")
+    with pytest.raises(SpecError, match=words):
+        read_questions(tmp_path / name, None, "f1")
 
 
 @pytest.mark.parametrize(("name", "load"), [
