@@ -9,6 +9,7 @@ from experiments.studies.evidence.run import merged
 from experiments.studies.papers import COSTS, MEASURES, PAPERS, Paper, Part, Table, load_paper, rules_of_part
 from experiments.studies.papers.injection import TEMPLATES
 from experiments.studies.papers.injection_tables import (
+    CACHEBLEND,
     LOCOMO,
     InjectionTable,
     filled_lines,
@@ -65,7 +66,7 @@ _EVERY = {
     if table.parts and not any(part.needs_files for part in paper.parts if part.name in table.parts)
     and not says_nothing(name, paper, table)
 } | {f"injection-{table.name}": partial(injection_table, table) for table in tables_of(TEMPLATES["markers"])
-       if table.name != LOCOMO}
+       if table.name not in (LOCOMO, CACHEBLEND)}
 PAPER_TABLES = {
     name: make for name, make in _EVERY.items() if (HOME / f"paper-{name.partition('-')[0]}.jsonl.xz").exists()
 }

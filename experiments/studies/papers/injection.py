@@ -23,6 +23,7 @@ from experiments.studies.papers.probes import (
 from experiments.studies.subject import Subject
 from experiments.tasks.assembly import joiner
 from experiments.tasks.metrics import judge
+from models_integration.archive.blend import blend
 from models_integration.archive.layer_masks import layer_masks
 from models_integration.archive.library import recommended_form, vocabulary_of
 from models_integration.archive.retrieval import lexical
@@ -113,6 +114,7 @@ class Session:
             the full wrapper, "sinks" for the first four tokens of the system prompt.
         patch: band of PATCHES in which the markers of wrapped chunks have residuals. "" means all layers.
         probe: True if attention and keys are measured by layer instead of an answer.
+        blend: share of the inserted tokens that CacheBlend recomputes.
     """
 
     wrapper: str = "raw"
@@ -126,6 +128,7 @@ class Session:
     before: str = ""
     patch: str = ""
     probe: bool = False
+    blend: float = 0.0
 
     @property
     def name(self) -> str:
@@ -184,6 +187,9 @@ class Scene:
             ids = [token for one in chosen for token in wrap(self._form(session), one, self._vocabulary).ids] + ids
         length = self.tokens(session) + NEW_TOKENS
         splice(cache, chunks, frequencies_at(self.subject.model, self._rotary, length))
+        if session.blend:
+            every = [*before, *(token for chunk in chunks for token in chunk.visible)]
+            blend(self.subject.model, cache, every, len(before), session.blend)
         return cache, ids, start
 
     def _question(self) -> list[int]:

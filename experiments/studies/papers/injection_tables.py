@@ -15,7 +15,7 @@ from experiments.studies.results import Row
 from reference.statistics import bootstrap, draws, mcnemar
 from spec.arrays import Float64, Vector
 
-__all__ = ["LOCOMO", "NOT_RUN", "InjectionTable", "filled_lines", "interaction", "tables_of"]
+__all__ = ["CACHEBLEND", "LOCOMO", "NOT_RUN", "InjectionTable", "filled_lines", "interaction", "tables_of"]
 
 _HEADINGS = (
     "arm", "r@1 or F1 [95 %]", "difference from the first arm", "bootstrap 95 %", "McNemar exact p", "Pr > 0",
@@ -32,6 +32,8 @@ NOT_RUN = (
 )
 LOCOMO = "locomo"
 """Name of the table for questions from a file."""
+CACHEBLEND = "cacheblend"
+"""Name of the table that the paper does not have."""
 _RESAMPLES = 10_000
 _FILE = Path(__file__).with_name("data") / "injection.toml"
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -14,14 +15,18 @@ pytest.importorskip("transformers", reason="papers are run on transformers model
 
 from typer.testing import CliRunner
 
+from experiments.studies.answers import next_token
 from experiments.studies.papers.injection import ASYMMETRIC, PATCHES, TEMPLATES, Scene, Session
 from experiments.studies.papers.injection_tables import filled_lines, tables_of
 from experiments.studies.papers.probes import draw_talk, read_locomo
 from experiments.studies.subject import Loading
 from kvspec.cli.app import app
 from lab.measure.evidence_rows import rows_of
+from models_integration.archive.blend import blend
+from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.rotation import plain_layers, prefilled
 from spec.errors import SpecError
+from tests.models_integration.session.families import relative
 
 pytestmark = pytest.mark.law("figures-are-counted-right")
 
@@ -197,3 +202,36 @@ def test_locomo_s_questions_are_read_and_counted_by_f1(one_thread: None, tmp_pat
     file.write_text("[3]")
     with pytest.raises(SpecError, match=re.escape("locomo10.json")):
         read_locomo(file)
+
+
+@pytest.mark.spec("IN-CACHEBLEND")
+@pytest.mark.parametrize("r", [0.0, 0.3, 1.0])
+def test_recomputed_tokens_attend_to_stored_keys_of_all_other_tokens(r: float, one_thread: None) -> None:
+    """Compare all recomputed tokens with a prompt as text, and the first one with a token read after stored tokens."""
+    scene, session = Scene(Loading("chat", "numpy").subject(), draw_talk(0)), Session("full")
+    model, ids = scene.subject.model, [*scene.session_ids(session)]
+    cache, _, _ = scene._opened(session)
+    start, before = len(ids), [(layer.keys.clone(), layer.values.clone()) for layer in plain_layers(cache)]
+    ids += [token for one in scene._chosen(session) for token in scene.chunk_of(one, session).visible]
+    chosen = blend(model, cache, ids, start, r)
+    fresh = plain_layers(prefilled(model, ids))
+    deviation = ((before[1][0] - fresh[1].keys)[0, :, start:].double() ** 2).sum((0, 2))
+    assert chosen == sorted((start + deviation.argsort(descending=True))[: int(r * len(deviation))].tolist())
+    others = sorted(set(range(len(ids))) - set(chosen))
+    for layer, pair in zip(plain_layers(cache), before, strict=True):
+        for new, old in zip((layer.keys, layer.values), pair, strict=True):
+            assert torch.equal(new[:, :, others], old[:, :, others])
+    if chosen:
+        first, read = chosen[0], RetainedCache(model.config)
+        for index, pair in enumerate(before):
+            read.update(*(x[:, :, :first] for x in pair), index)
+        next_token(model, read, ids[first : first + 1])
+        for layer, alone in zip(plain_layers(cache), plain_layers(read), strict=True):
+            assert relative(layer.keys[0, :, first], alone.keys[0, :, first]) < 1e-5
+            assert relative(layer.values[0, :, first], alone.values[0, :, first]) < 1e-5
+    if r == 1.0:
+        for layer, text in zip(plain_layers(cache), fresh, strict=True):
+            assert relative(layer.keys, text.keys) < 1e-5
+    assert scene.measure(replace(session, blend=r)).keys() == {"answer", "right", "f1", "seconds"}
+    with pytest.raises(SpecError, match="must store all"):
+        blend(model, cache, ids[:-1], start, r)
