@@ -163,14 +163,15 @@ def calibration(model: PreTrainedModel) -> Calibration:
 ONE_SEGMENT = [one.name for one in list_policies() if not one.later_turns]
 
 
-def published(name: str, model: Any, budget: float = 0.3) -> RetentionPolicy:
-    """Return a published policy with constants that are small enough for a prompt of 64 tokens.
+def published(name: str, model: Any, budget: float = 0.3, **more: Any) -> RetentionPolicy:
+    """Return a published policy with constants that are small enough for a prompt of 64 tokens, and `more` constants.
 
     If the kept sets of a `diverse` policy are per head, the signatures are per head too.
     """
     host = name.removeprefix(DIVERSE)
     constants = {**small(host), **({"calibration": calibration(model)} if "calibration" in constants_of(host) else {})}
     policy = policy_from_name(host, budget, **constants)
+    constants |= more
     if name.startswith(DIVERSE) and policy.on(model).policy.granularity is Granularity.HEAD:
         constants["signature"] = "head"
     return policy_from_name(name, budget, **constants)

@@ -2,9 +2,11 @@
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -20,22 +22,26 @@ from models_integration.cache.renumbering import RENUMBERED
 from models_integration.engines.vllm.arguments import parse_request
 from models_integration.model.cache_argument import cache_name
 from models_integration.pocket import load_pocket
+from models_integration.policies.learned import learned_constants
 from models_integration.policies.methods import constants_of, parse_policy, policy_from_name
 from models_integration.session.device_choice import policy_on_device
 from reference.policies import policy_from_score
+from reference.policies.describe import describe_policy
 from reference.policies.grammar import parse_composition
 from reference.policies.layers import is_layerwise
-from reference.policies.names import make_policy
+from reference.policies.names import NAMES, make_policy
 from reference.policies.parts import equal_parts
+from reference.policies.texts import text_of
 from spec.backend import resolve
 from spec.budget import Budget
 from spec.errors import SpecError
 from tests.conformance.random_texts import policy_texts
 from tests.models_integration.session.families import ENDS, METHODS, at_once, build, prompt, relative, step_by_step
-from tests.models_integration.session.masked import MaskedModel
+from tests.models_integration.session.masked import HeadSets, MaskedModel
 from tests.models_integration.session.running_cache import POLICIES, subject
-from tests.models_integration.session.sessions import PROMPT, REHEARSED, TOLERANCE, calibration, live_sets
+from tests.models_integration.session.sessions import PROMPT, REHEARSED, TOLERANCE, calibration, live_sets, published
 from tests.models_integration.session.test_session_machine import SessionMachine, converse, run
+from tests.reference.test_policy_texts import BY_NAME
 
 pytestmark = pytest.mark.law("eviction-equals-masking")
 
@@ -95,14 +101,12 @@ def test_a_later_turn_is_not_evicted_in_pieces(budget: float) -> None:
 def read_turns(machine: SessionMachine, policy: str) -> None:
     """Run a prompt, 40 steps, two turns and more steps. The machine compares each result with the masked model."""
     life: Any = machine.prompt(policy, 45)
-    if life.dead:  # a part multiplies scores by norms, and some scores are below 0
-        assert {"values", "critical"} & parse_composition(policy).parts.keys()
-        return
     machine.steps(life, 40)
     machine.turn(life, 12)
     machine.turn(life, 9)
     machine.steps(life, 3)
-    assert not life.dead
+    if life.dead:  # a part multiplies scores by norms, and some scores of the prompt or of a step are below 0
+        assert {"values", "critical"} & parse_composition(policy).parts.keys()
 
 
 @pytest.mark.law("eviction-equals-masking")
@@ -158,48 +162,52 @@ def test_sessions_under_random_texts_equal_the_masked_model(number: int, monkeyp
     assert met["a step that evicts"] >= 0.5 * met["decides in steps"]
 
 
-for_each_pair = pytest.mark.parametrize(("name", "text", "backend"), [
-    (*pair, ("numpy", "torch")[at % 2]) for at, pair in enumerate([
-        ("snapkv(W=4)", "score=snapkv:W=4"), ("pyramidkv(W=4)", "snapkv:W=4/layers=pyramid"),
-        ("critical-adakv(W=4)", "adakv:W=4/critical=0.5"), ("h2o", "score=h2o/select=half/every=1"),
-        ("h2o-described(W=4)", "score=h2o-described/recent=4"), ("nestedkv", "score=nestedkv/heads=quota"),
-        ("tova", "score=tova/every=1"), ("diverse-snapkv(W=4)", "snapkv:W=4/diverse=0.5"),
-        ("vatp", "h2o/values=4/floor=8"),
-    ])
+WITH_TEXT = [name for name in NAMES if name not in BY_NAME]
+BY_DAY = (
+    ("h2o", "numpy"), ("critical-adakv", "torch"), ("diverse-tova", "numpy"), ("kvzap", "torch"),
+    ("pyramidkv", "numpy"),
+)
+
+
+def by_name_and_text(name: str, backend: str) -> tuple[RetentionPolicy, RetentionPolicy]:
+    """Return the policy of a name with small constants, and the policy of its text."""
+    model, numpy, chosen = subject("llama").model, {"backend": "numpy"}, {"backend": backend}
+    if "backend" not in constants_of(name):
+        numpy, chosen = {}, {}
+    policy, data = published(name, model, 20, **numpy).on(model).policy, data_of(name)
+    text = text_of(policy, data | learned_constants(name, model, None, on_device=False))
+    assert text.partition(":")[0] != name
+    return published(name, model, 20, **chosen), policy_from_name(text, 20, backend=backend, **data_of(text))
+
+
+def kept_in_turns(policy: RetentionPolicy, later_turns: bool) -> list[HeadSets]:
+    """Return the stored tokens after a prompt, after 40 steps, and after each of two turns."""
+    model = subject("llama").model
+    with policy(model) as session, torch.no_grad():
+        model(input_ids=prompt(PROMPT))
+        kept = [live_sets(session.cache)]
+        step_by_step(model, prompt(40, seed=5), session.cache)
+        kept.append(live_sets(session.cache))
+        for seed in (6, 7):
+            with nullcontext() if later_turns else session.reading():
+                at_once(model, prompt(12, seed=seed), session.cache)
+            kept.append(live_sets(session.cache))
+    return kept
+
+
+@pytest.mark.spec("PO-COMPOSE")
+@pytest.mark.parametrize(("name", "backend"), [
+    pytest.param(*one, marks=() if one in BY_DAY else pytest.mark.nightly)
+    for one in product(WITH_TEXT, ("numpy", "torch"))
 ])
-
-
-@pytest.mark.spec("PO-COMPOSE")
-@for_each_pair
-def test_a_text_is_the_policy_of_the_name_in_a_session(name: str, text: str, backend: str) -> None:
-    """A session reads only this record. Its backend has replaced parts by the functions of the same stages."""
-    model = build("llama")
-    one, other = (
-        policy_from_name(bare, 12, backend=backend, **constants).on(model).policy
-        for bare, constants in map(parse_policy, (name, text))
-    )
-    assert equal_parts(replace(other, promises=one.promises), one)
-
-
-@pytest.mark.nightly
-@pytest.mark.spec("PO-COMPOSE")
-@for_each_pair
-def test_a_text_keeps_the_tokens_of_the_name_over_steps_and_turns(name: str, text: str, backend: str) -> None:
-    """Run both sessions. The test above trusts `equal_parts`, with which kvspec finds the name of a text."""
-    model, actual = build("llama"), []
-    for row in (name, text):
-        bare, constants = parse_policy(row)
-        with policy_from_name(bare, 12, backend=backend, **constants)(model) as session, torch.no_grad():
-            model(input_ids=prompt(PROMPT))
-            assert session.cache is not None
-            kept = [live_sets(session.cache)]
-            step_by_step(model, prompt(40, seed=5), session.cache)
-            kept.append(live_sets(session.cache))
-            if "critical" not in name and "diverse" not in name:  # these evict from the first prompt only
-                at_once(model, prompt(12, seed=6), session.cache)
-            kept.append(live_sets(session.cache))
-        actual.append(kept)
-    assert actual[0] == actual[1]
+def test_a_text_keeps_the_tokens_of_the_name_over_steps_and_turns(name: str, backend: str) -> None:
+    """Compare the records that sessions read, and the results of both sessions."""
+    both, later_turns = by_name_and_text(name, backend), describe_policy(name).later_turns
+    first, second = (policy.on(subject("llama").model).policy for policy in both)
+    assert equal_parts(replace(second, promises=first.promises), first)
+    one, other = (kept_in_turns(policy, later_turns) for policy in both)
+    assert one == other
+    assert any(len(head) < PROMPT for heads in one[0].values() for head in heads) == (name != "fullcache")
 
 
 @pytest.mark.spec("PO-COMPOSE")
@@ -221,6 +229,8 @@ def test_a_text_is_accepted_where_a_name_is() -> None:
     assert parse_policy("SnapKV:window=16") == parse_policy("snapkv(W=16)") == ("snapkv", {"W": 16})
     assert parse_policy("adakv:safeguard=0.2") == ("adakv", {"safeguard": Fraction(1, 5)})
     assert parse_policy("Snap-KV:W=16/layers=pyramid") == ("snapkv:W=16/layers=pyramid", {})
+    assert parse_policy("h2o:backend=torch/every=8") == ("h2o/every=8", {"backend": "torch"})
+    assert policy_from_name("snapkv:backend=torch/layers=pyramid", 40).on(build("llama")).engine.name == "torch"
     assert policy_in_rows("snapkv/layers=pyramid") == "snapkv/layers=pyramid"
     assert policy_from_name("streamingllm:N_sink=2", 12).on(build("llama")).policy.protection.size == 2
     settings = server_settings("kvcrush:W=8:share=0.5", "0.3", None, "snapkv:W=8/crush=0.5", "refuse")
