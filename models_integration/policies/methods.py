@@ -22,7 +22,7 @@ from models_integration.session.crystal import CrystalMethod
 from models_integration.session.method import Method, method_of
 from reference.backend import BACKEND as REFERENCE
 from reference.policies import crystalcache, full_cache, in_blocks, names, streaming_llm
-from reference.policies.composition import constant_name, typed_constants
+from reference.policies.composition import constant_name, join_constants, typed_constants
 from reference.policies.crystalcache import BREATH_PROTECTION
 from reference.policies.grammar import is_composition, parse_call, parse_composition
 from reference.policies.kept import warn_small_budget
@@ -193,8 +193,8 @@ _CLASSES: Mapping[str, Callable[..., RetentionPolicy]] = {
 """Policies that have a separate class, by name."""
 POSITIONS = "positions"
 """Name of the constant with the rule of rotary positions. The kept tokens do not depend on the rule."""
-_OF_SESSION: Mapping[str, Any] = {POSITIONS: KEPT, "decode": False, "stream": False}
-"""Constants of sessions, which the text of every policy or of crystalcache can set, with defaults."""
+_OF_SESSION: Mapping[str, Any] = {POSITIONS: KEPT, BACKEND: "auto", "decode": False, "stream": False}
+"""Constants of sessions, which the text of a policy can set, with defaults."""
 _PARAMETERS = frozenset(field.name for field in fields(CrystalCacheParameters)) - {"breath_protection"}
 """Names of the fields of CrystalCacheParameters. The class CrystalCache has `breath_protection` as an argument."""
 
@@ -301,8 +301,8 @@ def policy_from_name(
     if is_size(budget):
         policy_from_name(name, UNKNOWN, tokenizer=tokenizer, **constants)  # errors are raised before the model is known
         return SizedPolicy(str(budget), partial(policy_from_name, name, tokenizer=tokenizer, **constants))
-    name, named = parse_policy(name, "name")
-    constants = check_constants(name, named | constants, ("budget", "tokenizer"))
+    text, (name, named) = name, parse_policy(name, "name")
+    constants = join_constants(text, named, check_constants(name, constants, ("budget", "tokenizer")))
     constants |= _from_tokenizer(constants_of(name) - constants.keys(), tokenizer)
     if name not in _CLASSES:
         return NamedPolicy(name, budget, **constants)
@@ -385,4 +385,4 @@ def parse_policy(text: str, argument: str = "policy") -> tuple[str, dict[str, An
     """
     head, called = parse_call(text, argument)
     name, named = split_name(head, argument)
-    return name, check_constants(name, check_constants(name, named) | called)
+    return name, join_constants(head, check_constants(name, named), check_constants(name, called))

@@ -35,8 +35,8 @@ from spec.retention import Granularity
 
 __all__ = [
     "DATA", "DIVERSE", "DIVERSITY", "HEADS", "LAYERS", "PARTS", "SETS", "TRANSFORMS", "WHOLE", "Constants", "compose",
-    "constant_name", "constants_from_text", "named_policy", "plain_policy", "presets_of", "promises_of_parts",
-    "typed_constants",
+    "constant_name", "constants_from_text", "join_constants", "named_policy", "plain_policy", "presets_of",
+    "promises_of_parts", "typed_constants",
 ]
 
 Constants = Mapping[str, Any]
@@ -135,6 +135,17 @@ def constant_name(written: str, known: Collection[str]) -> str:
     return ours if ours in known else bare.get(ours.replace("_", "").lower(), written)
 
 
+def join_constants(name: str, written: Constants, given: Constants) -> dict[str, Any]:
+    """Return the constants that are written in the name of a policy, and those that are given beside the name.
+
+    Raises:
+        SpecError: if a constant is both in the name and beside the name.
+    """
+    for key in sorted(written.keys() & given.keys()):
+        raise SpecError(key, given[key], f"is also in {name!r}, with the value {written[key]}: leave out one")
+    return {**written, **given}
+
+
 def presets_of(row: NamedPolicy) -> dict[str, dict[str, Any]]:
     """Return the values of `parameters` that have a name, as fields. The result is {} if the policy has none."""
     given = signature(row.make).parameters.get("parameters")
@@ -200,7 +211,8 @@ def _host(composition: Composition, data: Constants) -> Policy:
     name = composition.name
     row = REGISTERED[name.removeprefix(DIVERSE)]
     more = DIVERSITY if name.startswith(DIVERSE) else {}
-    policy = named_policy(name, {**constants_from_text(row, composition.constants, more), **data})
+    written = constants_from_text(row, composition.constants, more)
+    policy = named_policy(name, join_constants(str(composition), written, data))
     return plain_policy(policy) if composition.scorer_only else policy
 
 
@@ -254,8 +266,10 @@ def _later(parts: Mapping[str, tuple[str, Words]], data: Constants) -> Policy | 
     if name not in REGISTERED or name in WHOLE or REGISTERED[name].model_constants:
         reason = "must be the name of a scorer without data of the model, such as keydiff or h2o"
         raise SpecError("steps", name, reason)
-    row = REGISTERED[name]
-    return named_policy(name, {**constants_from_text(row, constants), **data})
+    if "backend" in constants:
+        raise SpecError("backend", constants["backend"], "belongs to the whole policy: leave it out, and pass backend=")
+    known = {key: data[key] for key in DATA & data.keys()}  # further constants are those of the first policy
+    return named_policy(name, {**constants_from_text(REGISTERED[name], constants), **known})
 
 
 def _scorer(scorer: Any, later: Policy | None, cadence: Cadence) -> Any:

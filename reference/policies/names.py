@@ -119,10 +119,24 @@ _WRITTEN = {
 """Further names that papers and kvpress use, as `_bare` returns them."""
 
 _EVERY_TOKEN = "keeps every token, so it evicts nothing; to compare it, use fullcache"
+_UNREAD = "is not specified, because we have read neither the formula of the paper nor the official code"
+_TRAINED = "is not specified, because we have not read the trained network that it needs"
+_CHANGES = "changes keys or values, and positions of kept tokens do not describe that"
+_RECOMPUTES = "recomputes inserted tokens, and evicts none"
 LEFT_OUT: Mapping[str, str] = {
     "scissorhands": "is not specified: the paper, the official code and the ports are three different rules; use h2o",
     "epicache": "is not a named policy, because it needs the utterances of a dialogue: call kvspec.prefill_episodes",
     **dict.fromkeys(("think", "kivi", "kvquant", "xkv", "quest", "nsa", "dsa"), _EVERY_TOKEN),
+    "headkv": "is snapkv with one weight for each layer and KV head: type 'snapkv/layers=table:shares=3_2_1_4'",
+    "qstats": "is a second calibration: `kvspec calibrate` your traces, then type 'triattention(calibration=\"FILE\")'",
+    "schedule": "is a list of budgets, one for each decision: reference.policies.scheduled returns the list",
+    "variantb": "is a rule of diverse policies: type 'diverse-triattention:rule=variant_b'",
+    "rocketkv": "evicts as snapkv, and then selects tokens for each query; use snapkv",
+    **dict.fromkeys(("lava", "gkv", "lazyeviction"), _UNREAD),
+    **dict.fromkeys(("kvpop", "kvp", "restorekv"), _TRAINED),
+    **dict.fromkeys(("d2o", "cam", "kvmerger", "razorattention", "attentionmatching"), _CHANGES),
+    "cacheblend": f"{_RECOMPUTES}: `kvspec paper injection --part cacheblend` compares it with injection",
+    "legolink": f"{_RECOMPUTES}: reference.injection.splicing.first_tokens returns the positions",
 }
 """Methods that have no name, with the reasons of "What is not specified" in spec/policies.md."""
 

@@ -230,7 +230,7 @@ def _split(policy: Policy, data: Constants) -> Composition:
         parts["select"] = (half, {})
     parts |= _budgets(base)
     if isinstance(base.scorer, FirstAndLater):
-        second, constants = _home(replace(base, scorer=base.scorer.later), data)
+        second, constants = _home(replace(base, scorer=base.scorer.later), _data(data))
         parts["steps"] = (second, _words(REGISTERED[second], constants))
     if base.cadence != SEGMENT_END:
         excess = {"excess": str(base.cadence.excess)} if base.cadence.excess != 1 else {}

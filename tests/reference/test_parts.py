@@ -283,6 +283,10 @@ def test_steps_have_the_cadence_and_the_queries_of_their_scorer() -> None:
     window = make_policy("keydiff/recent=8/steps=snapkv:W=8/every=4", {}).scorer
     assert isinstance(window, FirstAndLater)
     assert isinstance(window.later, QueryCache)
+    both = make_policy("snapkv/steps=rkv:W=2/every=4", {"W": 8}).scorer  # W of snapkv
+    assert isinstance(both, FirstAndLater)
+    assert isinstance(both.later, QueryCache)
+    assert both.later.W == 2
 
 
 @pytest.mark.spec("PO-LATER-SCORES")

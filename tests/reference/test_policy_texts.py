@@ -165,6 +165,7 @@ def test_layers_then_heads_equals_the_rules_of_the_papers_one_after_the_other(
     ("chunkkv/block=4", "/block=4", "single tokens"), ("chunkkv/select=half", "/select=half", "leave the part out"),
     ("crystalcache/sink=8", "crystalcache accepts no parts", "N_sink"), ("snapkv/sink=-1", "/sink=-1", "at least 0"),
     ("snapkv/heads=adaptive:safeguard=2", "/heads=adaptive:safeguard=2", "[0, 1]"),
+    ("knorm/steps=h2o:backend=numpy/every=64", "/steps=h2o:backend=numpy", "leave it out"),
     ("snapkv/threshold=high", "/threshold=high", "0.5"),
     ("knorm/recent=99999999", "/recent=99999999", "at most 16777216"),
     ("knorm/block=99999999", "/block=99999999", "at most 16777216"),

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -22,7 +22,7 @@ from models_integration.session.crystal import CrystalMethod
 from reference.calibration import load_calibration
 from reference.policies import names
 from reference.policies.budgets import even, everything
-from reference.policies.grammar import is_composition, parse_composition
+from reference.policies.composition import join_constants
 from spec.budget import Budget, parse_budget
 from spec.errors import SpecError
 from spec.policy import Policy
@@ -63,8 +63,7 @@ class RequestPolicy:
         stated = {key: one for key, one in self.constants.items() if key != names.BACKEND}
         plain = {key: sorted(one) if key == _ENDS else one for key, one in stated.items()}
         text = [f"{key}={json.dumps(one)}" for key, one in plain.items() if isinstance(one, int | float | str | list)]
-        name = _without_backends(self.name)
-        return f"{name}({', '.join(text)})" if text else name
+        return f"{self.name}({', '.join(text)})" if text else self.name
 
     def crystal(self, backend: str) -> CrystalMethod | None:
         """Return CrystalCache with the budget, or None if the policy has no breaths while the answer is generated."""
@@ -290,25 +289,13 @@ def _as_json(given: Any) -> str:
         raise SpecError(KEY, type(given).__name__, f"must have values of JSON: {error}") from error
 
 
-def _without_backends(name: str) -> str:
-    """Return the text of a policy without backends. All backends keep the same tokens, except for rounding."""
-    if not is_composition(name):
-        return name
-
-    def rest(words: Mapping[str, str]) -> dict[str, str]:
-        return {key: value for key, value in words.items() if key != names.BACKEND}
-
-    whole = parse_composition(name)
-    parts = {part: (value, rest(words)) for part, (value, words) in whole.parts.items()}
-    return str(replace(whole, constants=rest(whole.constants), parts=parts))
-
-
 def _split(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments with the bare name of the policy, and all constants under their own names."""
     written: Any = asked.get("policy")
     name, constants = split_name(written, "policy")
     given = check_constants(name, {key: value for key, value in asked.items() if key not in _KEYS}, _KEYS)
-    return {**{key: asked[key] for key in asked.keys() & {"budget"}}, **constants, **given, "policy": name}
+    constants = join_constants(written, constants, given)
+    return {**{key: asked[key] for key in asked.keys() & {"budget"}}, **constants, "policy": name}
 
 
 def _allowed_name(text: str) -> str:

@@ -1,5 +1,6 @@
 """Policies by name: the table, the constants taken from a model, budgets as memory, and the errors."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -31,7 +32,7 @@ from models_integration.policies.sizes import SizedPolicy, bytes_per_token, is_s
 from models_integration.policies.values import output_projections
 from reference import policies
 from reference.policies import knorm
-from reference.policies.names import DIVERSE, NAMES, POLICIES
+from reference.policies.names import DIVERSE, NAMES, POLICIES, make_policy
 from spec.budget import Budget
 from spec.errors import SpecError
 from spec.parameters import ESSAY, TINY
@@ -129,6 +130,11 @@ REFUSED: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any], str]
     (BY_NAME, ("fullcache",), {"N_sink": 4}, "fullcache has the constants none"),
     (BY_NAME, ("snapkv(W=16",), {}, NO_POLICY),
     (BY_NAME, ("snapkv:W=16:w=8",), {}, "w = '8': is the constant W, which is also given"),
+    *((BY_NAME, (name,), {written: 8}, rf"W = 8: is also in .{re.escape(name)}., with the value 16: leave out one")
+      for name in ("snapkv:W=16", "snapkv(W=16)") for written in ("W", "window")),
+    (BY_NAME, ("snapkv:positions=renumbered/every=8",), {"positions": "kept"}, "positions = 'kept': is also in"),
+    (parse_policy, ("snapkv:W=16(W=8)",), {}, "W = 8: is also in 'snapkv:W=16'"),
+    (make_policy, ("snapkv:W=16/layers=pyramid", {"W": 8}), {}, "W = 8: is also in 'snapkv:W=16/layers=pyramid'"),
     (NamedPolicy, ("snapkv(W=16)",), {}, r"must be a name; pass constants as .*\('snapkv', constant=value\)"),
     *((NamedPolicy, (name,), {}, f"name = '{name}': has a separate class; call kvspec.policy_from_name instead")
       for name in CLASSES),
