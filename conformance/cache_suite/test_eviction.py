@@ -5,16 +5,7 @@ from pathlib import Path
 import pytest
 
 from conformance.cache_suite.abilities import check_ability
-from conformance.cache_suite.judge import (
-    BLOCKS,
-    LENGTHS,
-    LONG,
-    LONGER,
-    TINY,
-    Run,
-    check,
-    check_first_served,
-)
+from conformance.cache_suite.judge import BLOCKS, LENGTHS, LONG, LONGER, TINY, Run, check, check_first_served
 
 pytestmark = pytest.mark.spec("CC-COMPACT")
 

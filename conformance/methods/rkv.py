@@ -3,18 +3,7 @@
 from collections.abc import Sequence
 
 from conformance.methods.brute import KERNEL, Brute, Parts, W, by_layer, newest
-from conformance.methods.policies import (
-    Layer,
-    Row,
-    Score,
-    groups,
-    logits_of,
-    normalise,
-    padded,
-    pool,
-    sink_of,
-    window,
-)
+from conformance.methods.policies import Layer, Row, Score, groups, logits_of, normalise, padded, pool, sink_of, window
 from conformance.oracles.boxes import column_extremes, directions, dots, fsum, largest, stacked
 
 

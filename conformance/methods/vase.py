@@ -5,16 +5,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from conformance.methods.brute import HALF, KERNEL, N_SINK, SEED, Brute, W, newest, plain
-from conformance.methods.policies import (
-    Layer,
-    Score,
-    groups,
-    padded,
-    pool,
-    rows_of,
-    top,
-    window,
-)
+from conformance.methods.policies import Layer, Score, groups, padded, pool, rows_of, top, window
 from conformance.oracles.boxes import column_sums, fsum, largest, least, log, over
 from conformance.oracles.choices import surely
 from conformance.strategies.policy_inputs import Inputs

@@ -8,18 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from conformance.methods.adakv import adakv
-from conformance.methods.brute import (
-    KERNEL,
-    SAFEGUARD,
-    SINK,
-    Brute,
-    Parts,
-    W,
-    newest,
-    newest_half,
-    plain,
-    sinks,
-)
+from conformance.methods.brute import KERNEL, SAFEGUARD, SINK, Brute, Parts, W, newest, newest_half, plain, sinks
 from conformance.methods.policies import Layer, Row, Score, accumulated, adaptive_shares, groups, top
 from conformance.methods.snapkv import READINGS, SLIPS, snapkv
 from conformance.oracles.boxes import columns, fsum, leaves, projected

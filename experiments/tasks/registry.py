@@ -25,13 +25,7 @@ from experiments.tasks.in_prose import (
     prose_continuation_samples,
 )
 from experiments.tasks.key_values import FORMS, in_turns, key_value_samples
-from experiments.tasks.loaders import (
-    LM_EVAL,
-    infinitebench_file,
-    longbench_file,
-    loogle_file,
-    ruler_file,
-)
+from experiments.tasks.loaders import LM_EVAL, infinitebench_file, longbench_file, loogle_file, ruler_file
 from experiments.tasks.metrics import BOXED, CONTAINS, FIRST_NUMBER, REGEX, STRING_MATCH_ALL
 from experiments.tasks.needle import (
     CONFIRM,

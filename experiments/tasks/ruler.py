@@ -11,16 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.tasks.context import (
-    NARRATIVE,
-    Ground,
-    as_many,
-    check_unprotected,
-    different,
-    letters,
-    listed,
-    places,
-)
+from experiments.tasks.context import NARRATIVE, Ground, as_many, check_unprotected, different, letters, listed, places
 from experiments.tasks.key_values import uuid
 from experiments.tasks.metrics import STRING_MATCH_ALL
 from experiments.tasks.needle import Sample

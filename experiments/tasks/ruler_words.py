@@ -11,15 +11,7 @@ import numpy as np
 
 from experiments.tasks.context import Ground, Span, as_many, different, joined, letters, unprotected
 from experiments.tasks.needle import Sample
-from experiments.tasks.ruler import (
-    INSTRUCTION,
-    NOISE,
-    as_ruler,
-    draw_chains,
-    order,
-    variable_tracking_samples,
-    words,
-)
+from experiments.tasks.ruler import INSTRUCTION, NOISE, as_ruler, draw_chains, order, variable_tracking_samples, words
 from spec.errors import SpecError
 
 __all__ = ["cwe_samples", "fwe_samples", "vt_samples"]

@@ -20,19 +20,7 @@ from conformance.methods.policies import crushed
 from conformance.plugin import fewer_examples
 from conformance.strategies.numbers import Numbers, keys, seeds
 from conformance.strategies.policy_inputs import decided, drawn, retained
-from lab.policy_cases import (
-    LAM,
-    PROMPT,
-    SEEN,
-    STEPS,
-    N,
-    alpha_kept,
-    decoded,
-    long,
-    plain_values,
-    sets,
-    turned,
-)
+from lab.policy_cases import LAM, PROMPT, SEEN, STEPS, N, alpha_kept, decoded, long, plain_values, sets, turned
 from reference import diversity, policies
 from reference import nestedkv as nk
 from reference.policies.budgets import tokens_of

@@ -15,15 +15,7 @@ from conformance import tolerances
 from conformance.checks.vector_checks import BOUNDED
 from conformance.paths import ROOT, SPEC
 from conformance.vectors.subject import STAGES
-from lab.implementer_tables import (
-    DATA,
-    EXPORTS,
-    PAGE,
-    PAGES,
-    exports,
-    for_programs,
-    operations,
-)
+from lab.implementer_tables import DATA, EXPORTS, PAGE, PAGES, exports, for_programs, operations
 from lab.implementer_tables import FAMILIES as PROTOCOLS
 from lab.pages import BLOCK, fill
 from lab.trace import read_tree, stage_items

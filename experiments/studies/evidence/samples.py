@@ -11,15 +11,7 @@ import numpy as np
 
 from experiments.studies.evidence.kept import BLIND, CONTROL_BOUNDS, FULL, control_of
 from experiments.studies.evidence.rules import TEMPLATE
-from experiments.studies.report import (
-    NOTHING,
-    RESAMPLES,
-    SEED,
-    Estimate,
-    Pairs,
-    pairs_of,
-    share_of,
-)
+from experiments.studies.report import NOTHING, RESAMPLES, SEED, Estimate, Pairs, pairs_of, share_of
 from experiments.studies.results import Row
 from reference.statistics import ratio_bootstrap, stratified_draws
 from spec.arrays import Float64, Int64, IntMatrix, IntVector, Vector

@@ -12,12 +12,7 @@ import torch
 
 from lab.measure.peers.inputs import Constants, Inputs, Rehearsed, threshold
 from reference import policies
-from reference.policies.attention import (
-    accumulated_attention,
-    average_pool,
-    group_mean,
-    observed_attention,
-)
+from reference.policies.attention import accumulated_attention, average_pool, group_mean, observed_attention
 from reference.policies.budgets import Competition
 from reference.policies.criticalkv import EPSILON
 from reference.policies.defensivekv import output_size

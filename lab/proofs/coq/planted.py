@@ -37,24 +37,8 @@ from lab.item_vectors import ITEMS
 from lab.mutants.edits import replaced
 from lab.mutants.written import MUTANTS
 from lab.proofs.__main__ import source_claims
-from lab.proofs.coq.build import (
-    FILES,
-    HERE,
-    MODEL,
-    ProofFailure,
-    affected,
-    compile_all,
-    compile_engine,
-    fresh,
-)
-from lab.proofs.coq.three_way import (
-    Side,
-    differences,
-    extracted,
-    in_reference,
-    independent,
-    questions,
-)
+from lab.proofs.coq.build import FILES, HERE, MODEL, ProofFailure, affected, compile_all, compile_engine, fresh
+from lab.proofs.coq.three_way import Side, differences, extracted, in_reference, independent, questions
 from lab.proofs.coq.vectors import check_vectors
 from lab.proofs.source import Code, NotUnderstood, decide
 from spec.backend import resolve

@@ -26,14 +26,7 @@ from experiments.studies.evidence.run import Item, items, merged, methods
 from experiments.studies.evidence.samples import Samples
 from experiments.studies.evidence.tables import right_answers
 from experiments.studies.own_texts import user_question_rows
-from experiments.studies.report import (
-    control_table,
-    failed_controls,
-    fitting_tables,
-    summary,
-    summary_tables,
-    verdict,
-)
+from experiments.studies.report import control_table, failed_controls, fitting_tables, summary, summary_tables, verdict
 from experiments.studies.results import load_rows
 from experiments.studies.subject import Loading, Subject
 from experiments.tasks import PLACEMENTS

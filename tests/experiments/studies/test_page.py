@@ -24,15 +24,7 @@ from experiments.studies.results import Row
 from kvspec.cli.app import app
 from kvspec.cli.study_files import write_page
 from spec.errors import SpecError
-from tests.experiments.studies.experiments import (
-    BUDGETS,
-    DIGEST,
-    PLACEMENTS,
-    POLICIES,
-    TASKS,
-    Page,
-    study_rows,
-)
+from tests.experiments.studies.experiments import BUDGETS, DIGEST, PLACEMENTS, POLICIES, TASKS, Page, study_rows
 from tests.kvspec.cli.test_explain import CHROMIUM, needs_node, node
 
 pytestmark = pytest.mark.law("figures-are-counted-right")

@@ -24,13 +24,7 @@ from experiments.tasks.registry import resolve_task
 from models_integration.model.frame import chat
 from spec.errors import SpecError
 from spec.files import read_text
-from tests.experiments.tasks.test_tasks import (
-    TOKENIZERS,
-    chatting_tokenizer,
-    ground_of,
-    merged_tokenizer,
-    prompt,
-)
+from tests.experiments.tasks.test_tasks import TOKENIZERS, chatting_tokenizer, ground_of, merged_tokenizer, prompt
 
 pytestmark = pytest.mark.law("as-it-is-described")
 

@@ -10,16 +10,7 @@ from conformance.cache_suite.judge import save_tiny
 from conformance.server_suite.judge import RULES, Witness
 from conformance.server_suite.reading import BOUNDS, Reader, with_noise
 from conformance.witness.client import Server
-from lab.measure.witness_bounds import (
-    FAULTS,
-    RIGHT,
-    VERDICTS,
-    Measured,
-    masking_verdict,
-    measure,
-    table,
-    verdict_table,
-)
+from lab.measure.witness_bounds import FAULTS, RIGHT, VERDICTS, Measured, masking_verdict, measure, table, verdict_table
 from tests.conformance.server_verdicts import verdict
 from tests.conformance.test_server_suite import Evicting, serving
 from tests.models_integration.session.sessions import skip_without_attention

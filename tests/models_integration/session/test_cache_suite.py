@@ -18,18 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from conformance.cache_suite import judge, oracle
 from conformance.cache_suite.abilities import ABILITIES, BATCH, PADDED, SAVED, check_ability
 from conformance.cache_suite.conftest import loadable_model
-from conformance.cache_suite.judge import (
-    BLOCKS,
-    KINDS,
-    LENGTHS,
-    LONG,
-    LONGER,
-    PROMPT,
-    TINY,
-    WHOLE,
-    check,
-    save_tiny,
-)
+from conformance.cache_suite.judge import BLOCKS, KINDS, LENGTHS, LONG, LONGER, PROMPT, TINY, WHOLE, check, save_tiny
 from conformance.cache_suite.oracle import UnknownRotation, check_rotation, frequencies
 from conformance.cache_suite.test_eviction import NEW
 from conformance.checks.refusals import SubjectFailure

@@ -27,15 +27,7 @@ from reference.policies.protections import protecting
 from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.policy import LayerView, Needs
-from tests.models_integration.session.families import (
-    METHODS,
-    SMALL,
-    at_once,
-    greedy,
-    prepared,
-    prompt,
-    relative,
-)
+from tests.models_integration.session.families import METHODS, SMALL, at_once, greedy, prepared, prompt, relative
 from tests.models_integration.session.masked import head_sets
 from tests.models_integration.session.sessions import Looking, live_sets, method, method_of, read_prompt
 
