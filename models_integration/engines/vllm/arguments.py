@@ -4,7 +4,6 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import Any, Literal
@@ -42,12 +41,9 @@ class RequestPolicy:
     """Policy, budget and options of one request. Objects are compared by identity.
 
     Attributes:
-        name: name of the policy.
         constants: constants that the request or the settings name.
-        budget: budget of the prompt and of each later decision.
         typed: the budget as the user has typed it.
-        policy: policy whose constants of the model may be placeholders. The scheduler uses only the cadence, the
-            granularity, the floor and the needs.
+        policy: policy whose constants of the model may be placeholders.
         of_server: constants that the server adds: sentence ends of its tokenizer.
     """
 
@@ -116,16 +112,13 @@ class Settings:
     """Settings of a server, from `additional_config["kvspec"]`.
 
     Attributes:
-        default: policy of the requests that name none, in the form of a request's arguments. If None, these requests
-            keep their full cache.
-        allow_budget: smallest and largest share that a request may ask for, such as "0.2:1". If None, a request may
-            have any budget.
-        allow_policies: names of the policies that a request may ask for. If None, a request may name any built-in
-            policy.
+        default: arguments of the requests that name no policy. If None, these requests keep their full cache.
+        allow_budget: smallest and largest share that a request may ask for, such as "0.2:1". None: any budget.
+        allow_policies: names of the policies that a request may ask for. None: any built-in policy.
         on_unserved: "refuse" answers 400 to a policy that vLLM's pages cannot hold. "full" runs the request with its
             full cache, and states the reason.
-        sentence_ends: ids of the tokens that end a sentence, for requests without this constant. At the start of vLLM,
-            `plugin` computes the ids from the tokenizer. Empty: transformers cannot read the tokenizer.
+        sentence_ends: ids of the tokens that end a sentence, for requests without this constant. `plugin` computes the
+            ids from the tokenizer. Empty: transformers cannot read the tokenizer.
     """
 
     default: Mapping[str, Any] | None = None
@@ -217,7 +210,6 @@ def parse_request(given: Any, settings: Settings) -> RequestPolicy | None:
     if given is None:
         return None if settings.default is None else _served_policy(settings.default, settings, settings.sentence_ends)
     asked, default = _mapping(given, KEY, '{"policy": "snapkv", "budget": 0.3}'), settings.default or {}
-    _check_keys(asked)
     if has_extreme_number(_as_json({**asked, "budget": None})):
         raise SpecError(KEY, asked, f"{EXTREME}, except the budget")
     # A name with a colon would import a module of the client's choice.
@@ -251,13 +243,6 @@ def _served_policy(asked: Mapping[str, Any], settings: Settings, ends: Collectio
     if policy.unserved and settings.on_unserved == "refuse":
         raise SpecError("policy", policy.name, policy.unserved)
     return policy
-
-
-def _check_keys(asked: Mapping[str, Any]) -> None:
-    """Check that no key is a misspelled `policy` or `budget`."""
-    for key, value in asked.items():
-        if key not in _KEYS and (near := get_close_matches(str(key).lower(), _KEYS, n=1, cutoff=0.8)):
-            raise SpecError(str(key), value, f"is not a key of a request: type {near[0]}")
 
 
 def _unknown_policy(name: object) -> str:

@@ -13,25 +13,20 @@ from spec.policy import Policy
 
 __all__ = ["ModelPolicies"]
 
-_FACTOR = 1.0
-"""Attention factor of rotary frequencies that are not scaled. `rotary_frequencies` refuses all others."""
+_FACTOR = 1.0  # attention factor of rotary frequencies that are not scaled: `rotary_frequencies` refuses all others
 
 
 class ModelPolicies:
     """Policies with the constants of a model, and with scores on the device of the pages.
 
-    Args:
-        model: vLLM's model.
-        layers: attention modules of the model, in the order of the layers.
-
     Attributes:
         policy: function that returns the policy of a request, and raises `SpecError` if the model does not have a
-            constant in a known form. Requests often repeat their arguments, so the last policies are stored.
+            constant in a known form.
     """
 
     def __init__(self, model: Any, layers: Sequence[Any]) -> None:
         self._model, self._layers = model, layers
-        self.policy = lru_cache(maxsize=64)(self._make)
+        self.policy = lru_cache(maxsize=64)(self._make)  # requests often repeat their arguments
 
     def _make(self, asked: RequestPolicy) -> Policy:
         wanted, learned = names.constants_of_model(asked.name), dict[str, Any]()

@@ -15,13 +15,9 @@ class EvictingSpec(FullAttentionSpec):
 
 
 class EvictingManager(FullAttentionManager):
-    """Manager of the blocks of all requests.
+    """Manager of the blocks of all requests."""
 
-    Attributes:
-        plans: plan of each request with a policy. The scheduler sets and changes the plans.
-    """
-
-    plans: dict[str, Plan]
+    plans: dict[str, Plan]  # plan of each request with a policy; the scheduler sets and changes the plans
 
     def _slots(self, request_id: str, tokens: int) -> int:
         plan = self.plans.get(request_id)
@@ -30,7 +26,6 @@ class EvictingManager(FullAttentionManager):
     def get_num_blocks_to_allocate(
         self, request_id: str, num_tokens: int, *args: Any, apply_admission_cap: bool = False, **kwargs: Any,
     ) -> int:
-        """Return how many blocks the request lacks."""
         plan = self.plans.get(request_id)
         slots = plan.peak(num_tokens) if apply_admission_cap and plan else self._slots(request_id, num_tokens)
         lacks: int = super().get_num_blocks_to_allocate(
@@ -39,17 +34,14 @@ class EvictingManager(FullAttentionManager):
         return lacks
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        """Give the request blocks for its slots."""
         return super().allocate_new_blocks(request_id, self._slots(request_id, num_tokens), *args, **kwargs)
 
     def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        """Hash full blocks for prefix caching, unless the request was evicted: its slots are not its positions."""
         plan = self.plans.get(request.request_id)
-        if plan is None or not plan.shift:
+        if plan is None or not plan.shift:  # the slots of an evicted request are not its positions
             super().cache_blocks(request, num_tokens, *args, **kwargs)
 
     def pop_blocks_for_free(self, request_id: str) -> Any:
-        """Return the blocks of a request that was preempted or has finished."""
         if request_id in self.plans:
             self.plans[request_id].restart()
         return super().pop_blocks_for_free(request_id)

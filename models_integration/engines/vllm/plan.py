@@ -1,9 +1,7 @@
-"""Plan of a request: when its tokens are evicted, and how many slots its tokens fill.
-
-The plan is one integer, `shift`: the slot of a token is the position of the token minus `shift`.
-"""
+"""Plan of a request: when its tokens are evicted, and how many slots its tokens fill."""
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from models_integration.engines.vllm.arguments import RequestPolicy
@@ -15,37 +13,23 @@ __all__ = ["Compaction", "Plan", "Report", "Step"]
 
 @dataclass(frozen=True)
 class Compaction:
-    """Job for the worker: move the kept tokens of a request into private blocks.
-
-    Attributes:
-        event: number of tokens of the request that the model has processed.
-        kept: number of tokens that each set keeps.
-        source: ids of the blocks that contain the request's tokens.
-        target: ids of the blocks that will contain the kept tokens.
-    """
+    """Job for the worker: move the kept tokens of a request from blocks (`source`) into private blocks (`target`)."""
 
     request_id: str
-    event: int
-    kept: int
+    event: int  # number of tokens of the request that the model has processed
+    kept: int  # number of tokens that each set keeps
     source: tuple[int, ...]
     target: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Report:
-    """Message of the worker about one decision.
+    """Message of the worker about one decision."""
 
-    Attributes:
-        event: number of tokens of the request that the model has processed.
-        kept: number of tokens that each set keeps. -1 if the policy has failed.
-        eviction: entry of the request's statement. None if the policy keeps all tokens, or has decided before.
-        error: message of the exception that the policy has raised.
-    """
-
-    event: int
-    kept: int
-    eviction: dict[str, Any] | None = None
-    error: str | None = None
+    event: int  # as in Compaction
+    kept: int  # as in Compaction; -1 if the policy has failed
+    eviction: dict[str, Any] | None = None  # entry of the statement; None if all tokens are kept, or it was sent before
+    error: str | None = None  # message of the exception that the policy has raised
 
 
 @dataclass(frozen=True)
@@ -58,7 +42,7 @@ class Step:
 
 @dataclass
 class Plan:
-    """Plan of a request with a policy. The scheduler changes the plan; the worker has only the shift.
+    """Plan of a request with a policy. The slot of a token is the position of the token minus `shift`.
 
     Attributes:
         asked: policy of the request.
@@ -67,7 +51,7 @@ class Plan:
         done: position of the last decision that was carried out. 0 before the first decision, and after a preemption.
         observed: number of tokens that the worker has processed, including tokens processed before a preemption.
         report: decision that the worker has made and the scheduler has not carried out.
-        failed: True if the policy has raised an error. No token is evicted after the error.
+        failed: number of tokens after which the policy has raised an error. Later, no token is evicted.
     """
 
     asked: RequestPolicy
@@ -76,15 +60,11 @@ class Plan:
     done: int = 0
     observed: int = 0
     report: Report | None = None
-    failed: bool = False
+    failed: float = inf
     kept: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.kept = self._most(self.n)
-
-    def _most(self, seen: int) -> int:
-        """Return the largest number of tokens that a set can have after an eviction after `seen` tokens."""
-        return most_kept(self.asked.policy, self.asked.budget, seen)
+        self.kept = most_kept(self.asked.policy, self.asked.budget, self.n)
 
     def budget(self, seen: int) -> int:
         """Return the number of tokens that a set keeps after `seen` tokens, before rounding to blocks."""
@@ -92,7 +72,7 @@ class Plan:
 
     def is_event(self, seen: int) -> bool:
         """Return True if a decision follows after `seen` tokens: at the end of the prompt, or while decoding."""
-        return not self.failed and (seen == self.n or (seen > self.n and self._due(seen)))
+        return seen < self.failed and (seen == self.n or (seen > self.n and self._due(seen)))
 
     def _due(self, seen: int) -> bool:
         due = self.asked.policy.cadence.due(seen, seen - self.shift, self.budget(seen))
@@ -104,12 +84,10 @@ class Plan:
         While decoding, the worker reads each token that it has not seen before in a separate step.
         """
         assert self.done <= done, f"{self.shift} tokens count as evicted after {done} of {self.done} tokens"
-        if self.failed:
+        if done >= self.failed or (done >= self.n and self.asked.every is None):
             return tokens
         if done < self.n:
             return min(tokens, self.n - done)
-        if self.asked.every is None:
-            return tokens
         new = max(1, self.observed - done)
         ends = (seen for seen in range(done + 1, done + min(tokens, new) + 1) if self._due(seen))
         return min(tokens, new, next(ends, done + tokens) - done)
@@ -127,11 +105,12 @@ class Plan:
 
     def peak(self, tokens: int) -> int:
         """Return the largest number of slots that the request fills until it has processed `tokens` tokens."""
-        if self.failed or tokens <= self.n:
+        policy, every = self.asked.policy, self.asked.every
+        if self.failed < inf or tokens <= self.n:
             return tokens - self.shift
-        if self.asked.every is None:
+        if every is None:
             return max(self.n, tokens - self.n + self.kept)
-        return min(tokens, max(self.n, self._most(tokens) + self.asked.every + self.asked.policy.cadence.excess))
+        return min(tokens, max(self.n, most_kept(policy, self.asked.budget, tokens) + every + policy.cadence.excess))
 
     def reusable_blocks(self, size: int) -> int:
         """Return how many blocks of a cached prefix the request may use.

@@ -1,6 +1,7 @@
 """Model runner of vLLM that captures queries, decides which tokens to keep, and moves them into private blocks."""
 
 import logging
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -24,13 +25,7 @@ __all__ = ["EvictingWorker"]
 
 
 class _Model:
-    """Layers and pages of the model, and the requests with a policy.
-
-    Attributes:
-        shifts: number of evicted tokens of each request that was evicted.
-        deciders: decisions of each request with a policy.
-        reports: decisions of this step.
-    """
+    """Layers and pages of the model, and the requests with a policy."""
 
     def __init__(self, runner: Any) -> None:
         self.runner, self.layers = runner, seams.attention_layers(runner)
@@ -39,9 +34,9 @@ class _Model:
         for layer, pages in zip(self.layers, self.pages, strict=True):
             seams.check_layout(layer, pages, runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
         self.settings = Settings.of(runner.vllm_config)
-        self.shifts: dict[str, int] = {}
+        self.shifts: dict[str, int] = {}  # number of evicted tokens of each request that was evicted
         self.deciders: dict[str, Decider] = {}
-        self.reports: dict[str, Report] = {}
+        self.reports: dict[str, Report] = {}  # decisions of this step
         self._ends: list[tuple[str, int, int]] = []
         self._pieces: list[tuple[Decider, int, int]] = []
         self._policies = ModelPolicies(runner.get_model(), self.layers)
@@ -102,7 +97,9 @@ class _Model:
             try:
                 report = self._decided(name, decider, end, self.runner.input_ids.gpu[at])
             except Exception as error:
-                del self.deciders[name]
+                # No decision follows. A request that is preempted repeats the decisions before the error.
+                decider.observed = sys.maxsize
+                decider.queries.clear()
                 report = _failed(end, error)
             if report is not None:
                 self.reports[name] = report

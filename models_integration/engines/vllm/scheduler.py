@@ -1,6 +1,5 @@
 """Scheduler of vLLM that ends a step at each decision, exchanges blocks, and states what was kept."""
 
-from collections import defaultdict
 from typing import Any
 
 from models_integration.engines.vllm import seams
@@ -30,8 +29,7 @@ def _refusal(request: Any, asked: RequestPolicy) -> str | None:
 class _Evicting:
     """Methods that override those of vLLM's schedulers."""
 
-    # Attributes of vLLM's scheduler.
-    requests: dict[str, Any]
+    requests: dict[str, Any]  # these four are attributes of vLLM's scheduler
     running: list[Any]
     kv_cache_manager: Any
     vllm_config: Any
@@ -43,10 +41,7 @@ class _Evicting:
         self._plans: dict[str, Plan] = {}
         self._manager.plans = self._plans
         self._settings = Settings.of(self.vllm_config)
-        # Messages for the statement of each request (`Statement.take`), until they are sent with an output.
-        self._news: defaultdict[str, dict[str, Any]] = defaultdict(dict)
         self._held: set[str] = set()
-        self._updating = False
 
     @property
     def _vllm(self) -> Any:
@@ -56,37 +51,28 @@ class _Evicting:
     def add_request(self, request: Any) -> None:
         """Add a request, with a plan if it has a policy."""
         if request.request_id not in self.requests:
-            self._add_plan(request)
+            # Messages for the statement of the request (`Statement.take`), until they are sent with an output.
+            request.kvspec = self._add_plan(request)
         self._vllm.add_request(request)
 
-    def _add_plan(self, request: Any) -> None:
-        news = self._news[request.request_id]
+    def _add_plan(self, request: Any) -> dict[str, Any]:
         given = (getattr(request.sampling_params, "extra_args", None) or {}).get(KEY)
         try:
             asked = parse_request(given, self._settings)
-        except (SpecError, BackendUnavailable) as error:  # the front end has checked the arguments before
-            news |= {"policy": "fullcache", "budget": "1.0", "reason": str(error)}
-            return
-        if asked is None:
             reason = "no policy was asked for" if given is None else "fullcache was asked for, which evicts no tokens"
-            news |= {"policy": "fullcache", "budget": "1.0", "reason": reason}
-            return
-        news |= {"policy": str(asked), "budget": asked.typed}
-        if (refusal := _refusal(request, asked)) is None:
-            self._plans[request.request_id] = Plan(asked, request.num_prompt_tokens)
-        else:
-            news["reason"] = refusal
+        except (SpecError, BackendUnavailable) as error:  # the front end has checked the arguments before
+            asked, reason = None, str(error)
+        if asked is None:
+            return {"policy": "fullcache", "budget": "1.0", "reason": reason}
+        news = {"policy": str(asked), "budget": asked.typed}
+        if (refusal := _refusal(request, asked)) is not None:
+            return {**news, "reason": refusal}
+        self._plans[request.request_id] = Plan(asked, request.num_prompt_tokens)
+        return news
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        parameters = self._vllm._free_request(request, *args, **kwargs)
         self._plans.pop(request.request_id, None)
-        if not self._updating:  # no output follows
-            self._drop_news()
-        return parameters
-
-    def _drop_news(self) -> None:
-        for name in self._news.keys() - self.requests.keys():
-            del self._news[name]
+        return self._vllm._free_request(request, *args, **kwargs)
 
     def _get_local_prefix_cache_hit(self, request: Any) -> Any:
         """Use a cached prefix up to the window whose queries the policy reads."""
@@ -138,7 +124,7 @@ class _Evicting:
             return None
         job: Compaction | None = self._manager.compact(request.request_id, report.event, report.kept)
         if job is not None:
-            news = self._news[request.request_id]
+            news: dict[str, Any] = request.kvspec
             news["freed_blocks"] = news.get("freed_blocks", 0) + len(job.source) - len(job.target)
         return job
 
@@ -150,41 +136,30 @@ class _Evicting:
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Receive the decisions of the worker, and send the messages about each request with its output."""
+        requests = self.requests.copy()  # vLLM deletes the requests that end
         for name, report in getattr(model_runner_output, KEY, {}).items():
-            self._note(name, report)
-        for name in scheduler_output.num_scheduled_tokens:
-            request = self.requests.get(name)
-            if request is not None and name in self._plans:
-                plan = self._plans[name]
-                plan.observed = max(plan.observed, request.num_computed_tokens)
-        self._updating = True
+            if name in self._plans:
+                self._note(requests[name], self._plans[name], report)
+        for name in scheduler_output.num_scheduled_tokens.keys() & self._plans.keys():
+            plan = self._plans[name]
+            plan.observed = max(plan.observed, requests[name].num_computed_tokens)
         outputs_by_client = self._vllm.update_from_output(scheduler_output, model_runner_output)
-        self._updating = False
-        for outputs in outputs_by_client.values():
-            for one in outputs.outputs:
-                if news := self._news.pop(one.request_id, None):
-                    one.kv_transfer_params = {**(one.kv_transfer_params or {}), KEY: news}
-        self._drop_news()
+        for one in (one for outputs in outputs_by_client.values() for one in outputs.outputs):
+            request = requests[one.request_id]
+            if request.kvspec:
+                one.kv_transfer_params = {**(one.kv_transfer_params or {}), KEY: request.kvspec}
+                request.kvspec = {}
         return outputs_by_client
 
-    def _note(self, name: str, report: Report) -> None:
-        """Store a decision, and add it to the news, or the reason why there is none."""
-        plan = self._plans.get(name)
-        if plan is None:
-            return
-        news = self._news[name]
-        if report.error is not None:
-            news["failed"] = report.error
-            if plan.shift:
-                plan.failed = True
-            else:
-                del self._plans[name]
-            return
+    def _note(self, request: Any, plan: Plan, report: Report) -> None:
+        """Store a decision, and add it to the messages of the request, or the reason why there is none."""
         plan.report = report
-        if report.eviction is not None:
-            news.setdefault("evictions", []).append(report.eviction)
+        if report.error is not None:
+            request.kvspec["failed"], plan.failed = report.error, report.event
+        elif report.eviction is not None:
+            request.kvspec.setdefault("evictions", []).append(report.eviction)
         elif report.kept == plan.slots(report.event):
-            news["reason"] = plan.full_reason(report.event)
+            request.kvspec["reason"] = plan.full_reason(report.event)
 
 
 def _in_flight(request: Any) -> bool:

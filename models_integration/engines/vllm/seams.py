@@ -1,7 +1,6 @@
 """Imports from vLLM, the methods that kvspec overrides or replaces, and the configurations that kvspec does not serve.
 
-Only this module and `plugin.register` import vLLM. Only this module uses private names of vLLM. All names exist
-in vLLM 0.30 to 0.32. All other versions raise an error, because vLLM does not declare these interfaces as stable.
+Only this module and `plugin.register` import vLLM, and only this module uses private names of vLLM.
 """
 
 import inspect
@@ -42,11 +41,9 @@ __all__ = [
 ]
 
 OLDEST, NEWEST = (0, 30), (0, 32)
-_STOPPED = 130
-"""Exit code of a server that was stopped while it started."""
+_STOPPED = 130  # exit code of a server that was stopped while it started
 
-Methods = Mapping[type, Mapping[str, str]]
-"""Methods of classes, each with the first parameters."""
+Methods = Mapping[type, Mapping[str, str]]  # methods of classes, each with the first parameters
 
 OVERRIDDEN: Methods = {
     Scheduler: {
@@ -77,14 +74,10 @@ OVERRIDDEN: Methods = {
 def replace_front_end(new: Mapping[str, Callable[..., Any]]) -> None:
     """Replace methods of vLLM's front end. Later calls do nothing.
 
-    vLLM 0.32 creates these objects itself, and has no hook for the content of an answer or of a stream.
-
     Args:
         new: functions by the name of the method. The first argument is vLLM's own method, the second is `self`.
-
-    Raises:
-        SpecError: if the installed vLLM has other methods.
     """
+    # vLLM 0.32 creates these objects itself, and has no hook for the content of an answer or of a stream.
     # A worker process imports this module too, and needs no HTTP server.
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
@@ -142,11 +135,7 @@ def _interruptible(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_version() -> None:
-    """Check that the installed vLLM is a tested version, and has all methods that kvspec overrides.
-
-    Raises:
-        SpecError: otherwise.
-    """
+    """Check that the installed vLLM is a tested version: vLLM does not declare the interfaces as stable."""
     match = re.match(r"(\d+)\.(\d+)", vllm.__version__)
     if match is None or not OLDEST <= tuple(map(int, match.groups())) <= NEWEST:
         tested = " to ".join(f"{major}.{minor}" for major, minor in dict.fromkeys((OLDEST, NEWEST)))
@@ -155,11 +144,7 @@ def check_version() -> None:
 
 
 def check_methods(methods: Methods) -> None:
-    """Check that the installed vLLM has methods with these first parameters.
-
-    Raises:
-        SpecError: otherwise. The message contains the missing method.
-    """
+    """Check that the installed vLLM has methods with these first parameters."""
     for owner, name, words in ((owner, *one) for owner, each in methods.items() for one in each.items()):
         expected, method = tuple(words.split()), getattr(owner, name, None)
         if method is None or tuple(inspect.signature(method).parameters)[1 : 1 + len(expected)] != expected:
@@ -188,8 +173,7 @@ def refusals(config: Any) -> Iterator[tuple[str, Any, str]]:
     yield "runner", model.runner_type != "generate" and model.runner_type, "only models that generate text are served"
     for name in ("is_encoder_decoder", "is_attention_free", "is_hybrid", "use_mla"):
         yield f"model ({name})", getattr(model, name, False), "has layers that are not full attention over keys"
-    window = model.get_sliding_window() if hasattr(model, "get_sliding_window") else None
-    yield "sliding_window", window, "a window counts slots, and evicted tokens have none"
+    yield "sliding_window", model.get_sliding_window(), "a window counts slots, and evicted tokens have none"
     yield "uses_alibi", getattr(model, "uses_alibi", False), "ALiBi computes distances from slots"
     yield "kv_sharing_fast_prefill", getattr(cache, "kv_sharing_fast_prefill", False), "skips layers of the prompt"
     graphs = config.compilation_config.cudagraph_mode
@@ -206,11 +190,7 @@ def use_piecewise_graphs(config: Any) -> None:
 
 
 def check_configuration(config: Any) -> None:
-    """Check that kvspec serves a configuration of vLLM.
-
-    Raises:
-        SpecError: otherwise. The message contains the option.
-    """
+    """Check that kvspec serves a configuration of vLLM. The message of the error contains the option."""
     check_version()
     for option, value, reason in refusals(config):
         if value:
@@ -218,11 +198,7 @@ def check_configuration(config: Any) -> None:
 
 
 def only_manager(scheduler: Any, kind: type) -> Any:
-    """Return the manager of the scheduler's only group of layers.
-
-    Raises:
-        SpecError: if there are several groups, or if the layers do not have full attention.
-    """
+    """Return the manager of the scheduler's only group of layers, which must have full attention."""
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
     if len(managers) != 1 or type(managers[0]) is not kind:
         kinds = ", ".join(type(one).__name__ for one in managers)
@@ -246,12 +222,9 @@ def attention_layers(runner: Any) -> list[Any]:
 
 
 def layer_facts(layer: Any) -> LayerFacts:
-    """Return the constants of a layer's attention.
-
-    Raises:
-        SpecError: if the layer has a window. A model can have a window in some layers, and none in its configuration.
-    """
+    """Return the constants of a layer's attention."""
     implementation = layer.impl
+    # A model can have a window in some layers, and none in its configuration.
     window = getattr(implementation, "sliding_window", None)
     if window not in (None, -1, (-1, -1)):
         raise SpecError("sliding_window", window, "is not served with eviction: a window counts slots")
@@ -261,10 +234,8 @@ def layer_facts(layer: Any) -> LayerFacts:
 
 
 def watch_queries(layer: Any, seen: Callable[[Tensor], None]) -> None:
-    """Call `seen` with the queries (tokens, H, d) of each forward pass of a layer, before the attention.
-
-    vLLM 0.32 reads `impl.forward` of the layer in each call, in eager and in piecewise compiled mode.
-    """
+    """Call `seen` with the queries (tokens, H, d) of each forward pass of a layer, before the attention."""
+    # vLLM 0.32 reads `impl.forward` of the layer in each call, in eager and in piecewise compiled mode.
     original = layer.impl.forward
 
     def forward(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -311,15 +282,10 @@ def rotary_frequencies(model: Any, layer: Any) -> Any:
 
 
 def check_layout(layer: Any, pages: Any, block_size: int) -> None:
-    """Check that kvspec reads from block 0 of the pages what the backend has written there.
-
-    Block 0 is vLLM's null block, which no request uses.
-
-    Raises:
-        SpecError: if the views show different numbers, or if a block of the scheduler is several blocks of the backend.
-    """
+    """Check that kvspec reads from block 0, vLLM's null block, what the backend has written there."""
+    backend = layer.attn_backend.get_name()
     if pages.size != block_size:
-        reason = f"{layer.attn_backend.get_name()} stores blocks of {pages.size} tokens: type --block-size {pages.size}"
+        reason = f"{backend} stores blocks of {pages.size} tokens: type --block-size {pages.size}"
         raise SpecError("block_size", block_size, reason)
     d, cache = pages.keys.shape[3], layer.kv_cache
     keys, values = (
@@ -330,7 +296,6 @@ def check_layout(layer: Any, pages: Any, block_size: int) -> None:
     layer.impl.do_kv_cache_update(layer, keys, values, cache, slots)
     tensors = pages.read(torch.zeros(1, dtype=torch.long, device=cache.device), slots)
     if not all(torch.equal(tensor, one.transpose(0, 1)) for tensor, one in zip(tensors, (keys, values), strict=True)):
-        backend = layer.attn_backend.get_name()
         raise SpecError("attention_backend", backend, "stores pages in an unknown order")
     layer.kv_cache[0].zero_()
 
@@ -372,13 +337,7 @@ def undrawn_chunks(runner: Any) -> Iterator[None]:
 
 
 def shift_lengths(runner: Any, shifts: Any, counts: Any) -> None:
-    """Subtract the shifts from the lengths and slots of the prepared batch. Positions do not change.
-
-    Args:
-        runner: model runner, after its own `_prepare_inputs`.
-        shifts: number of evicted tokens of each row (NumPy).
-        counts: number of tokens of each row in this step (NumPy).
-    """
+    """Subtract the shifts of the rows from the lengths and slots of the prepared batch. Positions do not change."""
     # vLLM 0.32 computes lengths and slots from positions, and has lengths on the device and on the host.
     rows, total = len(shifts), int(counts.sum())
     given = torch.from_numpy(shifts)

@@ -34,13 +34,10 @@ class LayerFacts:
 
 
 class Kept(NamedTuple):
-    """Number of slots that a decision keeps in each set, and the slots (g, e) that the decision evicts.
-
-    A decision is stored until its request ends. While decoding, a decision evicts few slots and keeps many.
-    """
+    """Number of slots that a decision keeps in each set, and the slots (g, e) that the decision evicts."""
 
     size: int
-    evicted: IntMatrix
+    evicted: IntMatrix  # stored until the request ends: while decoding, a decision evicts few slots and keeps many
 
 
 def complement(slots: IntMatrix, stored: int) -> IntMatrix:
@@ -56,10 +53,8 @@ class Decider:
     """Decisions about one request.
 
     Attributes:
-        asked: policy of the request.
         policy: policy with the constants of the model.
         ids: token ids of the prompt.
-        layers: facts about each layer.
         heads: number of KV heads of a layer.
         observed: number of tokens after which the last decision or decode step was seen.
         queries: queries since the last decision, by layer.
@@ -92,12 +87,10 @@ class Decider:
 
     @property
     def n(self) -> int:
-        """Return the number of tokens in the prompt."""
         return len(self.ids)
 
     @property
     def needs(self) -> Needs:
-        """Return the tensors that the policy reads."""
         return self.policy.scorer.needs
 
     def wants(self, position: int) -> bool:
@@ -121,9 +114,6 @@ class Decider:
 
         Returns:
             Entry of the statement, or None if the policy evicts nothing after this token, or decided earlier.
-
-        Raises:
-            SpecError: if the sets of kept tokens have different sizes.
         """
         if seen <= self.observed:
             return None

@@ -111,7 +111,6 @@ class Engine:
         """Check that no data of ended requests is left."""
         if not self.llm.llm_engine.has_unfinished_requests():
             assert not self.scheduler._plans
-            assert not self.scheduler._news
             assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
 
 

@@ -1,5 +1,6 @@
 """Answers of vLLM with eviction equal the answers of the masked model, and the sets are those of a session."""
 
+from itertools import count
 from typing import Any
 
 import pytest
@@ -145,35 +146,77 @@ def test_forms_with_equal_counts_say_so_in_their_name(engine: Engine, policy: st
     assert (actual[0]["policy"], len(actual[0]["evictions"])) == (policy, 1)
 
 
-def test_the_witness_names_what_is_not_served(engine: Engine) -> None:
-    (output,) = engine.answer([cut(97)], [asking("adakv", budget=0.3)])
-    with pytest.raises(AssertionError, match="kept all 97 tokens of a budget of 32: adakv keeps more tokens in some"):
-        check_size(reading(cut(97), output))
-
-
 def test_what_is_not_served_is_stated(engine: Engine) -> None:
-    actual = check_answers(engine, [cut(97), cut(1), cut(40), cut(97, 5)], [
-        asking("nestedkv", budget=0.3), asking("snapkv", budget=0.3), asking("knorm", budget=1.0),
-        asking("knorm", 1, budget=0.3),
+    outputs = engine.answer([cut(97), cut(1), cut(40)], [
+        asking("adakv", budget=0.3), asking("snapkv", budget=0.3), asking("knorm", budget=1.0),
     ])
-    assert [one["reason"] for one in actual] == [
-        "nestedkv keeps more tokens in some heads than in others, and a block of vLLM has equally many; type"
-        " nestedkv/heads=even",
-        "the prompt has one token", "the budget keeps all tokens", "no token was processed after the decision",
+    assert [stated(one)["reason"] for one in outputs] == [
+        "adakv keeps more tokens in some heads than in others, and a block of vLLM has equally many; type"
+        " adakv/heads=even",
+        "the prompt has one token", "the budget keeps all tokens",
     ]
+    with pytest.raises(AssertionError, match="kept all 97 tokens of a budget of 32: adakv keeps more tokens in some"):
+        check_size(reading(cut(97), outputs[0]))
+
+
+def test_an_answer_that_ends_with_its_first_token_says_that_nothing_was_evicted(engine: Engine) -> None:
+    """The token is the last one, ends the answer, has a stop string, or fills the longest text."""
+    prompt = cut(96, 5)
+    (whole,) = engine.answer([prompt], [asking("knorm", 8, budget=0.3)])
+    first = whole.outputs[0]
+    ends = [{"max_tokens": 1}, {"stop_token_ids": [first.token_ids[0]]}, {"stop": [first.text[0]]}, {}, {}]
+    asked = [asking("knorm", 8, end, budget=0.3) for end in ends]
+    actual = check_answers(engine, [prompt, prompt, prompt, cut(1023), prompt], asked)
+    assert {one["reason"] for one in actual[:4]} == {"no token was processed after the decision"}
+    assert [len(one["evictions"]) for one in actual] == [0, 0, 0, 0, 1]
 
 
 def test_a_policy_that_fails_costs_only_its_eviction(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that the model does not have once stopped the engine with an IndexError of the worker."""
     from models_integration.engines.vllm import selection
 
     def fail(policy: Any, budget: Any, one: Any) -> Any:
         raise ArithmeticError("no scores")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(selection, "retain", fail)
-        asked = [asking("snapkv", budget=0.3, W=16), asking("tova", budget=32)]
-        actual = check_answers(engine, [cut(97), cut(80, 3)], asked)
-    assert [one.get("reason") for one in actual] == ["ArithmeticError: no scores", None]
+    monkeypatch.setattr(selection, "retain", fail)
+    asked = [
+        asking("snapkv", budget=0.3, W=16), asking("tova", budget=32),
+        asking("crystalcache", budget=0.3, sentence_ends=[5], observed_layer=7),
+    ]
+    actual = [one.get("reason", "") for one in check_answers(engine, [cut(97), cut(80, 3), cut(300)], asked)]
+    assert actual[:2] == ["ArithmeticError: no scores", ""]
+    assert "observed_layer = 7: must be from -3 to 2" in actual[2]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 24])
+def test_a_preempted_request_repeats_its_evictions(
+    engine: Engine, steps: int, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Preempt before, at and after the decision of a prompt, and after an error of the policy.
+
+    After the error, the preempted request once had its full cache again, in contrast to its statement.
+    """
+    from models_integration.engines.vllm import selection
+
+    def advance(policy: Any, budget: Any, before: Any, one: Any) -> Any:
+        if one.seen == 117:
+            raise ArithmeticError("no scores")
+        return original(policy, budget, before, one)
+
+    original = selection.advance
+    monkeypatch.setattr(selection, "advance", advance)
+    core, prompt, outputs = engine.llm.llm_engine, cut(97, 13), list[Any]()
+    core.add_request("preempted", {"prompt_token_ids": prompt}, asking("rkv", 40, budget=40, every=16, W=8))
+    for at in count():
+        if not core.has_unfinished_requests():
+            break
+        if at == steps:
+            engine.scheduler._preempt_last()
+        outputs = core.step()
+    check_masked(prompt, outputs[0])
+    body = stated(outputs[0])
+    assert ([one["seen"] for one in body["evictions"]], body["reason"]) == ([97, 112], "ArithmeticError: no scores")
+    engine.check_nothing_left()
 
 
 @pytest.mark.law("refused-before-anything-changes")
@@ -206,9 +249,11 @@ def test_a_bug_is_no_bad_request(engine: Engine, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.law("promised-is-there-forgotten-is-not")
 def test_nothing_is_left_of_an_aborted_request(engine: Engine) -> None:
+    """Abort before, at and after the decision of a prompt."""
     core, prompt = engine.llm.llm_engine, cut(97, 13)
-    core.add_request("gone", {"prompt_token_ids": prompt}, asking("snapkv", 400, budget=0.3, W=16))
-    for _ in range(8):
-        core.step()
-    core.abort_request(["gone"])
-    check_answers(engine, [prompt], [asking("knorm", budget=0.3)])
+    for steps in (1, 2, 3, 8):
+        core.add_request("gone", {"prompt_token_ids": prompt}, asking("snapkv", 400, budget=0.3, W=16))
+        for _ in range(steps):
+            core.step()
+        core.abort_request(["gone"])
+        check_answers(engine, [prompt], [asking("knorm", budget=0.3)])

@@ -59,20 +59,18 @@ def plan(n: int = 100, **asked: Any) -> Plan:
     ("[]", 'object, such as {"policy": "snapkv", "budget": 0.3}'), ({"policy": "snapkv", "windows": 3}, "constants"),
     ("policy=knorm", 'must be JSON, such as {"policy": "snapkv"'),
     ({"policy": "snapkv:W=16", "window": 8, "budget": 0.3}, "W = 8: is also in 'snapkv:W=16', with the value 16"),
-    ({"polcy": "knorm"}, "polcy = 'knorm': .* type policy"),
-    ({"policy": "knorm", "bugdet": 0.3}, "bugdet = 0.3: .* type budget"),
+    ({"polcy": "knorm"}, "polcy = 'knorm': .*did you mean policy"),
+    ({"policy": "knorm", "bugdet": 0.3}, "bugdet = 0.3: .*did you mean budget"),
     ({"policy": "snapvk", "budget": 0.3}, "did you mean snapkv"),
     ({"policy": "snapvk:W=8/every=64", "budget": 0.3}, "did you mean snapkv"),
     ({"policy": "snapkv", "positions": "renumbered"}, "vLLM keeps positions of the text: type 'kept'"),
     ({"policy": "snapkv", "positions": "x"}, "positions = 'x'"), ({"policy": 3, "budget": 0.3}, "built-in"),
     ("[" * 9999, "JSON"), ("1" * 5000, "JSON"), ({"policy": "snapkv", "W": 10**8}, "a million"),
-    ({"policy": "snapkv", "W": 1e30}, "a million"), ({"policy": "streamingllm:N_sink=100000000"}, "a million"),
+    ({"policy": "streamingllm:N_sink=100000000"}, "a million"),
     ({"policy": "streamingllm:N_sink=100_000_000"}, "must be a value"),
     ({"policy": "adakv:safeguard=1e999_999_999"}, "a million"),
-    ({"policy": "adakv/heads=adaptive:safeguard=1E9999"}, "a million"),
     ({"policy": "snapkv/layers=table:shares=1_1e-9999"}, "exponent below -99"),
     ({"policy": "snapkv", "k_ernel": 1025}, "at most 1024"), ({"policy": "snapkv", "W": 8.5}, "whole number"),
-    ({"policy": "snapkv:backend=torch"}, "is chosen by the server"),
     ({"policy": "h2o:backend=triton/every=64"}, "is chosen by the server"),
     ({"policy": "knorm/steps=h2o:backend=triton/every=64"}, "is chosen by the server"),
     ({"policy": "score=h2o:backend=triton/every=64"}, "is chosen by the server"),
@@ -89,23 +87,15 @@ CRYSTAL = {"policy": "crystalcache", "sentence_ends": [5]}
 @pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize(("given", "told"), [
     *(({**CRYSTAL, key: value}, told) for key, value, told in (
-        ("sentence_ends", 5, "token ids"), ("sentence_ends", None, "token ids"), ("sentence_ends", [[1]], "ids"),
-        ("parameters", {}, "parameters"), ("parameters", "x", "'paper' or 'essay'"), ("alpha", [], "alpha"),
-        ("decode", 1, "decode"), ("stream", True, "leave stream out"), ("breath_protection", "x", "sink"),
-        ("C", 1025, "C = 1025"),
+        ("sentence_ends", 5, "token ids"), ("parameters", "x", "'paper' or 'essay'"), ("alpha", [], "alpha"),
+        ("decode", 1, "decode"), ("stream", True, "leave stream out"), ("C", 1025, "C = 1025"),
     )),
     *(({"policy": name, key: value}, f"cannot be sent as text: leave {key} out") for name, key, value in (
-        ("kvzip", "template", 5), ("kvzip", "template", [1, 2, 3]), ("diverse-kvzip", "template", [[1], [2], ["a"]]),
-        ("kvzip/layers=even", "template", None), ("nestedkv", "parameters", {}),
-        ("nestedkv/heads=even", "parameters", 5),
+        ("kvzip", "template", 5), ("kvzip/layers=even", "template", None), ("nestedkv", "parameters", {}),
     )),
-    ({"policy": "snapkv/steps=snapkv:kernel=99999/every=64"}, "kernel = 99999: must be at most 1024"),
-    ({"policy": "snapkv/recent=5000/steps=snapkv:window=5000/every=64"}, "W = 5000: must be at most 1024"),
     ({"policy": "score=snapkv:W=1025/recent=1025"}, "W = 1025: must be at most 1024"),
-    ({"policy": "snapkv", "W": 1025}, "W = 1025"), ({"policy": "diverse-snapkv:window=1025"}, "W = 1025"),
-    ({**CRYSTAL, "policy": "crystalcache:k_intra=1025"}, "k_intra = 1025"),
-    ({"policy": "noncausal", "c": 99999}, "c = 99999"), ({"policy": "capkv", "N_future": 99999}, "N_future = 99999"),
-    ({"policy": "knorm/pieces=15"}, "at least 16"), ({"policy": "knorm/pieces=1"}, "at least 16"),
+    ({"policy": "diverse-snapkv:window=1025"}, "W = 1025"), ({"policy": "noncausal", "c": 99999}, "c = 99999"),
+    ({"policy": "knorm/pieces=15"}, "at least 16"),
 ])
 def test_bad_constants_are_one_sentence(given: dict[str, Any], told: str) -> None:
     """A constant of a wrong type, also a template, was once an HTTP 500. Costly constants are bounded in every form."""
@@ -156,6 +146,7 @@ def test_the_largest_constants_are_accepted() -> None:
 def test_a_request_inherits_from_the_default() -> None:
     default, own = request(None, DEFAULT), request('{"budget": 0.5}', DEFAULT)
     assert (default.name, default.window, str(default.budget)) == ("snapkv", 16, "0.3")
+    assert request(None, DEFAULT) is default  # requests with equal arguments share one policy
     assert (own.name, own.window, str(own.budget)) == ("snapkv", 16, "0.5")
     other = request({"policy": "knorm", "budget": 0.5}, DEFAULT)
     assert (other.name, other.window) == ("knorm", 0)

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from conformance.paths import ROOT
+from models_integration.engines.vllm.arguments import Settings, parse_request
+from reference.policies.kept import most_kept
 from spec.budget import parse_budget
 from tests.models_integration.engines.vllm.engine import (
     NEEDS_VLLM,
@@ -53,13 +55,21 @@ def asked(random: Random) -> Any:
     return asking(name, random.randint(1, 150), budget=budget, **constants)
 
 
+def check_evicted(prompt: list[int], parameters: Any, output: Any) -> None:
+    """Check that the prompt was evicted, if it exceeds the budget and the answer has a second token."""
+    asked = parse_request((parameters.extra_args or {}).get("kvspec"), Settings())
+    if asked is not None and len(output.outputs[0].token_ids) > 1:
+        kept_most = most_kept(asked.policy, asked.budget, len(prompt))
+        assert kept_most == len(prompt) or stated(output)["evictions"][0]["seen"] == len(prompt), stated(output)
+
+
 def serve(engine: Engine, random: Random, count: int) -> float:
     """Run random requests, check each answer and each kept set, and return the largest difference from masking."""
     core, waiting, worst = engine.llm.llm_engine, [], 0.0
     for number in range(count):
         prompt = cut(random.randint(0, 3) * 32, 64 * random.randint(0, 2)) + cut(random.randint(1, 200), 9 * number)
         waiting.append((f"{random.random()}", prompt, asked(random)))
-    prompts, steps = {name: prompt for name, prompt, _ in waiting}, 0
+    given, steps = {name: (prompt, parameters) for name, prompt, parameters in waiting}, 0
     while waiting or core.has_unfinished_requests():
         while waiting and (random.random() < 0.6 or not core.has_unfinished_requests()):
             name, prompt, parameters = waiting.pop()
@@ -69,8 +79,9 @@ def serve(engine: Engine, random: Random, count: int) -> float:
         engine.check_blocks()
         for output in outputs:
             if output.finished:
-                prompt = prompts.pop(output.request_id)
+                prompt, parameters = given.pop(output.request_id)
                 assert "Error:" not in (reason := stated(output).get("reason", "")), reason
+                check_evicted(prompt, parameters, output)
                 worst = max(worst, check_masked(prompt, output))
                 check_sets(prompt, output)
             elif random.random() < 0.002:

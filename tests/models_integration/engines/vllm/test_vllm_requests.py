@@ -114,17 +114,6 @@ def test_prompts_near_the_size_of_a_block_or_chunk(engine: Engine, policy: str) 
         assert bool(stated(output)["evictions"]) == (n >= {"tova": 1, "rkv": 2}.get(policy, BLOCK - 1)), n
 
 
-def test_a_layer_that_the_model_lacks_costs_only_the_eviction(engine: Engine) -> None:
-    """A request once stopped the engine with an IndexError of the worker."""
-    bad = asking("crystalcache", budget=0.3, sentence_ends=[5], observed_layer=7)
-    good = asking("crystalcache", budget=0.3, sentence_ends=[5], observed_layer=-1)
-    outputs = engine.answer([cut(300), cut(300, 5), cut(97)], [bad, good, asking("snapkv", budget=0.3, W=16)])
-    for prompt, output in zip((cut(300), cut(300, 5), cut(97)), outputs, strict=True):
-        check_masked(prompt, output)
-    assert [bool(stated(one)["evictions"]) for one in outputs] == [False, True, True]
-    assert "observed_layer = 7: must be from -3 to 2" in stated(outputs[0])["reason"]
-
-
 @pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize(("option", "given"), [
     ("pipeline_parallel_size", {"pipeline_parallel_size": 2}), ("tensor_parallel_size", {"tensor_parallel_size": 2}),
@@ -240,17 +229,6 @@ def test_blocks_that_the_backend_divides_are_refused(engine: Engine) -> None:
     layer, pages = engine.runner.kvspec.layers[0], engine.runner.kvspec.pages[0]
     with pytest.raises(SpecError, match="block_size = 64: CPU_ATTN stores blocks of 32 tokens: type --block-size 32"):
         check_layout(layer, pages, 64)
-
-
-def test_policies_are_made_once_and_forgotten(engine: Engine) -> None:
-    """Check that requests with equal arguments share one policy, and that old policies are freed."""
-    model = engine.runner.kvspec
-    before = model._policies.policy.cache_info()
-    for budget in range(70, 150):
-        engine.answer([cut(40)] * 2, [asking("criticalkv", 2, budget=budget)] * 2)
-    after = model._policies.policy.cache_info()
-    assert (after.misses - before.misses, after.hits - before.hits) == (80, 80)
-    assert after.currsize == 64
 
 
 SAMPLES = {"n": 3, "temperature": 1.0, "seed": 5}
