@@ -176,11 +176,7 @@ class Settings:
 
     @classmethod
     def read(cls, given: Any) -> "Settings":
-        """Return the settings in a mapping or in JSON text.
-
-        Raises:
-            SpecError: if a key or a value is invalid.
-        """
+        """Return the settings in a mapping or in JSON text."""
         given = _mapping(given, f"additional_config[{KEY!r}]", '{"default": {"policy": "snapkv", "budget": 0.3}}')
         known = {one.name for one in fields(cls)}
         if unknown := sorted(given.keys() - known):
@@ -233,12 +229,7 @@ def parse_request(given: Any, settings: Settings) -> RequestPolicy | None:
 
 
 def _served_policy(asked: Mapping[str, Any], settings: Settings, ends: Collection[int] | None) -> RequestPolicy:
-    """Return the policy of these arguments.
-
-    Raises:
-        SpecError: if a name, a constant or the budget is invalid, or if the policy is not served and the server refuses
-            such policies.
-    """
+    """Return the policy of these arguments, which must be served unless the server accepts policies that are not."""
     policy = _parse_policy(_as_json(asked), None if ends is None else frozenset(ends))
     if policy.unserved and settings.on_unserved == "refuse":
         raise SpecError("policy", policy.name, policy.unserved)
@@ -246,7 +237,7 @@ def _served_policy(asked: Mapping[str, Any], settings: Settings, ends: Collectio
 
 
 def _unknown_policy(name: object) -> str:
-    """Return the error text for a name that is not a built-in policy. No module is imported."""
+    """Return the error text for a name that is not a built-in policy."""
     if not isinstance(name, str):
         return "must be the name of a built-in policy, such as snapkv"
     similar = bound_of_names(names.home_of(name).partition("(")[0].partition(":")[0], names.NAMES)
@@ -314,11 +305,7 @@ def _parse_policy(text: str, ends: frozenset[int] | None) -> RequestPolicy:
 
 
 def make(name: str, constants: Mapping[str, Any]) -> Policy:
-    """Return a policy with constants of the request, the server and the model.
-
-    Raises:
-        SpecError: if a constant is missing or invalid.
-    """
+    """Return a policy with constants of the request, the server and the model."""
     if name == "crystalcache":
         return _crystal(constants, constants[names.BACKEND], parse_budget(1.0)).policy
     return names.make_policy(name, constants)

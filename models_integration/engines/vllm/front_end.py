@@ -58,11 +58,7 @@ class PolicyParameters(AdapterLogitsProcessor):
 
 
 def install(settings: Settings) -> None:
-    """Let vLLM's front end check requests, and add statements to answers.
-
-    Raises:
-        SpecError: if the installed vLLM has other methods.
-    """
+    """Let vLLM's front end check requests, and add statements to answers."""
     PolicyParameters.settings = settings
     replace_front_end({
         "make_request_output": _make_request_output, "_new_completion_output": _new_completion_output,
@@ -72,11 +68,7 @@ def install(settings: Settings) -> None:
 
 
 def sentence_ends_of(model: Any) -> frozenset[int]:
-    """Return the ids of the tokens that end a sentence. Empty if transformers cannot read the tokenizer.
-
-    Args:
-        model: configuration of vLLM's model.
-    """
+    """Return the ids of the tokens that end a sentence, for vLLM's `model_config`. Empty without a known tokenizer."""
     options = {"revision": model.tokenizer_revision, "trust_remote_code": model.trust_remote_code}
     try:
         return sentence_ends(AutoTokenizer.from_pretrained(model.tokenizer, **options))
@@ -105,10 +97,7 @@ def _make_request_output(
 
 
 def _new_completion_output(original: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-    """Add the statement to the output of an answer.
-
-    vLLM merges outputs of one answer, so all of them have one statement object.
-    """
+    """Add the statement to the output of an answer. vLLM merges the outputs of one answer."""
     output = original(state, *args, **kwargs)
     output.kvspec = state.kvspec
     return output

@@ -249,9 +249,6 @@ def output_projection(model: Any, layer: Any) -> Tensor:
     """Return the rows (H, d, hidden) of a layer's output projection, in the dtype of the activations.
 
     The projection is applied to unit vectors, because a backend may store the weights in a different order.
-
-    Raises:
-        SpecError: if the layer has no output projection named `o_proj`.
     """
     block = model.get_submodule(layer.layer_name.rpartition(".")[0])
     project, heads, d = getattr(block, "o_proj", None), layer.impl.num_heads, layer.impl.head_size
@@ -266,11 +263,7 @@ def output_projection(model: Any, layer: Any) -> Tensor:
 
 
 def rotary_frequencies(model: Any, layer: Any) -> Any:
-    """Return the rotary frequencies (d / 2,) of a layer.
-
-    Raises:
-        SpecError: if the layer does not rotate the two halves of a whole head, or scales the frequencies.
-    """
+    """Return the rotary frequencies (d / 2,) of a layer, which must rotate whole heads, without a scale."""
     block = model.get_submodule(layer.layer_name.rpartition(".")[0])
     rotary = getattr(block, "rotary_emb", None)
     if rotary is None or not getattr(rotary, "is_neox_style", False) or rotary.rotary_dim != rotary.head_size:

@@ -42,12 +42,7 @@ class Statement:
     _ranges: int = 0
 
     def take(self, news: Mapping[str, Any], finished: bool) -> None:
-        """Add the messages that arrived with a token.
-
-        Args:
-            news: messages of the scheduler.
-            finished: True if the token was the last. Then no token is processed after the evictions in these messages.
-        """
+        """Add the messages that arrived with a token. After the last token (`finished`), no token is processed."""
         self.body |= {key: news[key] for key in ("policy", "budget") if key in news}
         self._reason = news.get("reason", self._reason)
         self.freed_blocks += news.get("freed_blocks", 0)
