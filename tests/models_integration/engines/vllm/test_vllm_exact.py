@@ -8,6 +8,7 @@ import pytest
 from conformance.server_suite.judge import check_size
 from models_integration.pocket import load_pocket
 from models_integration.policies.values import sentence_ends
+from reference.policies import advance
 from tests.models_integration.engines.vllm.engine import (
     NEEDS_VLLM,
     Engine,
@@ -164,7 +165,7 @@ def test_an_answer_that_ends_with_its_first_token_says_that_nothing_was_evicted(
     prompt = cut(96, 5)
     (whole,) = engine.answer([prompt], [asking("knorm", 8, budget=0.3)])
     first = whole.outputs[0]
-    ends = [{"max_tokens": 1}, {"stop_token_ids": [first.token_ids[0]]}, {"stop": [first.text[0]]}, {}, {}]
+    ends: list[Any] = [{"max_tokens": 1}, {"stop_token_ids": [first.token_ids[0]]}, {"stop": [first.text[0]]}, {}, {}]
     asked = [asking("knorm", 8, end, budget=0.3) for end in ends]
     actual = check_answers(engine, [prompt, prompt, prompt, cut(1023), prompt], asked)
     assert {one["reason"] for one in actual[:4]} == {"no token was processed after the decision"}
@@ -198,13 +199,12 @@ def test_a_preempted_request_repeats_its_evictions(
     """
     from models_integration.engines.vllm import selection
 
-    def advance(policy: Any, budget: Any, before: Any, one: Any) -> Any:
+    def fail(policy: Any, budget: Any, before: Any, one: Any) -> Any:
         if one.seen == 117:
             raise ArithmeticError("no scores")
-        return original(policy, budget, before, one)
+        return advance(policy, budget, before, one)
 
-    original = selection.advance
-    monkeypatch.setattr(selection, "advance", advance)
+    monkeypatch.setattr(selection, "advance", fail)
     core, prompt, outputs = engine.llm.llm_engine, cut(97, 13), list[Any]()
     core.add_request("preempted", {"prompt_token_ids": prompt}, asking("rkv", 40, budget=40, every=16, W=8))
     for at in count():
