@@ -183,14 +183,18 @@ def everything(prompt: list[int], kept: Kept) -> Kept:
     return {layer: [list(range(len(prompt)))] * len(sets) for layer, sets in kept.items()}
 
 
-def long_prompts_whole(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
-    return after_eviction(prompt, everything(prompt, kept) if len(prompt) > 64 else kept, *rest)
+def with_sets(change: Callable[[list[int], Kept], Kept]) -> Callable[..., Tensor]:
+    """Return an engine that reads with changed kept sets."""
+    return lambda prompt, kept, *rest: after_eviction(prompt, change(prompt, kept), *rest)
 
 
-def at_least_four(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
-    """Read with the last four tokens of the prompt in each head that keeps fewer than four tokens."""
-    last = list(range(max(0, len(prompt) - 4), len(prompt)))
-    return after_eviction(prompt, {at: [own if len(own) > 3 else last for own in kept[at]] for at in kept}, *rest)
+def whole_if(holds: Callable[[list[int], Kept], bool]) -> Callable[..., Tensor]:
+    """Return an engine that evicts nothing if the prompt and the kept sets satisfy `holds`."""
+    return with_sets(lambda prompt, kept: everything(prompt, kept) if holds(prompt, kept) else kept)
+
+
+def fewest(kept: Kept) -> int:
+    return min(len(own) for sets in kept.values() for own in sets)
 
 
 def eight_at_a_time(prompt: list[int], kept: Kept, following: list[int], folder: str) -> Tensor:
@@ -201,10 +205,6 @@ def eight_at_a_time(prompt: list[int], kept: Kept, following: list[int], folder:
     return actual
 
 
-def many_heads_reversed(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
-    return after_eviction(prompt, {at: sets[::-1] if len(sets) > 4 else sets for at, sets in kept.items()}, *rest)
-
-
 def sixteen_by_sixteen(prompt: list[int], kept: Kept, following: list[int], folder: str) -> Tensor:
     """Hide the previous sixteen tokens from the next sixteen tokens."""
     starts = range(0, len(following), 16)
@@ -213,53 +213,14 @@ def sixteen_by_sixteen(prompt: list[int], kept: Kept, following: list[int], fold
     ])
 
 
-def small_evictions_skipped(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
-    sizes = [len(own) for sets in kept.values() for own in sets]
-    return after_eviction(prompt, everything(prompt, kept) if min(sizes) > 0.9 * len(prompt) else kept, *rest)
-
-
-def empty_layers_whole(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
-    whole = everything(prompt, kept)
-    return after_eviction(prompt, {at: own if any(own) else whole[at] for at, own in kept.items()}, *rest)
-
-
-def the_first_layer_decides(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
-    whole = everything(prompt, kept)
-    return after_eviction(prompt, whole if kept[min(kept)] == whole[min(kept)] else kept, *rest)
-
-
 def the_last_1500(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
     cut = max(0, len(prompt) - 1500)
     later = {layer: [[at - cut for at in own if at >= cut] for own in sets] for layer, sets in kept.items()}
     return after_eviction(prompt[cut:], later, *rest)
 
 
-def whole_pages_kept(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
-    return after_eviction(prompt, kept if len(prompt) % 16 else everything(prompt, kept), *rest)
-
-
-def whole_tiles_kept(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
-    return after_eviction(prompt, everything(prompt, kept) if len(prompt) == 512 else kept, *rest)
-
-
-def one_kv_head_kept(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
-    return after_eviction(prompt, everything(prompt, kept) if len(kept[0]) == 1 else kept, *rest)
-
-
-def late_layers_shared(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
-    return after_eviction(prompt, {layer: kept[min(layer, 2)] for layer in kept}, *rest)
-
-
 def short_ids(prompt: list[int], kept: Kept, following: list[int], folder: str) -> Tensor:
     return after_eviction([one % 2**16 for one in prompt], kept, [one % 2**16 for one in following], folder)
-
-
-def long_prompts_of_one_set(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
-    return after_eviction(prompt, dict.fromkeys(kept, kept[0]) if len(prompt) > 1024 else kept, *rest)
-
-
-def beyond_4096_kept(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
-    return after_eviction(prompt, everything(prompt, kept) if len(prompt) > 4096 else kept, *rest)
 
 
 Call = tuple[str, int, int]
@@ -279,17 +240,31 @@ MISTAKES: list[tuple[Callable[..., Any], str, list[Call], str]] = [
      "as if nothing were evicted"),
     (lambda *given: plain(*given)[-1:], "llama", [ONE], r"logits are \(1, 256\)"),
     (lambda *given: plain(*given) * float("nan"), "llama", [ONE], "inf of the largest"),
-    # Engines that are right on small inputs.
+    # Engines that are right on small inputs. The second reads the last four tokens where a head keeps fewer than four.
     *((engine, "llama", SMALL, "") for engine in (
-        long_prompts_whole, at_least_four, eight_at_a_time, sixteen_by_sixteen, small_evictions_skipped,
+        whole_if(lambda prompt, kept: len(prompt) > 64),
+        with_sets(lambda prompt, kept: {
+            at: [own if len(own) > 3 else list(range(len(prompt)))[-4:] for own in kept[at]] for at in kept
+        }),
+        eight_at_a_time, sixteen_by_sixteen, whole_if(lambda prompt, kept: fewest(kept) > 0.9 * len(prompt)),
     )),
-    (many_heads_reversed, "qwen3", SMALL, ""), (empty_layers_whole, "gemma3_text", SMALL, ""),
-    (the_first_layer_decides, "gemma3_text", SMALL, ""), (the_last_1500, "gpt_neox", SMALL, ""),
+    (with_sets(lambda _, kept: {at: sets[::-1] if len(sets) > 4 else sets for at, sets in kept.items()}),
+     "qwen3", SMALL, ""),
+    (with_sets(lambda prompt, kept: {
+        at: own if any(own) else everything(prompt, kept)[at] for at, own in kept.items()
+    }), "gemma3_text", SMALL, ""),
+    (whole_if(lambda prompt, kept: kept[min(kept)] == everything(prompt, kept)[min(kept)]), "gemma3_text", SMALL, ""),
+    (the_last_1500, "gpt_neox", SMALL, ""),
     # Engines that are wrong on shapes of real models.
-    (whole_pages_kept, "llama", ALL_BLOCKS, AWAY), (whole_tiles_kept, "llama", ALL_BLOCKS, AWAY),
-    *((engine, "gemma2", [ONE], AWAY) for engine in (one_kv_head_kept, late_layers_shared, short_ids)),
-    (beyond_4096_kept, "llama", [("one set for all", 3, LONGER)], AWAY),
-    (long_prompts_of_one_set, "llama", [(EQUAL, 3, LONG)], AWAY),
+    (whole_if(lambda prompt, kept: len(prompt) % 16 == 0), "llama", ALL_BLOCKS, AWAY),
+    (whole_if(lambda prompt, kept: len(prompt) == 512), "llama", ALL_BLOCKS, AWAY),
+    *((engine, "gemma2", [ONE], AWAY) for engine in (
+        whole_if(lambda prompt, kept: len(kept[0]) == 1),
+        with_sets(lambda _, kept: {layer: kept[min(layer, 2)] for layer in kept}), short_ids,
+    )),
+    (whole_if(lambda prompt, kept: len(prompt) > 4096), "llama", [("one set for all", 3, LONGER)], AWAY),
+    (with_sets(lambda prompt, kept: dict.fromkeys(kept, kept[0]) if len(prompt) > 1024 else kept),
+     "llama", [(EQUAL, 3, LONG)], AWAY),
 ]
 
 
