@@ -31,36 +31,23 @@ from spec.parameters import PAPER
 from spec.policy import Promises
 
 
-def skips() -> None:
-    pytest.skip("not served")
+def raising(error: type[BaseException], *given: object) -> Callable[[], None]:
+    def way() -> None:
+        raise error(*given)
+
+    return way
 
 
-def leaves() -> None:
-    raise SystemExit(0)
-
-
-def fails_expectedly() -> None:
-    pytest.xfail("known")
-
-
-def ends_all() -> None:
-    pytest.exit("done", returncode=0)
-
-
-def skips_quietly() -> None:
-    raise unittest.SkipTest("backend 'x' has no stage family 'crystal'")
-
-
-def assumes() -> None:
-    """Raise the exception of `hypothesis.assume(False)`."""
-    raise UnsatisfiedAssumption
-
-
-WAYS = [skips, leaves, fails_expectedly, ends_all, skips_quietly, assumes]
+WAYS: Mapping[str, Callable[[], Any]] = {
+    "skips": lambda: pytest.skip("not served"), "leaves": raising(SystemExit, 0),
+    "fails expectedly": lambda: pytest.xfail("known"), "ends all": lambda: pytest.exit("done", returncode=0),
+    "skips quietly": raising(unittest.SkipTest, "backend 'x' has no stage family 'crystal'"),
+    "assumes": raising(UnsatisfiedAssumption),  # as `hypothesis.assume(False)`
+}
 
 
 @pytest.mark.law("the-proof-has-teeth")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_no_exception_of_the_judged_code_ends_a_test_otherwise_than_failed(way: Callable[[], Any]) -> None:
     class Mine(type(BACKEND.require_crystal())):  # type: ignore[misc]
         def score(self, *given: Any) -> Any:
@@ -261,44 +248,29 @@ def order_of_memory(D: Array, M: Array, p: Any) -> Array:
     return RIGHT(D, flat, p)
 
 
-def quiet(D: Array, M: Array, p: Any) -> Array:
-    np.seterr(under="raise" if np.geterr()["under"] == "ignore" else "ignore")
-    return RIGHT(D, M, p)
-
-
-def seeded(D: Array, M: Array, p: Any) -> Array:
-    np.random.random()
-    return RIGHT(D, M, p)
-
-
-def reseeded(D: Array, M: Array, p: Any) -> Array:
-    np.random.seed(0)
-    return RIGHT(D, M, p)
-
-
-def announced(D: Array, M: Array, p: Any) -> Array:
-    os.environ["KVSPEC_CALLED"] = "yes"
-    return RIGHT(D, M, p)
-
-
-def drawn(D: Array, M: Array, p: Any) -> Array:
-    random.random()
-    return RIGHT(D, M, p)
-
-
-def environment(D: Array, M: Array, p: Any) -> Array:
-    os.environ["KVSPEC_CALLS"] = str(int(os.environ.get("KVSPEC_CALLS", "0")) + 1)
-    return RIGHT(D, M, p)
+def after(effect: Callable[[], object]) -> Decay:
+    """Return a right stage that first has an effect on the process."""
+    return lambda D, M, p: (effect(), RIGHT(D, M, p))[1]
 
 
 VALUES = "array_equal"  # The result is wrong.
-WRONG: Mapping[Decay, str] = {
-    reused: "returned the memory|changed the result", by_pointer: VALUES, by_identity: VALUES,
-    by_shape_when_large: VALUES, by_content: "returned",
-    not_to_be_written: "read-only", argument_locked: "flags.writeable", argument_written: "wrote into an argument",
-    shared_scratch: VALUES, order_of_memory: VALUES, quiet: "NumPy's error state", seeded: "NumPy's random state",
-    reseeded: "NumPy's random state", drawn: "the random state", environment: "the environment",
-    announced: "the environment",
+WRONG: Mapping[str, tuple[Decay, str]] = {
+    "reused": (reused, "returned the memory|changed the result"), "by pointer": (by_pointer, VALUES),
+    "by identity": (by_identity, VALUES), "by shape when large": (by_shape_when_large, VALUES),
+    "by content": (by_content, "returned"), "not to be written": (not_to_be_written, "read-only"),
+    "argument locked": (argument_locked, "flags.writeable"),
+    "argument written": (argument_written, "wrote into an argument"), "shared scratch": (shared_scratch, VALUES),
+    "order of memory": (order_of_memory, VALUES),
+    "quiet": (after(lambda: np.seterr(under="raise" if np.geterr()["under"] == "ignore" else "ignore")),
+              "NumPy's error state"),
+    "seeded": (after(np.random.random), "NumPy's random state"),
+    "reseeded": (after(lambda: np.random.seed(0)), "NumPy's random state"),
+    "drawn": (after(random.random), "the random state"),
+    "announced": (after(lambda: os.environ.update(KVSPEC_CALLED="yes")), "the environment"),
+    "counted": (
+        after(lambda: os.environ.update(KVSPEC_CALLS=str(int(os.environ.get("KVSPEC_CALLS", "0")) + 1))),
+        "the environment",
+    ),
 }
 
 
@@ -330,9 +302,9 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.law("the-proof-has-teeth")
-@pytest.mark.parametrize("stage", WRONG, ids=lambda stage: stage.__name__)
-def test_what_is_wrong_beside_the_result_is_found(stage: Decay) -> None:
-    with pytest.raises(AssertionError, match=WRONG[stage]):
+@pytest.mark.parametrize(("stage", "words"), WRONG.values(), ids=WRONG)
+def test_what_is_wrong_beside_the_result_is_found(stage: Decay, words: str) -> None:
+    with pytest.raises(AssertionError, match=words):
         judge(stage)
 
 
