@@ -1,4 +1,4 @@
-"""The archive under attack: killed writers, flipped bits, simultaneous writers and readers, and crafted objects."""
+"""The archive under attack: simultaneous writers and readers, and crafted objects."""
 
 import json
 import multiprocessing
@@ -7,10 +7,7 @@ import random
 import re
 import resource
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import partial
-from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
@@ -21,39 +18,19 @@ from torch import Tensor
 
 from conformance.plugin import profile_of
 from models_integration.archive.errors import ArchiveReadOnly
-from models_integration.archive.objects import FORMAT, read_object
+from models_integration.archive.objects import FORMAT
 from models_integration.archive.store import Archive
 from models_integration.cache import atomic_file as files
 from models_integration.cache.tensor_file import Damaged, header_bytes, parts, read_bytes, write
 from spec import SPEC_VERSION
 from spec.errors import SpecError
-from tests.models_integration.archive.fault_cases import chunk, opened, path_of
+from tests.models_integration.archive.fault_cases import chunk, path_of
 from tests.processes import started
 
 pytestmark = pytest.mark.law("an-object-proves-itself")
 
-TOKENS = 400
 NOBODY = 65534
 PUTS_LEAST = 12
-
-
-def write_slowly(ready: Connection, descriptor: int, parts: Sequence[memoryview]) -> None:
-    """Write 8 MB per second, so that processes are killed during writes. Send a byte to `ready` before each 8 KB."""
-    for part in parts:
-        for at in range(0, len(part), 1 << 13):
-            ready.send_bytes(b"x")
-            os.write(descriptor, part[at : at + (1 << 13)])
-            time.sleep(0.001)
-
-
-def write_until_killed(folder: Path, first: int, ready: Connection) -> None:
-    """Put ten chunks slowly. `ready` gets a byte before each 8 KB are written."""
-    torch.set_num_threads(1)
-    vars(files)["_write"] = partial(write_slowly, ready)
-    chunks = [chunk(seed, tokens=TOKENS) for seed in range(first, first + 10)]
-    with Archive(folder) as archive:
-        for created in chunks:
-            archive.put(*created)
 
 
 def write_for(seconds: float, folder: Path, first: int, together: Barrier) -> None:
@@ -123,84 +100,6 @@ def read_where_nothing_can_be_written(folder: Path) -> None:
     finally:
         for path in everything:
             path.chmod(0o700 if path.is_dir() else 0o600)
-
-
-KILLS = 200
-FLIPS = 500  # There are 500 flips in the header and 500 in the payload.
-WRITTEN_MOST = 30
-"""Largest number of 8 KB pieces that a writer begins to write before it is killed. A chunk has ten pieces."""
-SHARE = 5
-"""Outside the nightly profile, one in `SHARE` of the kills is run."""
-
-
-@pytest.fixture
-def share(pytestconfig: pytest.Config) -> int:
-    return 1 if profile_of(pytestconfig) == "nightly" else SHARE
-
-
-@pytest.mark.law("promised-is-there-forgotten-is-not")
-def test_no_killed_writer_leaves_a_torn_object(quick_path: Path, share: int) -> None:
-    """Run 200 SIGKILLs in the nightly profile. Visible objects are whole and listed.
-
-    No lock is left, and the archive accepts further chunks.
-
-    Every fourth writer is killed while it opens the archive. All other writers are killed while they write one of the
-    first three chunks.
-    """
-    rng = random.Random(1)
-    for at in range(KILLS // share):
-        ready, say = multiprocessing.Pipe(duplex=False)
-        child = started(write_until_killed, quick_path, 1000 * at, say)
-        if at % 4:
-            for _ in range(rng.randint(1, WRITTEN_MOST)):
-                ready.recv_bytes()
-        else:
-            time.sleep(rng.uniform(0.0, 0.03))
-        child.kill()
-        child.join()
-        say.close()
-        ready.close()
-    for path in (quick_path / "objects").glob("*/[!.]*"):
-        read_object(path, path.stem, lambda _: None)  # A torn object raises Damaged.
-    assert list((quick_path / "objects").glob("*/.tmp-*"))  # Some kills occurred during writes.
-    with Archive(quick_path) as archive:
-        entries = archive.entries()
-        assert entries
-        report = archive.verify()
-        assert report.clean
-        assert report.read == len(entries)
-        archive.put(*chunk(5_000_000))
-
-
-def flipped(data: bytes, bit: int) -> bytes:
-    changed = bytearray(data)
-    changed[bit // 8] ^= 1 << bit % 8
-    return bytes(changed)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("encrypted", [False, True], ids=["clear", "encrypted"])
-@pytest.mark.parametrize("part", ["header", "payload"])
-def test_a_random_flipped_bit_of_an_object_is_detected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, encrypted: bool,
-) -> None:
-    """Each flip gives a miss and a quarantined file. With the original file, the chunk is read again."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # This saves time. No process is killed in this test.
-    rng = random.Random(part)
-    with opened(tmp_path, encrypted) as archive:
-        key = archive.put(*chunk(1))
-        (path,) = (tmp_path / "objects").glob("*/*")
-        data = path.read_bytes()
-        header = 8 + int.from_bytes(data[:8], "little")
-        low, high = (0, header) if part == "header" else (header, len(data))
-        for _ in range(FLIPS):
-            path.write_bytes(flipped(data, rng.randrange(8 * low, 8 * high)))
-            assert archive.get(key, "alice") is None
-            assert not path.exists()
-            (quarantined,) = (tmp_path / "quarantine").glob(f"*-{path.name}")
-            quarantined.unlink()
-            path.write_bytes(data)
-        assert archive.get(key, "alice") is not None
 
 
 @pytest.mark.law("promised-is-there-forgotten-is-not")

@@ -106,7 +106,6 @@ def descriptors() -> int:
 def test_no_kill_makes_the_archive_unusable(
     quick_path: Path, pytestconfig: pytest.Config, operation: str, encrypted: bool,
 ) -> None:
-    """Check a kill in this process. Killed writers of other processes are tested in test_attacks.py."""
     template = prepared(quick_path / "template", operation, encrypted)
     for at, case in chosen(template, errno.EIO, pytestconfig):
         case.check(case.attempt(at, LAST)[0], killed=True)
