@@ -6,7 +6,6 @@ import fcntl
 import gc
 import os
 import random
-import resource
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -20,7 +19,7 @@ import pytest
 from conformance.plugin import profile_of
 from lab.faults import CALLS, LAST, SHORT, Disk, faults, recording
 from models_integration.archive import keyring, object_folder, objects, store
-from models_integration.archive.errors import ArchiveError, ArchiveFull
+from models_integration.archive.errors import ArchiveError
 from models_integration.archive.object_folder import ASIDE
 from models_integration.archive.store import Archive, Report, Stored
 from models_integration.cache import atomic_file, tensor_file
@@ -34,8 +33,6 @@ pytestmark = pytest.mark.law("promised-is-there-forgotten-is-not")
 ERRORS = {**{errno.errorcode[number]: number for number in (errno.ENOSPC, errno.EIO, errno.EROFS)}, "short": SHORT}
 SAMPLE = 3
 """Number of calls that are tested for each case outside the nightly profile."""
-STEP = 128
-"""Bytes between two sizes of a full disk."""
 MODULES = (atomic_file, tensor_file, keyring, object_folder, objects, store)
 WITHOUT_THE_SYSTEM = {"fspath", "strerror", "getpid"}
 
@@ -140,31 +137,6 @@ def test_a_chunk_that_was_set_aside_is_there_or_the_failure_is_named(
             assert archive.get(key, "alice") is not None
             failed = len(injected.calls) >= at
         assert at > 3
-
-
-@pytest.mark.nightly
-@for_both
-@for_each
-def test_a_full_disk_stops_neither_erasing_nor_opening(quick_path: Path, operation: str, encrypted: bool) -> None:
-    """Limit the file size in the kernel, to any size between zero and the size that the operation needs."""
-    template = prepared(quick_path / "template", operation, encrypted)
-    size, done = 0, False
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    while not done or size < 1 << 16:
-        case = template.copied(quick_path / str(size))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-        try:
-            with case.open() as archive:
-                OPERATIONS[operation](archive, case.keys)
-            done = True
-        except ArchiveFull:
-            done = False
-            assert operation == "put"
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        case.check(done)
-        shutil.rmtree(case.folder)
-        size += STEP
 
 
 @pytest.mark.law("the-proof-has-teeth")
