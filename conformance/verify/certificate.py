@@ -3,7 +3,6 @@
 import json
 import platform
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -177,7 +176,7 @@ def entries_of(exceptions: Path | None) -> list[dict[str, Any]]:
     """Return the entries of a valid exceptions file."""
     if exceptions is None:
         return []
-    entries: list[dict[str, Any]] = tomllib.loads(read_bytes(exceptions).decode()).get("exception", [])
+    entries: list[dict[str, Any]] = parse_toml(read_bytes(exceptions).decode()).get("exception", [])
     return entries
 
 

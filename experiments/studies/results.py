@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -12,14 +13,19 @@ from spec.errors import SpecError
 from spec.files import regular
 
 __all__ = [
-    "AGAIN", "ERROR", "START", "STUDY", "Place", "Row", "append_row", "load_rows", "lock_at_once", "parse_rows",
-    "rows_behind", "unit_named",
+    "AGAIN", "ERROR", "START", "STUDY", "Place", "Row", "append_row", "check_columns", "load_rows", "load_study",
+    "lock_at_once", "parse_rows", "rows_behind", "unit_named",
 ]
 
 STUDY = "study.jsonl"
 """Name of the file in which every command stores its results: one row per sample, with all cells."""
 
 Row = dict[str, Any]
+_SAMPLE: Mapping[str, type] = {
+    **dict.fromkeys(("rules", "model", "task", "part", "placement"), str), "length": int, "metadata": dict,
+    "cells": list,
+}
+_CELL: Mapping[str, type] = {"policy": str, "budget": str}
 ERROR, AGAIN = "error", "again"
 """Keys of a row without results: the error, or the request for a new attempt."""
 
@@ -43,6 +49,32 @@ def load_rows(path: Path) -> list[Row]:
         SpecError: if a different line is not a JSON object.
     """
     return [row for row in rows_behind(path, START)[0] if not {ERROR, AGAIN} & row.keys()]
+
+
+def load_study(path: Path) -> list[Row]:
+    """Return the results of a study, as `load_rows`, after a check of the columns that every sample has.
+
+    Raises:
+        SpecError: as in `load_rows`, or if a row is not the row of a sample.
+    """
+    rows = load_rows(path)
+    check_columns(rows, _SAMPLE, path)
+    for row in rows:
+        check_columns(row["cells"], _CELL, path)
+    return rows
+
+
+def check_columns(rows: Sequence[object], columns: Mapping[str, type], path: Path) -> None:
+    """Check that each row has these columns, with values of these types.
+
+    Raises:
+        SpecError: if a column is missing, or if a value has a different type. The message has the first such column.
+    """
+    for number, row in enumerate(rows, 1):
+        for name, kind in columns.items():
+            if not (isinstance(row, dict) and name in row and isinstance(row[name], kind)):
+                reason = f"entry {number} lacks a valid {name}: remove the line, or run the study in a different folder"
+                raise SpecError("results", str(path), reason)
 
 
 def parse_rows(text: str, path: Path) -> list[Row]:

@@ -19,7 +19,7 @@ import torch
 
 from experiments.studies.evidence.run import study_unit
 from experiments.studies.leases import Leases
-from experiments.studies.results import STUDY, Row, load_rows
+from experiments.studies.results import STUDY, Row, check_columns, load_rows
 from spec.errors import SpecError
 from spec.plugins import current_folder_last, search_path
 from spec.printing import counted, printable_lines
@@ -31,7 +31,13 @@ def failed_samples(path: Path) -> list[Row]:
     """Return the rows of the samples whose last attempt failed."""
     leases = Leases(path, study_unit)
     leases.stored()
-    return list(leases.failed.values())
+    return _failed(leases, path)
+
+
+def _failed(leases: Leases, path: Path) -> list[Row]:
+    rows = list(leases.failed.values())
+    check_columns(rows, {"task": str, "index": object, "error": object}, path)
+    return rows
 
 
 def first_failure(path: Path) -> str:
@@ -68,7 +74,7 @@ def status(folder: Path, watch: bool = True) -> Iterator[str]:
 
 
 def _watched(path: Path, leases: Leases, left: int) -> Iterator[str]:
-    for row in leases.failed.values():
+    for row in _failed(leases, path):
         yield f"  failed: {row['task']}, number {row['index']}: {' '.join(str(row['error']).split())}"
     holders = leases.holders()
     for holder, alive in holders:

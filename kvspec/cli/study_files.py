@@ -11,7 +11,7 @@ from experiments.studies.evidence.tables import failures, grouped
 from experiments.studies.own_texts import answer_table, user_question_rows
 from experiments.studies.page import Html, page
 from experiments.studies.report import TABLES, say, summary, write_table
-from experiments.studies.results import STUDY, Row, load_rows
+from experiments.studies.results import STUDY, Row, load_study
 from experiments.studies.workers import failed_samples
 from models_integration.cache.atomic_file import publish_readable
 from spec.errors import SpecError
@@ -43,7 +43,7 @@ def write_report(
         check_output("out", out, reads, force)
     check_outputs({"table": table, "figure": figure}, reads, force)
     write_page(folder, [load_rules(path) for path in rules], out)
-    write_outputs(merged(load_rows(folder / STUDY)), table, figure)
+    write_outputs(merged(load_study(folder / STUDY)), table, figure)
 
 
 def check_outputs(outputs: Mapping[str, Path | None], reads: Sequence[Path], force: bool) -> None:
@@ -103,7 +103,7 @@ def write_page(folder: Path, rules: list[Rules], out: Path | None = None) -> Non
 
 
 def _sections(folder: Path, rules: dict[str, Rules]) -> Iterator[Html]:
-    study = load_rows(folder / STUDY)
+    study = load_study(folder / STUDY)
     if unused := [digest for digest in rules if digest not in {row["rules"] for row in study}]:
         raise SpecError("rules", unused[0][:8], f"no result in {folder / STUDY} was measured with this rules file")
     for about, rows in grouped(study, ONE_STUDY):

@@ -65,7 +65,7 @@ class TwoScores:
 
     @property
     def needs(self) -> Needs:
-        return replace(self.host.needs, values=True)
+        return replace(self.host.needs, layers="all", values=True)
 
     @property
     def provided(self) -> Provided | None:

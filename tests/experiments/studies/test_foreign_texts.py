@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
+from conformance import exceptions
 from conformance.verify import certificate
 from experiments.studies.evidence.audit import audit
 from experiments.studies.evidence.kept import CONTROL_BOUNDS
@@ -25,7 +26,7 @@ from experiments.studies.evidence.rules import load_rules
 from experiments.studies.papers import load_paper
 from experiments.studies.papers.probes import read_locomo
 from experiments.studies.report import control_table, progress_bar, say, table_of, title_of
-from experiments.studies.results import append_row, load_rows
+from experiments.studies.results import Row, append_row, load_rows
 from experiments.studies.workers import status
 from experiments.tasks import metrics
 from experiments.tasks.metrics import _NUMBER, FIRST_NUMBER, judge
@@ -33,6 +34,7 @@ from experiments.tasks.questions import read_questions
 from experiments.tasks.registry import resolve_task
 from experiments.tasks.rows import open_rows
 from kvspec.cli.checks import check_folder
+from kvspec.cli.study_files import write_page
 from kvspec.cli.study_runs import print_audit
 from models_integration.policies.calibration import read_head_pattern, read_statistics, read_tensors
 from models_integration.policies.networks import read_gates
@@ -111,6 +113,27 @@ def test_the_audit_names_a_malformed_row(row: str, words: str, tmp_path: Path) -
     commit_all(tmp_path)
     with pytest.raises(SpecError, match=rf"rules\.jsonl\.xz:1.*{words}"):
         audit(tmp_path)
+
+
+@pytest.mark.parametrize(("row", "words"), [
+    ({}, "lacks a valid rules"), ({"cells": 3}, "lacks a valid cells"), ({"cells": [{"policy": "x"}]}, "valid budget"),
+    ({"rules": "", "sample": "", "error": "x"}, "entry 1 lacks a valid task"),
+])
+def test_the_report_and_the_status_name_a_malformed_row(row: Row, words: str, tmp_path: Path) -> None:
+    about = {"rules": "", "model": "", "task": "", "part": "", "placement": "", "length": 3, "metadata": {}}
+    append_row(tmp_path / "study.jsonl", {**about, **row} if "cells" in row else row)
+    with pytest.raises(SpecError, match=rf"study\.jsonl.*{words}"):
+        write_page(tmp_path, [])
+    if "error" in row:
+        with pytest.raises(SpecError, match=words):
+            list(status(tmp_path))
+
+
+def test_exceptions_with_a_key_of_many_dots_take_no_time(tmp_path: Path) -> None:
+    path = tmp_path / "exceptions.toml"
+    path.write_text("a." * 30_000 + "a = 1", encoding="utf-8")
+    with pytest.raises(pytest.UsageError, match="a key has more than 32 parts"):
+        exceptions.read(path, frozenset(), frozenset())
 
 
 def test_the_audit_prints_no_control_characters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,6 +57,7 @@ STEPS = (
 @pytest.mark.spec("PO-COMPOSE")
 @pytest.mark.parametrize("text", [
     LAYERS_AND_HEADS, "adakv:W=4/layers=pyramid/block=4", "snapkv:W=4/chunks=4:gate=2", *STEPS,
+    "streamingllm/sets=head/values=2", "streamingllm/sets=head/critical=0.5",
 ])
 def test_a_conversation_under_a_composed_policy_equals_the_masked_model(
     text: str, monkeypatch: pytest.MonkeyPatch,
