@@ -54,6 +54,10 @@ class Above:
     tau: float
     required: ClassVar[Required] = Required(shares="layer", exact=False)
 
+    def __post_init__(self) -> None:
+        if math.isnan(self.tau):
+            raise SpecError("threshold", self.tau, "must be a number, because no score is above NaN")
+
     def __call__(self, total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
         """Return the number of each group's tokens that are protected or have a score above tau.
 

@@ -310,6 +310,9 @@ def _cadence(parts: Mapping[str, tuple[str, Words]], known: Cadence) -> Cadence:
 
 def _budgets(parts: Mapping[str, tuple[str, Words]], known: Budgets, window: int) -> Budgets:
     if "threshold" in parts:
+        for part in [part for part in ("layers", "heads") if part in parts]:
+            reason = "has no effect, because threshold= gives the budget of each set: leave out one of the two parts"
+            raise SpecError(part, parts[part][0], reason)
         value, constants = parts["threshold"]
         typed_constants(constants, {})
         return Above(typed_constants({"threshold": value}, {"threshold": 0.5})["threshold"])
@@ -335,6 +338,8 @@ def _transforms(
     for name, (first, defaults) in TRANSFORMS.items():
         if name in parts:
             value, constants = parts[name]
+            if first in constants:
+                raise SpecError(first, constants[first], f"is also the value {name}={value}: leave out {first}")
             given = {**transforms.get(name, {}), **typed_constants({**constants, first: value}, defaults)}
             transforms[name] = {**defaults, **given}
     if "critical" in transforms and "W_o" not in transforms["critical"]:

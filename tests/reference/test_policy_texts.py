@@ -167,6 +167,11 @@ def test_layers_then_heads_equals_the_rules_of_the_papers_one_after_the_other(
     ("snapkv/heads=adaptive:safeguard=2", "/heads=adaptive:safeguard=2", "[0, 1]"),
     ("knorm/steps=h2o:backend=numpy/every=64", "/steps=h2o:backend=numpy", "leave it out"),
     ("snapkv/threshold=high", "/threshold=high", "0.5"),
+    ("snapkv/threshold=nan", "/threshold=nan", "no score is above NaN"),
+    ("snapkv/layers=pyramid/threshold=1", "/layers=pyramid", "leave out one of the two parts"),
+    ("snapkv/heads=adaptive/threshold=1", "/heads=adaptive", "leave out one of the two parts"),
+    ("snapkv/diverse=0.5:diversity=0.9", "/diverse=0.5:diversity=0.9", "leave out diversity"),
+    ("snapkv/block=4:block=8", "/block=4:block=8", "is also the value block=4"),
     ("knorm/recent=99999999", "/recent=99999999", "at most 16777216"),
     ("knorm/block=99999999", "/block=99999999", "at most 16777216"),
 ])
