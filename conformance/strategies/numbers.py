@@ -99,11 +99,6 @@ CLOSE: Mapping[str, Sequence[float]] = {
 """Kinds of nearly equal values. A draw contains all values of its kind, and most of the numbers tie."""
 
 
-def close(kind: str, seed: int, shape: int | tuple[int, ...]) -> Any:
-    """Return an array of values of one kind in `CLOSE`."""
-    return np.random.default_rng(seed).choice(CLOSE[kind], shape)
-
-
 SPECIAL: Mapping[str, Sequence[float]] = {
     "no number or least": (math.nan, -math.inf), "no number": (math.nan,), "least": (-math.inf, -1.7e308, -1e30),
     "all kinds": (math.nan, -math.inf, math.inf, -1.7e308, -1.0, -0.0, 0.0, 1.7e308),
@@ -111,9 +106,9 @@ SPECIAL: Mapping[str, Sequence[float]] = {
 """Kinds of scores that can be ordered but not summed: NaN, infinities and very large numbers."""
 
 
-def special(kind: str, seed: int, shape: int | tuple[int, ...]) -> Any:
-    """Return an array of values of one kind in `SPECIAL`."""
-    return np.random.default_rng(seed).choice(SPECIAL[kind], shape)
+def close(kind: str, seed: int, shape: int | tuple[int, ...]) -> Any:
+    """Return an array of values of one kind in `CLOSE` or `SPECIAL`."""
+    return np.random.default_rng(seed).choice({**CLOSE, **SPECIAL}[kind], shape)
 
 
 TYPES: Mapping[str, tuple[type, float]] = {

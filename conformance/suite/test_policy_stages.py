@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from conformance.oracles.scale import selectors as oracle
-from conformance.strategies.numbers import CLOSE, SPECIAL, TYPE_PAIRS, TYPES, close, of_type, special
+from conformance.strategies.numbers import CLOSE, SPECIAL, TYPE_PAIRS, TYPES, close, of_type
 from conformance.tolerances import UNIT_ROUNDOFF, attention_error, expected_error, scores_agree
 from spec.arrays import BoolMatrix, IntVector, Matrix, Vector
 from spec.backend import PolicyStages
@@ -207,16 +207,6 @@ def test_half_precision_beyond_a_thousand_keys(policy_stages: PolicyStages, n: i
 
 
 @pytest.mark.spec("PO-TOP-UNITS")
-@pytest.mark.parametrize("kind", SPECIAL)
-@pytest.mark.parametrize("n", [2, 17, 130, 1_100])
-def test_what_is_no_number_comes_last(policy_stages: PolicyStages, n: int, kind: str) -> None:
-    """Check that all values that are not a number rank equally, after minus infinity. Ties go to the lower token."""
-    values = special(kind, n, (3, n))
-    shares, pinned = np.array([1, (n + 1) // 2, n - 1]), np.zeros((3, n), dtype=np.bool_)
-    assert kept(policy_stages, values, shares, pinned) == best(values, shares, pinned)
-
-
-@pytest.mark.spec("PO-TOP-UNITS")
 @pytest.mark.parametrize("g", [255, 256, 257, 300, 1_025])
 def test_as_many_kept_sets_as_there_are(policy_stages: PolicyStages, g: int) -> None:
     """Check many kept sets that each have one of two tokens. The last set has both tokens."""
@@ -235,10 +225,13 @@ def test_ties_among_hundreds_go_to_the_lower_token(policy_stages: PolicyStages, 
 
 
 @pytest.mark.spec("PO-TOP-UNITS")
-@pytest.mark.parametrize("kind", CLOSE)
+@pytest.mark.parametrize("kind", [*CLOSE, *SPECIAL])
 @pytest.mark.parametrize("n", [2, 17, 130, 1_100, 5_000])
-def test_close_scores_are_told_apart(policy_stages: PolicyStages, n: int, kind: str) -> None:
-    """Check adjacent float64 numbers of any size, subnormal and huge ones included. -0.0 and 0.0 are equal."""
+def test_close_and_missing_scores_are_told_apart(policy_stages: PolicyStages, n: int, kind: str) -> None:
+    """Check adjacent float64 numbers of any size, subnormal and huge ones included. -0.0 and 0.0 are equal.
+
+    All values that are not a number rank equally, after minus infinity. Ties go to the lower token.
+    """
     values = close(kind, n, (3, n))
     shares, pinned = np.array([1, (n + 1) // 2, n - 1]), np.zeros((3, n), dtype=np.bool_)
     assert kept(policy_stages, values, shares, pinned) == best(values, shares, pinned)

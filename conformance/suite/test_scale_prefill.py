@@ -13,7 +13,8 @@ import pytest
 from conformance import tolerances
 from conformance.checks import scale_checks
 from conformance.checks import scale_checks as scale_checks_module
-from conformance.oracles.scale import decode, s1
+from conformance.oracles import s6
+from conformance.oracles.scale import s1
 from conformance.oracles.scale import stages as oracle
 from conformance.strategies.prompts import Prompt
 from conformance.strategies.scale_attention import ENDS, Shape, addressed, laddered, text_of
@@ -148,7 +149,7 @@ def test_protected(outcome: Judged) -> None:
 def test_budget(outcome: Judged) -> None:
     prompt, actual, _, _ = outcome
     n, p = len(prompt.token_ids), prompt.inputs.parameters
-    assert actual.budget == decode.effective_budget(Fraction(prompt.budget), n, p)
+    assert actual.budget == s6.effective_budget(Fraction(prompt.budget), n, p.N_sink, p.W_recent)
 
 
 @pytest.mark.spec("CC-DISSOLVE", "CC-PREFILL")

@@ -1,6 +1,5 @@
 """Decode at full size: activation, pulses, the Hebbian update, key norms, and the graph of a segment."""
 
-from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
@@ -92,9 +91,3 @@ def segment_graph(
     order = np.lexsort((columns, rows))
     number = np.bincount(rows, minlength=m)
     return (np.concatenate([[0], np.cumsum(number)]).astype(np.int64), columns[order], values[order]), w
-
-
-def effective_budget(share: Fraction | int, n: int, p: CrystalCacheParameters) -> int:
-    """Return the budget of CC-BUDGET."""
-    tokens = share if isinstance(share, int) else -((-share.numerator * n) // share.denominator)
-    return max(p.N_sink + p.W_recent, tokens)

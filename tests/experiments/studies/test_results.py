@@ -5,14 +5,11 @@ import pytest
 
 pytest.importorskip("transformers", reason="the study drives transformers models")
 
-import json
 import logging
-import lzma
 import re
 import resource
 import signal
 from collections import Counter
-from functools import cache
 from multiprocessing import get_context
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -25,6 +22,7 @@ from experiments.studies.leases import Leases
 from experiments.studies.report import summary
 from experiments.studies.results import Row, append_row, load_rows, lock_at_once
 from lab.measure import evidence_pages, evidence_place, evidence_rows, long_decodes
+from lab.measure.evidence_rows import rows_of
 from lab.pages import BLOCK
 from reference.statistics import mcnemar
 from spec.errors import SpecError
@@ -177,12 +175,6 @@ def test_row_of_holder_that_died_is_not_made_again(tmp_path: Path) -> None:
         other.add({"unit": "b"})
     assert units_stored(path) == Counter(["a", "b"])
     assert not list(tmp_path.glob(".*.lease"))
-
-
-@cache
-def rows_of(study: str) -> list[Row]:
-    with lzma.open(evidence_rows.HOME / f"{study}.jsonl.xz") as file:
-        return [json.loads(line) for line in file]
 
 
 def right(study: str, placement: str, policy: str, budget: str) -> int:

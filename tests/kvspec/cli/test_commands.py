@@ -82,17 +82,13 @@ def test_help_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.law("as-it-is-described")
-def test_help_of_lm_eval_needs_no_lm_eval() -> None:
-    actual = started("lm-eval --help", ["lm_eval"])
+@pytest.mark.parametrize(("command", "missing", "words"), [
+    ("--help", MODELS, "verify"), ("lm-eval --help", ["lm_eval"], "pretrained=pocket"),
+])
+def test_help_needs_no_other_package(command: str, missing: list[str], words: str) -> None:
+    actual = started(command, missing)
     assert actual.returncode == 0, actual.stderr
-    assert "pretrained=pocket" in actual.stdout
-
-
-@pytest.mark.law("as-it-is-described")
-def test_help_needs_no_model() -> None:
-    actual = started("--help", MODELS)
-    assert actual.returncode == 0, actual.stderr
-    assert "verify" in actual.stdout
+    assert words in actual.stdout
 
 
 @pytest.mark.law("as-it-is-described")
