@@ -66,7 +66,8 @@ def test_the_first_session_says_what_it_does_before_it_does_it(
 def test_help_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Help was once a table of rich, which cut defaults and summaries, and read [wordllama] as markup."""
     monkeypatch.setenv("COLUMNS", "80")
-    pages, pending = {("verify",): parser().format_help()}, [(get_command(app), tuple[str, ...]())]
+    pages: dict[tuple[str, ...], str] = {("verify",): parser().format_help()}
+    pending = [(get_command(app), tuple[str, ...]())]
     for command, words in pending:
         pending += [(inner, (*words, name)) for name, inner in getattr(command, "commands", {}).items()]
         if not isinstance(command, PassedOn):
