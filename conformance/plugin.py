@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -323,16 +324,21 @@ def stages(backend: "Backend") -> "CrystalStages":
 
 
 @pytest.fixture(scope="session")
-def decoder(backend_under_test: "Backend", together: bool) -> "Backend":
-    """Backend under test for decode steps and later segments. Skips the test if it lacks stages of either family."""
+def decoder(backend_under_test: "Backend") -> "Backend":
+    """Stages of the tested backend for decode steps and later segments. Skips the test if it lacks either family."""
+    skip_without(backend_under_test, "crystal", "breath")
+    return replace(backend_under_test, decoding=None)
+
+
+@pytest.fixture(scope="session")
+def decoders(decoder: "Backend", subject: "Backend", together: bool) -> "list[Backend]":
+    """Stages of `decoder`, and those of `Backend.decoding` if the tested backend has it."""
     from conformance.calls import held_to_rules
     from conformance.checks.refusals import guarded
 
-    decoding = backend_under_test
-    if backend_under_test.decoding is not None:
-        decoding = held_to_rules(guarded(backend_under_test.decoding), together)
-    skip_without(decoding, "crystal", "breath")
-    return decoding
+    if subject.decoding is None:
+        return [decoder]
+    return [decoder, held_to_rules(guarded(subject.decoding), together)]
 
 
 @pytest.fixture(scope="session")

@@ -39,12 +39,8 @@ LOCK, STAGES = Path("spec", "items.lock"), Path("spec", "implementing.md")
 THEOREMS = Path("lab", "proofs", "coq", "proofs")
 MUTANTS = 2  # minimum for each item
 
-# Stages that a device backend runs on the host: their inputs are only a few thousand trunks, tokens or scores.
-# accelerated/triton_gpu/backend.py explains this.
-ON_HOST = {
-    "decay", "activation", "resonance", "hebbian", "segment_graph", "segment_crystallization", "diverse",
-    "best_tokens",
-}
+# The stage that takes and returns arrays of the host, also in a device backend.
+ON_HOST = {"best_tokens"}
 DEVICES = ("accelerated/triton_gpu",)
 TORCH = "accelerated/torch_device"
 """Folder of plain torch code. Triton uses its stages of policies. Its score functions are not required of a backend."""

@@ -265,14 +265,15 @@ class Backend:
     same retention: if you replace stages of `crystal`, replace `prefill` too, or set it to None. `inverse_norms` of the
     retention has the results of `BreathStages.inverse_key_norms`."""
     decoding: "Backend | None" = None
-    """Backend of decode steps and later segments, or None if this backend also has these stages for host data.
+    """Backend that sessions use for data of the host, or None if sessions use this backend for that data too.
 
-    Between two decisions, the state of a sequence is on the host. Stages that copy the arrays of the state to a device
-    make the host wait at each stage. Such a backend gives here a backend whose stages S2 to S6 run on the host. If you
-    replace stages of `crystal` or `breath`, replace `decoding` too, or set it to None."""
+    Between two decisions, the state of a sequence is on the host, and so are the signatures of set-conditioned
+    selection. Stages that copy such arrays to a device make the host wait at each stage. A backend of such stages gives
+    here a backend whose stages S2 to S6, `breath` and `diversity` run on the host. If you replace stages of `crystal`,
+    `breath` or `diversity`, replace `decoding` too, or set it to None."""
 
     def for_decoding(self) -> "Backend":
-        """Return the backend of decode steps and later segments: `decoding`, or this backend."""
+        """Return the backend of decode steps, later segments and set-conditioned selection: `decoding` or itself."""
         return self if self.decoding is None else self.decoding
 
     def require_crystal(self) -> CrystalStages:

@@ -1,16 +1,17 @@
 """The backend `torch`: CrystalCache's stages of a prompt, attention stages and scores of policies, in PyTorch.
 
-Decoding and set-conditioned selection run on the host, because these steps are sequential and small. In resonance, each
-active trunk waits for the trunk before.
+Sessions use the host's stages of `DECODING` for decoding and set-conditioned selection, because these read host data.
 """
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from accelerated.torch_device.attention import expected_attention, largest_attention, received_attention
+from accelerated.torch_device.breath import BreathStages
 from accelerated.torch_device.coattention import coattention, inverse_key_norms, inverse_norms
 from accelerated.torch_device.crystal import CrystalStages
 from accelerated.torch_device.device import accepts_tensor
+from accelerated.torch_device.diversity import DiversityStages
 from accelerated.torch_device.nestedkv import anomaly_score, nestedkv_score
 from accelerated.torch_device.prefill import prefill
 from accelerated.torch_device.scores import SCORES, SCORES_OF_LAYERS
@@ -74,10 +75,11 @@ TENSORS: Mapping[str, Callable[..., Any]] = {
 }
 DECODING = Backend(
     "torch", crystal=with_stages(HOST.require_crystal(), coattention=coattention),
-    breath=with_stages(HOST.require_breath(), inverse_key_norms=inverse_key_norms), accepts_tensor=accepts_tensor,
+    breath=with_stages(HOST.require_breath(), inverse_key_norms=inverse_key_norms), diversity=HOST.diversity,
+    accepts_tensor=accepts_tensor,
 )
 BACKEND = Backend(
-    "torch", crystal=with_stages(CrystalStages(), coattention=coattention), prefill=prefill, breath=DECODING.breath,
-    decoding=DECODING, diversity=HOST.diversity, policies=_PolicyStages(), nestedkv=_NestedKVStages(),
+    "torch", crystal=with_stages(CrystalStages(), coattention=coattention), prefill=prefill, breath=BreathStages(),
+    decoding=DECODING, diversity=DiversityStages(), policies=_PolicyStages(), nestedkv=_NestedKVStages(),
     accepts_tensor=accepts_tensor, scores=SCORES, tensors=TENSORS,
 )

@@ -9,7 +9,7 @@ from torch import Tensor
 from accelerated.torch_device import impact as s3
 from accelerated.torch_device import score as s5
 from accelerated.torch_device import trunks as s2
-from accelerated.torch_device.device import download, download_together, upload
+from accelerated.torch_device.device import download_together, on_arrays, upload
 from accelerated.torch_device.dissolution import dissolve, ranked_members
 from accelerated.torch_device.graph import crystallization, trunk_graph
 from accelerated.torch_device.records import DeferredCoAttention, Neighbours
@@ -55,7 +55,7 @@ def decide(
         B: number of tokens to keep.
     """
     p, n, where = parameters, len(ids), S1.salience.device
-    M = s3.impact(S1.salience, upload(ids, np.int64, where), p)
+    M = s3.impact(S1.salience, s3.token_counts(upload(ids, np.int64, where)), p)
     offsets = s2.trunk_offsets(S1, upload(ends, np.bool_, where), p)
     trunk, sizes = token_trunks(offsets, n), offsets.diff()
     order = ranked_members(M, trunk)
@@ -117,15 +117,12 @@ class CrystalStages:
     """Stages S2 to S6 for NumPy arrays. A stage copies its arguments to the device, and its result to the host."""
 
     def impact(self, salience: Vector, token_ids: IntVector, parameters: CrystalCacheParameters, /) -> Vector:
-        M: Vector = download(
-            s3.impact(upload(salience, np.float64), upload(token_ids, np.int64), parameters), np.float64
-        )
-        return M
+        return on_arrays(lambda S, ids: s3.impact(S, s3.token_counts(ids), parameters), salience, token_ids)[0]
 
     def trunks(
         self, coattention: CoAttention, impact: Vector, ends: BoolVector, parameters: CrystalCacheParameters, /,
     ) -> Trunks:
-        S1, M = Neighbours.of_host(coattention), upload(impact, np.float64)
+        S1, M = Neighbours.of_host(coattention, coattention.start), upload(impact, np.float64)
         offsets = s2.trunk_offsets(S1, upload(ends, np.bool_), parameters)
         M_bar = mean_impact(M[ranked_members(M, token_trunks(offsets, len(M)))], offsets, parameters)
         bounds, means = download_together(offsets, M_bar)
@@ -133,7 +130,8 @@ class CrystalStages:
 
     def graph(self, coattention: CoAttention, trunks: Trunks, parameters: CrystalCacheParameters, /) -> TrunkGraph:
         offsets = upload(trunks.offsets - coattention.start, np.int64)
-        graph = trunk_graph(Neighbours.of_host(coattention), offsets, parameters.tau_edge)
+        S1 = Neighbours.of_host(coattention, coattention.start)
+        graph = trunk_graph(S1, offsets, parameters.tau_edge)
         D = crystallization(graph.degree, torch.full_like(offsets[:1], len(trunks.impact)), parameters)
         indptr, indices, weights, degree, crystallized = download_together(*graph, D)
         return _graph(indptr, indices, weights, degree, crystallized, len(trunks.impact))
@@ -141,11 +139,7 @@ class CrystalStages:
     def score(
         self, D: Vector, impact: Vector, protected: BoolVector, parameters: CrystalCacheParameters, /,
     ) -> Vector:
-        held = upload(protected, np.bool_)
-        result: Vector = download(
-            s5.score(upload(D, np.float64), upload(impact, np.float64), held, parameters), np.float64
-        )
-        return result
+        return on_arrays(s5.score, D, impact, protected, parameters)[0]
 
     def dissolve(
         self, score: Vector, trunks: Trunks, impact: Vector, D: Vector, protected: BoolVector, budget: int,

@@ -1,5 +1,6 @@
 """Device that the backend `torch` uses, and copies between NumPy arrays and tensors."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,10 @@ from torch import Tensor
 
 from spec.policy import DeviceArray
 
-__all__ = ["accepts_tensor", "block_rows", "default_device", "download", "download_together", "on_device", "upload"]
+__all__ = [
+    "accepts_tensor", "block_rows", "default_device", "download", "download_together", "on_arrays", "on_device",
+    "upload",
+]
 
 
 def default_device() -> torch.device:
@@ -56,3 +60,9 @@ def download_together(*tensors: Tensor) -> list[Any]:
     parts = np.split(packed, np.cumsum([x.numel() * x.element_size() for x in tensors])[:-1])
     kinds = (torch.empty(0, dtype=x.dtype, device="cpu").numpy().dtype for x in tensors)
     return [part.copy().view(kind).reshape(x.shape) for part, kind, x in zip(parts, kinds, tensors, strict=True)]
+
+
+def on_arrays(stage: Callable[..., Any], *arguments: Any) -> list[np.ndarray[Any, Any]]:
+    """Call a function of tensors with NumPy arrays. Return its tensors as NumPy arrays, copied with a single wait."""
+    result = stage(*(upload(x, x.dtype) if isinstance(x, np.ndarray) else x for x in arguments))
+    return download_together(*(result if isinstance(result, tuple) else (result,)))

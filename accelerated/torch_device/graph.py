@@ -1,5 +1,6 @@
 """Stage S4: the trunk graph and the crystallization D of each trunk (Section 3.5), from sorted lists of edges."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from accelerated.torch_device.records import Neighbours
 from accelerated.torch_device.sums import left_to_right_sums, segment_offsets, token_trunks
 from spec.parameters import CrystalCacheParameters
 
-__all__ = ["Graph", "crystallization", "trunk_graph", "trunk_pairs", "trunk_weights"]
+__all__ = ["Graph", "crystallization", "symmetric_csr", "trunk_graph", "trunk_pairs", "trunk_weights"]
 
 
 class Graph(NamedTuple):
@@ -21,21 +22,23 @@ class Graph(NamedTuple):
     degree: Tensor
 
 
-def trunk_pairs(S1: Neighbours, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def trunk_pairs(
+    S1: Neighbours, trunk: Tensor, trunk_at: Callable[[Tensor], Tensor], m: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return a * m + b, the number of edges, and the sum of weights for each pair of m trunks a < b with an edge.
 
-    An unused place has no edges. Edges are sorted by pair; the sort leaves the edges of a pair in the order of E.
+    `trunk` (n,) contains the trunk of each token, and `trunk_at` returns the trunks of neighbours. An unused place has
+    no edges. Edges are sorted by pair; the sort leaves the edges of a pair in the order of E.
 
     Implements: CC-TRUNK-EDGES
     """
-    m, keys, weights = len(offsets) - 1, list[Tensor](), list[Tensor]()
-    trunk = token_trunks(offsets, len(S1.intra))
+    keys, weights = list[Tensor](), list[Tensor]()
     for index, weight in ((S1.intra, S1.intra_weight), (S1.cross, S1.cross_weight)):
-        pair = trunk[:, None], trunk[index.clamp(min=0)]
+        pair = trunk[:, None], trunk_at(index)
         low, high = torch.minimum(*pair), torch.maximum(*pair)
         keys.append(torch.where((index >= 0) & (low < high), low * m + high, m * m).flatten())
         weights.append(weight.flatten())
-    none = torch.full_like(offsets[:1], m * m)  # without it, a prompt without neighbours would have no place
+    none = torch.full_like(trunk[:1], m * m)  # without it, a prompt without neighbours would have no place
     key, order = torch.cat([*keys, none]).sort(stable=True)
     weight = torch.cat([*weights, weights[0].new_zeros(1)])[order]
     first = torch.cat([torch.ones_like(key[:1], dtype=torch.bool), key[1:] != key[:-1]])
@@ -56,18 +59,27 @@ def trunk_weights(number: Tensor, total: Tensor, product: Tensor) -> Tensor:
 
 
 def trunk_graph(S1: Neighbours, offsets: Tensor, tau_edge: float) -> Graph:
-    """Return the trunk graph. Each row has ascending columns, and its weights are added in this order.
+    """Return the trunk graph of a prompt. The first offset is 0."""
+    trunk, sizes = token_trunks(offsets, len(S1.intra)), offsets.diff()
+    return symmetric_csr(*trunk_pairs(S1, trunk, lambda index: trunk[index.clamp(min=0)], len(sizes)), sizes, tau_edge)
+
+
+def symmetric_csr(
+    pair: Tensor, number: Tensor, total: Tensor, sizes: Tensor, tau_edge: float, *old: Tensor,
+) -> Graph:
+    """Return the graph of the pairs, and of older edges, if any: row * m + column of each edge, and all weights.
+
+    Each row has ascending columns, and its weights are added in this order.
 
     Implements: CC-DEGREE
     """
-    m, sizes = len(offsets) - 1, offsets.diff()
-    pair, number, total = trunk_pairs(S1, offsets)
+    m = len(sizes)
     a, b = pair // m, pair % m
     W = trunk_weights(number, total, sizes[a] * sizes[b])
     stays = tau_edge < W
-    cells = torch.cat([torch.where(stays, pair, m * m), torch.where(stays, b * m + a, m * m)])
+    cells = torch.cat([torch.where(stays, pair, m * m), torch.where(stays, b * m + a, m * m), *old[:1]])
     cells, order = cells.sort()
-    weights = torch.cat([W, W])[order]
+    weights = torch.cat([W, W, *old[1:]])[order]
     indptr = torch.searchsorted(cells, torch.arange(m + 1, device=cells.device) * m)
     return Graph(indptr, cells % m, weights, left_to_right_sums(weights, indptr))
 
@@ -75,7 +87,7 @@ def trunk_graph(S1: Neighbours, offsets: Tensor, tau_edge: float) -> Graph:
 def crystallization(degree: Tensor, m: Tensor, parameters: CrystalCacheParameters) -> Tensor:
     """Return D, the logistic function of s times the standardised degree of the first m (1,) trunks.
 
-    Implements: CC-CRYSTALLIZATION
+    Implements: CC-CRYSTALLIZATION, CC-SEGMENT-D
     """
     if parameters.graph == "zero":
         return torch.zeros_like(degree)

@@ -29,8 +29,8 @@ def rarity(counts: Tensor, form: RarityForm) -> Tensor:
     return torch.exp(-c) if form == "exponential" else 1.0 / (1.0 + (torch.log1p(c) if form == "logarithm" else c))
 
 
-def impact(salience: Tensor, ids: Tensor, parameters: CrystalCacheParameters) -> Tensor:
-    """Return M_i (n,) from salience and token ids. `parameters.impact` selects the formula.
+def impact(salience: Tensor, counts: Tensor, parameters: CrystalCacheParameters) -> Tensor:
+    """Return M_i (n,) from salience and the counts of the token ids. `parameters.impact` selects the formula.
 
     Implements: CC-IMPACT, CC-UNIT-IMPACT
     """
@@ -39,7 +39,7 @@ def impact(salience: Tensor, ids: Tensor, parameters: CrystalCacheParameters) ->
         return torch.ones_like(salience)
     if p.impact == "salience":
         return salience.clone()
-    U = rarity(token_counts(ids), p.rarity)
+    U = rarity(counts, p.rarity)
     if p.impact == "unit":
         peak = salience.max()
         return 0.5 * torch.where(peak > 0, salience / peak, 0.0) + 0.5 * U

@@ -23,12 +23,12 @@ class Neighbours(NamedTuple):
     cross_weight: Tensor
 
     @classmethod
-    def of_host(cls, S1: CoAttention) -> "Neighbours":
-        """Copy a record to the device."""
+    def of_host(cls, S1: CoAttention, start: int) -> "Neighbours":
+        """Copy a record to the device. A neighbour becomes the distance of its position from `start`."""
         values = (upload(x, np.float64) for x in (S1.salience, S1.intra_weight, S1.cross_weight))
         salience, intra_weight, cross_weight = values
         # Empty places are -1, and a neighbour before the segment is negative after the subtraction.
-        intra, cross = (upload(np.where(x < 0, -1, x - S1.start), np.int64) for x in (S1.intra, S1.cross))
+        intra, cross = (upload(np.where(x < 0, -1, x - start), np.int64) for x in (S1.intra, S1.cross))
         return cls(salience, intra, intra_weight, cross, cross_weight)
 
 

@@ -22,17 +22,17 @@ class _NestedKVOnDevice:
 
 
 # S2 to S6 are the stages of the backend torch: sorts, scans and sums of segments, for which PyTorch has kernels.
-# Decoding runs on the host, as with the backend torch.
-# Set-conditioned selection runs on the host, because each selected token depends on all tokens selected before. A
-# device would need k launches, each with a reduction over all tokens. A lazy greedy search on the host updates only a
-# few tokens for each selected token. The search reads only host data: one signature per token, and the scores.
+# So are the stages of decoding and set-conditioned selection. Sessions use those of `DECODING`, on the host: a lazy
+# greedy search on the host updates only a few tokens for each selected token, and reads only data of the host.
 DECODING = Backend(
     "triton", crystal=with_stages(NUMBA.require_crystal(), coattention=coattention),
-    breath=with_stages(NUMBA.require_breath(), inverse_key_norms=inverse_key_norms), accepts_tensor=accepts_tensor,
+    breath=with_stages(NUMBA.require_breath(), inverse_key_norms=inverse_key_norms), diversity=NUMBA.diversity,
+    accepts_tensor=accepts_tensor,
 )
 BACKEND = Backend(
     "triton", crystal=with_stages(TORCH.require_crystal(), coattention=coattention), prefill=prefill,
-    breath=DECODING.breath, decoding=DECODING, diversity=NUMBA.diversity, nestedkv=_NestedKVOnDevice(),
+    breath=with_stages(TORCH.require_breath(), inverse_key_norms=inverse_key_norms), decoding=DECODING,
+    diversity=TORCH.diversity, nestedkv=_NestedKVOnDevice(),
     policies=TORCH.policies, accepts_tensor=accepts_tensor, scores=TORCH.scores,
     tensors={**TORCH.tensors, "inverse_key_norms": inverse_norms},
 )

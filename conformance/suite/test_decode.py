@@ -171,11 +171,12 @@ def test_a_breath_is_its_substeps_in_order(decoder: Backend, situation: Situatio
 
 
 @pytest.mark.spec("CC-BREATH", "CC-STEP")
-def test_two_hundred_breaths_in_which_everything_happens(decoder: Backend) -> None:
+def test_two_hundred_breaths_in_which_everything_happens(decoders: list[Backend]) -> None:
     """Check breaths of states with edges, active trunks, a tail and a binding budget. A decay precedes each breath."""
     rng = np.random.default_rng(2026)
     p = replace(TINY, N_sink=1, W_recent=1, T_breath=1)
     for trial in range(200):
+        decoder = decoders[trial // 2 % len(decoders)]
         p = replace(p, breath_protection=("none", "sink+recent")[trial % 2], N_min=1 + trial % 3)
         state = random_state(rng, p)
         after = breath.decode_step(state, 2, 0.5, ENDS, p, decoder)

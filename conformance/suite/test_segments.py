@@ -70,10 +70,10 @@ def turns(draw: st.DrawFn, parameters: st.SearchStrategy[CrystalCacheParameters]
 @pytest.mark.spec("CC-SEGMENT")
 @given(turn=turns())
 def test_a_segment_is_its_stages_in_order(
-    decoder: Backend, precision: str, turn: Turn,
+    decoders: list[Backend], precision: str, turn: Turn,
 ) -> None:
     """Check S1 over the stored tokens, then the table, then the eviction, each from the result before it."""
-    p, positions = turn.parameters, turn.positions
+    p, positions, decoder = turn.parameters, turn.positions, decoders[len(turn.ids) % len(decoders)]
     crystal, breath = decoder.require_crystal(), decoder.require_breath()
     actual = crystal.coattention(turn.q, turn.k, positions, p, 0.5, None)
     inputs = AttentionInputs(turn.q, turn.k, positions, p, 0.5, None)

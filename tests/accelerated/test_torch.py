@@ -16,15 +16,18 @@ import numpy as np
 import pytest
 import torch
 
-from accelerated.torch_device import attention, scores
+from accelerated.torch_device import activation, attention, breath, hebbian, resonance, scores, segments
 from accelerated.torch_device import coattention as s1
+from accelerated.torch_device import diversity as greedy
 from accelerated.torch_device.backend import BACKEND
+from accelerated.torch_device.records import Neighbours
 from accelerated.torch_device.selection import adaptive_shares, kept_tokens
 from conformance import tolerances
 from conformance.checks import stage_checks
 from conformance.strategies.numbers import keys
 from conformance.strategies.policy_inputs import Inputs, decided, drawn, observation, with_sinks
 from conformance.strategies.prompts import AttentionInputs
+from conformance.strategies.trunks import csr_of_matrix
 from conformance.tolerances import scores_agree
 from lab.measure.gpu.counts import DeviceTensor, HostReads
 from lab.mutants.edits import Edit, replaced
@@ -40,8 +43,9 @@ from reference.policies.names import with_twins
 from reference.policies.protections import SinkAndRecent
 from reference.policies.selectors import Dissolve
 from spec.budget import Budget
+from spec.decode import LiveTrunks
 from spec.errors import SpecError
-from spec.parameters import TINY
+from spec.parameters import PAPER, TINY
 from spec.policy import LayerView, Observation, Policy
 from spec.records import CoAttention, CrystalRetention
 from tests.models_integration.session import test_device as sessions
@@ -283,6 +287,44 @@ def prefill_of(q: torch.Tensor, k: torch.Tensor) -> CrystalRetention:
     return BACKEND.prefill(q, k, np.arange(6), mask, mask, 3, TINY, 0.5, None)
 
 
+@pytest.mark.spec(
+    "CC-DECAY", "CC-ACTIVATION", "CC-ETA", "CC-RESONANCE", "CC-PULSE", "CC-HEBB", "CC-SEGMENT-GRAPH", "DV-GREEDY",
+)
+@pytest.mark.parametrize("seed", range(12))
+def test_stages_of_decoding_and_diversity_read_nothing_from_the_device(seed: int) -> None:
+    """Compare the stages with the reference: nine old trunks with gaps, and a segment of two trunks from 20 on."""
+    rng, p = np.random.default_rng(seed), replace(PAPER, max_hops=3, gamma_hop=0.9, tau_edge=0.3, gamma_decay=0.5)
+    pairs = np.triu((rng.random((9, 9)) < 0.3) * rng.uniform(0.3, 1.3, (9, 9)), 1)
+    W, active, D, M_bar = csr_of_matrix(pairs + pairs.T), rng.random(9) < 0.5, rng.random(9), 4 * rng.random(9)
+    sizes = np.append(rng.integers(1, 3, 9), [3, 3])
+    bounds, offsets = np.append(2 * np.arange(9), [20, 23, 26]), np.append(0, sizes[:9].cumsum())
+    norms = np.where(rng.random(offsets[-1]) < 0.3, np.inf, rng.random(offsets[-1]))
+    near, far = (np.where(rng.random((6, 2)) < 0.3, -1, rng.integers(*span, (6, 2))) for span in ((20, 26), (0, 18)))
+    S1 = CoAttention(20, np.ones(6), near, rng.random((6, 2)), far, rng.random((6, 2)))
+    s, V = rng.random(9), rng.standard_normal((3, 4))[rng.integers(0, 3, 9)]
+
+    def on_device(stage: Callable[..., Any], *given: Any) -> Any:
+        return stage(*(DeviceTensor(torch.from_numpy(x)) if isinstance(x, np.ndarray) else x for x in given))
+
+    with HostReads() as reads:
+        neighbours = on_device(Neighbours, S1.salience, near, S1.intra_weight, far, S1.cross_weight)
+        found = [
+            on_device(breath.decay, D, M_bar, p), on_device(activation.active_trunks, norms, offsets, 0.3),
+            on_device(resonance.resonance, D, *W, np.flatnonzero(active), p),
+            *on_device(hebbian.hebbian, *W, active, p),
+            *on_device(segments.segment_graph, neighbours, 20, bounds, sizes, *W, 0.3)[:3],
+            on_device(greedy.diverse, s, V, active, 7, 0.5),
+        ]
+        assert not sum(reads.counts.values())
+    live, stages = LiveTrunks(np.arange(offsets[-1]), offsets, norms, norms, M_bar), REFERENCE.require_breath()
+    want = [
+        stages.decay(D, M_bar, p), stages.activation(live, p), stages.resonance(D, W, active, p),
+        *stages.hebbian(W, active, p), *stages.segment_graph(S1, bounds, sizes, W, p),
+        np.isin(np.arange(9), REFERENCE.require_diversity().diverse(s, V, active, 7, 0.5)),
+    ]
+    assert all(scores_agree(x.held.numpy()[: len(y)], y.tolist()) for x, y in zip(found, want, strict=True))
+
+
 MUTANTS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("mutants.toml").read_text(encoding="utf-8"))
 
 
@@ -297,6 +339,9 @@ def check(kind: str, name: str) -> None:
     elif kind == "prefill":
         for changes in VARIANTS:
             test_a_prompt_is_decided_on_the_device_with_one_wait(changes)
+    elif kind == "decoding":
+        for seed in range(12):
+            test_stages_of_decoding_and_diversity_read_nothing_from_the_device(seed)
     elif kind == "shares":
         test_equal_remainders_go_to_the_lower_heads()
     elif kind == "padded":

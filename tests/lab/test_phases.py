@@ -49,13 +49,12 @@ def test_each_test_that_the_reference_leaves_out_judges_a_backend(option: str) -
 
 def test_each_path_that_a_process_is_given_is_there() -> None:
     given = [path for paths in GIVEN.values() for path in paths]
-    left_out = [f"conformance/suite/test_{name}.py" for name in noxfile.OF_HOST]
-    assert [path for path in (*given, *left_out) if not list(ROOT.glob(path))] == []
+    assert [path for path in given if not list(ROOT.glob(path))] == []
 
 
 def test_each_test_that_a_process_leaves_out_is_there() -> None:
     """pytest accepts names of tests that do not exist."""
-    words = [*noxfile.BY_DAY, *noxfile.ON_HOST, *noxfile.OTHER_KERNELS, *noxfile.WITHOUT_TORCH["core"][1]]
+    words = [*noxfile.BY_DAY, noxfile.LARGEST, *noxfile.OTHER_KERNELS, *noxfile.WITHOUT_TORCH["core"][1]]
     tests = [word.removeprefix("--deselect=").partition("[") for word in words if "::" in word]
     assert len(tests) > 20
     assert f"{test_scale_prefill.FULL[-1][0]}-{test_scale_prefill.FULL[-1][1].name}" == noxfile.LONGEST
@@ -63,11 +62,6 @@ def test_each_test_that_a_process_leaves_out_is_there() -> None:
         path, _, function = name.partition("::")
         assert f"def {function}(" in (ROOT / path).read_text(encoding="utf-8"), name
         assert not case or any(change.startswith(case.removeprefix("nestedkv.anomaly_score-")) for change in NUMBERS)
-
-
-def test_a_gpu_is_given_what_the_phases_are() -> None:
-    models = pytest.importorskip("lab.measure.gpu.models", exc_type=ImportError)
-    assert models.OF_HOST == noxfile.OF_HOST
 
 
 def test_every_place_names_the_same_pythons() -> None:
