@@ -30,6 +30,8 @@ from spec.errors import SpecError
 from spec.parameters import PAPER
 from spec.policy import Promises
 
+pytestmark = pytest.mark.law("the-proof-has-teeth")
+
 
 def raising(error: type[BaseException], *given: object) -> Callable[[], None]:
     def way() -> None:
@@ -46,7 +48,6 @@ WAYS: Mapping[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.law("the-proof-has-teeth")
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_no_exception_of_the_judged_code_ends_a_test_otherwise_than_failed(way: Callable[[], Any]) -> None:
     class Mine(type(BACKEND.require_crystal())):  # type: ignore[misc]
@@ -66,14 +67,12 @@ def test_no_exception_of_the_judged_code_ends_a_test_otherwise_than_failed(way: 
         test_promises.test_a_promise_holds("budget exact", lambda inputs: policy)
 
 
-@pytest.mark.law("the-proof-has-teeth")
 def test_refusals_and_what_has_a_meaning_pass() -> None:
     for error in (SpecError("k", 1, "no"), NotImplementedError("later"), KeyboardInterrupt()):
         with pytest.raises(type(error)), boundary("it", NotImplementedError):
             raise error
 
 
-@pytest.mark.law("the-proof-has-teeth")
 def test_the_line_is_of_the_judged_code_and_not_of_what_it_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -301,14 +300,12 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> Any:
         yield
 
 
-@pytest.mark.law("the-proof-has-teeth")
 @pytest.mark.parametrize(("stage", "words"), WRONG.values(), ids=WRONG)
 def test_what_is_wrong_beside_the_result_is_found(stage: Decay, words: str) -> None:
     with pytest.raises(AssertionError, match=words):
         judge(stage)
 
 
-@pytest.mark.law("the-proof-has-teeth")
 @pytest.mark.parametrize("stride", [1, 3])
 def test_a_scratch_array_of_all_threads_is_found(stride: int) -> None:
     m = 6
@@ -318,7 +315,6 @@ def test_a_scratch_array_of_all_threads_is_found(stride: int) -> None:
     assert not all(map(np.array_equal, in_turns(shared_scratch, calls, stride), wanted))
 
 
-@pytest.mark.law("the-proof-has-teeth")
 def test_a_lock_ends_the_turns() -> None:
     lock = Lock()
 
@@ -330,7 +326,6 @@ def test_a_lock_ends_the_turns() -> None:
     assert all(np.array_equal(actual, RIGHT(*call)) for actual in in_turns(locked, (call, call), 1))
 
 
-@pytest.mark.law("the-proof-has-teeth")
 def test_what_a_thread_raises_is_told() -> None:
     def fails() -> Array:
         raise ZeroDivisionError
@@ -340,13 +335,11 @@ def test_what_a_thread_raises_is_told() -> None:
     assert all(isinstance(one, ZeroDivisionError) for one in actual)
 
 
-@pytest.mark.law("the-proof-has-teeth")
 def test_a_right_stage_passes() -> None:
     judge(RIGHT)
     judge(lambda D, M, p: RIGHT(np.ascontiguousarray(D), np.ascontiguousarray(M), p))
 
 
-@pytest.mark.law("the-proof-has-teeth")
 def test_the_caller_has_results_of_its_own() -> None:
     """Check that an argument that is returned as the result is copied, such as W of a static graph.
 
@@ -358,7 +351,6 @@ def test_the_caller_has_results_of_its_own() -> None:
     assert (first == 0.5).all()
 
 
-@pytest.mark.law("the-proof-has-teeth")
 def test_calls_are_chosen_by_their_numbers_alone() -> None:
     """Check that the repeated calls are the same in each run, even for NaN, whose hash is an address."""
     values, held = [], []  # Held objects move the next NaN to a different address.

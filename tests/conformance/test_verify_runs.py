@@ -23,6 +23,8 @@ from spec.errors import SpecError
 from tests.conformance.test_verify import EXCEPTION, RIGHT, WRONG, made
 from tests.engine import forger
 
+pytestmark = pytest.mark.law("figures-are-counted-right")
+
 ENGINES = """
 import os
 from dataclasses import replace
@@ -118,7 +120,6 @@ def asked(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     return verify_main.main()
 
 
-@pytest.mark.law("figures-are-counted-right")
 def test_a_wrong_engine_s_certificate_names_the_item_and_can_be_checked(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -158,7 +159,6 @@ def test_a_wrong_engine_s_certificate_names_the_item_and_can_be_checked(
     assert "nothing was run" in capsys.readouterr().out
 
 
-@pytest.mark.law("figures-are-counted-right")
 def test_an_engine_that_ends_the_process_fails_the_item_that_it_ended_in(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -180,7 +180,6 @@ def test_an_engine_of_a_command_cannot_forge_its_outcomes(
     assert {"DV-GREEDY", "DV-COSINE"} <= {*record["failing"]}
 
 
-@pytest.mark.law("figures-are-counted-right")
 @pytest.mark.parametrize(("results", "code", "words"), [
     ("a:passed b:passed", 0, ""), ("a:passed b:failed", 1, ""), ("a:failed", 1, ""), ("a:passed b:excepted", 0, ""),
     ("a:passed b:passed", 1, "ended with 1 (a test failed), but no result is a failure"),
@@ -198,7 +197,6 @@ def test_results_that_contradict_pytest_are_no_verdict(results: str, code: int, 
     assert runs.contradiction([collected, collected, *rows], code) == "pytest collected its tests 2 times"
 
 
-@pytest.mark.law("figures-are-counted-right")
 def test_an_engine_that_skips_its_own_tests_fails_them(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -211,7 +209,6 @@ def test_an_engine_that_skips_its_own_tests_fails_them(
     assert record["items"]["CC-SCORE"]["verdict"] == "fail"
 
 
-@pytest.mark.law("figures-are-counted-right")
 def test_nothing_runs_after_the_first_failure_if_that_is_asked_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -223,7 +220,6 @@ def test_nothing_runs_after_the_first_failure_if_that_is_asked_for(
     assert counts["not_run"] > 0
 
 
-@pytest.mark.law("figures-are-counted-right")
 def test_a_quick_run_leaves_full_sizes_out_and_certifies_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -273,7 +269,6 @@ def test_state(state):
 """
 
 
-@pytest.mark.law("figures-are-counted-right")
 def test_the_reason_of_a_skip_decides_no_state(folder: Path) -> None:
     """A server that fails with the words of an abstention is undecided. kvspec's abstentions have their states."""
     (folder / "suite/test_tiny.py").write_text(ABSTAINING, encoding="utf-8")

@@ -36,6 +36,8 @@ from spec.errors import SpecError
 from spec.parameters import ESSAY, NESTEDKV, PAPER, TINY
 from tests.engine.planted import EVERY
 
+pytestmark = pytest.mark.law("as-it-is-described")
+
 SUITE = ROOT / "conformance" / "suite"
 SELECTED: Mapping[str, Sequence[str]] = {
     "TIES": ["test_diversity.py::test_two_of_three"],
@@ -178,7 +180,6 @@ def test_the_examples_conform(reports: Reports, example: str, needs: str, tests:
 PAGE = (SPEC / "protocol.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.law("as-it-is-described")
 def test_the_examples_of_the_page() -> None:
     """Check the requests to an engine with one family, and the answers. The test of a policy needs no family."""
     lines = re.findall(r"^([<>]) (.+)$", PAGE, re.MULTILINE)
@@ -194,7 +195,6 @@ def test_the_examples_of_the_page() -> None:
         assert actual == want
 
 
-@pytest.mark.law("as-it-is-described")
 def test_every_stage_is_asked_as_it_is_declared() -> None:
     """Check the names and the order of families, stages and arguments."""
     declared = {
@@ -205,7 +205,6 @@ def test_every_stage_is_asked_as_it_is_declared() -> None:
     assert {op: list(row.arguments) for op, row in ops.OPS.items()} == declared
 
 
-@pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize("name", ops.RECORDS)
 def test_a_record_has_its_members(name: str) -> None:
     """Check that a record has the fields that stages read. `records` of a selector is only for reports."""
@@ -220,7 +219,6 @@ def test_a_record_has_its_members(name: str) -> None:
             assert annotation.dtypes[0].startswith(wanted.kind)
 
 
-@pytest.mark.law("as-it-is-described")
 def test_every_type_is_known() -> None:
     for members in [*(row.arguments for row in ops.OPS.values()), *ops.RECORDS.values()]:
         assert all(kind in {*ops.RECORDS, *ops.PARAMETERS} or ops.array_of(kind) for kind in members.values())
@@ -233,7 +231,6 @@ def there_and_back(kind: str, value: Any) -> Any:
 ODD = [0.1, -0.0, 5e-324, 1.7976931348623157e308, np.nan, np.inf, -np.inf]
 
 
-@pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize(("dtype", "values"), [
     (np.float64, ODD), (np.float32, [0.1, 2.0**-149, np.nan]), (np.float16, [0.1, 2.0**-24]), (np.bool_, [True, False]),
     (np.int64, [0, -1, 2**53, 2**53 + 1, -(2**63), 2**63 - 1]), (np.int32, [-(2**31), 5]),
@@ -250,13 +247,11 @@ def test_arrays_come_back_to_the_bit(dtype: type, values: list[Any], copies: int
     assert isinstance(encode("x", "float[n, d]", array), list) == (copies == 1)
 
 
-@pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0), (1, 0, 2)])
 def test_an_empty_array_keeps_its_shape(shape: tuple[int, ...]) -> None:
     assert there_and_back("int[n]", np.zeros(shape, dtype=np.int64)).shape == shape
 
 
-@pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize("p", [
     PAPER, ESSAY, replace(TINY, alpha=0, rarity="exponential"), NESTEDKV, NESTED, replace(NESTED, p=Fraction(1, 3)),
 ])
@@ -265,7 +260,6 @@ def test_parameters_come_back(p: Any) -> None:
     assert there_and_back(kind, p) == p
 
 
-@pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize("value", [[[0.0]], "k", np.array(["a"])])
 def test_what_is_no_array_of_numbers_is_refused_before_it_is_sent(value: object) -> None:
     with pytest.raises(SpecError) as caught:
@@ -278,7 +272,6 @@ ARGUMENTS: Mapping[str, Any] = {
 }
 
 
-@pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize(("kind", "value", "complaint"), [
     ("float[m]", ["0x1p+0", 0.5, 1], None), ("float[m]", [0.5, 0.5], "shape [2]"), ("float[m]", [[0, 0, 0]], "shape"),
     ("float[m]", [0, 0, "nan"], "holds nan"), ("float[m] or nan", [0, 0, "nan"], None),

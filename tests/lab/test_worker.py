@@ -74,16 +74,13 @@ def tried(root: Path, tests: str, *keys: str) -> tuple[str, Any]:
 
 
 @pytest.mark.nightly
-def test_worker_tells_killed_survived_and_timed_out_apart(tmp_path: Path) -> None:
+def test_outcomes_of_mutants_and_a_test_that_fails_without_a_mutant(tmp_path: Path) -> None:
+    """Check that a test that fails without a mutant kills no mutant."""
     _, verdicts = tried(tmp_path, TESTS, *OUTCOMES)
     assert {key: one["outcome"] for key, one in verdicts.items()} == {**OUTCOMES, "untested": "survived"}
     assert verdicts["n + 2 -> n * 0"]["raised"].partition(":")[0] == "ZeroDivisionError"
     assert {one["profile"] for one in verdicts.values() if one["outcome"] != "assertion"} == {"ci"}
     assert verdicts["untested"]["ran"] == 0
-
-
-@pytest.mark.nightly
-def test_test_that_fails_without_mutant_kills_nothing(tmp_path: Path) -> None:
     wrong = TESTS.replace("[2, 2, 3]", "[2, 2, 4]")
     output, verdicts = tried(tmp_path, wrong, "x < low -> x > low", "n + 2 -> n - 2")
     assert "judges nothing: test_toy.py::test_clamp" in output

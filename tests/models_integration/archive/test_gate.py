@@ -27,6 +27,8 @@ from tests.models_integration.archive.block_mask import REFUSED, ROTATIONS, buil
 from tests.models_integration.session.families import _GQA, VOCABULARY, prepared
 from tests.reference.test_injection import keys, near
 
+pytestmark = pytest.mark.law("refused-before-anything-changes")
+
 _YARN = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 32.0,
     "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
@@ -48,7 +50,6 @@ UNTURNED: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize("name", [*REFUSED, *UNTURNED])
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_that_is_not_recognised_is_refused_by_name(name: str) -> None:
@@ -58,7 +59,6 @@ def test_a_model_that_is_not_recognised_is_refused_by_name(name: str) -> None:
         recognise(make())
 
 
-@pytest.mark.law("refused-before-anything-changes")
 def test_growing_queries_are_seen_past_the_original_length_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check growing queries, independent of the name of the option in the config."""
     monkeypatch.setattr(rope, "_originals", lambda *_: [64])
@@ -75,7 +75,6 @@ def test_a_model_whose_keys_need_no_turn_or_an_even_one_is_served(monkeypatch: p
     assert all(layer.slot is None for layer in recognise(model).layers)
 
 
-@pytest.mark.law("refused-before-anything-changes")
 def test_a_model_whose_frequencies_are_not_its_buffer_s_is_refused() -> None:
     """The gate trusts forward passes and not names. A buffer that the model does not use explains no rotation."""
     model = build("Llama")
@@ -123,7 +122,6 @@ def test_longrope_has_its_long_frequencies_in_a_long_session() -> None:
     assert (ratio - torch.tensor([2.0, 3 / 1.1, 5 / 1.2, 8 / 1.3])).abs().max() < 1e-5
 
 
-@pytest.mark.law("refused-before-anything-changes")
 def test_dynamic_frequencies_are_refused_beyond_their_range() -> None:
     model = build("Llama", rope_parameters=dict(ROTATIONS["dynamic"]))
     actual = recognise(model)

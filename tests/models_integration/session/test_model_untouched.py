@@ -42,6 +42,8 @@ from tests.models_integration.session.families import (
 )
 from tests.models_integration.session.sessions import Failing, check_as_it_was, method, method_of, shown, snapshot
 
+pytestmark = pytest.mark.law("the-model-stays-as-it-was")
+
 
 def whole() -> RetentionPolicy:
     return CrystalCache(1.0, ENDS, TINY, backend="numpy")
@@ -53,7 +55,6 @@ FULL: dict[str, Callable[[], RetentionPolicy]] = {
 }
 
 
-@pytest.mark.law("the-model-stays-as-it-was")
 @pytest.mark.parametrize(("family", "name", "dtype"), [
     *product(["llama"], FULL, [torch.float32]), ("gemma3", "snapkv", torch.float32),
     *product([family for family in FAMILIES if family != "llama"], ["crystalcache"], [torch.float32]),
@@ -74,7 +75,6 @@ def test_a_full_budget_changes_no_bit(family: str, name: str, dtype: torch.dtype
     assert run.over_budget == 0
 
 
-@pytest.mark.law("the-model-stays-as-it-was")
 def test_a_full_budget_still_runs_every_stage() -> None:
     model = build("llama")
     with whole()(model) as run:
@@ -99,7 +99,6 @@ def failing_at(model: torch.nn.Module, layer: int, error: BaseException) -> torc
     return mlp.register_forward_pre_hook(fail)
 
 
-@pytest.mark.law("the-model-stays-as-it-was")
 @pytest.mark.parametrize(("family", "where", "error"), [
     ("llama", "layer", KeyboardInterrupt()), ("llama", "policy", Boom()), ("gemma3", "caller", KeyboardInterrupt()),
 ])
@@ -152,7 +151,6 @@ def pickled(model: Any) -> Any:
     return pickle.loads(pickle.dumps(model))
 
 
-@pytest.mark.law("the-model-stays-as-it-was")
 @pytest.mark.parametrize("given", ["model", "decoder"])
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickled])
 def test_a_copy_that_is_made_inside_is_free_of_the_policy(copied: Callable[[Any], Any], given: str) -> None:
@@ -276,7 +274,6 @@ def test_the_decision_is_that_of_the_model_s_own_scaling_and_cap(family: str) ->
     check_decided(telling_model(family))
 
 
-@pytest.mark.law("the-model-stays-as-it-was")
 @pytest.mark.parametrize("policy", ["streamingllm", "snapkv", "h2o"])
 def test_a_session_without_references_ends(policy: str) -> None:
     model: Any = build("llama")
@@ -298,7 +295,6 @@ def test_a_session_without_references_ends(policy: str) -> None:
     assert run.bytes_freed > 0
 
 
-@pytest.mark.law("the-model-stays-as-it-was")
 def test_a_session_that_is_entered_and_thrown_away_warns_at_once() -> None:
     """Check the warning, because `generate` would otherwise use a full cache in silence."""
     model: Any = build("llama")

@@ -46,6 +46,8 @@ from tests.models_integration.session.position_oracle import Oracle
 from tests.models_integration.session.sessions import batch, calibration, live_sets
 from tests.models_integration.session.test_other_architectures import LATENT
 
+pytestmark = pytest.mark.law("refused-before-anything-changes")
+
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
 _LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
 _NOPE = {**SMALL, "num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]}
@@ -258,7 +260,6 @@ def test_after_thousands_of_evictions_a_key_has_the_error_of_one_rounding(
     assert np.abs(wanted - stored.double().numpy())[:, :4].max() > 0.1
 
 
-@pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize(("make", "reason"), [
     (partial(build, "gpt2"), "is not supported"),
     (partial(prepared, "Llama", **SMALL, rope_parameters={
@@ -277,7 +278,6 @@ def test_a_model_whose_keys_cannot_be_turned_is_refused(make: Callable[[], PreTr
     assert run.positions == "kept"
 
 
-@pytest.mark.law("refused-before-anything-changes")
 def test_a_model_with_alibi_is_refused_under_both_rules() -> None:
     model = prepared("Bloom", vocab_size=131, hidden_size=32, n_layer=2, n_head=4)
     for rule in ("kept", RENUMBERED):
@@ -285,7 +285,6 @@ def test_a_model_with_alibi_is_refused_under_both_rules() -> None:
             StreamingLLM(12, positions=rule)(model)
 
 
-@pytest.mark.law("refused-before-anything-changes")
 def test_what_does_not_follow_the_rule_is_refused(tmp_path: Path) -> None:
     model = prepared("Llama", **{**SMALL, "max_position_embeddings": 64})
     with pytest.raises(SpecError, match="kept"):
@@ -307,7 +306,6 @@ def test_what_does_not_follow_the_rule_is_refused(tmp_path: Path) -> None:
     assert run.cache.get_seq_length() == 80
 
 
-@pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize("name", [
     "expected-attention", "diverse-expected-attention", "triattention", "triattention-by-head", "diverse-triattention",
     "expected-attention-stats",
@@ -322,7 +320,6 @@ def test_a_policy_that_removes_the_rotation_of_keys_is_refused(name: str) -> Non
     policy_from_name(name, 12, **given)(model)
 
 
-@pytest.mark.law("refused-before-anything-changes")
 def test_a_chunk_is_not_spliced_into_renumbered_tokens() -> None:
     model = prepared("Llama", **SMALL)
     rotary = recognise(model)
