@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,10 +20,11 @@ from spec.files import ARCHIVE_ERRORS, check_unpacked
 __all__ = ["Calibration", "Gates", "Identity", "Networks", "load_calibration", "save_calibration"]
 
 FORMAT = "kvspec.triattention/3"
-ARRAYS = ("mean", "magnitude", "inv_freq")
-OPTIONAL = ("head_scores", "filters", "covariance")
-NETWORKS = ("W_2", "b_2", "W_1", "b_1")
-GATES = ("W_q", "b_q", "W_k", "norm_q", "norm_k", "base", "bias")
+ARRAYS = {"mean": 3, "magnitude": 3, "inv_freq": 1}
+OPTIONAL = {"head_scores": 2, "filters": 3, "covariance": 4}
+NETWORKS = {"W_2": 3, "b_2": 2, "W_1": 3, "b_1": 2}
+GATES = {"W_q": 4, "b_q": 3, "W_k": 4, "norm_q": 2, "norm_k": 2, "base": 4, "bias": 2}
+"""Names of arrays in a file, with their numbers of dimensions."""
 
 
 @dataclass(frozen=True)
@@ -247,13 +249,17 @@ def load_calibration(path: str | PathLike[str]) -> Calibration:
         check_unpacked(path)
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
             header = json.loads(str(archive["header"]))
-            mean, magnitude, inv_freq = (np.asarray(archive[name], dtype=np.float64) for name in ARRAYS)
+            mean, magnitude, inv_freq = (_array(archive, name, ndim) for name, ndim in ARRAYS.items())
             optional = {
-                name: np.asarray(archive[name], dtype=np.float64) for name in (*OPTIONAL, *NETWORKS, *GATES)
+                name: _array(archive, name, ndim) for name, ndim in (OPTIONAL | NETWORKS | GATES).items()
                 if name in archive
             }
-        form, rope, layers = header["format"], header["rope"], tuple(header["layers"])
-        samples = None if header.get("samples") is None else tuple(map(str, header["samples"]))
+        form, rope = header["format"], header["rope"]
+        _check_header(header)
+        layers, samples = tuple(header["layers"]), header.get("samples")
+        networks, gates = ({name: optional[name] for name in part if name in optional} for part in (NETWORKS, GATES))
+        if (networks and not {"W_2", "b_2"} <= networks.keys()) or (gates and gates.keys() != GATES.keys()):
+            raise ValueError("arrays of the networks or of the gates are missing")
         identity = Identity(header["model"], inv_freq, header["factor"])
     except (OSError, KeyError, TypeError, ValueError, EOFError, *ARCHIVE_ERRORS) as error:
         raise SpecError("calibration", str(path), _way_out(Path(path), error)) from error
@@ -263,11 +269,41 @@ def load_calibration(path: str | PathLike[str]) -> Calibration:
     if identity.rope != rope:
         raise SpecError("calibration", str(path), f"is damaged: frequencies are {identity.rope}, in the header {rope}")
     heads, filters, covariance = (optional.get(name) for name in OPTIONAL)
-    networks, gates = ({name: optional[name] for name in part if name in optional} for part in (NETWORKS, GATES))
+    known = None if samples is None else tuple(samples)
     return Calibration(
-        identity, layers, mean, magnitude, heads, samples, filters, Networks(**networks) if networks else None,
+        identity, layers, mean, magnitude, heads, known, filters, Networks(**networks) if networks else None,
         covariance, Gates(**gates) if gates else None,
     )
+
+
+def _array(archive: Mapping[str, Any], name: str, ndim: int) -> Any:
+    """Return an array of a file.
+
+    Raises:
+        ValueError: if the array has no floating-point numbers, or a different number of dimensions.
+    """
+    array = archive[name]
+    if array.dtype.kind != "f" or array.ndim != ndim:
+        raise ValueError(f"the array {name} has the dtype {array.dtype} and {array.ndim} dimensions")
+    return np.asarray(array, dtype=np.float64)
+
+
+def _check_header(header: Mapping[str, Any]) -> None:
+    """Check the types of the values that a header has beside the format and the hash.
+
+    Raises:
+        KeyError: if a value is missing.
+        ValueError: if a value has a different type.
+    """
+    factor, layers, samples = header["factor"], header["layers"], header.get("samples")
+    rising = isinstance(layers, list) and all(type(one) is int for one in layers) and layers == sorted(set(layers))
+    fits = {
+        "model": isinstance(header["model"], str), "layers": rising and min(layers, default=0) >= 0,
+        "factor": type(factor) in (int, float) and math.isfinite(factor) and factor > 0,
+        "samples": samples is None or (isinstance(samples, list) and all(isinstance(one, str) for one in samples)),
+    }
+    if wrong := [name for name, fit in fits.items() if not fit]:
+        raise ValueError(f"the header has a wrong {wrong[0]}")
 
 
 def _way_out(path: Path, error: Exception) -> str:

@@ -1,6 +1,7 @@
 """Files and texts of other people: compressed files, control characters on a terminal, and cells of CSV files."""
 
 import io
+import json
 import lzma
 import zipfile
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reference.calibration import load_calibration
+from reference.calibration import Calibration, Identity, load_calibration, save_calibration
 from reference.policies.scored import read_scores
 from spec import files
 from spec.errors import SpecError
@@ -82,6 +83,28 @@ def test_a_malformed_archive_of_arrays_is_one_sentence(load: Callable[[Path], ob
         path.write_bytes(damaged)
         with pytest.raises(SpecError, match="must be "):
             load(path)
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"layers": [0, 0]}, "wrong layers"), ({"layers": [-1]}, "wrong layers"), ({"layers": "a"}, "wrong layers"),
+    ({"factor": [1]}, "wrong factor"), ({"factor": float("inf")}, "wrong factor"), ({"model": ["m"]}, "wrong model"),
+    ({"samples": [1]}, "wrong samples"), ({"mean": np.zeros((1, 2))}, "array mean .* 2 dim"),
+    ({"mean": np.zeros((1, 1, 4), "M8[s]")}, "array mean has the dtype datetime64"),
+    ({"b_2": np.zeros((1, 1))}, "networks or of the gates are missing"),
+    ({"bias": np.zeros((1, 1))}, "gates are missing"),
+])
+def test_a_calibration_with_wrong_contents_is_one_sentence(change: Any, words: str, tmp_path: Path) -> None:
+    """Check files whose hash of the frequencies is right."""
+    path, identity = tmp_path / "c.npz", Identity("m", np.ones(2))
+    save_calibration(Calibration(identity, (0,), np.zeros((1, 1, 4)), np.zeros((1, 1, 2))), path)
+    arrays: dict[str, Any] = dict(np.load(path))
+    header = json.loads(str(arrays.pop("header")))
+    for key, one in change.items():
+        (arrays if isinstance(one, np.ndarray) else header)[key] = one
+    header["rope"] = Identity("m", np.ones(2), header["factor"]).rope
+    np.savez(path, header=np.array(json.dumps(header)), **arrays)
+    with pytest.raises(SpecError, match=f"must be a file that kvspec calibrate wrote: .*{words}"):
+        load_calibration(path)
 
 
 @pytest.mark.parametrize(("text", "line", "lines"), [
