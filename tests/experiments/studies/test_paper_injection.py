@@ -34,11 +34,11 @@ pytestmark = pytest.mark.law("figures-are-counted-right")
 def test_the_study_of_injection_counts_its_rows_and_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvspec.cli.paper_injection.QUICK_QUESTIONS", 2)
     asked = ["paper", "injection", "--quick", "--backend", "numpy", "--out", str(tmp_path)]
-    for part in ("figure-3", "figure-4", "table-2", "table-7a", "table-10"):
+    for part in ("cacheblend", "figure-3", "figure-4", "table-2", "table-7a", "table-10"):
         done = CliRunner().invoke(app, [*asked, "--model", "chat", "--part", part], env={"COLUMNS": "300"})
         assert done.exit_code == 0, done.output
     rows = [json.loads(line) for line in (tmp_path / "injection.jsonl").read_text("utf-8").splitlines()]
-    assert len({(row["question"], row["session"]) for row in rows}) == len(rows) == 2 * (4 + 4 + 4 + 8)
+    assert len({(row["question"], row["session"]) for row in rows}) == len(rows) == 2 * (3 + 4 + 4 + 4 + 8)
     assert {row["talk"] for row in rows} <= {row["talk"] for row in rows_of("paper-injection")}
     assert f"{2} answers stored" in done.output  # This is the short wrapper of table 7a.
     right = [row["right"] for row in rows if row["session"] == '{"wrapper": "short"}']
