@@ -172,7 +172,10 @@ def read_scores(path: str | Path) -> LinearScores:
     try:
         check_unpacked(path)
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
-            w_k, w_v, b = (np.asarray(arrays[name], dtype=np.float64) for name in _FIELDS)
+            given = [arrays[name] for name in _FIELDS]
+        if any(array.dtype.kind not in "fiu" for array in given):
+            raise ValueError("the arrays must have real numbers")
+        w_k, w_v, b = (np.asarray(array, dtype=np.float64) for array in given)
     except (OSError, KeyError, TypeError, ValueError, EOFError, *ARCHIVE_ERRORS) as error:
         raise SpecError("path", str(path), f"must be an .npz file with {', '.join(_FIELDS)}") from error
     return LinearScores(w_k, w_v, b)

@@ -85,6 +85,17 @@ def test_a_malformed_archive_of_arrays_is_one_sentence(load: Callable[[Path], ob
             load(path)
 
 
+@pytest.mark.parametrize("kind", ["M8[s]", complex, bool, "U3"])
+def test_a_linear_score_has_real_numbers(kind: Any, tmp_path: Path) -> None:
+    """Check that neither an imaginary part nor a date is lost in silence."""
+    path, w = tmp_path / "s.npz", np.zeros((2, 3))
+    np.savez(path, w_k=w, w_v=w, b=np.zeros(2, np.int64))
+    assert read_scores(path).w_k.shape == (2, 3)
+    np.savez(path, w_k=w.astype(kind), w_v=w, b=np.zeros(2))
+    with pytest.raises(SpecError, match=r"must be an \.npz file with w_k, w_v, b"):
+        read_scores(path)
+
+
 @pytest.mark.parametrize(("change", "words"), [
     ({"layers": [0, 0]}, "wrong layers"), ({"layers": [-1]}, "wrong layers"), ({"layers": "a"}, "wrong layers"),
     ({"factor": [1]}, "wrong factor"), ({"factor": float("inf")}, "wrong factor"), ({"model": ["m"]}, "wrong model"),

@@ -94,7 +94,7 @@ def read_locomo(path: Path) -> list[Talk]:
     judge(LOCOMO_F1, "", [""])
     try:
         conversations = [_talks(sample) for sample in json.loads(read_bytes(path))]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SpecError("file", str(path), f"must be LoCoMo's locomo10.json: {error!r}") from error
     longest = max(map(len, conversations), default=0)
     return [talks[at] for at in range(longest) for talks in conversations if at < len(talks)]

@@ -182,7 +182,7 @@ def test_a_fifo_and_a_device_are_not_waited_for(
         if name == "text.txt" and kind == "a FIFO":  # a pipe without a writer is at its end
             assert load(path) == ""
         else:
-            with pytest.raises((SpecError, OSError), match=r"must be a|cannot be read|symbolic link"):
+            with pytest.raises((SpecError, OSError), match=r"must be a|cannot be read|symbolic link|needs nltk"):
                 load(path)
     finally:
         signal.alarm(0)
@@ -232,11 +232,12 @@ def test_an_ambiguous_question_is_refused(name: str, data: str, words: str, tmp_
 @pytest.mark.parametrize(("name", "load"), [
     ("r.toml", load_rules), ("p.toml", lambda path: load_paper(str(path))), ("s.jsonl", load_rows),
     ("q.jsonl", lambda path: read_questions(path, None, "f1")), ("b.jsonl", lambda path: open_rows(path, {})),
+    ("locomo10.json", read_locomo),
 ])
 def test_a_deeply_nested_file_is_one_sentence(name: str, load: Callable[[Path], object], tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_text(f"x = {DEEP}" if path.suffix == ".toml" else f"{DEEP}\n", encoding="utf-8")
-    with pytest.raises(SpecError, match=r"must be a TOML file|is not JSON|must be a JSON object"):
+    with pytest.raises(SpecError, match=r"must be a TOML file|is not JSON|must be a JSON object|must be LoCoMo|nltk"):
         load(path)
     with pytest.raises(SpecError, match="must be a task name"):
         resolve_task(f"needle(depth={DEEP})")
