@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accelerated.torch_device.device import block_rows, default_device, download, upload
+from accelerated.torch_device.device import block_rows, default_device, download, heads_at_once, upload
 from spec.arrays import IntVector, Matrix, Vector
 from spec.policy import DeviceArray
 
@@ -125,6 +125,7 @@ def expected_attention(
     return result
 
 
+@torch.no_grad()
 def expected_weights(
     q: DeviceArray, k: DeviceArray, v: DeviceArray, at: IntVector, ahead: IntVector, inv_freq: Vector, factor: float,
     scaling: float, sinks: DeviceArray | None = None,
@@ -133,8 +134,8 @@ def expected_weights(
     q, k, v = _on_device(q), _on_device(k), _on_device(v)
     turn = upload(at, np.float64, q.device)[:, None] * upload(inv_freq, np.float64, q.device)
     cos, sin = (torch.cos(turn) / factor).float(), (torch.sin(turn) / factor).float()
-    each = [_query_statistics(queries.float(), cos, sin) for queries in q]
-    mean, covariance = (torch.stack(part) for part in zip(*each, strict=True))
+    each = [_query_statistics(queries, cos, sin) for queries in torch.split(q, heads_at_once(q))]
+    mean, covariance = (torch.cat(part) for part in zip(*each, strict=True))
     return weights_from_statistics(mean, covariance, k, v, ahead, inv_freq, factor, scaling, sinks)
 
 
@@ -146,29 +147,39 @@ def weights_from_statistics(
     k, v = _on_device(k), _on_device(v)
     mean, covariance = (x if isinstance(x, Tensor) else upload(x, np.float64, k.device) for x in (mean, covariance))
     pairs = upload(inv_freq, np.float64, k.device)
-    R, G, result = _mean_rotation(upload(ahead, np.float64, k.device), pairs, factor), len(mean) // len(k), []
-    for head, keys in enumerate(k):
-        keys, group = keys.float(), range(head * G, (head + 1) * G)
-        z = torch.stack([_expected_logits(mean[h], covariance[h], keys, R, scaling) for h in group])
-        head_sinks = None if sinks is None else sinks[head * G : (head + 1) * G]
-        weights = softmax(z, head_sinks).mean(dim=0, dtype=torch.float64)
-        result.append(weights * torch.linalg.vector_norm(v[head].double(), dim=1))
-    return torch.stack(result)
+    R, G = _mean_rotation(upload(ahead, np.float64, k.device), pairs, factor), len(mean) // len(k)
+    linear, quadratic = (mean @ R.T * scaling).float(), (R @ covariance @ R.T * (scaling**2 / 2)).float()
+    size, result = max(1, heads_at_once(k) // G), []
+    for first in range(0, len(k), size):
+        heads, queries = slice(first, first + size), slice(first * G, (first + size) * G)
+        z = _expected_logits(linear[queries], quadratic[queries], k[heads].float())
+        weights = softmax(z.flatten(0, 1), None if sinks is None else sinks[queries]).view_as(z)
+        size_of_values = torch.linalg.vector_norm(v[heads], dim=2, dtype=torch.float64)
+        result.append(weights.mean(dim=1, dtype=torch.float64) * size_of_values)
+    return torch.cat(result)
 
 
 def _query_statistics(q: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean (d,) and the covariance (d, d) of queries (m, d) without rotation, in float64."""
-    first, second = q.chunk(2, dim=1)
-    back = torch.cat([first * cos + second * sin, second * cos - first * sin], dim=1)
-    mean = back.mean(dim=0, dtype=torch.float64)
-    centred = back - mean.float()
-    return mean, torch.matmul(centred.T, centred).double() / len(q)
+    """Return mean (h, d) and covariance (h, d, d) of the queries (h, m, d) of h heads without rotation, in float64."""
+    back = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    (first, second), (low, high) = q.chunk(2, dim=2), back.chunk(2, dim=2)
+    torch.mul(first, cos, out=low).addcmul_(second, sin)
+    torch.mul(second, cos, out=high).addcmul_(first, sin, value=-1)
+    mean = back.mean(dim=1, dtype=torch.float64)
+    back -= mean.float()[:, None]
+    return mean, torch.matmul(back.mT, back).double() / q.shape[1]
 
 
-def _expected_logits(mean: Tensor, covariance: Tensor, k: Tensor, R: Tensor, scaling: float) -> Tensor:
-    """Return the expected logit of each key, (n,), from the statistics of the queries and the keys (n, d)."""
-    quadratic = (R @ covariance @ R.T * (scaling**2 / 2)).float()
-    return ((torch.matmul(k, quadratic) + (R @ mean * scaling).float()) * k).sum(dim=1)
+def _expected_logits(linear: Tensor, quadratic: Tensor, k: Tensor) -> Tensor:
+    """Return the expected logit of each key, (h, G, n), for G query heads on each head of the keys (h, n, d).
+
+    The logit of a key x is x^T A x + b^T x. `quadratic` (h G, d, d) contains A and `linear` (h G, d) contains b. One
+    product of the keys serves all query heads of a group.
+    """
+    h, n, d = k.shape
+    A = quadratic.view(h, -1, d, d).transpose(1, 2).reshape(h, d, -1)
+    product = torch.baddbmm(linear.view(h, 1, -1), k, A).view(h, n, -1, d)
+    return product.mul_(k[:, :, None]).sum(dim=3).mT.contiguous()
 
 
 def _mean_rotation(ahead: Tensor, inv_freq: Tensor, factor: float) -> Tensor:

@@ -10,8 +10,8 @@ from torch import Tensor
 from spec.policy import DeviceArray
 
 __all__ = [
-    "accepts_tensor", "block_rows", "default_device", "download", "download_together", "on_arrays", "on_device",
-    "upload",
+    "accepts_tensor", "block_rows", "default_device", "download", "download_together", "heads_at_once", "on_arrays",
+    "on_device", "upload",
 ]
 
 
@@ -28,7 +28,16 @@ def accepts_tensor(x: DeviceArray) -> bool:
 
 def block_rows(x: Tensor, columns: int) -> int:
     """Return how many rows fit in a block of `2 ** 19` numbers (CPU) or `2 ** 26` numbers (GPU), but at least 16."""
-    return max(16, (2**19 if x.device.type == "cpu" else 2**26) // columns)
+    return max(16, _block(x) // columns)
+
+
+def heads_at_once(x: Tensor) -> int:
+    """Return how many heads of x (H, n, d) fit in a block of as many numbers as in `block_rows`, but at least 1."""
+    return max(1, _block(x) // max(1, x.shape[1] * x.shape[2]))
+
+
+def _block(x: Tensor) -> int:
+    return 2**19 if x.device.type == "cpu" else 2**26
 
 
 def upload(array: np.ndarray[Any, Any], dtype: Any, device: torch.device | None = None) -> Tensor:

@@ -1,6 +1,7 @@
-"""NestedKV's score in PyTorch, on the device of the keys, in float64. Window sums are differences of running sums.
+"""NestedKV's score in PyTorch, on the device of the keys, in float64. Window sums are running sums of differences.
 
-The working memory is six times the keys of one head in float64, and eight float64 numbers per token and head.
+The working memory is six times the keys of one head in float64, or of several heads if they have less than an eighth
+of the numbers of a block (`heads_at_once`), and eight float64 numbers per token and head.
 """
 
 import math
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from accelerated.torch_device.device import download, on_device
+from accelerated.torch_device.device import download, heads_at_once, on_device
 from spec.arrays import Matrix
 from spec.backend import NestedKVStages
 from spec.errors import SpecError
@@ -60,7 +61,7 @@ def nestedkv_score(view: LayerView, stages: NestedKVStages, parameters: NestedKV
 
 def scores(k: Tensor, p: NestedKVParameters) -> Tensor:
     """Implements: NK-BLEND, NK-SURPRISE, NK-ROUTE"""
-    a = min_max(torch.stack([anomalies(head, p) for head in k], dim=1))
+    a = min_max(torch.cat([anomalies(heads, p) for heads in torch.split(k, max(1, heads_at_once(k) // 8))], dim=1))
     gain = p.beta * gap(a, max(1, math.floor(p.p * a.shape[2])))
     w = torch.exp(gain - (gain.amax(dim=0) - LARGEST_EXPONENT).clamp(min=0.0))
     w = w * torch.tensor(p.w0, dtype=torch.float64).to(k.device, non_blocking=True)[:, None]
@@ -72,24 +73,29 @@ def scores(k: Tensor, p: NestedKVParameters) -> Tensor:
 
 
 def anomalies(k: Tensor, p: NestedKVParameters) -> Tensor:
-    """Return the negative cosines of a head's keys (n, d) with the stable, episodic and current memory, (3, n).
+    """Return the negative cosines of keys (h, n, d) with the stable, episodic and current memory, (3, h, n).
 
     Implements: NK-UNIT-KEYS, NK-STABLE, NK-EPISODIC, NK-CURRENT, NK-ANOMALY
     """
-    n, unit = len(k), k.double() / k.abs().amax(dim=1, keepdim=True)
-    unit /= torch.linalg.vector_norm(unit, dim=1, keepdim=True)
+    (h, n, d), unit = k.shape, k.double()
+    unit /= torch.linalg.vector_norm(k, ord=torch.inf, dim=2, keepdim=True)
+    unit /= torch.linalg.vector_norm(unit, dim=2, keepdim=True)
     b = min(max(n // p.blocks, p.b_min), p.b_max)
     at = torch.arange(n, device=k.device)
-    blocks = pad(unit, (0, 0, 0, -n % b)).view(-1, b, k.shape[1])
-    stable, episodic = unit.sum(dim=0), blocks.sum(dim=1, keepdim=True)
-    # A GPU computes running sums in parallel only along contiguous numbers.
-    current = torch.cumsum(unit.mT.contiguous(), dim=1)
-    current[:, p.W :] -= current[:, : -p.W].clone()
-    current = current.mT
+    blocks = (pad(unit, (0, 0, 0, -n % b)) if n % b else unit).view(h, -1, b, d)
+    episodic = blocks.sum(dim=2, keepdim=True)
+    stable = episodic.sum(dim=1)
+    # A GPU computes running sums in parallel only along contiguous numbers. Each key that leaves the window is
+    # subtracted where the key that enters the window is added.
+    current = unit.mT.clone(memory_format=torch.contiguous_format)
+    current[..., p.W :] -= unit.mT[..., : -p.W]
+    current = current.cumsum_(dim=2).mT
     return -torch.stack([
-        cosine(torch.matmul(unit, stable), stable, n),
-        cosine(torch.matmul(blocks, episodic.mT)[:, :, 0], episodic, (n - at[::b, None]).clamp(max=b)).flatten()[:n],
-        cosine((unit * current).sum(dim=1), current, (at + 1).clamp(max=p.W)),
+        cosine(torch.matmul(unit, stable.mT)[..., 0], stable, n),
+        cosine(
+            torch.matmul(blocks, episodic.mT)[..., 0], episodic, (n - at[::b, None]).clamp(max=b)
+        ).flatten(1)[:, :n],
+        cosine((unit * current).sum(dim=2), current, (at + 1).clamp(max=p.W)),
     ])
 
 

@@ -35,12 +35,14 @@ class Neighbours(NamedTuple):
 def to_host(S1: Neighbours, finite: Tensor, positions: IntVector) -> CoAttention | None:
     """Copy S1 to the host with a single wait, or return None if `finite` (1,) is False.
 
-    In `S1`, a neighbour is an index into `positions`. In the result, it is the position.
+    In `S1`, a neighbour is an index into `positions`, or -1. In the result, it is the position, or -1.
     """
-    salience, intra, intra_weight, cross, cross_weight, usable = download_together(*S1, finite)
+    # Index -1, an unused place, is the last entry of `at`.
+    at = upload(np.append(positions, -1), np.int64, finite.device)
+    numbered = S1._replace(intra=at[S1.intra], cross=at[S1.cross])
+    salience, intra, intra_weight, cross, cross_weight, usable = download_together(*numbered, finite)
     if not usable[0]:
         return None
-    intra, cross = (np.where(slots < 0, -1, positions[slots]) for slots in (intra, cross))
     start = int(positions[len(positions) - len(salience)])
     return CoAttention(start, salience, intra, intra_weight, cross, cross_weight)
 

@@ -6,7 +6,7 @@ from accelerated.torch_device.backend import with_stages
 from accelerated.triton_gpu.activation import inverse_key_norms, inverse_norms
 from accelerated.triton_gpu.coattention import coattention
 from accelerated.triton_gpu.device import accepts_tensor, require_device
-from accelerated.triton_gpu.nestedkv import anomaly_score
+from accelerated.triton_gpu.nestedkv import anomaly_score, nestedkv_score
 from accelerated.triton_gpu.prefill import prefill
 from spec.backend import Backend
 
@@ -34,5 +34,5 @@ BACKEND = Backend(
     breath=with_stages(TORCH.require_breath(), inverse_key_norms=inverse_key_norms), decoding=DECODING,
     diversity=TORCH.diversity, nestedkv=_NestedKVOnDevice(),
     policies=TORCH.policies, accepts_tensor=accepts_tensor, scores=TORCH.scores,
-    tensors={**TORCH.tensors, "inverse_key_norms": inverse_norms},
+    tensors={**TORCH.tensors, "inverse_key_norms": inverse_norms, "nestedkv_score": nestedkv_score},
 )

@@ -6,13 +6,14 @@ waits for the device only for checks of values and for the result.
 """
 
 import math
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 from warnings import catch_warnings
 
 import numpy as np
 import torch
-import triton
 
 from accelerated.torch_device.records import Neighbours, to_host
 from accelerated.triton_gpu import kernels, launch
@@ -36,125 +37,184 @@ __all__ = ["coattention", "neighbours", "tiles_of"]
 
 Tensor = torch.Tensor
 LONGEST_LIST = 64
+RESULTS = ("salience", "intra", "intra_weight", "cross", "cross_weight")
 
 
-class _Segment:
-    """Inputs and outputs of one segment on the device, and the arguments that all launches share."""
+class Strided(NamedTuple):
+    """Shape and strides of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class _Launch(NamedTuple):
+    """Kernel, grid, names of the tensors, numbers and constants of one launch."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    tensors: tuple[str, ...]
+    numbers: tuple[int | float, ...]
+    constants: Mapping[str, Any]
+
+
+class _Plan:
+    """Launches of S1 and sizes of its tensors, for one shape of the inputs. A plan contains no tensors.
+
+    Attributes:
+        sizes: shape and dtype of each result and buffer, by name. All stripes use the same buffers.
+        attend: launches of row softmax and, if the stripe has earlier keys, of active tiles, with the stripe's tokens.
+        rest: all later launches.
+        summed: number by which the salience is divided at the end.
+    """
 
     def __init__(
-        self, q: Tensor, k: Tensor, p: CrystalCacheParameters, scaling: float, softcap: float | None,
-        tiles: AttentionTiles, lse: Tensor | None, sinks: Tensor | None,
+        self, q: Strided, k: Strided, lse: tuple[int, ...] | None, p: CrystalCacheParameters, scaling: float,
+        softcap: float | None, tiles: AttentionTiles, scratch: int, slack: float,
     ) -> None:
-        self.q, self.k, self.p, self.tiles, self.lse, self.sinks = q, k, p, tiles, lse, sinks
+        self.p, self.tiles, self.lse, self.scratch, self.slack = p, tiles, lse, scratch, slack
         self.heads, self.n, self.d = q.shape
         self.before = k.shape[1] - self.n
         self.C = min(p.C, self.n)
-        self.group = self.heads // len(k)
-        self.key_tiles = triton.cdiv(self.before + (self.n - 1) // self.C * self.C, tiles.softmax.columns)
+        self.group = self.heads // k.shape[0]
+        self.key_tiles = _ceil(self.before + (self.n - 1) // self.C * self.C, tiles.softmax.columns)
         self.unit = (softcap or scaling) * math.log2(math.e)
-        self.attention = (scaling / softcap if softcap else 1.0, self.unit, *q.stride(), *k.stride())
-        self.widths = {"d": self.d, "D": max(16, triton.next_power_of_2(self.d)), "CAPPED": bool(softcap)}
-        self.top, self.log = self.empty(self.heads, self.n), self.empty(self.heads, self.n)
-        self.active = self.empty(triton.cdiv(self.n, tiles.cross.rows), self.key_tiles, dtype=torch.int32)
-        self.salience = self.empty(self.n)
-        self.intra, self.cross = self.lists(p.k_intra), self.lists(p.k_cross)
-
-    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.q.device)
-
-    def lists(self, k: int) -> tuple[Tensor, Tensor]:
-        """Return an empty list of neighbours and an empty list of weights for each token."""
-        index = torch.full((self.n, k), -1, dtype=torch.int64, device=self.q.device)
-        return index, torch.zeros((self.n, k), device=self.q.device)
+        self.attention = (scaling / softcap if softcap else 1.0, self.unit, *q.stride, *k.stride)
+        self.widths = {"d": self.d, "D": max(16, _power_of_2(self.d)), "CAPPED": bool(softcap)}
+        self.linked = bool(self.key_tiles and p.k_cross)
+        self.summed = max(1, min(p.k_heads, self.heads)) if p.heads == "mean" else 1
+        active = (_ceil(self.n, tiles.cross.rows), self.key_tiles)
+        self.sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "top": ((self.heads, self.n), torch.float32), "log": ((self.heads, self.n), torch.float32),
+            "active": (active, torch.int32), "salience": ((self.n,), torch.float32),
+            "intra": ((self.n, p.k_intra), torch.int64), "intra_weight": ((self.n, p.k_intra), torch.float32),
+            "cross": ((self.n, p.k_cross), torch.int64), "cross_weight": ((self.n, p.k_cross), torch.float32),
+        }
+        stripes = self.stripes(tiles.cross.rows, self.heads * self.key_tiles)
+        self.attend = [(*self.softmax(*stripe), slice(stripe[0], sum(stripe))) for stripe in stripes]
+        self.rest = [self.link()] if self.linked else []
+        for stripe in self.stripes(self.C, self.C):
+            self.rest += self.compare(*stripe)
 
     def stripes(self, unit: int, floats: int) -> list[tuple[int, int]]:
         """Return each stripe's first token and number of tokens. A token needs `floats` scratch values."""
-        stripe = max(1, launch.SCRATCH // (4 * max(1, floats) * unit)) * unit
+        stripe = max(1, self.scratch // (4 * max(1, floats) * unit)) * unit
         return [(first, min(stripe, self.n - first)) for first in range(0, self.n, stripe)]
 
-    def run(self) -> None:
-        """Run the kernels in order: row softmax, neighbours in earlier chunks, salience, neighbours in each chunk."""
-        for first, rows in self.stripes(self.tiles.cross.rows, self.heads * self.key_tiles):
-            self.attend(first, rows)
-        if self.key_tiles and self.p.k_cross:
-            self.link()
-        for first, rows in self.stripes(self.C, self.C):
-            self.compare(first, rows)
+    def buffer(self, name: str, *shape: int) -> str:
+        """Make the buffer large enough for this shape, and return the name of the buffer."""
+        (before,), dtype = self.sizes.get(name, ((0,), torch.float32))
+        self.sizes[name] = (max(before, math.prod(shape)),), dtype
+        return name
 
-    def attend(self, first: int, rows: int) -> None:
+    def softmax(self, first: int, rows: int) -> tuple[_Launch, _Launch | None]:
         """Compute the softmax of each row, and find the tiles of earlier keys to which the row can have an edge."""
         shape, cross, p = self.tiles.softmax, self.tiles.cross, self.p
         # One program computes several heads that share keys: the largest power of two that divides the group.
         pack = min(self.group & -self.group, shape.rows // 4)
         each = shape.rows // pack
-        tiles = triton.cdiv(self.before + (first + rows - 1) // self.C * self.C, shape.columns)
-        peak = self.empty(self.heads, tiles, rows)
+        tiles = _ceil(self.before + (first + rows - 1) // self.C * self.C, shape.columns)
+        peak = self.buffer("peak", self.heads, tiles, rows)
         where = (first, rows, self.n, self.before, self.C, tiles)
-        kernels.row_softmax[triton.cdiv(rows, each), self.heads // pack](
-            self.q, self.k, *self.given(), self.top, self.log, peak, *where, *self.attention,
-            KNOWN=self.lse is not None, GROUP=self.group, PACK=pack, ROWS=each, KEYS=shape.columns,
-            **self.widths, **_how(shape),
+        softmax = _Launch(
+            "row_softmax", (_ceil(rows, each), self.heads // pack), ("q", "k", "lse", "top", "log", peak),
+            (*(self.lse or (0, 0)), *where, *self.attention),
+            {"KNOWN": self.lse is not None, "GROUP": self.group, "PACK": pack, "ROWS": each, "KEYS": shape.columns,
+             **self.widths, **_how(shape)},
         )
-        if self.sinks is not None:
-            log, top = (x[:, first : first + rows] for x in (self.log, self.top))
-            torch.logaddexp2(log, self.sinks[:, None] * math.log2(math.e) - top * self.unit, out=log)
-        if tiles and p.k_cross:
-            bound = self.heads * float(np.float32(p.tau_cross)) * launch.SLACK
-            kernels.active_tiles[triton.cdiv(rows, cross.rows), tiles](
-                self.top, self.log, peak, self.active, *where, self.key_tiles, self.unit, bound, H=self.heads,
-                ROWS=cross.rows, KEYS=cross.columns, **FLOAT32,
-            )
+        if not (tiles and p.k_cross):
+            return softmax, None
+        bound = self.heads * float(np.float32(p.tau_cross)) * self.slack
+        return softmax, _Launch(
+            "active_tiles", (_ceil(rows, cross.rows), tiles), ("top", "log", peak, "active"),
+            (*where, self.key_tiles, self.unit, bound),
+            {"H": self.heads, "ROWS": cross.rows, "KEYS": cross.columns, **FLOAT32},
+        )
 
-    def given(self) -> tuple[Tensor, int, int]:
-        """Return the given lse and its strides. If no lse is given, return a tensor that the kernel does not read."""
-        return (self.log, 0, 0) if self.lse is None else (self.lse, self.lse.stride(0), self.lse.stride(1))
-
-    def link(self) -> None:
+    def link(self) -> _Launch:
         """Compute the neighbours in earlier chunks from the active tiles."""
         shape, k = self.tiles.cross, self.p.k_cross
-        kernels.cross_neighbours[triton.cdiv(self.n, shape.rows),](
-            self.q, self.k, self.top, self.log, self.active, *self.cross, self.n, self.before, self.C,
-            self.key_tiles, 1.0 / self.heads, float(np.float32(self.p.tau_cross)), *self.attention,
-            H=self.heads, GROUP=self.group, ROWS=shape.rows, KEYS=shape.columns,
-            PLACES=triton.next_power_of_2(k), TAKE=k, **self.widths, **_how(shape),
+        return _Launch(
+            "cross_neighbours", (_ceil(self.n, shape.rows),),
+            ("q", "k", "top", "log", "active", "cross", "cross_weight"),
+            (self.n, self.before, self.C, self.key_tiles, 1.0 / self.heads, float(np.float32(self.p.tau_cross)),
+             *self.attention),
+            {"H": self.heads, "GROUP": self.group, "ROWS": shape.rows, "KEYS": shape.columns,
+             "PLACES": _power_of_2(k), "TAKE": k, **self.widths, **_how(shape)},
         )
 
-    def compare(self, first: int, rows: int) -> None:
+    def compare(self, first: int, rows: int) -> Iterator[_Launch]:
         """Compute salience and the neighbours in the same chunk, for a stripe of whole chunks."""
         shape, p, tokens = self.tiles.chunk, self.p, self.tiles.tokens
-        spans = triton.cdiv(min(self.C, rows) + shape.rows, shape.columns)
-        width = spans * shape.columns
-        tiles = triton.cdiv(rows, shape.rows)
-        A, column = self.empty(rows, self.C), self.empty(tiles, self.heads, width)
-        kernels.chunk_attention[tiles, spans](
-            self.q, self.k, self.top, self.log, A, column, first, rows, self.n, self.before, self.C, width,
-            1.0 / self.heads, *self.attention, H=self.heads, GROUP=self.group, ROWS=shape.rows,
-            KEYS=shape.columns, **self.widths, **_how(shape),
+        spans = _ceil(min(self.C, rows) + shape.rows, shape.columns)
+        width, tiles = spans * shape.columns, _ceil(rows, shape.rows)
+        A, column = self.buffer("A", rows, self.C), self.buffer("column", tiles, self.heads, width)
+        yield _Launch(
+            "chunk_attention", (tiles, spans), ("q", "k", "top", "log", A, column),
+            (first, rows, self.n, self.before, self.C, width, 1.0 / self.heads, *self.attention),
+            {"H": self.heads, "GROUP": self.group, "ROWS": shape.rows, "KEYS": shape.columns, **self.widths,
+             **_how(shape)},
         )
-        take = min(p.k_heads, self.heads)
-        summed = max(1, take) if p.heads == "mean" else 1
-        kernels.salience[triton.cdiv(rows, tokens),](
-            column, self.salience, first, rows, self.C, width, float(summed * p.M_min), float(summed * p.M_max),
-            H=self.heads, HEADS=triton.next_power_of_2(self.heads), ROWS=shape.rows, TOKENS=tokens, TAKE=take,
-            **FLOAT32,
+        yield _Launch(
+            "salience", (_ceil(rows, tokens),), (column, "salience"),
+            (first, rows, self.C, width, float(self.summed * p.M_min), float(self.summed * p.M_max)),
+            {"H": self.heads, "HEADS": _power_of_2(self.heads), "ROWS": shape.rows, "TOKENS": tokens,
+             "TAKE": min(p.k_heads, self.heads), **FLOAT32},
         )
-        if summed > 1:
-            self.salience[first : first + rows] /= summed
         if p.k_intra:
-            self.choose(first, rows, A)
+            yield from self.choose(first, rows, A)
 
-    def choose(self, first: int, rows: int, A: Tensor) -> None:
+    def choose(self, first: int, rows: int, A: str) -> Iterator[_Launch]:
         """Compute the neighbours in the same chunk."""
         norm, shape, k = self.tiles.normalise, self.tiles.intra, self.p.k_intra
-        epsilon = float(self.p.epsilon)
-        kernels.row_normalise[triton.cdiv(rows, norm.rows),](
-            A, first, rows, self.C, epsilon, ROWS=norm.rows, KEYS=norm.columns, **FLOAT32
+        yield _Launch(
+            "row_normalise", (_ceil(rows, norm.rows),), (A,), (first, rows, self.C, float(self.p.epsilon)),
+            {"ROWS": norm.rows, "KEYS": norm.columns, **FLOAT32},
         )
-        kernels.intra_neighbours[triton.cdiv(rows, shape.rows),](
-            A, *self.intra, first, rows, self.before, self.C, float(np.float32(self.p.tau_intra)),
-            ROWS=shape.rows, COLUMNS=shape.columns, DEPTH=self.tiles.depth, PLACES=triton.next_power_of_2(k),
-            TAKE=k, **_how(shape),
+        yield _Launch(
+            "intra_neighbours", (_ceil(rows, shape.rows),), (A, "intra", "intra_weight"),
+            (first, rows, self.before, self.C, float(np.float32(self.p.tau_intra))),
+            {"ROWS": shape.rows, "COLUMNS": shape.columns, "DEPTH": self.tiles.depth, "PLACES": _power_of_2(k),
+             "TAKE": k, **_how(shape)},
         )
+
+    def run(self, q: Tensor, k: Tensor, lse: Tensor | None, sinks: Tensor | None) -> dict[str, Tensor]:
+        """Run the kernels in order, and return the results by name."""
+        given = {
+            name: torch.empty(shape, dtype=dtype, device=q.device) for name, (shape, dtype) in self.sizes.items()
+        }
+        if not self.linked:
+            given["cross"].fill_(-1)
+            given["cross_weight"].zero_()
+        # Without a given lse, the kernel does not read the tensor.
+        given |= {"q": q, "k": k, "lse": given["log"] if lse is None else lse}
+        for softmax, active, rows in self.attend:
+            _launch(softmax, given)
+            if sinks is not None:
+                log, top = (given[name][:, rows] for name in ("log", "top"))
+                torch.logaddexp2(log, sinks[:, None] * math.log2(math.e) - top * self.unit, out=log)
+            if active is not None:
+                _launch(active, given)
+        for one in self.rest:
+            _launch(one, given)
+        if self.summed > 1:
+            given["salience"] /= self.summed
+        return given
+
+
+_plan = lru_cache(maxsize=256)(_Plan)
+
+
+def _launch(one: _Launch, given: Mapping[str, Tensor]) -> None:
+    getattr(kernels, one.kernel)[one.grid](*[given[name] for name in one.tensors], *one.numbers, **one.constants)
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _power_of_2(n: int) -> int:
+    """Return the smallest power of two that is at least n."""
+    return 1 << max(0, n - 1).bit_length()
 
 
 def _how(shape: Shape) -> dict[str, int | bool]:
@@ -199,24 +259,23 @@ def neighbours(
     check_sinks(sinks, q)
     read = [*on_device] if given is None else [*on_device, given]
     largest = torch.stack([torch.linalg.vector_norm(x, ord=float("inf"), dtype=torch.float32) for x in read])
-    segment = _attended(*on_device, parameters, scaling, softcap, tiles or tiles_of(on_device[0]), given, sinks)
-    (intra, intra_weight), (cross, cross_weight) = segment.intra, segment.cross
-    wide = (x.double() for x in (segment.salience, intra_weight, cross_weight))
-    salience, intra_weight, cross_weight = wide
-    return Neighbours(salience, intra, intra_weight, cross, cross_weight), largest.isfinite().all()[None]
+    result = _attended(*on_device, parameters, scaling, softcap, tiles or tiles_of(on_device[0]), given, sinks)
+    S, intra, intra_weight, cross, cross_weight = (result[name] for name in RESULTS)
+    finite = (largest < math.inf).all()[None]  # false for NaN too; `isfinite` is four operators
+    return Neighbours(S.double(), intra, intra_weight.double(), cross, cross_weight.double()), finite
 
 
 def tiles_of(q: Tensor) -> AttentionTiles:
     """Return the tiles of the launch table for queries (H, n, d)."""
-    width = max(16, triton.next_power_of_2(q.shape[2]))
+    width = max(16, _power_of_2(q.shape[2]))
     return launch.attention_tiles(width, q.element_size(), INTERPRETED)
 
 
 def _attended(
     q: Tensor, k: Tensor, p: CrystalCacheParameters, scaling: float, softcap: float | None, tiles: AttentionTiles,
     lse: Tensor | None, sinks: DeviceArray | None,
-) -> _Segment:
-    """Run the kernels, and return the segment with its outputs.
+) -> dict[str, Tensor]:
+    """Run the kernels, and return the results by name. Calls with equal shapes and parameters share a plan.
 
     Raises:
         SpecError: if a list of neighbours is too long for the kernels.
@@ -227,9 +286,11 @@ def _attended(
     if isinstance(sinks, np.ndarray):
         sinks = upload(sinks, np.float32, q.device)
     beside = None if sinks is None else sinks.to(q.device, torch.float32)
-    segment = _Segment(q, k, p, scaling, softcap, tiles, lse, beside)
+    shapes = (Strided(tuple(x.shape), x.stride()) for x in (q, k))
+    plan = _plan(
+        *shapes, None if lse is None else lse.stride(), p, scaling, softcap, tiles, launch.SCRATCH, launch.SLACK
+    )
     # The interpreter computes with NumPy, which would warn of values that are not finite. They raise an error later.
     quiet: Any = catch_warnings(action="ignore", category=RuntimeWarning) if INTERPRETED else nullcontext()
     with torch.cuda.device_of(q), quiet:  # type: ignore[no-untyped-call]
-        segment.run()
-    return segment
+        return plan.run(q, k, lse, beside)

@@ -15,8 +15,8 @@ from spec.policy import DeviceArray
 from spec.validate import check_shapes
 
 __all__ = [
-    "INTERPRETED", "accepts_tensor", "attention_tensors", "default_device", "download", "key_tensor", "lse_tensor",
-    "require_device", "shaped_lse", "shaped_tensors", "shared_memory", "upload",
+    "INTERPRETED", "WIDEST_HEAD", "accepts_tensor", "attention_tensors", "default_device", "download", "key_tensor",
+    "lse_tensor", "require_device", "shaped_lse", "shaped_tensors", "shared_memory", "upload",
 ]
 
 # Triton reads the variable when a kernel is decorated, so the variable applies to the whole process.

@@ -61,7 +61,7 @@ def weights(q, k, TOP, LOG, row, live, visible, factor, unit, CAPPED: tl.constex
 
 @triton.jit(do_not_specialize=["first", "rows", "n", "before", "C"])
 def row_softmax(
-    Q, K, LSE, lse_head, lse_row, TOP, LOG, PEAK, first, rows, n, before, C, tiles, factor, unit, q_head, q_row,
+    Q, K, LSE, TOP, LOG, PEAK, lse_head, lse_row, first, rows, n, before, C, tiles, factor, unit, q_head, q_row,
     q_dim, k_head, k_row, k_dim, KNOWN: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, d: tl.constexpr,
     D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr,
 ):

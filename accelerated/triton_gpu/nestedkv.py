@@ -13,14 +13,16 @@ import triton
 import triton.language as tl
 
 from accelerated.numba_cpu.nestedkv import in_range
-from accelerated.triton_gpu.device import INTERPRETED, download, key_tensor, upload
+from accelerated.torch_device.nestedkv import nestedkv_score as score_by_torch
+from accelerated.triton_gpu.device import INTERPRETED, WIDEST_HEAD, download, key_tensor, upload
 from accelerated.triton_gpu.launch import FLOAT32, FLOAT64, LANES, nested_rows, searched_row
 from spec.arrays import Matrix
+from spec.backend import NestedKVStages
 from spec.errors import SpecError
 from spec.parameters import NestedKVParameters
-from spec.policy import DeviceArray
+from spec.policy import DeviceArray, LayerView
 
-__all__ = ["anomaly_score"]
+__all__ = ["anomaly_score", "nestedkv_score"]
 
 NEGLIGIBLE: tl.constexpr = tl.constexpr(2.0**-16)
 SMALLEST: tl.constexpr = tl.constexpr(2.0**-126)
@@ -291,9 +293,30 @@ def anomaly_score(k: DeviceArray, parameters: NestedKVParameters) -> Matrix:
     Raises:
         SpecError: if the kernels do not accept the type, shape, dtype, device or a value, or if a key is zero.
     """
-    p, keys = parameters, key_tensor(k)
+    keys = key_tensor(k)
     if keys.dtype == torch.float64:
         keys = upload(in_range(np.asarray(k)), np.float32, keys.device)
+    score, inverse = _scores(keys, parameters)
+    if not bool(inverse.all()):
+        head, token = (int(x) for x in torch.nonzero(inverse == 0)[0])
+        raise SpecError("k", 0.0, f"a zero key has no direction: KV head {head}, token {token}")
+    best: Matrix = download(score, np.float64)
+    return best
+
+
+def nestedkv_score(view: LayerView, stages: NestedKVStages, parameters: NestedKVParameters) -> torch.Tensor:
+    """Return the score a* of a layer as a tensor on the device. The scores of a head with a zero key are NaN."""
+    if view.k.shape[2] > WIDEST_HEAD:
+        return score_by_torch(view, stages, parameters)
+    score, inverse = _scores(view.k, parameters)
+    return score.masked_fill_(~(inverse > 0).all(dim=1, keepdim=True), torch.nan)
+
+
+def _scores(keys: torch.Tensor, p: NestedKVParameters) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the score a* and the inverse norm of each key, (H, n). The inverse norm is 0 if the key is zero.
+
+    An inverse norm is NaN if the key is not finite.
+    """
     H, n, d = keys.shape
     b = min(max(n // p.blocks, p.b_min), p.b_max)
     D, blocks = triton.next_power_of_2(d), triton.cdiv(n, b)
@@ -309,7 +332,6 @@ def anomaly_score(k: DeviceArray, parameters: NestedKVParameters) -> Matrix:
     m = max(1, math.floor(p.p * n))
     with torch.cuda.device_of(keys):
         measured[(blocks, H)](keys, inverse, sums, n, d, b, blocks, *keys.stride(), **shape)
-        _refuse_zero(inverse)
         stable_direction[(H,)](sums, stable, n, d, blocks, D=D, **FLOAT64)
         anomalies[(triton.cdiv(n, shape["ROWS"]), H)](
             keys, inverse, sums, stable, result, n, d, b, blocks, p.W, H, *keys.stride(), **shape
@@ -319,11 +341,4 @@ def anomaly_score(k: DeviceArray, parameters: NestedKVParameters) -> Matrix:
         extremes[(3 * H,)](result, ranges, n, m, **scan)
         surprises[(H,)](result, ranges, surprise, n, H, **scan)
         routed[(triton.cdiv(n, LANES), H)](result, ranges, surprise, numbers, score, n, H, LANES=LANES, **FLOAT64)
-    best: Matrix = download(score, np.float64)
-    return best
-
-
-def _refuse_zero(inverse: torch.Tensor) -> None:
-    if not bool(inverse.all()):
-        head, token = (int(x) for x in torch.nonzero(inverse == 0)[0])
-        raise SpecError("k", 0.0, f"a zero key has no direction: KV head {head}, token {token}")
+    return score, inverse

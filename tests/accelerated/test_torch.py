@@ -20,6 +20,7 @@ from accelerated.torch_device import activation, attention, breath, hebbian, res
 from accelerated.torch_device import coattention as s1
 from accelerated.torch_device import diversity as greedy
 from accelerated.torch_device.backend import BACKEND
+from accelerated.torch_device.nestedkv import nestedkv_score
 from accelerated.torch_device.records import Neighbours
 from accelerated.torch_device.selection import adaptive_shares, kept_tokens
 from conformance import tolerances
@@ -29,7 +30,7 @@ from conformance.strategies.policy_inputs import Inputs, decided, drawn, observa
 from conformance.strategies.prompts import AttentionInputs
 from conformance.strategies.trunks import csr_of_matrix
 from conformance.tolerances import scores_agree
-from lab.measure.gpu.counts import DeviceTensor, HostReads
+from lab.measure.gpu.counts import DeviceTensor, HostReads, Work
 from lab.mutants.edits import Edit, replaced
 from lab.policy_cases import CASES
 from models_integration.cache.device_compaction import read_retentions
@@ -45,7 +46,7 @@ from reference.policies.selectors import Dissolve
 from spec.budget import Budget
 from spec.decode import LiveTrunks
 from spec.errors import SpecError
-from spec.parameters import PAPER, TINY
+from spec.parameters import NESTEDKV, PAPER, TINY
 from spec.policy import LayerView, Observation, Policy
 from spec.records import CoAttention, CrystalRetention
 from tests.models_integration.session import test_device as sessions
@@ -205,6 +206,29 @@ def test_equal_remainders_go_to_the_lower_heads() -> None:
     for free, shares in ((1, [1, 1, 2]), (3, [1, 1, 4]), (5, [1 + 1, 1, 1 + 4])):
         assert adaptive_shares(values, free, 1, Fraction(1, 5)).tolist() == shares
     assert adaptive_shares(values, 5, 1, 1).tolist() == [1 + 2, 1 + 2, 1 + 1]
+
+
+def expected(view: LayerView) -> torch.Tensor:
+    """Return the scores of Expected Attention for all tokens of a layer."""
+    n = view.k.shape[1]
+    return attention.expected_weights(
+        view.q, view.k, view.v, np.arange(n), np.arange(n, n + 512), np.ones(64), 1.0, view.scaling
+    )
+
+
+@pytest.mark.spec("PO-EXPECTED-ATTENTION", "NK-SCORE")
+@pytest.mark.parametrize(("score", "operators", "gigabytes"), [
+    (expected, 90, 8.5), (lambda view: nestedkv_score(view, BACKEND.require_nestedkv(), NESTEDKV), 230, 7.5),
+])
+def test_a_score_of_a_long_prompt_needs_few_operators_and_bytes(
+    score: Callable[[LayerView], torch.Tensor], operators: int, gigabytes: float,
+) -> None:
+    """Check a layer of the shape of Llama-3.1-8B at 32 768 tokens. Work for each query head would exceed the bounds."""
+    q, k, v = (torch.empty(heads, 32_768, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8, 8))
+    with Work() as work:
+        assert score(LayerView(q, k, v, 0.1, None)).shape == (8, 32_768)
+    assert work.operators <= operators
+    assert work.bytes <= gigabytes * 1e9
 
 
 VARIANTS: tuple[dict[str, Any], ...] = (

@@ -7,6 +7,7 @@ policy, or for the named ones:
 - the host reads of a prompt of 254 tokens and of a decode step, on an emulated device.
 """
 
+import math
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -59,6 +60,7 @@ _READS = {
     )
 } | {aten.repeat_interleave.Tensor}
 """Operators for which the host waits, because it needs the result or the shape of the result."""
+_FREE = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten._unsafe_view.default}
 _SCALARS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
 _COPIES = {aten._to_copy.default, aten.copy_.default}
 _INDEXED = {aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default}
@@ -177,6 +179,32 @@ class HostReads(TorchDispatchMode):
         reads = sum(count for place, count in self.counts.items() if place.partition(".")[0] in _KVSPEC)
         self.counts.clear()
         return reads
+
+
+class Work(TorchDispatchMode):
+    """Mode that counts operators, and the bytes that operators read and write. Views and allocations do not count.
+
+    The counts do not need values, so they can be made for tensors on the device "meta".
+
+    Attributes:
+        operators: number of operators. On a GPU, most of them are one kernel launch.
+        bytes: bytes of all tensors that operators read or write. A part that is broadcast counts once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators = self.bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if not function.is_view and function not in _FREE:
+            self.operators += 1
+            self.bytes += sum(_stored(one) for one in tree_iter((args, result)) if isinstance(one, Tensor))
+        return result
+
+
+def _stored(x: Tensor) -> int:
+    return x.element_size() * math.prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride)
 
 
 class Shapes(HostReads):

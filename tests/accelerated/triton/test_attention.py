@@ -18,15 +18,17 @@ require_runtime()
 import torch
 
 from accelerated.torch_device.records import to_host
-from accelerated.triton_gpu import device, launch
+from accelerated.triton_gpu import coattention as stage
+from accelerated.triton_gpu import device, kernels, launch
 from accelerated.triton_gpu.coattention import coattention, neighbours
 from accelerated.triton_gpu.device import INTERPRETED, attention_tensors, default_device
 from accelerated.triton_gpu.launch import AttentionTiles, Shape
 from conformance.checks import stage_checks
 from conformance.oracles import s1
 from conformance.strategies.prompts import GROUPS, AttentionInputs, attention_inputs, later_segments, random_prompt
+from lab.measure.gpu.counts import Work
 from spec.errors import BackendUnavailable, SpecError
-from spec.parameters import TINY
+from spec.parameters import PAPER, TINY
 from spec.records import CoAttention
 
 pytestmark = pytest.mark.judges("triton")
@@ -199,6 +201,38 @@ def test_stripes_of_whole_chunks(monkeypatch: pytest.MonkeyPatch, scratch: int) 
     inputs = longer()
     monkeypatch.setattr(launch, "SCRATCH", scratch)
     assert not list(stage_checks.coattention(run(inputs), inputs, "float32"))
+
+
+@pytest.mark.spec("CC-COATTENTION")
+def test_a_call_of_a_known_shape_uses_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check a layer of the shape of Llama-3.1-8B at 4 096 tokens, with kernels that only record their names."""
+    launched: list[str] = []
+
+    class Recorded:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *given, **constants: launched.append(self.name)
+
+    for name in kernels.__all__:
+        monkeypatch.setattr(kernels, name, Recorded(name))
+    q, k = (torch.zeros(heads, 4_096, 128, dtype=torch.float16, device=default_device()) for heads in (32, 8))
+    neighbours(q, k, PAPER, 0.1, None, None, None)
+    plans = stage._plan.cache_info().misses
+    launched.clear()
+    with Work() as work:
+        neighbours(q, k, PAPER, 0.1, None, None, None)
+    assert stage._plan.cache_info().misses == plans
+    assert launched == [
+        "row_softmax", "active_tiles", "cross_neighbours", "chunk_attention", "salience", "row_normalise",
+        "intra_neighbours",
+    ]
+    # The largest values of q and k (3), whether both are finite (2), and conversions to float64 (3). Nothing is filled.
+    assert work.operators == 8
+    neighbours(q, k, replace(PAPER, tau_cross=0.5), 0.1, None, None, None)
+    neighbours(q, k[:, :, :].mT.contiguous().mT, PAPER, 0.1, None, None, None)
+    assert stage._plan.cache_info().misses == plans + 2
 
 
 @interpreted

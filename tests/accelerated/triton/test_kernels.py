@@ -31,7 +31,7 @@ from conformance.tolerances import nestedkv_radius
 from reference.backend import BACKEND as REFERENCE
 from reference.policies import nestedkv as policy_of
 from spec.errors import SpecError
-from spec.policy import Observation
+from spec.policy import LayerView, Observation
 from spec.records import CoAttention
 
 pytestmark = pytest.mark.judges("triton")
@@ -165,6 +165,23 @@ def test_norms_stay_inside_their_arrays(n: int, d: int, H_kv: int, zero: bool) -
 
 
 SCORES, RIGHT_SCORES = BACKEND.require_nestedkv(), REFERENCE.require_nestedkv()
+
+
+@pytest.mark.spec("NK-SCORE")
+def test_a_score_that_stays_on_the_device_is_nan_if_a_key_has_no_direction() -> None:
+    """Check that a session and a call of the stage have the same scores. Heads of 257 channels are scored by torch."""
+    score = BACKEND.tensors["nestedkv_score"]
+    k = torch.randn(2, 37, 6, device=default_device()) + 1.0
+    on_device = score(LayerView(k, k, None, 1.0, None), SCORES, NESTED)
+    np.testing.assert_array_equal(on_device.cpu().numpy(), SCORES.anomaly_score(k, NESTED))
+    for value in (0.0, torch.nan, torch.inf):
+        bad = k.clone()
+        bad[1, 5] = value
+        with np.errstate(all="ignore"):
+            lost = score(LayerView(bad, bad, None, 1.0, None), SCORES, NESTED).isnan()
+        assert lost.all(dim=1).tolist() == lost.any(dim=1).tolist() == [False, True]
+    wide = torch.randn(1, 9, 257, device=default_device())
+    assert score(LayerView(wide, wide, None, 1.0, None), SCORES, NESTED).isfinite().all()
 
 
 @pytest.mark.spec("NK-SCORE")

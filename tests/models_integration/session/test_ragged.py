@@ -350,6 +350,23 @@ def test_a_session_s_steps_are_those_of_one_call_for_each_head(monkeypatch: pyte
     assert relative(logits[1], logits[0]) < TOLERANCE
 
 
+def test_steps_of_snapkv_on_cuda_use_no_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that cuDNN, which prepares a plan for each number of keys, is switched off in steps and on in prompts."""
+    model, enabled, attend = build("llama"), set[tuple[bool, bool]](), torch.nn.functional.scaled_dot_product_attention
+
+    def noted(query: Tensor, *given: Any, **options: Any) -> Tensor:
+        enabled.add((query.shape[2] == 1, torch.backends.cuda.cudnn_sdp_enabled()))
+        return attend(query, *given, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    monkeypatch.setattr(cached_attention, "_flash", lambda query: True)
+    monkeypatch.setattr(cached_attention, "_by_variable_length", lambda *given: False)
+    with method("snapkv")(model) as run, torch.no_grad():
+        model(input_ids=prompt(PROMPT))
+        step_by_step(model, prompt(NEW), run.cache)
+    assert enabled == {(False, True), (True, False)}
+
+
 @pytest.mark.parametrize("counts", [[[9, 9], [9, 9], [14, 14]], [[9, 9], [9, 7], [14, 14], [14, 14]]])
 def test_rows_of_equal_length_are_one_call_of_attention(
     counts: list[list[int]], monkeypatch: pytest.MonkeyPatch,
