@@ -14,6 +14,7 @@ from warnings import catch_warnings
 
 import numpy as np
 import torch
+from triton import cdiv, next_power_of_2
 
 from accelerated.torch_device.records import Neighbours, to_host
 from accelerated.triton_gpu import kernels, launch
@@ -40,13 +41,6 @@ LONGEST_LIST = 64
 RESULTS = ("salience", "intra", "intra_weight", "cross", "cross_weight")
 
 
-class Strided(NamedTuple):
-    """Shape and strides of a tensor."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
 class _Launch(NamedTuple):
     """Kernel, grid, names of the tensors, numbers and constants of one launch."""
 
@@ -58,34 +52,28 @@ class _Launch(NamedTuple):
 
 
 class _Plan:
-    """Launches of S1 and sizes of its tensors, for one shape of the inputs. A plan contains no tensors.
-
-    Attributes:
-        sizes: shape and dtype of each result and buffer, by name. All stripes use the same buffers.
-        attend: launches of row softmax and, if the stripe has earlier keys, of active tiles, with the stripe's tokens.
-        rest: all later launches.
-        summed: number by which the salience is divided at the end.
-    """
+    """Launches of S1 and sizes of its tensors, for one shape of the inputs. A plan contains no tensors."""
 
     def __init__(
-        self, q: Strided, k: Strided, lse: tuple[int, ...] | None, p: CrystalCacheParameters, scaling: float,
-        softcap: float | None, tiles: AttentionTiles, scratch: int, slack: float,
+        self, shape: tuple[int, ...], strides: tuple[int, ...], lse: tuple[int, ...] | None,
+        p: CrystalCacheParameters, scaling: float, softcap: float | None, tiles: AttentionTiles, scratch: int,
+        slack: float,
     ) -> None:
         self.p, self.tiles, self.lse, self.scratch, self.slack = p, tiles, lse, scratch, slack
-        self.heads, self.n, self.d = q.shape
-        self.before = k.shape[1] - self.n
+        self.heads, self.n, self.d, H_kv, live, _ = shape
+        self.before = live - self.n
         self.C = min(p.C, self.n)
-        self.group = self.heads // k.shape[0]
-        self.key_tiles = _ceil(self.before + (self.n - 1) // self.C * self.C, tiles.softmax.columns)
+        self.group = self.heads // H_kv
+        self.key_tiles = cdiv(self.before + (self.n - 1) // self.C * self.C, tiles.softmax.columns)
         self.unit = (softcap or scaling) * math.log2(math.e)
-        self.attention = (scaling / softcap if softcap else 1.0, self.unit, *q.stride, *k.stride)
-        self.widths = {"d": self.d, "D": max(16, _power_of_2(self.d)), "CAPPED": bool(softcap)}
+        self.attention = (scaling / softcap if softcap else 1.0, self.unit, *strides)
+        self.widths = {"d": self.d, "D": max(16, next_power_of_2(self.d)), "CAPPED": bool(softcap)}
         self.linked = bool(self.key_tiles and p.k_cross)
         self.summed = max(1, min(p.k_heads, self.heads)) if p.heads == "mean" else 1
-        active = (_ceil(self.n, tiles.cross.rows), self.key_tiles)
+        active, rows = (cdiv(self.n, tiles.cross.rows), self.key_tiles), (self.heads, self.n)
         self.sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "top": ((self.heads, self.n), torch.float32), "log": ((self.heads, self.n), torch.float32),
-            "active": (active, torch.int32), "salience": ((self.n,), torch.float32),
+            "top": (rows, torch.float32), "log": (rows, torch.float32), "active": (active, torch.int32),
+            "salience": ((self.n,), torch.float32),
             "intra": ((self.n, p.k_intra), torch.int64), "intra_weight": ((self.n, p.k_intra), torch.float32),
             "cross": ((self.n, p.k_cross), torch.int64), "cross_weight": ((self.n, p.k_cross), torch.float32),
         }
@@ -112,11 +100,11 @@ class _Plan:
         # One program computes several heads that share keys: the largest power of two that divides the group.
         pack = min(self.group & -self.group, shape.rows // 4)
         each = shape.rows // pack
-        tiles = _ceil(self.before + (first + rows - 1) // self.C * self.C, shape.columns)
+        tiles = cdiv(self.before + (first + rows - 1) // self.C * self.C, shape.columns)
         peak = self.buffer("peak", self.heads, tiles, rows)
         where = (first, rows, self.n, self.before, self.C, tiles)
         softmax = _Launch(
-            "row_softmax", (_ceil(rows, each), self.heads // pack), ("q", "k", "lse", "top", "log", peak),
+            "row_softmax", (cdiv(rows, each), self.heads // pack), ("q", "k", "lse", "top", "log", peak),
             (*(self.lse or (0, 0)), *where, *self.attention),
             {"KNOWN": self.lse is not None, "GROUP": self.group, "PACK": pack, "ROWS": each, "KEYS": shape.columns,
              **self.widths, **_how(shape)},
@@ -125,7 +113,7 @@ class _Plan:
             return softmax, None
         bound = self.heads * float(np.float32(p.tau_cross)) * self.slack
         return softmax, _Launch(
-            "active_tiles", (_ceil(rows, cross.rows), tiles), ("top", "log", peak, "active"),
+            "active_tiles", (cdiv(rows, cross.rows), tiles), ("top", "log", peak, "active"),
             (*where, self.key_tiles, self.unit, bound),
             {"H": self.heads, "ROWS": cross.rows, "KEYS": cross.columns, **FLOAT32},
         )
@@ -134,19 +122,19 @@ class _Plan:
         """Compute the neighbours in earlier chunks from the active tiles."""
         shape, k = self.tiles.cross, self.p.k_cross
         return _Launch(
-            "cross_neighbours", (_ceil(self.n, shape.rows),),
+            "cross_neighbours", (cdiv(self.n, shape.rows),),
             ("q", "k", "top", "log", "active", "cross", "cross_weight"),
             (self.n, self.before, self.C, self.key_tiles, 1.0 / self.heads, float(np.float32(self.p.tau_cross)),
              *self.attention),
             {"H": self.heads, "GROUP": self.group, "ROWS": shape.rows, "KEYS": shape.columns,
-             "PLACES": _power_of_2(k), "TAKE": k, **self.widths, **_how(shape)},
+             "PLACES": next_power_of_2(k), "TAKE": k, **self.widths, **_how(shape)},
         )
 
     def compare(self, first: int, rows: int) -> Iterator[_Launch]:
         """Compute salience and the neighbours in the same chunk, for a stripe of whole chunks."""
         shape, p, tokens = self.tiles.chunk, self.p, self.tiles.tokens
-        spans = _ceil(min(self.C, rows) + shape.rows, shape.columns)
-        width, tiles = spans * shape.columns, _ceil(rows, shape.rows)
+        spans = cdiv(min(self.C, rows) + shape.rows, shape.columns)
+        width, tiles = spans * shape.columns, cdiv(rows, shape.rows)
         A, column = self.buffer("A", rows, self.C), self.buffer("column", tiles, self.heads, width)
         yield _Launch(
             "chunk_attention", (tiles, spans), ("q", "k", "top", "log", A, column),
@@ -155,9 +143,9 @@ class _Plan:
              **_how(shape)},
         )
         yield _Launch(
-            "salience", (_ceil(rows, tokens),), (column, "salience"),
+            "salience", (cdiv(rows, tokens),), (column, "salience"),
             (first, rows, self.C, width, float(self.summed * p.M_min), float(self.summed * p.M_max)),
-            {"H": self.heads, "HEADS": _power_of_2(self.heads), "ROWS": shape.rows, "TOKENS": tokens,
+            {"H": self.heads, "HEADS": next_power_of_2(self.heads), "ROWS": shape.rows, "TOKENS": tokens,
              "TAKE": min(p.k_heads, self.heads), **FLOAT32},
         )
         if p.k_intra:
@@ -167,26 +155,23 @@ class _Plan:
         """Compute the neighbours in the same chunk."""
         norm, shape, k = self.tiles.normalise, self.tiles.intra, self.p.k_intra
         yield _Launch(
-            "row_normalise", (_ceil(rows, norm.rows),), (A,), (first, rows, self.C, float(self.p.epsilon)),
+            "row_normalise", (cdiv(rows, norm.rows),), (A,), (first, rows, self.C, float(self.p.epsilon)),
             {"ROWS": norm.rows, "KEYS": norm.columns, **FLOAT32},
         )
         yield _Launch(
-            "intra_neighbours", (_ceil(rows, shape.rows),), (A, "intra", "intra_weight"),
+            "intra_neighbours", (cdiv(rows, shape.rows),), (A, "intra", "intra_weight"),
             (first, rows, self.before, self.C, float(np.float32(self.p.tau_intra))),
-            {"ROWS": shape.rows, "COLUMNS": shape.columns, "DEPTH": self.tiles.depth, "PLACES": _power_of_2(k),
+            {"ROWS": shape.rows, "COLUMNS": shape.columns, "DEPTH": self.tiles.depth, "PLACES": next_power_of_2(k),
              "TAKE": k, **_how(shape)},
         )
 
     def run(self, q: Tensor, k: Tensor, lse: Tensor | None, sinks: Tensor | None) -> dict[str, Tensor]:
         """Run the kernels in order, and return the results by name."""
-        given = {
-            name: torch.empty(shape, dtype=dtype, device=q.device) for name, (shape, dtype) in self.sizes.items()
-        }
+        given = {name: torch.empty(shape, dtype=dtype, device=q.device) for name, (shape, dtype) in self.sizes.items()}
         if not self.linked:
             given["cross"].fill_(-1)
             given["cross_weight"].zero_()
-        # Without a given lse, the kernel does not read the tensor.
-        given |= {"q": q, "k": k, "lse": given["log"] if lse is None else lse}
+        given |= {"q": q, "k": k, "lse": given["log"] if lse is None else lse}  # a kernel reads only a given lse
         for softmax, active, rows in self.attend:
             _launch(softmax, given)
             if sinks is not None:
@@ -206,15 +191,6 @@ _plan = lru_cache(maxsize=256)(_Plan)
 
 def _launch(one: _Launch, given: Mapping[str, Tensor]) -> None:
     getattr(kernels, one.kernel)[one.grid](*[given[name] for name in one.tensors], *one.numbers, **one.constants)
-
-
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def _power_of_2(n: int) -> int:
-    """Return the smallest power of two that is at least n."""
-    return 1 << max(0, n - 1).bit_length()
 
 
 def _how(shape: Shape) -> dict[str, int | bool]:
@@ -267,7 +243,7 @@ def neighbours(
 
 def tiles_of(q: Tensor) -> AttentionTiles:
     """Return the tiles of the launch table for queries (H, n, d)."""
-    width = max(16, _power_of_2(q.shape[2]))
+    width = max(16, next_power_of_2(q.shape[2]))
     return launch.attention_tiles(width, q.element_size(), INTERPRETED)
 
 
@@ -286,9 +262,9 @@ def _attended(
     if isinstance(sinks, np.ndarray):
         sinks = upload(sinks, np.float32, q.device)
     beside = None if sinks is None else sinks.to(q.device, torch.float32)
-    shapes = (Strided(tuple(x.shape), x.stride()) for x in (q, k))
     plan = _plan(
-        *shapes, None if lse is None else lse.stride(), p, scaling, softcap, tiles, launch.SCRATCH, launch.SLACK
+        (*q.shape, *k.shape), (*q.stride(), *k.stride()), None if lse is None else lse.stride(), p, scaling, softcap,
+        tiles, launch.SCRATCH, launch.SLACK,
     )
     # The interpreter computes with NumPy, which would warn of values that are not finite. They raise an error later.
     quiet: Any = catch_warnings(action="ignore", category=RuntimeWarning) if INTERPRETED else nullcontext()

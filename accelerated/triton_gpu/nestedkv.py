@@ -313,10 +313,7 @@ def nestedkv_score(view: LayerView, stages: NestedKVStages, parameters: NestedKV
 
 
 def _scores(keys: torch.Tensor, p: NestedKVParameters) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the score a* and the inverse norm of each key, (H, n). The inverse norm is 0 if the key is zero.
-
-    An inverse norm is NaN if the key is not finite.
-    """
+    """Return score a* and inverse norm of each key, (H, n): 0 for a zero key, NaN for a key that is not finite."""
     H, n, d = keys.shape
     b = min(max(n // p.blocks, p.b_min), p.b_max)
     D, blocks = triton.next_power_of_2(d), triton.cdiv(n, b)
