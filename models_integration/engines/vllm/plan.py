@@ -75,6 +75,8 @@ class Plan:
         return seen < self.failed and (seen == self.n or (seen > self.n and self._due(seen)))
 
     def _due(self, seen: int) -> bool:
+        if self.asked.every is None:
+            return False
         due = self.asked.policy.cadence.due(seen, seen - self.shift, self.budget(seen))
         return due or self.asked.breathes(seen - self.n)
 

@@ -75,9 +75,8 @@ class _Model:
             done, decider = int(batch.num_computed_tokens_cpu[row]), self.deciders.get(name)
             if decider is not None:
                 self._check(decider, name, done, done + count)
-                wanted = [at for at in range(count) if decider.wants(done + at)]
-                if wanted:
-                    self._pieces.append((decider, start + wanted[0], start + wanted[-1] + 1))
+                if (first := decider.first_query(done) - done) < count:
+                    self._pieces.append((decider, start + first, start + count))
                 self._ends.append((name, done + count, start + count - 1))
             start += count
 

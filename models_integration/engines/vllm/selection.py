@@ -1,5 +1,6 @@
 """Decisions about one request, from its keys, values and queries. The decisions survive a preemption."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -93,13 +94,12 @@ class Decider:
     def needs(self) -> Needs:
         return self.policy.scorer.needs
 
-    def wants(self, position: int) -> bool:
-        """Return True if the policy reads the query at this position in the next decision."""
-        if position < self.observed or not self.watched or self.needs.query_rows == 0:
-            return False
-        if position >= self.n:
-            return self.policy.cadence.every is not None
-        return self.needs.query_rows is None or position >= self.n - self.needs.query_rows
+    def first_query(self, done: int) -> int:
+        """Return the first position from `done` on whose query the policy reads in the next decision."""
+        rows, decoding = self.needs.query_rows, done >= self.n
+        if not self.watched or rows == 0 or (decoding and self.policy.cadence.every is None):
+            return sys.maxsize
+        return max(done, self.observed, 0 if rows is None or decoding else self.n - rows)
 
     def decide(
         self, seen: int, slots: int, tensors: Callable[[int], tuple[Tensor, Tensor]], token: Tensor,

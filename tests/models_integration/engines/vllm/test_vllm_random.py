@@ -1,6 +1,7 @@
 """Random requests with arrivals, aborts, preemption and shared prefixes, and planted errors that they must notice."""
 
 import os
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -216,7 +217,7 @@ ERRORS: dict[str, Plant] = {
         "pages", "Pages.read", lambda own: lambda self, blocks, slots: own(self, blocks.flip(0), slots)
     ),
     "the table keeps the old blocks": replaced("seams", "replace_block_table", lambda own: lambda *_: None),
-    "queries are missing": replaced("selection", "Decider.wants", lambda own: lambda self, position: False),
+    "queries are missing": replaced("selection", "Decider.first_query", lambda own: lambda self, done: sys.maxsize),
     "queries are those of the token before": replaced("runner", "_Model.prepare", pieces_are_late),
     "a set has one token fewer": replaced("selection", "retain", one_token_fewer),
     "layers are stated in reverse": replaced(
