@@ -197,7 +197,9 @@ def diverse(
             or if the mode requires more sets of kept tokens than the host policy has.
         BackendUnavailable: if the backend cannot run here, or lacks the stage family `diversity`.
     """
-    return _signed(host, mode, "diverse", Diverse(resolve(backend).for_decoding().require_diversity(), lam))
+    engine = resolve(backend)
+    stages = engine.for_decoding().diversity or engine.require_diversity()  # the signatures are on the host
+    return _signed(host, mode, "diverse", Diverse(stages, lam))
 
 
 def toward_mean_values(host: Policy, lam: float = 0.5, mode: str = "flat") -> Policy:

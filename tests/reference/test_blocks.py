@@ -24,6 +24,7 @@ from lab.policy_cases import LAM, PROMPT, SEEN, STEPS, N, alpha_kept, decoded, l
 from reference import diversity, policies
 from reference import nestedkv as nk
 from reference.policies.budgets import tokens_of
+from reference.policies.diversity import Diverse
 from reference.policies.kept import most_kept
 from reference.policies.knorm import knorm_score
 from reference.policies.kvcrush import ANCHORS, anchor_distances, scored_or_representative
@@ -233,6 +234,17 @@ def test_a_host_sees_what_it_sees_alone(lam: float) -> None:
     (V,) = signed.signatures(plain_values(inputs), "flat")
     want = alpha_kept(list(first), V, 7, lam) if lam else oracle.top(first, 7)
     assert decided(policies.diverse(host, lam), inputs, 7) == [want]
+
+
+@pytest.mark.spec("DV-POLICY")
+def test_a_backend_may_have_stages_of_diversity_for_all_data() -> None:
+    """Check that the stages of the backend are used if `decoding` has none."""
+    engine = resolve("numpy")
+    host = replace(engine, diversity=None)
+    for both, stages in [(replace(engine, decoding=host), engine), (replace(host, decoding=engine), engine)]:
+        selector = policies.diverse(policies.knorm(), LAM, backend=both).selector
+        assert isinstance(selector, Diverse)
+        assert selector.stages is stages.diversity
 
 
 @pytest.mark.spec("DV-POLICY")
