@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkabl
 from spec.arrays import BoolVector, Cube, Float64, Int64, IntMatrix, IntVector, Matrix, Vector
 from spec.composition import check_parts
 from spec.errors import SpecError
+from spec.printing import short
 from spec.retention import Granularity
 from spec.validate import check_choices
 
@@ -384,6 +385,11 @@ class Policy:
 
     def __post_init__(self) -> None:
         check_parts(self)
+
+    def __repr__(self) -> str:
+        parts = {"scorer": self.scorer, "budgets": self.budgets, "selector": self.selector}
+        shown = ", ".join(f"{name}={short(part)}" for name, part in parts.items())
+        return f"Policy({self.name!r}, {shown}, protection={short(self.protection)}, granularity={self.granularity})"
 
     @property
     def floor(self) -> int:

@@ -1,8 +1,9 @@
 """Texts on a terminal: numbers with nouns, and texts of other people, such as names in rows and answers of engines."""
 
+from collections.abc import Sized
 from unicodedata import category
 
-__all__ = ["counted", "printable", "printable_lines"]
+__all__ = ["counted", "printable", "printable_lines", "short"]
 
 _REPLACED = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 """Categories of Unicode: control characters, which can change the screen or type on the keyboard, format characters,
@@ -24,3 +25,12 @@ def printable_lines(text: str) -> str:
 def counted(number: int | str, noun: str) -> str:
     """Return a number with a noun, such as "1 item" or "2 items"."""
     return f"{number} {noun}{'' if str(number) == '1' else 's'}"
+
+
+def short(value: object, longest: int = 80) -> str:
+    """Return the repr of a value or the name of a function. A long repr becomes the type with the number of entries."""
+    text: str = getattr(value, "__name__", None) or repr(value)
+    if len(text) <= longest and "\n" not in text:
+        return text
+    entries = f" of {len(value)}" if isinstance(value, Sized) else ""
+    return f"<{type(value).__name__}{entries}>"

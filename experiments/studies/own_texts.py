@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,12 +33,18 @@ from models_integration.policies.sizes import is_size, tokens_of_size
 from reference.calibration import load_calibration
 from spec.errors import SpecError
 from spec.printing import counted
+from spec.validate import check_whole
 
 __all__ = ["answer_table", "compare", "question_results", "question_study", "user_question_rows"]
 
 DEFAULT_POLICIES = ("nestedkv", "snapkv", "streamingllm")
 DEFAULT_BUDGETS = (0.3, 0.5)
 GRADE = "contains"
+_ROWS = "questions.jsonl"
+"""Temporary file with questions that are not in a file of the user."""
+_IN_PYTHON = {"policy": "policies", "budget": "budgets", "placements": "placement"}
+"""Arguments of `compare`, by the names in errors about a rules file."""
+_OPTION = re.compile(r"--(\w+)(?: FILE \(\w+= in Python\))?")
 
 
 def question_study(
@@ -112,9 +119,11 @@ def compare(
         SpecError: if an argument, a row or a file is invalid, or if a text is too long for the model.
     """
     _check_arguments(model, text)
+    check_whole("batch_size", batch_size, 1)
     names, shares = _listed("policies", policies, str), _listed("budgets", budgets, (str, Real))
-    shares = [str(tokens_of_size(one, model)) if is_size(one) else one for one in shares]
-    with tempfile.TemporaryDirectory(prefix="kvspec-") as folder, _without_folder(folder):
+    entry = "column" if isinstance(questions, str | Path | pd.DataFrame) else "key"
+    with tempfile.TemporaryDirectory(prefix="kvspec-") as folder, _argument_names(folder, entry):
+        shares = [str(tokens_of_size(one, model)) if is_size(one) else one for one in shares]
         rules = rules_of(**question_study(
             _file_of(questions, Path(folder)), _text_file(text, Path(folder)), grade, title="Comparison",
             policies=names, budgets=shares, placements=[placement], models=["model"],
@@ -147,6 +156,8 @@ def _check_arguments(model: object, text: object) -> None:
         raise SpecError("model", type(model).__name__, reason)
     if model.training:
         raise SpecError("model", type(model).__name__, "is in training mode: call model.eval() first")
+    if isinstance(text, str) and not text.strip():
+        raise SpecError("text", text, "is empty: give the text, or the pathlib.Path of a file")
     if isinstance(text, str) and os.path.isfile(text):  # Path.is_file raises an error for a long text
         raise SpecError("text", text, f"is the path of a file: type pathlib.Path({text!r})")
 
@@ -167,13 +178,19 @@ def _listed(argument: str, value: Iterable[Any], kinds: type | tuple[type, ...])
 
 
 @contextmanager
-def _without_folder(folder: str) -> Iterator[None]:
-    """Context manager that removes the name of a temporary folder from errors about the files in the folder."""
+def _argument_names(folder: str, entry: str) -> Iterator[None]:
+    """Context manager in which errors name the arguments of `compare`, and neither options nor temporary files.
+
+    `entry` is the name of a cell of a row: column or key.
+    """
     try:
         yield
     except SpecError as error:
-        shown = str(error.value).replace(f"{folder}{os.sep}", "")
-        raise SpecError(error.argument, shown if folder in str(error.value) else error.value, error.bound) from error
+        value, bound = error.value, _OPTION.sub(r"\1", error.bound).replace("column", entry)
+        if folder in str(value):
+            value = str(value).replace(f"{folder}{os.sep}", "").removeprefix(f"{_ROWS}, ")
+            value = re.sub(r"(number \d+) of .*", r"\1", value)
+        raise SpecError(_IN_PYTHON.get(error.argument, error.argument), value, bound) from error
 
 
 def _file_of(questions: Any, folder: Path) -> Path:
@@ -185,7 +202,7 @@ def _file_of(questions: Any, folder: Path) -> Path:
         raise SpecError("questions", wrong[0], "must be rows with question and answer, or the path of a file")
     if not rows:
         raise SpecError("questions", [], "must have at least one row with question and answer")
-    file = folder / "questions.jsonl"
+    file = folder / _ROWS
     plain = [{name: _plain(cell) for name, cell in row.items()} for row in rows]
     file.write_text("\n".join(json.dumps(row, default=str) for row in plain), encoding="utf-8")
     return file

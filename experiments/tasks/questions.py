@@ -135,7 +135,7 @@ def _check_columns(file: Path, number: int, row: Mapping[str, Any], document: bo
         raise SpecError("questions", where, f"has no column 'text', but {columns}: add --text FILE (text= in Python)")
     for name in ("question", "answer"):
         if name not in row:
-            hint = "separate columns by commas" if len(row) == 1 and ";" in columns else "name the column so"
+            hint = "separate columns by commas" if len(row) == 1 and ";" in columns else f"rename a column to {name!r}"
             reason = f"has no column {name!r}, but {columns}: {hint}"
             raise SpecError("questions", where, reason)
 

@@ -148,6 +148,7 @@ def _subject(paper: Paper, asked: PaperOptions, loading: Loading, *, save: bool)
     path = asked.out / f"calibration-{subject.name}.npz"
     if path.exists():
         return replace(subject, calibration=load_calibration(path))
+    say(f"measures a calibration on {_CALIBRATED} tokens")
     ids = torch.tensor([read_prose(subject.tokenizer).tokens[:_CALIBRATED]], device=subject.model.device)
     result = calibrate(subject.model, ids, subject.identity)
     if save:
@@ -252,12 +253,15 @@ def _plan(asked: PaperOptions, loading: Loading) -> None:
     """
     console, paper = Console(), _checked(asked)
     for model in asked.models:
+        say(f"loads {model}", console)
         subject, lines = _subject(paper, asked, replace(loading, model=model), save=False), list[list[str]]()
         hours, most = [0.0, 0.0], 0.0
-        for part, _, work, message in list(_studies(paper, asked, subject, model)):
-            numbers, (low, high, cached) = _planned(work, again=not any(hours))
-            hours, most = [hours[0] + low, hours[1] + high], max(most, cached)
-            lines.append([part.name, *(f"{number:,}" for number in numbers), message])
+        for number, each in enumerate(paper.parts, 1):
+            say(f"part {number} of {len(paper.parts)}: {each.name}", console)
+            for part, _, work, message in _studies(replace(paper, parts=(each,)), asked, subject, model):
+                numbers, (low, high, cached) = _planned(work, again=not any(hours))
+                hours, most = [hours[0] + low, hours[1] + high], max(most, cached)
+                lines.append([part.name, *(f"{number:,}" for number in numbers), message])
         headings = ["part", "samples", "cells", "prompt tokens", "answer tokens at most", "longest prompt", "not run"]
         console.print(table_of(f"{paper.title} on {subject.label}", headings, lines))
         weights, clock = sum(one.nbytes for one in subject.model.parameters()), clock_of(subject.model.device)

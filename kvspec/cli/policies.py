@@ -1,11 +1,13 @@
 """Implementation of the commands `kvspec policies` and `kvspec tasks`."""
 
+import shlex
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
 from experiments.tasks.registry import FILES, TABLE
 from reference.policies.describe import PolicyDescription, describe_parts, describe_policy, list_policies
+from reference.policies.grammar import is_composition
 
 __all__ = ["show_policies", "show_policy", "show_tasks"]
 
@@ -49,7 +51,8 @@ def show_policy(name: str) -> None:
     Raises:
         SpecError: if the name is unknown.
     """
-    for line in _lines(describe_policy(name)):
+    one = describe_policy(name)
+    for line in _lines(one, name if "(" in name or is_composition(name) else one.name):
         _print(line)
     _print(f"parts: {describe_parts(name)}")
 
@@ -83,7 +86,8 @@ def _listed(words: Sequence[str]) -> str:
     return " and ".join([*([", ".join(words[:-1])] if words[1:] else []), words[-1]])
 
 
-def _lines(one: PolicyDescription) -> Iterator[str]:
+def _lines(one: PolicyDescription, text: str) -> Iterator[str]:
+    """Yield the lines about a policy. The examples have the text of the policy that the user typed."""
     yield f"{one.name}: keeps {one.keeps}"
     if one.paper:
         yield f"paper: {one.paper}"
@@ -99,5 +103,5 @@ def _lines(one: PolicyDescription) -> Iterator[str]:
     yield from (f"  {key} (required): {one.meanings[key]}" for key in one.required)
     yield from (f"  {key} = {value}: {one.meanings[key]}" for key, value in one.constants.items())
     given = "".join(f", {key}=..." for key in one.required)
-    yield f"in Python: kvspec.policy_from_name({one.name!r}, budget=0.3{given})"
-    yield f"on the command line: kvspec compare --policies {one.name} --budgets 0.3"
+    yield f"in Python: kvspec.policy_from_name({text!r}, budget=0.3{given})"
+    yield f"on the command line: kvspec compare --policies {shlex.quote(text)} --budgets 0.3"

@@ -82,6 +82,11 @@ def paper(
     results differ from the best baseline and from the full cache. Below each table is a list of missing results.
     Results that are stored in --out are not computed again.
     """
+    if dry_run:  # the imports and the model take many seconds
+        print(
+            f"kvspec paper {name}: loads {model}, measures one sample of each part, and prints what a run needs."
+            " Nothing is stored.", flush=True,
+        )
     from experiments.studies.subject import Loading
     from experiments.studies.workers import Launch
     from kvspec.cli.paper_runs import INJECTION, PaperOptions, run

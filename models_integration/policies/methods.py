@@ -22,9 +22,9 @@ from models_integration.session.crystal import CrystalMethod
 from models_integration.session.method import Method, method_of
 from reference.backend import BACKEND as REFERENCE
 from reference.policies import crystalcache, full_cache, in_blocks, names, streaming_llm
-from reference.policies.composition import constant_name, join_constants, typed_constants
+from reference.policies.composition import constant_name, join_constants
 from reference.policies.crystalcache import BREATH_PROTECTION
-from reference.policies.grammar import is_composition, parse_call, parse_composition
+from reference.policies.grammar import parse_call
 from reference.policies.kept import warn_small_budget
 from reference.policies.names import BACKEND, check_kinds, check_name
 from spec.backend import Backend, resolve
@@ -33,11 +33,12 @@ from spec.errors import SpecError
 from spec.parameters import PAPER, CrystalCacheParameters
 from spec.parameters.crystalcache import BreathProtection, preset
 from spec.policy import Policy
+from spec.printing import short
 from spec.validate import check_penalty, check_sentence_ends, did_you_mean
 
 __all__ = [
     "CrystalCache", "CustomPolicy", "FullCache", "NamedPolicy", "RetentionPolicy", "StreamingLLM", "check_constants",
-    "constants_of", "parse_policy", "policy_from_name", "split_name",
+    "constants_of", "parse_policy", "policy_from_name",
 ]
 
 
@@ -72,6 +73,9 @@ class CustomPolicy(RetentionPolicy):
 
     def _set_method(self, method: Method) -> None:
         object.__setattr__(self, "method", method)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.method.settings})"
 
     @property
     def backend(self) -> str:
@@ -193,8 +197,6 @@ _CLASSES: Mapping[str, Callable[..., RetentionPolicy]] = {
 """Policies that have a separate class, by name."""
 POSITIONS = "positions"
 """Name of the constant with the rule of rotary positions. The kept tokens do not depend on the rule."""
-_OF_SESSION: Mapping[str, Any] = {POSITIONS: KEPT, BACKEND: "auto", "decode": False, "stream": False}
-"""Constants of sessions, which the text of a policy can set, with defaults."""
 _PARAMETERS = frozenset(field.name for field in fields(CrystalCacheParameters)) - {"breath_protection"}
 """Names of the fields of CrystalCacheParameters. The class CrystalCache has `breath_protection` as an argument."""
 
@@ -247,6 +249,11 @@ class NamedPolicy(RetentionPolicy):
         stored = {"name": name, "budget": share, "constants": constants, "positions": positions}
         for attribute, given in (stored | {"unwarned": budget if later else share}).items():
             object.__setattr__(self, attribute, given)
+
+    def __repr__(self) -> str:
+        given = {**self.constants, **({POSITIONS: self.positions} if self.positions != KEPT else {})}
+        more = "".join(f", {name}={short(value)}" for name, value in given.items())
+        return f"NamedPolicy({self.name!r}, budget={self.budget}{more})"
 
     def knowing(self, identity: ModelIdentity) -> "NamedPolicy":
         """Return a copy of the policy. The copy compares the calibration with `identity` instead of the model."""
@@ -312,23 +319,6 @@ def policy_from_name(
     return _CLASSES[name](budget, **constants)
 
 
-def split_name(name: str, argument: str = "name") -> tuple[str, dict[str, Any]]:
-    """Return a policy name and the constants of its text, as `names.split_name` with the constants in _OF_SESSION.
-
-    Raises:
-        SpecError: as in `names.check_name`.
-    """
-    of_session: dict[str, Any] = {}
-    if isinstance(name, str) and is_composition(name):
-        whole = parse_composition(name, argument)
-        given = {key: text for key, text in whole.constants.items() if key in _OF_SESSION}
-        of_session = typed_constants(given, _OF_SESSION)
-        rest = {key: text for key, text in whole.constants.items() if key not in of_session}
-        name = str(replace(whole, constants=rest))
-    name, constants = names.split_name(name, argument)
-    return name, constants | of_session
-
-
 def constants_of(name: str) -> frozenset[str]:
     """Return the names of the constants that `policy_from_name` accepts for a policy.
 
@@ -384,5 +374,6 @@ def parse_policy(text: str, argument: str = "policy") -> tuple[str, dict[str, An
         SpecError: if the text has a wrong form, the name is unknown, or the policy does not have a constant.
     """
     head, called = parse_call(text, argument)
-    name, named = split_name(head, argument)
-    return name, join_constants(head, check_constants(name, named), check_constants(name, called))
+    name, of_session = names.split_session_constants(head, argument)
+    name, named = names.split_name(name, argument)
+    return name, join_constants(head, check_constants(name, named | of_session), check_constants(name, called))

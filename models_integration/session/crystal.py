@@ -20,15 +20,16 @@ from spec.arrays import Float64, Int64, IntVector, Matrix, Vector
 from spec.backend import Backend
 from spec.decode import DecodeState
 from spec.errors import SpecError
-from spec.parameters import CrystalCacheParameters
+from spec.parameters import PAPER, CrystalCacheParameters
 from spec.policy import LayerView, Observation
+from spec.printing import short
 from spec.records import CrystalRetention
 from spec.retention import Retention
 
 __all__ = ["CrystalMethod"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class CrystalMethod(Method):
     """CrystalCache with a budget. The cache contains the states of all rows.
 
@@ -44,6 +45,14 @@ class CrystalMethod(Method):
     sentence_ends: frozenset[int]
     parameters: CrystalCacheParameters
     stream: bool = False
+
+    @property
+    def settings(self) -> str:
+        """Settings of `Method`, the number of sentence ends, and the parameters that differ from the paper's."""
+        flags = {name: True for name in ("decode", "stream") if getattr(self, name)}
+        changed = {name: value for name, value in vars(self.parameters).items() if value != getattr(PAPER, name)}
+        more = "".join(f", {name}={value!r}" for name, value in (changed | flags).items())
+        return f"{super().settings}, sentence_ends={short(self.sentence_ends, 30)}{more}"
 
     @property
     def segment_tokens(self) -> int | None:

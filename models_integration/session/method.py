@@ -59,6 +59,15 @@ class Method:
         check_rule(self.positions)
         check_scorer(self.positions, self.policy)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.settings})"
+
+    @property
+    def settings(self) -> str:
+        """Name of the policy, and the settings that are not the defaults, on one line."""
+        positions = f", positions={self.positions!r}" if self.positions != KEPT else ""
+        return f"{self.policy.name!r}, budget={self.budget}, backend={self.engine.name!r}{positions}"
+
     @property
     def step_needs(self) -> Needs:
         """Tensors of a decode step that `after_step` needs."""
@@ -154,7 +163,7 @@ class Method:
         return max(excess_tokens(self.budget, one) for one in retentions)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SteppingMethod(Method):
     """Policy that can evict after each decode step, such as H2O, TOVA and R-KV. The scorer has a method `step`."""
 

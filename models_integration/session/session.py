@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from types import TracebackType
 from typing import Any
 from warnings import warn
 from weakref import finalize
@@ -63,7 +62,8 @@ class Session:
         retentions: positions of the kept tokens after the last segment, one `Retention` for each prompt of the batch.
             `retentions[0].group(i)` returns the i-th set of kept positions. Before a prompt, the tuple is empty.
         kept: positions of the kept tokens of the last prompt. Raises `SpecError` if layers or heads differ.
-        cache: compacted cache, which you can also use after the block. Before a prompt, `cache` is None.
+        cache: compacted cache, which you can also use after the block. Inside the block, before a prompt, `cache` is
+            None. Without a block, `cache` raises `SpecError`, because generate would evict nothing.
         timings: seconds for each step of the last eviction: capture, decision, compaction, rehearsal (only KVzip).
         bytes_freed: bytes of keys and values that the session has freed so far.
         sentence_ends: number of tokens of the last segment that end a sentence. None except for CrystalCache.
@@ -81,7 +81,7 @@ class Session:
     def __init__(self, method: Method, model: PreTrainedModel) -> None:
         self.backend = describe_stages(method)
         self.retentions: tuple[Retention, ...] = ()
-        self.cache: RetainedCache | None = None
+        self._cache: RetainedCache | None = None
         self.timings: dict[str, float] = {}
         self.bytes_freed = 0
         self.over_budget = 0
@@ -124,8 +124,20 @@ class Session:
         return self._usable_cache.mean_length if self._usable_cache is not None and self.seen else 0.0
 
     @property
+    def cache(self) -> RetainedCache | None:
+        """Compacted cache of the last prompt. Before a prompt, None.
+
+        Raises:
+            SpecError: if the block was not entered.
+        """
+        if not self._hold.begun:
+            reason = "needs a block: type `with policy(model) as run:`, and use run.cache inside or after the block"
+            raise SpecError("cache", self._method.policy.name, reason)
+        return self._cache
+
+    @property
     def _usable_cache(self) -> RetainedCache | None:
-        return self.cache if self.cache is not None and self.cache.failure is None else None
+        return self._cache if self._cache is not None and self._cache.failure is None else None
 
     @property
     def kept(self) -> IntVector | None:
@@ -165,31 +177,21 @@ class Session:
         self._hold.enter()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._hold.leave()
         if error is None:
             self._check_steps()
 
     def check_blocks(self) -> None:
-        """Check that the policy can evict after each block of a prompt.
-
-        Raises:
-            SpecError: if the policy cannot.
-        """
+        """Raise a SpecError if the policy cannot evict after each block of a prompt."""
         self._method.check_blocks()
 
     def _check_steps(self) -> None:
-        """Check the inputs of the decode steps since the last segment.
-
-        Raises:
-            SpecError: if a step had an id, a mask or positions that cannot follow.
-        """
+        """Raise a SpecError if a decode step had an id, a mask or positions that cannot follow."""
         wrong, self._wrong = self._wrong, None
         if wrong is not None and bool(wrong):
-            if self.cache is not None:
-                self.cache.fail("a decode step was wrong")
+            if self._cache is not None:
+                self._cache.fail("a decode step was wrong")
             reason = f"each id must lie in [0, {self._architecture.vocabulary}), and masks and positions must continue"
             raise SpecError("input_ids", "a decode step", f"{reason} the tokens seen so far")
 
@@ -300,7 +302,7 @@ class Session:
             decision = segment.finish()
         self.retentions, self.backend = decision.retentions, describe_stages(self._method, decision.on_device)
         self.sentence_ends = self._method.count_sentence_ends(observed)
-        self.cache, self.timings, self.over_budget = cache, observed.watch.read(), decision.over_budget
+        self._cache, self.timings, self.over_budget = cache, observed.watch.read(), decision.over_budget
 
     def _end(self, segment: Segment) -> None:
         """Finish a segment between two forward passes, and count the freed bytes."""

@@ -16,8 +16,10 @@ from reference.policies.crystalcache import BREATH_PROTECTION
 from reference.policies.grammar import parse_call, parse_composition
 from reference.policies.layers import decides_again, is_cascading, is_layerwise
 from reference.policies.names import (
+    BACKEND,
     DIVERSE,
     NAMES,
+    OF_SESSION,
     POLICIES,
     NamedPolicy,
     check_name,
@@ -25,6 +27,7 @@ from reference.policies.names import (
     constants_of_model,
     home_of,
     make_policy,
+    split_session_constants,
 )
 from reference.policies.texts import text_of
 from spec.errors import SpecError
@@ -57,14 +60,17 @@ MEANINGS: Mapping[str, str] = {
     "kvcrush.share": "fraction of the kept blocks that represent evicted blocks, from 0 to 1",
     "lag": "number of tokens in each partition of the prompt",
     "lam": "weight of attention in a score; redundancy has weight 1 - lam",
+    "decode": "true to evict also while tokens are generated, after every T_breath tokens",
     "overlap": "number of tokens at the end of a chunk that are repeated in the request for the next chunk",
     "pin_prompt": "number of first tokens that are never evicted",
+    "positions": "rotary positions of the kept tokens: kept (of the text) or renumbered",
     "rule": "alpha (tokens similar to kept tokens score lower) or variant_b (tokens like the mean value score higher)",
     "safeguard": "fraction of a layer's budget that is divided evenly among the heads, from 0 to 1",
     "seed": "random seed of the sampled tokens",
     "sentence_ends": "ids of tokens that end a sentence: kvspec.sentence_ends(tokenizer)",
     "signature": "values that represent a token: flat (all heads of all layers), layer (all heads of a layer) or head",
     "slack": "number of tokens above the budget that triggers an eviction",
+    "stream": "true for one endless prompt: evict after every C tokens; the budget must be a number of tokens",
     "tau": "weight of the cosine between a key and the mean future query",
     "tau1": "temperature of the attention entropy in the formula for the budget of a layer",
     "tau2": "temperature of the attention variance in the formula for the budget of a layer",
@@ -78,7 +84,9 @@ Fields of a policy's `parameters` are documented in the class of `parameters`.
 """
 
 
-_BY_NAME: Mapping[str, Mapping[str, object]] = {"crystalcache": {"breath_protection": BREATH_PROTECTION}}
+_BY_NAME: Mapping[str, Mapping[str, object]] = {
+    "crystalcache": {"breath_protection": BREATH_PROTECTION, "decode": False, "stream": False},
+}
 """Defaults of `policy_from_name` that differ from those of the paper, by policy and constant."""
 
 
@@ -159,12 +167,14 @@ def describe_policy(name: str) -> PolicyDescription:
     True
     >>> describe_policy("snapkv(w=16)").constants["W"]
     16
+    >>> describe_policy("snapkv:positions=renumbered").constants["positions"]
+    'renumbered'
 
     Raises:
         SpecError: if no policy of kvspec has the given name, or if parts do not fit. Policies that you wrote have no
             description.
     """
-    whole, called = _parse_text(name)
+    whole, called, of_session = _parse_text(name)
     if (name := home_of(whole)) not in NAMES:
         raise SpecError("name", name, "has no description: give a name that `kvspec policies` lists")
     row, policy = POLICIES[name.removeprefix(DIVERSE)], example_policy(whole, called)
@@ -175,7 +185,7 @@ def describe_policy(name: str) -> PolicyDescription:
     if name.startswith(DIVERSE):
         given |= {"diversity": 0.5, "signature": "flat", "rule": "alpha"}
         keeps += "; a token similar to a kept token has a lower score"
-    given |= {**constants_from_text(row, found.constants, given), **called}
+    given |= {**constants_from_text(row, found.constants, given), **called, **of_session}
     if parts := ", ".join(f"{part}={value}" for part, (value, _) in found.parts.items()):
         keeps = f"tokens by the {'scorer' if found.scorer_only else 'parts'} of {name}, with {parts}"
     required = tuple(key for key, value in given.items() if value is Parameter.empty or key == "template")
@@ -183,7 +193,7 @@ def describe_policy(name: str) -> PolicyDescription:
         whole, row.paper, keeps, 1 + (needs.rehearsal is not None), needs.layers, _tensors(needs),
         policy.granularity.value,
         layer_by_layer=name != "fullcache" and (needs.layers != "all" or is_layerwise(policy) or is_cascading(policy)),
-        decode_time=stepping,
+        decode_time=stepping or bool(given.get("decode")),
         later_turns=decides_again(policy),
         padded_batches=needs.rehearsal is None and not stepping,
         positions=row.positions,
@@ -194,10 +204,15 @@ def describe_policy(name: str) -> PolicyDescription:
     )
 
 
-def _parse_text(text: str) -> tuple[str, dict[str, Any]]:
-    """Return the name of a text, and the constants in the parentheses."""
+def _parse_text(text: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Return the name of a text, the constants in the parentheses, and the constants of sessions."""
     head, given = parse_call(text, "name")
-    known = constants_of(name := check_name(head))
+    head, of_session = split_session_constants(head)
+    name = check_name(head)
+    of_home = {"crystalcache": frozenset(OF_SESSION), "fullcache": frozenset[str]()}
+    known = constants_of(name) | of_home.get(home_of(name), frozenset({"positions"}))
+    if wrong := sorted(of_session.keys() - known):
+        raise SpecError(wrong[0], of_session[wrong[0]], f"is not a constant of {name}")
     called = {constant_name(key, known): value for key, value in given.items()}
     if isinstance(chosen := called.get("parameters"), str) and home_of(name) in POLICIES:
         presets = presets_of(POLICIES[home_of(name)])
@@ -206,7 +221,11 @@ def _parse_text(text: str) -> tuple[str, dict[str, Any]]:
     if unknown := sorted(called.keys() - known):
         reason = f"{name} has the constants {', '.join(sorted(known)) or 'none'}"
         raise SpecError(unknown[0], called[unknown[0]], reason)
-    return name, called
+    of_session |= {key: called.pop(key) for key in OF_SESSION.keys() & called.keys()}
+    for key, value in of_session.items():
+        if key != BACKEND:
+            check_choices(key, (str(value),), ("kept", "renumbered") if key == "positions" else ("True", "False"))
+    return name, called, of_session
 
 
 def _tensors(needs: Needs) -> tuple[str, ...]:
@@ -235,7 +254,7 @@ def describe_parts(name: str) -> str:
     Raises:
         SpecError: if the name is unknown.
     """
-    name, called = _parse_text(name)
+    name, called, _ = _parse_text(name)
     return text_of(example_policy(name, called), _example_constants(name))
 
 

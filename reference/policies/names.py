@@ -10,7 +10,7 @@ from pkgutil import iter_modules
 from typing import Any
 
 from reference import policies
-from reference.policies.composition import DIVERSE, DIVERSITY, constants_from_text
+from reference.policies.composition import DIVERSE, DIVERSITY, WHOLE, constants_from_text, typed_constants
 from reference.policies.grammar import Composition, is_composition, parse_composition
 from reference.policies.named import REGISTERED, NamedPolicy
 from reference.policies.texts import policy_from_text
@@ -22,12 +22,14 @@ from spec.promises import promises_of
 from spec.validate import check_choices
 
 __all__ = [
+    "AT_PROMPT",
     "BACKEND",
     "BLOCK",
     "DIVERSE",
     "ENTRY_POINTS",
     "LEFT_OUT",
     "NAMES",
+    "OF_SESSION",
     "POLICIES",
     "NamedPolicy",
     "check_kinds",
@@ -39,6 +41,7 @@ __all__ = [
     "is_built_in",
     "make_policy",
     "split_name",
+    "split_session_constants",
     "user_policy",
     "with_twins",
 ]
@@ -84,6 +87,12 @@ BLOCK = "block"
 
 BACKEND = "backend"
 """Name of the constant that selects the backend for the scores of a policy."""
+
+OF_SESSION: Mapping[str, Any] = {"positions": "kept", BACKEND: "auto", "decode": False, "stream": False}
+"""Constants of sessions, which a text can set, with defaults. Only crystalcache has `decode` and `stream`."""
+
+AT_PROMPT = "@prompt"
+"""Suffix of a policy's name in studies. With the suffix, a decode-time policy evicts only at the end of the prompt."""
 
 _READERS = frozenset({"constants", "describe", "names"})
 """Modules of the package that are not searched for policies, because they import POLICIES."""
@@ -166,7 +175,7 @@ def is_built_in(name: object) -> bool:
     Raises:
         SpecError: if a text has a wrong form.
     """
-    return isinstance(name, str) and _bare(home_of(name).partition("(")[0]) in _CANONICAL
+    return isinstance(name, str) and _bare(home_of(name.partition("(")[0])) in _CANONICAL
 
 
 def check_name(name: str, argument: str = "name") -> str:
@@ -184,6 +193,7 @@ def check_name(name: str, argument: str = "name") -> str:
             "the name comes first: policy_from_name('snapkv', 0.3)"
         )
         raise SpecError(argument, name if isinstance(name, (int, float)) else kind, f"must be text; {remedy}")
+    _check_suffix(name, argument)
     if is_composition(name):
         return str(_composition(name, argument))
     # `module:ATTRIBUTE` names no entry point, and a search for entry points opens a file of each installed package.
@@ -203,6 +213,14 @@ def check_name(name: str, argument: str = "name") -> str:
         raise SpecError(argument, name, f"must be a name; pass constants as arguments, such as {call}")
     user_policy(name, argument)
     return name
+
+
+def _check_suffix(name: str, argument: str) -> None:
+    """Check that a name does not end in AT_PROMPT. The error has the text of a policy that evicts as in a study."""
+    if name.endswith(AT_PROMPT) and is_built_in(policy := name.removesuffix(AT_PROMPT)):
+        rest = re.sub("/every=[^/]*", "", policy)
+        text = rest if home_of(policy) in WHOLE else f"{rest}/every=none"
+        raise SpecError(argument, name, f"is a name only in kvspec compare, rules files and lm-eval: type {text}")
 
 
 def _composition(text: str, argument: str = "name") -> Composition:
@@ -237,6 +255,21 @@ def split_name(name: str, argument: str = "name") -> tuple[str, dict[str, Any]]:
         return name, {}
     row = POLICIES[composition.name.removeprefix(DIVERSE)]
     return composition.name, constants_from_text(row, composition.constants, _defaults(composition.name))
+
+
+def split_session_constants(name: str, argument: str = "name") -> tuple[str, dict[str, Any]]:
+    """Return a text without the constants in OF_SESSION, and these constants.
+
+    Raises:
+        SpecError: if the text has a wrong form, or if a constant has a wrong type.
+    """
+    if not isinstance(name, str) or not is_composition(name):
+        return name, {}
+    _check_suffix(name, argument)
+    whole = parse_composition(name, argument)
+    given = {key: text for key, text in whole.constants.items() if key in OF_SESSION}
+    rest = {key: text for key, text in whole.constants.items() if key not in given}
+    return str(replace(whole, constants=rest)), typed_constants(given, OF_SESSION)
 
 
 def home_of(name: str) -> str:

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -42,10 +43,11 @@ from reference.policies import kvcrush, snapkv, vase
 from reference.policies.budgets import tokens_of
 from reference.policies.describe import describe_policy, list_policies
 from reference.policies.names import LEFT_OUT, NAMES, POLICIES, check_name
+from reference.policies.scored import LinearScores
 from spec.backend import Backend
 from spec.budget import Budget, parse_budget
 from spec.errors import BackendUnavailable, SpecError
-from spec.parameters import TINY, NestedKVParameters
+from spec.parameters import PAPER, TINY, NestedKVParameters
 from spec.records import CrystalRetention
 from tests.models_integration.session.families import ENDS, METHODS, at_once, build, greedy, prompt
 from tests.models_integration.session.sessions import batch, published, read_prompt
@@ -150,8 +152,31 @@ def test_the_command_lists_all_and_explains_one() -> None:
     template, sinks = "template (required): token ids", "N_sink = 4: number of first"
     for words in ("arXiv 2505.23416", "the prompt twice", "evicts from later turns: no", template, sinks):
         assert words in shown
+    shown = CliRunner().invoke(app, ["policies", 'snapkv(positions="renumbered", W=8)']).stdout
+    for words in ("positions = renumbered: rotary", "--policies 'snapkv(positions=\"renumbered\", W=8)' --budgets",
+                  "policy_from_name('snapkv(positions=\"renumbered\", W=8)', budget=0.3)"):
+        assert words in shown
     refused = CliRunner().invoke(app, ["policies", "snapkvv"])
     assert "did you mean snapkv" in str(refused.exception)
+
+
+@pytest.mark.law("as-it-is-described")
+def test_the_text_of_a_policy_is_one_short_line() -> None:
+    """The text of CrystalCache once had thousands of characters: each sentence end, and each object of the backend."""
+    model, ends = build("llama"), set(range(500))
+    gates = kvspec.policy_from_score(LinearScores(np.ones((4, 64)), np.ones((4, 64)), np.ones(4)))
+    crystal = kvspec.CrystalCache(0.3, ends, decode=True, backend="numpy", parameters=replace(PAPER, alpha=0.5))
+    words = "'crystalcache', budget=0.3, backend='numpy', sentence_ends=<frozenset of 500>"
+    assert repr(crystal).startswith(f"CrystalCache({words}, alpha=0.5, ")
+    assert repr(crystal).endswith("decode=True)")
+    named = kvspec.policy_from_name("kvzip", 0.3, template=[list(range(400)), [1], [2]], positions="renumbered")
+    assert repr(named) == "NamedPolicy('kvzip', budget=0.3, template=<list of 3>, positions='renumbered')"
+    assert repr(kvspec.StreamingLLM(512)) == "StreamingLLM('streamingllm', budget=512, backend='numpy')"
+    for one in (crystal, named, kvspec.CustomPolicy(gates, 0.3)):
+        method = one.on(model)
+        for shown in (repr(one), repr(method), repr(method.policy)):
+            assert len(shown) < 300, shown
+            assert "\n" not in shown
 
 
 @pytest.mark.law("refused-before-anything-changes")

@@ -21,7 +21,7 @@ from conformance.methods import policies as oracle
 from conformance.strategies.policy_inputs import decided, drawn, model_constants
 from reference.policies import names
 from reference.policies.budgets import Adaptive, Competition, LayersThenHeads, Pyramid, even
-from reference.policies.describe import describe_parts, describe_policy
+from reference.policies.describe import describe_parts, describe_policy, example_policy, list_policies
 from reference.policies.grammar import Composition, format_value, parse_composition, parse_value
 from reference.policies.names import NAMES, POLICIES, make_policy
 from reference.policies.parts import equal_parts
@@ -29,7 +29,7 @@ from reference.policies.rkv import QueryCache
 from reference.policies.scorers import LayerScorer
 from reference.policies.texts import find_name, policy_from_text, text_of
 from spec.errors import SpecError
-from spec.policy import Policy, Scores
+from spec.policy import SEGMENT_END, Policy, Scores
 
 pytestmark = pytest.mark.spec("PO-COMPOSE")
 
@@ -268,3 +268,34 @@ def test_a_text_has_a_description(text: str, shown: Mapping[str, object]) -> Non
     assert "parts of" in one.keeps or "scorer of" in one.keeps
     assert describe_parts(text).startswith("score=")
     assert describe_parts(describe_parts(text)) == describe_parts(text)
+
+
+@pytest.mark.parametrize("name", [one.name for one in list_policies() if one.decode_time])
+def test_the_suffix_of_studies_is_refused_with_a_text_that_means_the_same(name: str) -> None:
+    for written in (f"{name}@prompt", f"{name}/every=64@prompt"):
+        with pytest.raises(SpecError, match=f"only in kvspec compare.*: type {name}/every=none") as caught:
+            describe_policy(written)
+        assert example_policy(caught.value.bound.rpartition(" ")[2]).cadence == SEGMENT_END
+
+
+@pytest.mark.parametrize(("text", "shown"), [
+    ("snapkv:W=16:positions=renumbered", {"W": 16, "positions": "renumbered"}),
+    ('snapkv(positions="renumbered")', {"W": 32, "positions": "renumbered"}),
+    ("crystalcache:decode=true", {"decode": True, "stream": False}), ("crystalcache", {"decode": False}),
+    ("crystalcache(decode=true, stream=true)", {"decode": True, "stream": True, "breath_protection": "sink+recent"}),
+])
+def test_a_text_with_constants_of_a_session_has_a_description(text: str, shown: Mapping[str, object]) -> None:
+    one = describe_policy(text)
+    assert {key: one.constants[key] for key in shown} == shown
+    assert all(one.meanings[key] for key in shown)
+    assert one.decode_time is bool(one.constants.get("decode"))
+    assert describe_parts(text) == describe_parts(one.name)
+
+
+@pytest.mark.parametrize("text", [
+    "snapkv:decode=true", "snapkv(decode=true)", "fullcache:positions=kept", 'snapkv(positions="near")',
+    "crystalcache(stream=1)",
+])
+def test_wrong_constants_of_a_session_are_refused(text: str) -> None:
+    with pytest.raises(SpecError, match=r"decode = True|positions = '(kept|near)'|stream = '1'"):
+        describe_policy(text)

@@ -29,13 +29,13 @@ from experiments.tasks.registry import imports_code, resolve_task
 from models_integration.policies.methods import parse_policy
 from models_integration.policies.sizes import is_size
 from reference.calibration import Calibration, load_calibration
-from reference.policies.names import is_built_in
+from reference.policies.names import AT_PROMPT, is_built_in
 from spec.errors import SpecError
 from spec.files import parse_toml, read_bytes
 from spec.validate import check_choices, did_you_mean
 
 __all__ = [
-    "ALL", "AT_PROMPT", "KEPT", "MEASURES", "PARTS", "TEMPLATE", "Claim", "Rules", "Stage", "check_budget",
+    "ALL", "AT_PROMPT", "COMPUTED", "KEPT", "MEASURES", "PARTS", "TEMPLATE", "Claim", "Rules", "Stage", "check_budget",
     "check_fields", "load_rules", "rules_of", "rules_text",
 ]
 
@@ -47,8 +47,6 @@ CLUSTERS = ("", TEMPLATE)
 PARTS = (DEV, CONFIRM)
 ALL = "all"
 """Name for both parts, for rules without claims."""
-AT_PROMPT = "@prompt"
-"""Suffix of a policy's name. With the suffix, a decode-time policy evicts only at the end of the prompt."""
 
 T = TypeVar("T")
 
@@ -280,7 +278,7 @@ def rules_of(**study: Any) -> Rules:
     return replace(rules, digest=hashlib.sha256(b"\0".join([b"options", *_user_digests(rules)])).hexdigest())
 
 
-_COMPUTED = ("claims", "stages", "digest", "commit", "source")
+COMPUTED = ("claims", "stages", "digest", "commit", "source")
 """Fields of `Rules` that are no keys of [study]."""
 _SINGULAR = {"model": "models", "seed": "seeds"}
 
@@ -343,7 +341,7 @@ def check_fields(argument: str, kind: Any, given: Mapping[str, Any]) -> dict[str
     needed = {one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING}
     if not needed <= set(given) <= set(types):
         missing, unknown = sorted(needed - set(given)), sorted(set(given) - set(types))
-        named = [name for name in types if kind is not Rules or name not in _COMPUTED]
+        named = [name for name in types if kind is not Rules or name not in COMPUTED]
         parts = [f"missing: {', '.join(missing)}"] if missing else []
         parts += [f"unknown: {', '.join(unknown)}"] if unknown else []
         hint = did_you_mean(unknown[0], named) if unknown else ""

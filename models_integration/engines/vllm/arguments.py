@@ -13,10 +13,11 @@ from models_integration.engines.vllm.statement import KEY
 from models_integration.policies.foreign import (
     EXTREME,
     check_local_constants,
+    check_numbers,
     check_values,
     has_extreme_number,
 )
-from models_integration.policies.methods import POSITIONS, check_constants, constants_of, policy_from_name, split_name
+from models_integration.policies.methods import POSITIONS, check_constants, constants_of, parse_policy, policy_from_name
 from models_integration.session.crystal import CrystalMethod
 from reference.calibration import load_calibration
 from reference.policies import names
@@ -285,14 +286,15 @@ def _as_json(given: Any) -> str:
 def _split(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments with the bare name of the policy, and all constants under their own names."""
     written: Any = asked.get("policy")
-    name, constants = split_name(written, "policy")
+    name, constants = parse_policy(written, "policy")
+    check_numbers(constants)
     given = check_constants(name, {key: value for key, value in asked.items() if key not in _KEYS}, _KEYS)
     constants = join_constants(written, constants, given)
     return {**{key: asked[key] for key in asked.keys() & {"budget"}}, **constants, "policy": name}
 
 
 def _allowed_name(text: str) -> str:
-    name, constants = split_name(text, "allow_policies")
+    name, constants = parse_policy(text, "allow_policies")
     if constants:
         raise SpecError("allow_policies", text, f"must have no constants: type {name}")
     return name

@@ -287,7 +287,8 @@ def test_an_own_task_is_asked_all_its_questions_at_its_own_length_without_eviden
 
 @pytest.mark.parametrize(("rows", "words"), [
     ([], "questions = []: must have at least one row"), (["What?"], "must be rows with question and answer"),
-    ([{"question": "What?"}], "questions = 'questions.jsonl, row 1': has no column 'answer'"),
+    ([{"question": "What?"}], "questions = 'row 1': has no key 'answer', but 'question': rename a key to 'answer'"),
+    (pd.DataFrame([{"question": "What?"}]), "questions = 'row 1': has no column 'answer'"),
     ([{**CODE, "question": ["Which?", "What?"]}], "has 2 entries in 'question': write a row for each entry"),
 ])
 def test_rows_that_are_none_are_refused_in_python(rows: Any, words: str, pocket: Pocket) -> None:
@@ -321,6 +322,10 @@ def test_several_right_answers_come_in_any_sequence(answers: object, pocket: Poc
     ({"policies": [policy_from_name("snapkv", 0.3)]}, "policies = 'NamedPolicy': must be a list such as policies=['sn"),
     ({"budgets": 0.3}, "budgets = 0.3: must be a list: type budgets=[0.3]"),
     ({"budgets": "30%"}, "type budgets=['30%']"), ({"text": "t.txt"}, "type pathlib.Path('t.txt')"),
+    ({"text": None}, "questions = 'row 1': has no key 'text', but 'question', 'answer': add text"),
+    ({"text": " "}, "text = ' ': is empty"), ({"text": FILLER * 2000}, "text = 'number 1': "),
+    ({"policies": ["snapvk"]}, "policies = 'snapvk': is none of"), ({"placement": "in"}, "placement = 'in': must be"),
+    ({"budgets": ["1B"]}, "budgets = '1B': stores 0 tokens"), ({"batch_size": 0}, "batch_size = 0: must be at least 1"),
 ])
 def test_slips_of_a_call_are_refused_with_what_to_type(
     given: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pocket: Pocket,

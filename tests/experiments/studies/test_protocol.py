@@ -8,9 +8,10 @@ import hashlib
 import json
 import lzma
 import os
+import re
 import subprocess
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,14 @@ import numpy as np
 import torch
 from typer.testing import CliRunner
 
+from conformance.paths import ROOT
 from conformance.strategies.policy_inputs import random_gates
 from experiments.studies.evidence.audit import KNOWN, audit
 from experiments.studies.evidence.claims import gate
 from experiments.studies.evidence.kept import read_prompt
 from experiments.studies.evidence.measure import measure
 from experiments.studies.evidence.protocol import commits_with_rules, registered
-from experiments.studies.evidence.rules import load_rules
+from experiments.studies.evidence.rules import COMPUTED, Claim, Rules, Stage, load_rules
 from experiments.studies.evidence.run import Cell
 from experiments.studies.evidence.samples import Samples
 from experiments.studies.results import Row, append_row
@@ -422,3 +424,15 @@ def test_a_policy_that_decides_at_each_token_reads_the_gold_answer_so(subject: S
     )
     assert cell["likelihood"] == pytest.approx(likelihood, abs=1e-4)
     assert cell["mean_cache"] == pytest.approx(np.mean(stored))
+
+
+@pytest.mark.law("as-it-is-described")
+def test_the_guide_lists_every_key_of_a_rules_file() -> None:
+    text = (ROOT / "docs/guide/compare.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\[+\w+\]+)` \| (.+?) \| .+ \| (.+?) \|$", text, re.MULTILINE)
+    listed = {(table, key, default == "required") for table, keys, default in rows for key in re.findall(r"\w+", keys)}
+    assert listed == {
+        (table, one.name, one.default is MISSING) for table, kind in
+        {"[study]": Rules, "[[claim]]": Claim, "[[stage]]": Stage}.items()
+        for one in fields(kind) if kind is not Rules or one.name not in COMPUTED
+    }

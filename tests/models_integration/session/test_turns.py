@@ -250,6 +250,8 @@ def test_a_block_belongs_inside_its_context(block: Callable[[Session], AbstractC
     run = METHODS["crystalcache"]()(model)
     with pytest.raises(SpecError, match="must be inside `with policy"), block(run):
         raise AssertionError
+    with pytest.raises(SpecError, match="cache = 'crystalcache': needs a block: type `with policy"):
+        model.generate(prompt(N), past_key_values=run.cache, max_new_tokens=2)
     with run:
         with run.prompt():
             pass

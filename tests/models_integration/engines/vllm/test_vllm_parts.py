@@ -114,6 +114,9 @@ def test_policies_with_many_sentence_ends_are_not_stored() -> None:
     ({"policy": "adakv:safeguard=1e999_999_999"}, "a million"),
     ({"policy": "snapkv/layers=table:shares=1_1e-9999"}, "exponent below -99"),
     ({"policy": "snapkv", "k_ernel": 1025}, "at most 1024"), ({"policy": "snapkv", "W": 8.5}, "whole number"),
+    ({"policy": "snapkv(backend='torch')"}, "is chosen by the server"),
+    ({"policy": "snapkv(W=0xFFFFFF)"}, "must be below 1000000"), ({"policy": "snapkv(W=1025)"}, "W = 1025"),
+    ({"policy": "os:system(W=1)"}, "must be a built-in policy"),
     ({"policy": "h2o:backend=triton/every=64"}, "is chosen by the server"),
     ({"policy": "knorm/steps=h2o:backend=triton/every=64"}, "is chosen by the server"),
     ({"policy": "score=h2o:backend=triton/every=64"}, "is chosen by the server"),
@@ -262,6 +265,9 @@ def test_settings_accept_names_as_people_write_them() -> None:
     for asked in ({}, {"policy": "snapkv"}, {"policy": "SnapKV"}, {"policy": "Snap-KV:window=16"}, {"Window": 16}):
         own = request({**asked, "budget": 0.5}, settings)
         assert (own.name, own.window, str(own)) == ("snapkv", 16, "snapkv(W=16)")
+    for text in ("snapkv(W=16)", "SnapKV(window=16)"):
+        assert request({"policy": text, "budget": 0.3}).window == 16
+    assert names.is_built_in("snapkv/every=64(W=16)")
     with pytest.raises(SpecError, match="must have no constants: type snapkv"):
         Settings(allow_policies=["snapkv:W=16"])
 
