@@ -139,7 +139,8 @@ def coattention(
 ) -> CoAttention:
     """Return salience and neighbours (S1) of a segment of n tokens. The last n keys in `k` are the segment's keys.
 
-    The first chunk begins at the first token of the segment.
+    The first chunk begins at the first token of the segment. The axis `live` of `k` has all keys that the cache stores:
+    first those of the tokens before the segment (their number is `before`), then those of the segment.
 
     Implements: CC-COATTENTION
 

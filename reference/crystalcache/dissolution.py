@@ -51,7 +51,9 @@ def keep_count(r: float, size: int, N_min: int) -> int:
 
     Implements: CC-KEEP-COUNT
 
-    Source: Eq. 33. As in the paper, r * size is rounded to the nearest integer, with halves rounded to even.
+    Source: Eq. 33. As in the paper, r * size is rounded to the nearest integer, with halves rounded to even. For r of
+    `allocate`, a quotient k / size with k >= N_min, the result is k: rounding removes only the error of the division.
+    For any other r, N_min and the rounding can decide.
     """
     return min(size, max(N_min, round(r * size)))
 
@@ -85,6 +87,16 @@ def dissolve(
 
     Source: Algorithm 1. The scores of protected trunks are ignored. Of two trunks with equal scores, the earlier trunk
     is evicted first.
+
+    Args:
+        score: score of each trunk (S5).
+        offsets: position of the first token of each trunk, and the position after the last trunk. In a later segment,
+            offsets[0] is the number of tokens before the segment.
+        M: impact of each token (S3). M[0] belongs to the token at position offsets[0].
+        D: D of each trunk (S4).
+        protected: True for each trunk that is always kept.
+        B: budget in tokens, including the tokens of protected trunks.
+        N_min: smallest number of tokens that a partly evicted trunk keeps.
     """
     return carried_out(allocate, score, offsets, M, D, protected, B, N_min)
 
@@ -93,7 +105,10 @@ def carried_out(
     allocation: Allocation, score: Float64[Vector, " m"], offsets: Int64[IntVector, " m_and_one"],
     M: Float64[Vector, " n"], D: Float64[Vector, " m"], protected: Bool[BoolVector, " m"], B: int, N_min: int,
 ) -> Dissolution:
-    """Evict trunks by Algorithm 1 with the function `allocation` as Stage 1."""
+    """Evict trunks by Algorithm 1 with the function `allocation` as Stage 1. The arguments are those of `dissolve`.
+
+    Stage 1 of the paper is `allocate`. The essay has a different Stage 1, `tier_allocate`.
+    """
     sizes = np.diff(offsets)
     alive = np.flatnonzero(~protected)
     order = alive[np.argsort(score[alive], kind="stable")]

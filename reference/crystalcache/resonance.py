@@ -32,7 +32,8 @@ def pulses(source: int, W: TrunkWeights, parameters: CrystalCacheParameters) -> 
 
     Implements: CC-PULSE
 
-    Source: Eq. 37. The pulse of `source` is 1. A trunk that no pulse reaches has pulse 0. The search is breadth-first,
+    Source: Eq. 37. The pulse of `source` is 1, the first case of Eq. 37: an active trunk also raises the D of itself.
+    A trunk that no pulse reaches has pulse 0. The search is breadth-first,
     visits each trunk at most once, and has at most max_hops hops.
     """
     received = np.zeros(len(W.indptr) - 1)

@@ -110,7 +110,7 @@ class Leverage:
 
     inv_freq: Vector
     factor: float
-    needs: Needs = Needs("all", 0)
+    needs: Needs = Needs("all", query_rows=0)
     separable: bool = True
     layerwise: ClassVar[bool] = True
     provided: ClassVar[Provided] = Provided(no_steps="needs positions, which no record stores: leave the cadence out")

@@ -65,6 +65,6 @@ def curdkv(N_sink: int = 4, window: int = 16) -> Policy:
     """
     score = partial(curdkv_score, window=check_positive("window", window))
     return Policy(
-        "curdkv", LayerScorer(Needs("all", 0, values=True), score), even, top_units, SinkAndRecent(N_sink, 0),
-        granularity=Granularity.HEAD,
+        "curdkv", LayerScorer(Needs("all", query_rows=0, values=True), score), even, top_units,
+        SinkAndRecent(N_sink, 0), granularity=Granularity.HEAD,
     )

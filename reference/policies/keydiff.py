@@ -42,6 +42,6 @@ def keydiff() -> Policy:
     heads. Qualcomm's implementation of KeyDiff does not normalise the keys.
     """
     return Policy(
-        "keydiff", LayerScorer(Needs("all", 0), keydiff_score), even, top_units, SinkAndRecent(0, 0),
+        "keydiff", LayerScorer(Needs("all", query_rows=0), keydiff_score), even, top_units, SinkAndRecent(0, 0),
         granularity=Granularity.HEAD,
     )

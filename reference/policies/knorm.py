@@ -35,6 +35,6 @@ def knorm() -> Policy:
     layers 0 and 1. kvpress rounds the budget down. cold-compress protects ten recent tokens.
     """
     return Policy(
-        "knorm", LayerScorer(Needs("all", 0), knorm_score), even, top_units, SinkAndRecent(0, 0),
+        "knorm", LayerScorer(Needs("all", query_rows=0), knorm_score), even, top_units, SinkAndRecent(0, 0),
         granularity=Granularity.HEAD,
     )

@@ -57,7 +57,7 @@ class LearnedScorer:
 
     networks: Networks | Gates
     layers: tuple[int, ...]
-    needs: Needs = Needs("all", 0, hidden=True)
+    needs: Needs = Needs("all", query_rows=0, hidden=True)
     score: Callable[..., DeviceArray] = kvzap_score
     separable: ClassVar[bool] = False
     layerwise: ClassVar[bool] = True

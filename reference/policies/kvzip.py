@@ -162,7 +162,7 @@ def kvzip(
         SpecError: if there is no template, if a constant is too small, or if the backend is unknown.
         BackendUnavailable: if the backend cannot run here, or lacks the stage family `policies`.
     """
-    needs = Needs("all", 0, token_ids=True, rehearsal=Rehearsal(template, N_sink, N_recent, chunk, overlap))
+    needs = Needs("all", query_rows=0, token_ids=True, rehearsal=Rehearsal(template, N_sink, N_recent, chunk, overlap))
     largest = resolve(backend).require_policies().largest_attention
     scorer = LayerScorer(needs, partial(kvzip_score, N_sink=N_sink, largest=largest), separable=False)
     return Policy(

@@ -79,7 +79,8 @@ def nestedkv(parameters: NestedKVParameters = NESTEDKV, backend: str | Backend =
     """
     engine = resolve(backend)
     score = partial(nestedkv_score, stages=engine.require_nestedkv(), parameters=parameters)
-    scorer = LayerScorer(Needs("all", 0, accepts_tensor=engine.accepts_tensor), score, unscored=(parameters.N_sink, 0))
+    needs = Needs("all", query_rows=0, accepts_tensor=engine.accepts_tensor)
+    scorer = LayerScorer(needs, score, unscored=(parameters.N_sink, 0))
     return Policy(
         "nestedkv", scorer, Competition(parameters.alpha_s), top_units, SinkAndRecent(parameters.N_sink, 0),
         granularity=Granularity.HEAD,

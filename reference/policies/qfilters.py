@@ -56,7 +56,7 @@ class QFilters(WithoutRecords):
     filters: Float64[Cube, "L H_kv d"]
     layers: tuple[int, ...]
     """Index of the layer of each row of filters."""
-    needs: Needs = Needs("all", 0)
+    needs: Needs = Needs("all", query_rows=0)
     separable: bool = True
     score: Callable[..., DeviceArray] = filter_score
     layerwise: ClassVar[bool] = True

@@ -29,7 +29,7 @@ class RandomScores:
 
     seed: int
     # All layers are declared, so that a turn is decided after all layers have stored the turn.
-    needs: Needs = Needs("all", 0, accepts_tensor=_any)
+    needs: Needs = Needs("all", query_rows=0, accepts_tensor=_any)
     separable: bool = True
     layerwise: ClassVar[bool] = True
     provided: ClassVar[Provided] = Provided(no_steps="keeps no records: leave the cadence out")

@@ -133,7 +133,7 @@ class LinearScores:
     w_k: Matrix
     w_v: Matrix
     b: Vector
-    needs: Needs = Needs("all", 0, values=True)
+    needs: Needs = Needs("all", query_rows=0, values=True)
 
     def __post_init__(self) -> None:
         if self.w_k.ndim != 2 or self.w_v.shape != self.w_k.shape or self.b.shape != self.w_k.shape[:1]:

@@ -49,7 +49,7 @@ class TriAttention(WithoutRecords):
     calibration: Calibration
     mode: Mode
     pin_prompt: int
-    needs: Needs = Needs("all", 0, budget=True)
+    needs: Needs = Needs("all", query_rows=0, budget=True)
     score: Callable[..., DeviceArray] = largest_z_scores
 
     @property
