@@ -18,14 +18,7 @@ from triton import cdiv, next_power_of_2
 
 from accelerated.torch_device.records import Neighbours, to_host
 from accelerated.triton_gpu import kernels, launch
-from accelerated.triton_gpu.device import (
-    INTERPRETED,
-    attention_tensors,
-    lse_tensor,
-    shaped_lse,
-    shaped_tensors,
-    upload,
-)
+from accelerated.triton_gpu.device import INTERPRETED, attention_tensors, lse_tensor, shaped_lse, shaped_tensors, upload
 from accelerated.triton_gpu.launch import FLOAT32, AttentionTiles, Shape
 from spec.arrays import IntVector
 from spec.errors import SpecError

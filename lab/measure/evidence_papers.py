@@ -8,13 +8,7 @@ from experiments.studies.evidence.kept import FULL
 from experiments.studies.evidence.run import merged
 from experiments.studies.papers import COSTS, MEASURES, PAPERS, Paper, Part, Table, load_paper, rules_of_part
 from experiments.studies.papers.injection import TEMPLATES
-from experiments.studies.papers.injection_tables import (
-    CACHEBLEND,
-    LOCOMO,
-    InjectionTable,
-    filled_lines,
-    tables_of,
-)
+from experiments.studies.papers.injection_tables import CACHEBLEND, LOCOMO, InjectionTable, filled_lines, tables_of
 from experiments.studies.papers.tables import Measured, fill, shaped
 from lab.measure.evidence_rows import HOME, rows_of
 

@@ -13,13 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from models_integration.archive.errors import (
-    ArchiveError,
-    ForeignVersion,
-    KeyUnavailable,
-    NotEncrypted,
-    named_errors,
-)
+from models_integration.archive.errors import ArchiveError, ForeignVersion, KeyUnavailable, NotEncrypted, named_errors
 from models_integration.archive.keyring import CLEAR, Cipher, Keyring, check_tenant, is_of, is_sealed, key_in
 from models_integration.archive.manifest import Manifest, check_input, check_model
 from models_integration.archive.object_folder import File, ObjectFolder

@@ -7,12 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
-from transformers.cache_utils import (
-    CacheLayerMixin,
-    DynamicIndexedLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-)
+from transformers.cache_utils import CacheLayerMixin, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from models_integration.cache.compaction import change_of_layer, check_seen, kept_by_layer, sets_agree, shared_changes
 from models_integration.cache.continuation import Continuation

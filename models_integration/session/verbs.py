@@ -28,14 +28,7 @@ from models_integration.cache.snapshot import load_cache, save_cache
 from models_integration.model.architecture import check_free, decoder_inputs, describe, position_range
 from models_integration.model.cache_argument import cache_name
 from models_integration.session.admission import check_forward, check_rehearsed
-from models_integration.session.inputs import (
-    ONE_FORWARD,
-    OPEN,
-    ForwardSpan,
-    accepted,
-    first_span,
-    later_span,
-)
+from models_integration.session.inputs import ONE_FORWARD, OPEN, ForwardSpan, accepted, first_span, later_span
 from models_integration.session.observed import ObservedSegment
 from models_integration.session.rules import rebased
 from spec.errors import SpecError

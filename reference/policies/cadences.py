@@ -10,16 +10,7 @@ from reference.policies.retain import chosen, shown_to
 from spec.arrays import BoolVector, IntMatrix
 from spec.budget import Budget
 from spec.errors import SpecError
-from spec.policy import (
-    JoiningScorer,
-    Observation,
-    Policy,
-    RecordingScorer,
-    Running,
-    RunningScorer,
-    Scores,
-    Selection,
-)
+from spec.policy import JoiningScorer, Observation, Policy, RecordingScorer, Running, RunningScorer, Scores, Selection
 from spec.retention import Retention
 
 __all__ = ["advance", "advance_turn", "append_tokens", "join", "start"]

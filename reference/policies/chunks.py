@@ -11,16 +11,7 @@ from reference.policies.selectors import top_tokens, top_units
 from spec.arrays import Bool, BoolVector, Float64, Int64, IntVector, Vector
 from spec.composition import Provided, Required, provided_by
 from spec.errors import SpecError
-from spec.policy import (
-    LayerwiseScorer,
-    Needs,
-    Observation,
-    Policy,
-    Scorer,
-    Scores,
-    Selection,
-    SeparableScorer,
-)
+from spec.policy import LayerwiseScorer, Needs, Observation, Policy, Scorer, Scores, Selection, SeparableScorer
 from spec.retention import Granularity
 
 __all__ = ["HeadSums", "InChunks", "best_chunks", "chunk_entropy", "in_chunks"]

@@ -15,17 +15,7 @@ from reference.policies.scorers import check_positive
 from spec.arrays import Bool, BoolVector, Int64, IntVector
 from spec.composition import Provided, Required, provided_by, required_by
 from spec.errors import SpecError
-from spec.policy import (
-    LayerView,
-    LayerwiseScorer,
-    Needs,
-    Observation,
-    Policy,
-    Scorer,
-    Scores,
-    Selection,
-    Selector,
-)
+from spec.policy import LayerView, LayerwiseScorer, Needs, Observation, Policy, Scorer, Scores, Selection, Selector
 from spec.retention import Granularity
 
 __all__ = ["InPieces", "PieceScores", "in_pieces", "piece_shares"]

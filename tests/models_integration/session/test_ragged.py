@@ -355,7 +355,7 @@ def test_steps_of_snapkv_on_cuda_use_no_cudnn(monkeypatch: pytest.MonkeyPatch) -
     model, enabled, attend = build("llama"), set[tuple[bool, bool]](), torch.nn.functional.scaled_dot_product_attention
 
     def noted(query: Tensor, *given: Any, **options: Any) -> Tensor:
-        enabled.add((query.shape[2] == 1, torch.backends.cuda.cudnn_sdp_enabled()))
+        enabled.add((query.shape[2] == 1, torch.backends.cuda.cudnn_sdp_enabled()))  # type: ignore[no-untyped-call]
         return attend(query, *given, **options)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)

@@ -246,7 +246,7 @@ def test_the_cache_may_be_left_to_the_session() -> None:
 @pytest.mark.parametrize("block", [Session.prompt, Session.reading])
 def test_a_block_belongs_inside_its_context(block: Callable[[Session], AbstractContextManager[None]]) -> None:
     """Check that an empty prompt block is no prompt, and that generate in such a block is a separate prompt."""
-    model = build("llama")
+    model: Any = build("llama")
     run = METHODS["crystalcache"]()(model)
     with pytest.raises(SpecError, match="must be inside `with policy"), block(run):
         raise AssertionError
