@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from models_integration.archive.layer_masks import additive
 from models_integration.cache.dense_layer import DenseLayer
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import restored_rotation
@@ -56,7 +57,7 @@ def _read_again(
         copied.update(layer.keys, layer.values, index)
     at, every = torch.tensor(chosen, device=model.device), torch.arange(len(ids), device=model.device)
     stored = (every <= at[:, None]) & ~torch.isin(every, at)
-    visible = torch.cat([stored, at <= at[:, None]], dim=1)[None, None]
+    visible = additive(torch.cat([stored, at <= at[:, None]], dim=1), copied.layers[0].keys.dtype)
     given = torch.tensor([ids], device=model.device)[:, at]
     model(
         input_ids=given, position_ids=at[None], attention_mask=visible, use_cache=True, **{cache_name(model): copied},

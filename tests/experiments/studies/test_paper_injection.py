@@ -205,10 +205,10 @@ def test_locomo_s_questions_are_read_and_counted_by_f1(one_thread: None, tmp_pat
 
 
 @pytest.mark.spec("IN-CACHEBLEND")
-@pytest.mark.parametrize("r", [0.0, 0.3, 1.0])
-def test_recomputed_tokens_attend_to_stored_keys_of_all_other_tokens(r: float, one_thread: None) -> None:
+@pytest.mark.parametrize(("r", "attn"), [(0.0, "auto"), (0.3, "auto"), (0.3, "eager"), (1.0, "auto")])
+def test_recomputed_tokens_attend_to_stored_keys_of_all_other_tokens(r: float, attn: str, one_thread: None) -> None:
     """Compare all recomputed tokens with a prompt as text, and the first one with a token read after stored tokens."""
-    scene, session = Scene(Loading("chat", "numpy").subject(), draw_talk(0)), Session("full")
+    scene, session = Scene(Loading("chat", "numpy", attn=attn).subject(), draw_talk(0)), Session("full")
     model, ids = scene.subject.model, [*scene.session_ids(session)]
     cache, _, _ = scene._opened(session)
     start, before = len(ids), [(layer.keys.clone(), layer.values.clone()) for layer in plain_layers(cache)]
