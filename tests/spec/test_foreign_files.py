@@ -112,7 +112,8 @@ def test_a_calibration_with_wrong_contents_is_one_sentence(change: Any, words: s
     header = json.loads(str(arrays.pop("header")))
     for key, one in change.items():
         (arrays if isinstance(one, np.ndarray) else header)[key] = one
-    header["rope"] = Identity("m", np.ones(2), header["factor"]).rope
+    if isinstance(header["factor"], float):
+        header["rope"] = Identity("m", np.ones(2), header["factor"]).rope
     np.savez(path, header=np.array(json.dumps(header)), **arrays)
     with pytest.raises(SpecError, match=f"must be a file that kvspec calibrate wrote: .*{words}"):
         load_calibration(path)
