@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from prometheus_client import Counter
 from transformers import AutoTokenizer
 
-from models_integration.engines.vllm.arguments import Settings, parse_request
+from models_integration.engines.vllm.arguments import RequestPolicy, Settings, parse_request
 from models_integration.engines.vllm.seams import AdapterLogitsProcessor, replace_front_end
 from models_integration.engines.vllm.statement import KEY, Statement
 from models_integration.policies.values import sentence_ends
@@ -22,6 +22,7 @@ SEEN = Counter("kvspec_seen_tokens", "Prompt and answer tokens of finished reque
 KEPT = Counter("kvspec_kept_tokens", "Prompt and answer tokens of finished requests that were not evicted.")
 FREED = Counter("kvspec_freed_blocks", "Blocks that requests no longer held after evictions.")
 FULL = Counter("kvspec_full_cache_requests", "Finished requests that kept their full cache.", ["reason"])
+_NO_BEAMS = "makes a new request for each token, and evicts nothing with"
 
 
 class PolicyParameters(AdapterLogitsProcessor):
@@ -41,13 +42,7 @@ class PolicyParameters(AdapterLogitsProcessor):
             ValueError: if the policy, the budget or a constant is invalid, or not allowed by the server.
             RuntimeError: if kvspec has a bug. vLLM answers HTTP 500, and the log has the traceback.
         """
-        try:
-            parse_request((sampling_params.extra_args or {}).get(KEY), cls.settings)
-        except (SpecError, BackendUnavailable) as error:
-            raise ValueError(f"kvspec: {error}") from error
-        except Exception as error:  # vLLM would answer HTTP 400 to a ValueError or TypeError, and not log it
-            logging.getLogger(__name__).exception("kvspec: the arguments of a request could not be read")
-            raise RuntimeError("kvspec: a bug; the log of the server has the traceback") from error
+        _asked(sampling_params.extra_args, cls.settings)
 
     def is_argmax_invariant(self) -> bool:
         """Return True, so that greedy requests skip the processor."""
@@ -64,7 +59,36 @@ def install(settings: Settings) -> None:
         "make_request_output": _make_request_output, "_new_completion_output": _new_completion_output,
         "request_output_to_completion_response": _completion_response,
         "completion_stream_generator": _stream, "chat_completion_stream_generator": _stream,
+        "to_beam_search_params": _beam_search_params, "beam_search": _beam_search,
     })
+
+
+def _asked(given: Mapping[str, Any] | None, settings: Settings) -> RequestPolicy | None:
+    """Return the policy of a request with these extra arguments."""
+    try:
+        return parse_request((given or {}).get(KEY), settings)
+    except (SpecError, BackendUnavailable) as error:
+        raise ValueError(f"kvspec: {error}") from error
+    except Exception as error:  # vLLM would answer HTTP 400 to a ValueError or TypeError, and not log it
+        logging.getLogger(__name__).exception("kvspec: the arguments of a request could not be read")
+        raise RuntimeError("kvspec: a bug; the log of the server has the traceback") from error
+
+
+def _beam_search_params(original: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse a request for beam search with a policy. vLLM answers HTTP 400 with the message of the error."""
+    if (asked := _asked(request.vllm_xargs, PolicyParameters.settings)) is not None:
+        reason = f"{_NO_BEAMS} {asked}: send use_beam_search=false, or the policy fullcache in vllm_xargs"
+        raise ValueError(f"kvspec: {SpecError('use_beam_search', True, reason)}")
+    return original(request, *args, **kwargs)
+
+
+def _beam_search(original: Any, llm: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse beam search by an engine with a default policy."""
+    settings = Settings.of(llm.llm_engine.vllm_config)
+    if (asked := _asked(None, settings)) is not None:
+        reason = f"{_NO_BEAMS} {asked}: call generate, or leave the default out of additional_config"
+        raise SpecError("default", asked.name, f"LLM.beam_search {reason}")
+    return original(llm, *args, **kwargs)
 
 
 def sentence_ends_of(model: Any) -> frozenset[int]:
@@ -104,9 +128,12 @@ def _new_completion_output(original: Any, state: Any, *args: Any, **kwargs: Any)
 
 
 def _stated(outputs: Iterable[Any]) -> Any:
-    """Return the statement of an answer, or a list of statements if a request has several. None before the end."""
-    statements = [one.kvspec for one in outputs]
-    if not statements or not all(one.finished and "policy" in one.body for one in statements):
+    """Return the statement of an answer, or a list of statements if a request has several.
+
+    None before the end, and for beam search, whose outputs vLLM makes without `_new_completion_output`.
+    """
+    statements: list[Any] = [getattr(one, KEY, None) for one in outputs]
+    if not statements or not all(one and one.finished and "policy" in one.body for one in statements):
         return None
     bodies = [one.body for one in statements]
     return bodies[0] if len(bodies) == 1 else [{**body, "index": at} for at, body in enumerate(bodies)]
@@ -131,7 +158,7 @@ async def _stream(original: Any, serving: Any, request: Any, *args: Any, **kwarg
     async def watched(results: AsyncIterator[Any]) -> AsyncIterator[Any]:
         async for item in results:
             prompt, result = item if isinstance(item, tuple) else (0, item)
-            statements.update({prompt * count + one.index: one.kvspec for one in result.outputs})
+            statements.update({prompt * count + one.index: one.kvspec for one in result.outputs if hasattr(one, KEY)})
             yield item
 
     bound = inspect.signature(original).bind(serving, request, *args, **kwargs)

@@ -79,7 +79,10 @@ def replace_front_end(new: Mapping[str, Callable[..., Any]]) -> None:
     """
     # vLLM 0.32 creates these objects itself, and has no hook for the content of an answer or of a stream.
     # A worker process imports this module too, and needs no HTTP server.
+    from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
     from vllm.v1.engine.output_processor import RequestState
 
@@ -93,6 +96,10 @@ def replace_front_end(new: Mapping[str, Callable[..., Any]]) -> None:
             "completion_stream_generator": "request engine_inputs result_generator",
         },
         OpenAIServingChat: {"chat_completion_stream_generator": "request result_generator"},
+        # vLLM 0.32 makes a new request for each token of each beam, without the arguments of the user's request.
+        ChatCompletionRequest: {"to_beam_search_params": "max_tokens default_sampling_params"},
+        CompletionRequest: {"to_beam_search_params": "max_tokens default_sampling_params"},
+        BeamSearchOfflineMixin: {"beam_search": "prompts params"},
     }
     if not hasattr(RequestState.make_request_output, KEY):
         check_methods(replaced)

@@ -14,10 +14,12 @@ from tests.models_integration.engines.vllm.engine import (
     Engine,
     asking,
     check_answers,
+    check_logprobs,
     check_masked,
     check_sets,
     cut,
     reading,
+    row_of,
     stated,
 )
 
@@ -136,6 +138,19 @@ def test_preempted_requests_keep_the_same_sets(small: Engine) -> None:
     actual = check_answers(small, [cut(200 + 31 * at, 17 * (at // 2)) for at in range(12)], policies * 2)
     assert small.preempts.called
     assert sum(bool(one["evictions"]) for one in actual) == 10
+
+
+def test_beam_search_without_a_policy_has_the_full_cache(engine: Engine) -> None:
+    from vllm.sampling_params import BeamSearchParams
+
+    prompt, asked = cut(64, 7), BeamSearchParams(beam_width=2, max_tokens=6, ignore_eos=True)
+    (output,) = engine.llm.beam_search([{"prompt_token_ids": prompt}], asked)
+    for beam in output.sequences:
+        given = [{token: own.logprob for token, own in each.items()} for each in beam.logprobs]
+        assert len(given) == len(beam.tokens) - len(prompt) == 6
+        check_logprobs(row_of(beam.tokens), len(prompt) - 1, given)
+    assert len(output.sequences) == 2
+    engine.check_nothing_left()
 
 
 @pytest.mark.law("decided-as-the-reference")

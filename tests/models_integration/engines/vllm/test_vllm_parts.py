@@ -33,6 +33,8 @@ from reference.policies import names
 from reference.policies.composition import PARTS
 from spec.errors import SpecError
 from spec.witness import make_eviction
+from tests.models_integration.engines.vllm import engine
+from tests.models_integration.engines.vllm.engine import SHAPE, check_logprobs, cut, read_masked, row_of
 
 pytestmark = pytest.mark.law("as-it-is-described")
 
@@ -382,6 +384,28 @@ def test_an_eviction_gives_back_the_sets(kept: list[list[list[int]]], layers: li
 def test_a_full_cache_has_the_right_reason(asked: dict[str, Any], n: int, reason: str) -> None:
     """The window of SnapKV was once stated as the budget. 0.9 of 8 tokens are 8 tokens."""
     assert plan(n, **asked).full_reason(n) == reason
+
+
+@pytest.mark.law("the-proof-has-teeth")
+def test_the_tests_of_vllm_allow_the_rounding_of_float32_and_no_exchanged_token(monkeypatch: Any) -> None:
+    """Check 300 rare tokens after an eviction. The limits are the same on each processor."""
+    n, layers = 100, range(SHAPE[0])
+    kept = [[[*range(4), *range(40, n)] for _ in range(SHAPE[1])] for _ in layers]
+    wrong = [[[20 if at == 50 else at for at in own] for own in heads] for heads in kept[:1]] + kept[1:]
+    ids = cut(n) + torch.randint(8, 400, (300,), generator=torch.Generator().manual_seed(1)).tolist()
+    row, other = (row_of(ids, [SimpleNamespace(seen=n, positions=lambda *_, own=own: own)]) for own in (kept, wrong))
+    exact, rounded = read_masked(row), read_masked(row, dtype=torch.float32)
+
+    def check(rows: torch.Tensor) -> None:
+        check_logprobs(row, n - 1, [{token: float(rows[n - 1 + at, token])} for at, token in enumerate(ids[n:])])
+
+    check(rounded)
+    with pytest.raises(AssertionError, match="from masking, and"):
+        check(read_masked(other, dtype=torch.float32))
+    monkeypatch.setattr(engine, "TOLERANCE", 0.0)
+    check(exact + 1.9 * (rounded - exact))
+    with pytest.raises(AssertionError, match="from masking, and"):
+        check(exact + 2.1 * (rounded - exact))
 
 
 @pytest.mark.parametrize(("news", "reason"), [

@@ -17,7 +17,6 @@ from reference.policies.kept import most_kept
 from spec.budget import parse_budget
 from tests.models_integration.engines.vllm.engine import (
     NEEDS_VLLM,
-    TOLERANCE,
     Engine,
     asking,
     check_masked,
@@ -64,9 +63,9 @@ def check_evicted(prompt: list[int], parameters: Any, output: Any) -> None:
         assert kept_most == len(prompt) or stated(output)["evictions"][0]["seen"] == len(prompt), stated(output)
 
 
-def serve(engine: Engine, random: Random, count: int) -> float:
-    """Run random requests, check each answer and each kept set, and return the largest difference from masking."""
-    core, waiting, worst = engine.llm.llm_engine, [], 0.0
+def serve(engine: Engine, random: Random, count: int) -> None:
+    """Run random requests, and check each answer and each kept set."""
+    core, waiting = engine.llm.llm_engine, []
     for number in range(count):
         prompt = cut(random.randint(0, 3) * 32, 64 * random.randint(0, 2)) + cut(random.randint(1, 200), 9 * number)
         waiting.append((f"{random.random()}", prompt, asked(random)))
@@ -83,7 +82,7 @@ def serve(engine: Engine, random: Random, count: int) -> float:
                 prompt, parameters = given.pop(output.request_id)
                 assert "Error:" not in (reason := stated(output).get("reason", "")), reason
                 check_evicted(prompt, parameters, output)
-                worst = max(worst, check_masked(prompt, output))
+                check_masked(prompt, output)
                 check_sets(prompt, output)
             elif random.random() < 0.002:
                 core.abort_request([output.request_id])
@@ -91,11 +90,10 @@ def serve(engine: Engine, random: Random, count: int) -> float:
     engine.check_nothing_left()
     of_worker = engine.runner.kvspec
     assert (of_worker.deciders, of_worker.shifts, of_worker.reports) == ({}, {}, {})
-    return worst
 
 
 def test_random_requests(engine: Engine) -> None:
-    assert serve(engine, Random(1), 24) < TOLERANCE
+    serve(engine, Random(1), 24)
     assert engine.compacts.called
     assert engine.preempts.called
 
@@ -103,7 +101,7 @@ def test_random_requests(engine: Engine) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(10))
 def test_many_random_requests(engine: Engine, seed: int) -> None:
-    assert serve(engine, Random(seed), REQUESTS) < TOLERANCE
+    serve(engine, Random(seed), REQUESTS)
 
 
 Plant: TypeAlias = Callable[[Engine, pytest.MonkeyPatch], None]

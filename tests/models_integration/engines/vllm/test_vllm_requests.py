@@ -1,17 +1,21 @@
 """Kinds of requests: long answers, prompts near the size of a block or chunk, samples, stop strings and adapters."""
 
+import asyncio
 import copy
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import PreTrainedModel
 
 from conformance.paths import ROOT
+from models_integration.engines.vllm.arguments import Settings
 from models_integration.engines.vllm.plugin import register
 from models_integration.pocket import ASSETS, load_pocket
 from models_integration.policies.calibration import calibrate
@@ -24,17 +28,16 @@ from tests.models_integration.engines.vllm.engine import (
     BLOCK,
     NEEDS_VLLM,
     SHAPE,
-    TOLERANCE,
     Engine,
     asking,
+    check_logprobs,
     check_masked,
     check_sets,
     cut,
-    masked_model,
     parsed,
+    row_of,
     stated,
 )
-from tests.models_integration.session.masked import MaskedModel
 
 pytestmark = [pytest.mark.law("eviction-equals-masking"), *NEEDS_VLLM]
 
@@ -173,6 +176,56 @@ def test_graphs_of_whole_steps_are_replaced_or_refused(engine: Engine, monkeypat
 
 
 @pytest.mark.law("refused-before-anything-changes")
+def test_beam_search_with_a_policy_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beam search once ignored policies in silence, because vLLM makes requests without arguments."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.sampling_params import BeamSearchParams
+
+    from models_integration.engines.vllm.front_end import PolicyParameters
+
+    def params(settings: Settings, given: Any) -> list[Any]:
+        monkeypatch.setattr(PolicyParameters, "settings", settings)
+        options: dict[str, Any] = {"use_beam_search": True, "n": 2, "vllm_xargs": given and {"kvspec": given}}
+        chat = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}], **options)
+        return [one.to_beam_search_params(8, {}) for one in (chat, CompletionRequest(prompt="x", **options))]
+
+    default, asked = Settings({"policy": "knorm", "budget": 0.3}), '{"policy": "snapkv", "budget": 0.3}'
+    for settings, given, name in ((Settings(), asked, "snapkv"), (default, None, "knorm"), (default, asked, "snapkv")):
+        with pytest.raises(ValueError, match=f"use_beam_search = True: .* {name}: send use_beam_search=false, or the "):
+            params(settings, given)
+    with pytest.raises(ValueError, match="must be JSON"):
+        params(Settings(), "{")
+    for settings, given in ((Settings(), None), (default, '{"policy": "fullcache"}')):
+        assert [one.beam_width for one in params(settings, given)] == [2, 2]
+    with pytest.raises(SpecError, match=r"default = 'triattention': LLM\.beam_search .*: call generate, or"):
+        engine.llm.beam_search([{"prompt_token_ids": cut(20)}], BeamSearchParams(beam_width=2, max_tokens=3))
+
+
+@pytest.mark.law("as-it-is-described")
+def test_an_answer_without_a_statement_is_that_of_vllm() -> None:
+    """Check the outputs of beam search, for which the server once answered HTTP 500."""
+    from models_integration.engines.vllm.front_end import _completion_response, _stream
+
+    result = SimpleNamespace(outputs=[SimpleNamespace(index=0), SimpleNamespace(index=1)])
+    response = SimpleNamespace(kv_transfer_params=None)
+    assert _completion_response(lambda *_: response, None, [result]) is response
+    assert response.kv_transfer_params is None
+
+    async def results() -> AsyncIterator[Any]:
+        yield result
+
+    async def stream(serving: Any, request: Any, result_generator: Any) -> AsyncIterator[str]:
+        async for _ in result_generator:
+            yield "data: {}"
+
+    async def chunks() -> list[str]:
+        return [one async for one in _stream(stream, None, SimpleNamespace(n=2), results())]
+
+    assert asyncio.run(chunks()) == ["data: {}"]
+
+
+@pytest.mark.law("refused-before-anything-changes")
 def test_an_unknown_vllm_or_several_groups_of_layers_are_refused(
     engine: Engine, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -265,16 +318,14 @@ def test_log_probabilities_of_the_prompt_are_those_of_the_full_cache(engine: Eng
     prompt = cut(150, 31)
     (output,) = engine.answer([prompt], [asking("snapkv", 8, {"prompt_logprobs": 3}, budget=0.3, W=16)])
     check_masked(prompt, output)
-    model = masked_model()
-    rows = torch.log_softmax(model.expect(model.nothing.read(prompt)).logits, dim=-1)
     assert output.prompt_logprobs[0] is None
     assert len(output.prompt_logprobs) == len(prompt)
-    for row, actual in zip(rows, output.prompt_logprobs[1:], strict=False):
-        assert all(abs(float(row[one]) - own.logprob) < TOLERANCE for one, own in actual.items())
+    given = [{token: own.logprob for token, own in each.items()} for each in output.prompt_logprobs[1:]]
+    check_logprobs(row_of(prompt), 0, given)
 
 
-def write_adapter(folder: Path) -> MaskedModel:
-    """Write a LoRA adapter of the pocket model, and return the masked model with the adapter."""
+def write_adapter(folder: Path) -> PreTrainedModel:
+    """Write a LoRA adapter of the pocket model, and return the model with the adapter."""
     model, random = copy.deepcopy(load_pocket()[0]), torch.Generator().manual_seed(3)
     parts: dict[str, torch.Tensor] = {}
     for index, layer in enumerate(model.model.layers):
@@ -291,7 +342,7 @@ def write_adapter(folder: Path) -> MaskedModel:
         "peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": ["q_proj", "v_proj", "o_proj"],
         "task_type": "CAUSAL_LM",
     }))
-    return MaskedModel(model.double())
+    return model
 
 
 def test_requests_with_an_adapter(tmp_path: Path) -> None:

@@ -191,11 +191,22 @@ def test_a_server_that_starts_ends_after_sigterm(tmp_path: Path) -> None:
 
 
 @pytest.mark.law("refused-before-anything-changes")
-def test_a_bad_policy_is_a_bad_request(snapkv: str) -> None:
+@pytest.mark.parametrize(("asked", "words"), [
+    ({"vllm_xargs": {"kvspec": '{"policy": "adakv", "budget": 0.3}'}}, "some heads"),
+    ({"use_beam_search": True, "n": 2}, "evicts nothing with snapkv(W=16): send"),
+])
+def test_a_bad_policy_is_a_bad_request(snapkv: str, asked: dict[str, Any], words: str) -> None:
     with pytest.raises(urllib.error.HTTPError) as caught:
-        ask(snapkv, prompt=cut(20), vllm_xargs={"kvspec": '{"policy": "adakv", "budget": 0.3}'})
+        ask(snapkv, prompt=cut(20), **asked)
     assert caught.value.code == 400
-    assert "some heads" in caught.value.read().decode()
+    assert words in caught.value.read().decode()
+
+
+def test_beam_search_with_the_full_cache(snapkv: str) -> None:
+    full = {"kvspec": '{"policy": "fullcache"}'}
+    with ask(snapkv, prompt=cut(20), use_beam_search=True, n=2, vllm_xargs=full) as reply:
+        actual = json.load(reply)
+    assert (len(actual["choices"]), actual.get("kv_transfer_params")) == (2, None)
 
 
 @pytest.mark.law("eviction-equals-masking")
