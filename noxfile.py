@@ -121,6 +121,7 @@ NIGHTLY = {
     "own-tests": [*MARKED, *WORKERS, "tests"],
     "shapes": ["pytest", *WORKERS, "--kvspec-profile", "ci", CHECKED],
     "triton": ["pytest", *FEW, "--backend", "triton", *SLOW_INTERPRETED, REFILLED],
+    "kernels": ["tests.accelerated.triton.aot", "--all"],
     "torch": ["pytest", *FEW, "--backend", "torch", "-k", LONGEST, "conformance/suite/test_scale_prefill.py"],
     "mutants": ["lab.mutants"],
     "families": ["lab.measure.families"],

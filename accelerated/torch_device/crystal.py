@@ -45,14 +45,9 @@ def decide(
     S1: Neighbours, ids: IntVector, ends: BoolVector, protected: BoolVector, B: int,
     parameters: CrystalCacheParameters,
 ) -> Decided:
-    """Run S3, S2, S4, S5 and S6 on a prompt. The host waits for no result.
+    """Run S3, S2, S4, S5 and S6 on a prompt, and keep B tokens. The host waits for no result.
 
-    Args:
-        S1: result of S1.
-        ids: token ids, (n,).
-        ends: mask (n,) that is True for each token that ends a sentence.
-        protected: mask (n,) of the protected tokens. The trunk of a protected token is protected.
-        B: number of tokens to keep.
+    A token ends a sentence if it is True in `ends` (n,). The trunk of a token of `protected` (n,) is protected.
     """
     p, n, where = parameters, len(ids), S1.salience.device
     M = s3.impact(S1.salience, s3.token_counts(upload(ids, np.int64, where)), p)

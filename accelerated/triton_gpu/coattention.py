@@ -27,7 +27,7 @@ from spec.policy import DeviceArray
 from spec.records import CoAttention
 from spec.validate import check_sinks
 
-__all__ = ["coattention", "neighbours", "tiles_of"]
+__all__ = ["coattention", "neighbours"]
 
 Tensor = torch.Tensor
 LONGEST_LIST = 64
@@ -228,16 +228,12 @@ def neighbours(
     check_sinks(sinks, q)
     read = [*on_device] if given is None else [*on_device, given]
     largest = torch.stack([torch.linalg.vector_norm(x, ord=float("inf"), dtype=torch.float32) for x in read])
-    result = _attended(*on_device, parameters, scaling, softcap, tiles or tiles_of(on_device[0]), given, sinks)
+    size = next_power_of_2(q.shape[2]), on_device[0].element_size()
+    tiles = tiles or launch.attention_tiles(*size, INTERPRETED)
+    result = _attended(*on_device, parameters, scaling, softcap, tiles, given, sinks)
     S, intra, intra_weight, cross, cross_weight = (result[name] for name in RESULTS)
     finite = (largest < math.inf).all()[None]  # false for NaN too; `isfinite` is four operators
     return Neighbours(S.double(), intra, intra_weight.double(), cross, cross_weight.double()), finite
-
-
-def tiles_of(q: Tensor) -> AttentionTiles:
-    """Return the tiles of the launch table for queries (H, n, d)."""
-    width = max(16, next_power_of_2(q.shape[2]))
-    return launch.attention_tiles(width, q.element_size(), INTERPRETED)
 
 
 def _attended(

@@ -88,9 +88,12 @@ def shaped_tensors(q: DeviceArray, k: DeviceArray) -> tuple[Tensor, Tensor]:
     if isinstance(q, torch.Tensor) != isinstance(k, torch.Tensor):
         raise SpecError("k", type(k).__name__, f"must have the type of q, {type(q).__name__}")
     kept = KEPT if getattr(q, "dtype", None) == getattr(k, "dtype", None) else ()
-    pair = (_checked("q", q, kept), _checked("k", k, kept))
-    _check_together(*pair)
-    return pair
+    queries, keys = _checked("q", q, kept), _checked("k", k, kept)
+    if queries.dtype != keys.dtype or queries.device != keys.device:
+        wanted = f"must have the dtype and the device of q, {queries.dtype} on {queries.device}"
+        raise SpecError("k", (keys.dtype, str(keys.device)), wanted)
+    check_shapes(queries, keys)
+    return queries, keys
 
 
 def attention_tensors(q: DeviceArray, k: DeviceArray) -> tuple[Tensor, Tensor]:
@@ -183,11 +186,6 @@ def _checked(name: str, x: DeviceArray, kept: Sequence[type]) -> Tensor:
             raise SpecError(name, x.dtype, "must be floating point")
         with np.errstate(over="ignore"):  # a value that overflows becomes infinite, and raises an error later
             return upload(x, x.dtype if x.dtype in kept else kept[-1] if kept else np.float32)
-    _check_tensor(name, x)
-    return x
-
-
-def _check_tensor(name: str, x: Tensor) -> None:
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise SpecError(name, x.dtype, "must be float32, float16 or bfloat16 with the backend triton")
     if INTERPRETED and x.dtype == torch.bfloat16:
@@ -196,11 +194,4 @@ def _check_tensor(name: str, x: Tensor) -> None:
         )
     if x.device.type != default_device().type:
         raise SpecError(name, str(x.device), f"must be on the device {default_device().type}")
-
-
-def _check_together(q: Tensor, k: Tensor) -> None:
-    if q.dtype != k.dtype or q.device != k.device:
-        raise SpecError(
-            "k", (k.dtype, str(k.device)), f"must have the dtype and the device of q, {q.dtype} on {q.device}"
-        )
-    check_shapes(q, k)
+    return x

@@ -1,4 +1,4 @@
-"""Compilation of the kernels for sm_90 without a GPU: `python -m tests.accelerated.triton.aot [widths]`.
+"""Compilation of the kernels without a GPU: `python -m tests.accelerated.triton.aot [widths]`.
 
 TRITON_INTERPRET must not be set, because an interpreted kernel cannot be compiled. The test uses `--json`.
 """
@@ -31,7 +31,29 @@ _TYPES = {
 }
 POINTERS = {name: kind for kind, names in _TYPES.items() for name in names.split()}
 ALIGNED = {*POINTERS, "Q", "K", "q_head", "q_row", "k_head", "k_row"}
+NVIDIA = r"REG:(?P<registers>\d+) STACK:(?P<stack>\d+) .*?LOCAL:(?P<local>\d+)"
+AMD = r"\.private_segment_fixed_size: (?P<stack>\d+).*\.vgpr_count: +(?P<registers>\d+)"
 HEADS, GROUP, K_CROSS, K_INTRA = 32, 4, 4, 8
+
+
+@dataclass(frozen=True)
+class Target:
+    """Device for which kernels are compiled. A program can use `registers` registers and `shared` bytes there."""
+
+    gpu: GPUTarget
+    text: str
+    """Name of the assembler text."""
+    matrix: str
+    """Pattern of the instructions whose factors have fewer bits than float32."""
+    registers: int
+    shared: int
+
+
+TARGETS = {
+    "sm_80": Target(GPUTarget("cuda", 80, 32), "ptx", r"\bmma\.sync", 65536, 163 * 1024),
+    "sm_90": Target(GPUTarget("cuda", 90, 32), "ptx", r"wgmma\.mma_async", 65536, 227 * 1024),
+    "gfx942": Target(GPUTarget("hip", "gfx942", 64), "amdgcn", r"\bv_mfma\w*(?:bf16|xf32)", 131072, 64 * 1024),
+}
 
 
 @dataclass(frozen=True)
@@ -50,6 +72,7 @@ class Job:
 class Compiled:
     """Resources of a compiled kernel. `local` and `spilled` are bytes per thread."""
 
+    target: str
     kernel: str
     element: str
     d: int
@@ -60,9 +83,9 @@ class Compiled:
     stack: int
     local: int
     shared: int
-    wgmma: int
+    matrix: int
     fused: int
-    """Fused multiply-adds in float64."""
+    """Fused multiply-adds in float64 of a CUDA target. On an AMD target, each quotient and square root has some."""
 
 
 def jobs(d: int, element: str) -> Iterator[Job]:
@@ -116,7 +139,7 @@ def _type_of(argument: str, job: Job) -> str:
     return f"*{job.element}" if argument in ("Q", "K") else POINTERS.get(argument, "i32")
 
 
-def _compiled(job: Job, ones: set[str]) -> Any:
+def _compiled(job: Job, ones: set[str], target: str = "sm_90") -> Any:
     """Compile the kernel with these arguments equal to 1, which Triton treats as constants."""
     kernel = getattr(job.module, job.kernel)
     names = kernel.arg_names
@@ -127,7 +150,7 @@ def _compiled(job: Job, ones: set[str]) -> Any:
     attributes = {place: [["tt.divisibility", 16]] for place in aligned}
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": job.shape.warps, "num_stages": job.shape.stages, **job.options}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=TARGETS[target].gpu, options=options)
 
 
 def compile_for_ones(job: Job) -> None:
@@ -136,30 +159,31 @@ def compile_for_ones(job: Job) -> None:
     _compiled(job, {one.name for one in parameters if not one.do_not_specialize and _type_of(one.name, job) == "i32"})
 
 
-def compile_job(job: Job) -> Compiled:
-    """Compile, and read the resources of the cubin."""
-    actual = _compiled(job, {"q_dim", "k_dim"})
-    registers, stack, local = _resources(actual.asm["cubin"])
-    ptx = actual.asm["ptx"]
+def compile_job(job: Job, target: str) -> Compiled:
+    """Compile, and read the resources that the assembler reports."""
+    actual = _compiled(job, {"q_dim", "k_dim"}, target)
+    text = actual.asm[TARGETS[target].text]
+    report, pattern = (text, AMD) if "hsaco" in actual.asm else (_usage(actual.asm["cubin"]), NVIDIA)
+    found = re.search(pattern, report, re.DOTALL)
+    if found is None:
+        raise RuntimeError(f"the assembler reports no resources: {report[-2000:]}")
+    resources = {name: int(value) for name, value in found.groupdict(default="0").items()}
     return Compiled(
-        job.kernel, job.element, job.constants.get("d", 0), job.shape.rows, job.shape.columns,
-        job.shape.warps, registers, stack, local, actual.metadata.shared,
-        len(re.findall(r"wgmma\.mma_async", ptx)),
-        len(re.findall(r"\bfma\.rn\.f64", ptx)),
+        target, job.kernel, job.element, job.constants.get("d", 0), job.shape.rows, job.shape.columns,
+        job.shape.warps, resources["registers"], resources["stack"], resources.get("local", 0), actual.metadata.shared,
+        len(re.findall(TARGETS[target].matrix, text)),
+        len(re.findall(r"\bfma\.rn\.f64", text)),
     )
 
 
-def _resources(cubin: bytes) -> tuple[int, int, int]:
-    """Return the number of registers, stack bytes and local bytes of a thread."""
+def _usage(cubin: bytes) -> str:
+    """Return the report of cuobjdump."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
-    match = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", text.stdout + text.stderr)
-    if match is None:
-        raise RuntimeError(f"cuobjdump said: {text.stdout}{text.stderr}")
-    return int(match[1]), int(match[2]), int(match[3])
+    return text.stdout + text.stderr
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -167,12 +191,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tests.accelerated.triton.aot", description=__doc__)
     parser.add_argument("dims", nargs="*", type=int, default=[64, 96, 128, 256])
     parser.add_argument("--elements", default="bf16", help="bf16, fp16, fp32, separated by commas")
+    parser.add_argument("--all", action="store_true", help="compile all widths for all targets, not only for sm_90")
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args(arguments)
-    wanted = [job for element in chosen.elements.split(",") for d in chosen.dims for job in jobs(d, element)]
-    for job in [*wanted, *later_jobs()]:
-        actual = compile_job(job)
-        print(json.dumps(asdict(actual)) if chosen.json else _line(actual), flush=True)
+    for target in TARGETS:
+        widths = chosen.dims if chosen.all or target == "sm_90" else chosen.dims[-2:-1]
+        wanted = [job for element in chosen.elements.split(",") for d in widths for job in jobs(d, element)]
+        for job in [*wanted, *later_jobs()]:
+            actual = compile_job(job, target)
+            print(json.dumps(asdict(actual)) if chosen.json else _line(actual), flush=True)
     for job in [*jobs(chosen.dims[0], "bf16"), *later_jobs()]:
         compile_for_ones(job)
     return 0
@@ -180,9 +207,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _line(actual: Compiled) -> str:
     return (
-        f"{actual.kernel:17} {actual.element} d={actual.d:<3} {actual.rows}x{actual.columns} w{actual.warps}:"
-        f" {actual.registers} registers, stack {actual.stack}, local {actual.local}, shared {actual.shared},"
-        f" wgmma {actual.wgmma}, float64 fma {actual.fused}"
+        f"{actual.target:6} {actual.kernel:18} {actual.element} d={actual.d:<3} {actual.rows}x{actual.columns}"
+        f" w{actual.warps}: {actual.registers} registers, stack {actual.stack}, local {actual.local},"
+        f" shared {actual.shared}, tensor cores {actual.matrix}, float64 fma {actual.fused}"
     )
 
 
