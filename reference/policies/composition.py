@@ -1,7 +1,7 @@
 """Composed policies: the parts that a text can name, and the policy of a parsed text."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from fractions import Fraction
 from inspect import Parameter, signature
 from typing import Any
@@ -94,6 +94,8 @@ PARTS = (
 )
 """Names of the parts, in the order of the text."""
 _BUDGETS = ("layers", "heads", "threshold")
+_OF_RULES = frozenset(key for rule in (*LAYERS.values(), *HEADS.values()) for key in rule.constants)
+"""Constants of the rules of budgets."""
 _CHANGED_BY = {
     "cadence": ("every", "steps", *_BUDGETS), "budgets": _BUDGETS, "protection": ("sink", "recent", "steps"),
     "selector": ("select", *TRANSFORMS), "granularity": ("sets", "steps"), "least": ("floor",),
@@ -183,7 +185,7 @@ def compose(composition: Composition, data: Constants) -> Policy:
     """
     parts, text, name = composition.parts, str(composition), composition.name
     if name.removeprefix(DIVERSE) not in REGISTERED:
-        raise SpecError("policy", text, f"has the unknown name {name!r}; `kvspec policies` lists the names")
+        raise SpecError("policy", text, f"has the unknown name {name!r}: give a name of kvspec.list_policies()")
     if parts and composition.name in WHOLE:
         raise SpecError("policy", text, f"{composition.name} accepts no parts: set constants instead, such as N_sink")
     if unknown := [part for part in parts if part not in PARTS]:
@@ -207,12 +209,15 @@ def _pointed(error: SpecError, composition: Composition) -> SpecError:
     return SpecError("policy", str(composition), f"the part /{shown}: {error.argument} {error.bound}")
 
 
+def _written(composition: Composition) -> dict[str, Any]:
+    """Return the constants that a text gives its named policy."""
+    more = DIVERSITY if composition.name.startswith(DIVERSE) else {}
+    return constants_from_text(REGISTERED[composition.name.removeprefix(DIVERSE)], composition.constants, more)
+
+
 def _host(composition: Composition, data: Constants) -> Policy:
-    name = composition.name
-    row = REGISTERED[name.removeprefix(DIVERSE)]
-    more = DIVERSITY if name.startswith(DIVERSE) else {}
-    written = constants_from_text(row, composition.constants, more)
-    policy = named_policy(name, join_constants(str(composition), written, data))
+    constants = join_constants(str(composition), _written(composition), data)
+    policy = named_policy(composition.name, constants)
     return plain_policy(policy) if composition.scorer_only else policy
 
 
@@ -241,6 +246,8 @@ def plain_policy(policy: Policy) -> Policy:
 def _composed(host: Policy, composition: Composition, data: Constants) -> Policy:
     parts = composition.parts
     base, transforms = split_transforms(host)
+    if not composition.scorer_only:
+        _check_replaced(base, [name for name, _ in transforms], parts, {**_written(composition), **data})
     protection = base.protection
     if parts.keys() & {"sink", "recent"}:
         known = protection if isinstance(protection, SinkAndRecent) else SinkAndRecent(protection.size, 0)
@@ -256,6 +263,25 @@ def _composed(host: Policy, composition: Composition, data: Constants) -> Policy
         least=_number(parts, "floor", base.least), promises=NOTHING_PROMISED,
     )
     return apply_transforms(composed, _transforms(parts, transforms, data), data.get("backend", "numpy"))
+
+
+def _check_replaced(
+    base: Policy, transforms: Collection[str], parts: Mapping[str, tuple[str, Words]], given: Constants,
+) -> None:
+    """Check that no part replaces a constant of the named policy that is given.
+
+    Raises:
+        SpecError: if a constant is given, and a part replaces its value. The message has the value.
+    """
+    rules = dict(zip(("layers", "heads"), split_budgets(base.budgets), strict=True))
+    constants = {part: {one.name for one in fields(rule)} & _OF_RULES if is_dataclass(rule) else set[str]()
+                 for part, rule in rules.items()}
+    constants |= {"every": {"every"}, "threshold": {"threshold", *constants["layers"], *constants["heads"]}}
+    constants |= {name: {TRANSFORMS[name][0], *parts[name][1]} for name in transforms if name in parts}
+    for part in parts:
+        for key in sorted(constants.get(part, set()) & given.keys()):
+            reason = f"replaces {key}={format_value(given[key])}: leave out one of the two"
+            raise SpecError(part, parts[part][0], reason)
 
 
 def _later(parts: Mapping[str, tuple[str, Words]], data: Constants) -> Policy | None:

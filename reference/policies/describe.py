@@ -176,7 +176,7 @@ def describe_policy(name: str) -> PolicyDescription:
     """
     whole, called, of_session = _parse_text(name)
     if (name := home_of(whole)) not in NAMES:
-        raise SpecError("name", name, "has no description: give a name that `kvspec policies` lists")
+        raise SpecError("name", name, "has no description: give a name of `kvspec policies` or kvspec.list_policies()")
     row, policy = POLICIES[name.removeprefix(DIVERSE)], example_policy(whole, called)
     needs = policy.scorer.needs
     stepping = policy.cadence.every is not None

@@ -38,6 +38,11 @@ PARTS: Mapping[str, Sequence[str]] = {
 """Values of each part."""
 ODD = ("x", "-1", "0", "1e9", "nan", "-inf", "1of0", "none", "1_2", "99999999", "99999999999999999999", "snapkv")
 """Values that most parts refuse."""
+REPLACED = {
+    "every": ("every",), "beta": ("layers", "threshold"), "safeguard": ("heads", "threshold"), "share": ("crush",),
+    "block": ("crush",), "anchor": ("crush",),
+}
+"""Parts that replace a constant of the named policy. A text with both is refused."""
 MOST_PARTS = 4
 
 
@@ -59,8 +64,9 @@ def _text(rng: Random, host: str) -> str:
     names = sorted(rng.sample(list(PARTS), rng.randint(1, MOST_PARTS)), key=list(PARTS).index)
     if "steps" in names and "every" not in names:
         names.append("every")
-    head = rng.choice(("", "score=")) + host + "".join(f":{key}={value}" for key, value in own.items())
-    return "/".join([head, *(f"{name}={rng.choice(PARTS[name])}" for name in names)])
+    start, parts = rng.choice(("", "score=")), [f"{name}={rng.choice(PARTS[name])}" for name in names]
+    stay = {key: value for key, value in own.items() if start or not {*REPLACED.get(key, ())} & {*names}}
+    return "/".join([start + host + "".join(f":{key}={value}" for key, value in stay.items()), *parts])
 
 
 def any_text(rng: Random) -> str:

@@ -24,7 +24,7 @@ from reference.policies.budgets import Adaptive, Competition, LayersThenHeads, P
 from reference.policies.describe import describe_parts, describe_policy, example_policy, list_policies
 from reference.policies.grammar import Composition, format_value, parse_composition, parse_value
 from reference.policies.names import NAMES, POLICIES, make_policy
-from reference.policies.parts import equal_parts
+from reference.policies.parts import equal_parts, split_transforms
 from reference.policies.rkv import QueryCache
 from reference.policies.scorers import LayerScorer
 from reference.policies.texts import find_name, policy_from_text, text_of
@@ -172,6 +172,13 @@ def test_layers_then_heads_equals_the_rules_of_the_papers_one_after_the_other(
     ("snapkv/heads=adaptive/threshold=1", "/heads=adaptive", "leave out one of the two parts"),
     ("snapkv/diverse=0.5:diversity=0.9", "/diverse=0.5:diversity=0.9", "leave out diversity"),
     ("snapkv/block=4:block=8", "/block=4:block=8", "is also the value block=4"),
+    ("rkv:every=3/every=4", "/every=4", "replaces every=3: leave out one of the two"),
+    ("adakv:safeguard=0.5/heads=even", "/heads=even", "replaces safeguard=0.5"),
+    ("pyramidkv:beta=3/layers=pyramid", "/layers=pyramid", "replaces beta=3"),
+    ("pyramidkv:beta=3/threshold=1", "/threshold=1", "replaces beta=3"),
+    ("kvcrush:share=0.5/crush=0.4", "/crush=0.4", "replaces share=0.5"),
+    ("kvcrush:block=3/crush=0.4:block=4", "/crush=0.4:block=4", "replaces block=3"),
+    ("diverse-snapkv:diversity=0.3/diverse=0.5", "/diverse=0.5", "replaces diversity=0.3"),
     ("knorm/recent=99999999", "/recent=99999999", "at most 16777216"),
     ("knorm/block=99999999", "/block=99999999", "at most 16777216"),
 ])
@@ -224,6 +231,14 @@ def test_a_value_is_its_text(value: Any) -> None:
     actual = parse_value(format_value(value), value)
     assert actual == value
     assert type(actual) is type(value)
+
+
+def test_a_constant_beside_a_text_is_not_replaced_by_a_part() -> None:
+    with pytest.raises(SpecError, match="the part /every=4: every replaces every=3: leave out one of the two"):
+        names.make_policy("rkv/every=4", {"every": 3})
+    ((_, crush),) = split_transforms(names.make_policy("kvcrush:block=3/crush=0.4", {}))[1]
+    assert (crush["block"], crush["share"]) == (3, Fraction(2, 5))
+    assert names.make_policy("nestedkv:beta=2/layers=pyramid/heads=even", {}).budgets == Pyramid(4, 20)
 
 
 def test_rules_are_joined_once() -> None:
