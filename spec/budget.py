@@ -27,7 +27,8 @@ _FRACTION = re.compile(r"([0-9]+\.[0-9]*|\.[0-9]+)%?|[0-9]+%")
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 MEMORY = re.compile(rf" *([0-9]+(?:\.[0-9]+)?) ?({'|'.join(UNITS)}) *")
 """Form of a memory, whose number of tokens depends on the model."""
-_COMMA = re.compile(r"[0-9]*,[0-9]+%?")
+_COMMA = re.compile(r"0*,[0-9]+|[0-9]{1,2},[0-9]+%")
+_THOUSANDS = re.compile(r"[1-9][0-9]{0,2}(,[0-9]{3})+")
 _OTHER_UNIT = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]+)")
 
 
@@ -115,6 +116,8 @@ def _parse_text(given: str, argument: str) -> Budget:
 
 def _hint(text: str) -> str:
     """Return the end of an error text with valid budgets that are similar to a text, or "" if there are none."""
+    if _THOUSANDS.fullmatch(text):
+        return f"; did you mean {text.replace(',', '')}?"
     if _COMMA.fullmatch(text):
         return f"; did you mean {text.replace(',', '.')}?"
     other = _OTHER_UNIT.fullmatch(text)
