@@ -174,8 +174,8 @@ def read_scores(path: str | Path) -> LinearScores:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
             given = [arrays[name] for name in _FIELDS]
         if any(array.dtype.kind not in "fiu" for array in given):
-            raise ValueError("the arrays must have real numbers")
+            raise ValueError("they must have real numbers")
         w_k, w_v, b = (np.asarray(array, dtype=np.float64) for array in given)
     except (OSError, KeyError, TypeError, ValueError, EOFError, *ARCHIVE_ERRORS) as error:
-        raise SpecError("path", str(path), f"must be an .npz file with {', '.join(_FIELDS)}") from error
+        raise SpecError("path", str(path), f"must be an .npz file with {', '.join(_FIELDS)}: {error}") from error
     return LinearScores(w_k, w_v, b)

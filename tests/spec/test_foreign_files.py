@@ -92,7 +92,7 @@ def test_a_linear_score_has_real_numbers(kind: Any, tmp_path: Path) -> None:
     np.savez(path, w_k=w, w_v=w, b=np.zeros(2, np.int64))
     assert read_scores(path).w_k.shape == (2, 3)
     np.savez(path, w_k=w.astype(kind), w_v=w, b=np.zeros(2))
-    with pytest.raises(SpecError, match=r"must be an \.npz file with w_k, w_v, b"):
+    with pytest.raises(SpecError, match=r"must be an \.npz file with w_k, w_v, b: they must have real numbers"):
         read_scores(path)
 
 
