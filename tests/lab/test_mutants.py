@@ -25,7 +25,7 @@ from lab.item_vectors import ITEMS
 from lab.mutants import written
 from lab.mutants.edits import ORIGINAL, Edit, function_of, replaced
 from lab.mutants.worker import Verdict
-from lab.mutants.written import MUTANTS, read_rows
+from lab.mutants.written import MUTANTS, ROWS, read_rows, sized_mutants
 from reference.crystalcache import impact
 from reference.crystalcache.impact import rarity
 from spec.errors import SpecError
@@ -57,6 +57,9 @@ def test_a_page_counts_what_there_is(page: str) -> None:
 
 def test_every_edit_applies_and_changes_its_function() -> None:
     """Check edits without running tests: the fragment occurs once, the function compiles, and all its names exist."""
+    rows = [mutant for path in sorted(ROWS.glob("*.toml")) for mutant in read_rows(path)]
+    assert len(rows) + len(list(sized_mutants())) == len(MUTANTS), "two mutants have one name"
+    assert [mutant.name for mutant in rows if not mutant.why.endswith((".", '"', "?"))] == []
     for mutant in MUTANTS.values():
         code, right = mutant.edit.code(), function_of(mutant.edit.of)
         known = {*vars(import_module(right.__module__)), *dir(builtins), ORIGINAL}
