@@ -57,7 +57,7 @@ def _read_again(
         copied.update(layer.keys, layer.values, index)
     at, every = torch.tensor(chosen, device=model.device), torch.arange(len(ids), device=model.device)
     stored = (every <= at[:, None]) & ~torch.isin(every, at)
-    visible = additive(torch.cat([stored, at <= at[:, None]], dim=1), copied.layers[0].keys.dtype)
+    visible = additive(torch.cat([stored, at <= at[:, None]], dim=1), plain_layers(cache)[0].keys.dtype)
     given = torch.tensor([ids], device=model.device)[:, at]
     model(
         input_ids=given, position_ids=at[None], attention_mask=visible, use_cache=True, **{cache_name(model): copied},
