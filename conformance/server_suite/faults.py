@@ -2,16 +2,35 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations
+from typing import NamedTuple
 
 from torch import Tensor
 
 from conformance.server_suite.reading import Bound, Event, Reader
 from conformance.witness.statement import Statement
 
-__all__ = ["name_fault"]
+__all__ = ["Hypothesis", "hypotheses", "name_fault"]
 
 _PAIRS = 64
 """Largest number of pairs of KV heads that are tried."""
+_LEFT = 0.25
+"""A fault explains the log-probabilities if at most this share of their difference is left."""
+
+
+class Hypothesis(NamedTuple):
+    """A possible fault: what the server did instead of what it states.
+
+    Attributes:
+        name: name of the fault.
+        events: evictions of the server.
+        rule: position rule of the server (see `Reader.logprobs`).
+        excepted: number of a full-attention layer with the opposite position rule. Default: no layer.
+    """
+
+    name: str
+    events: Sequence[Event]
+    rule: str
+    excepted: int | None = None
 
 
 def name_fault(
@@ -29,32 +48,40 @@ def name_fault(
         others: evictions of different requests, each with a name of the request.
     """
     ids, n = statement.ids, len(statement.prompt_ids)
-    for name, changed, rule in _hypotheses(events, statement.positions, others):
-        if bound.apart(reader.logprobs(ids, n, changed, rule), result) <= bound.tolerance:
-            return name
-    for layer in range(reader.layers if events else 0):
-        logprobs = reader.logprobs(ids, n, events, statement.positions, layer)
-        if bound.apart(logprobs, result) <= bound.tolerance:
-            return f"only in full-attention layer {layer}, positions are not those of the rule {statement.positions!r}"
+    difference = bound.apart(reader.logprobs(ids, n, events, statement.positions), result)
+    largest = min(bound.tolerance, _LEFT * difference)
+    for one in hypotheses(events, statement.positions, others):
+        if bound.apart(reader.logprobs(ids, n, *one[1:]), result) <= largest:
+            return one.name
     return "no known fault explains the log-probabilities: a different set, or different weights"
 
 
-def _hypotheses(
-    events: Sequence[Event], rule: str, others: Sequence[tuple[str, Sequence[Event]]],
-) -> Iterator[tuple[str, Sequence[Event], str]]:
-    """Yield possible faults, each as a name, the evictions and the position rule."""
-    yield "the log-probabilities are those of the full cache: nothing was evicted", [], "kept"
+def hypotheses(
+    events: Sequence[Event], rule: str, others: Sequence[tuple[str, Sequence[Event]]] = (),
+) -> Iterator[Hypothesis]:
+    """Yield possible faults of a server that states the evictions `events` and the position rule `rule`.
+
+    Args:
+        events: stated evictions.
+        rule: stated position rule.
+        others: evictions of different requests, each with a name of the request.
+    """
+    yield Hypothesis("the log-probabilities are those of the full cache: nothing was evicted", [], "kept")
     for another in ("kept", "renumbered", "slots"):
         if another != rule:
-            yield f"kept tokens and the answer have positions of the rule {another!r}, not {rule!r}", events, another
+            name = f"kept tokens and the answer have positions of the rule {another!r}, not {rule!r}"
+            yield Hypothesis(name, events, another)
     for name, changed in _changed_sets(events):
-        yield name, changed, rule
+        yield Hypothesis(name, changed, rule)
     for request, one in others:
         fitted = [_fitted(event, other) for event, other in zip(events, one, strict=False)]
-        yield f"the kept set is that of {request}", fitted, rule
+        yield Hypothesis(f"the kept set is that of {request}", fitted, rule)
     for layer, a, b in _pairs(events):
         name = f"KV heads {a} and {b} of full-attention layer {layer} are exchanged"
-        yield name, [_exchanged(event, layer, a, b) for event in events], rule
+        yield Hypothesis(name, [_exchanged(event, layer, a, b) for event in events], rule)
+    for layer in range(len(events[0].sets) if events else 0):
+        name = f"only in full-attention layer {layer}, positions are not those of the rule {rule!r}"
+        yield Hypothesis(name, events, rule, layer)
 
 
 def _changed_sets(events: Sequence[Event]) -> Iterator[tuple[str, list[Event]]]:

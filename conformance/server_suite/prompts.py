@@ -2,10 +2,12 @@
 
 import numpy as np
 
-__all__ = ["ANSWER", "LENGTHS", "LONG_ANSWER", "prompts_of"]
+__all__ = ["ANSWER", "LENGTHS", "LONG_ANSWER", "ROUNDED_ANSWER", "prompts_of"]
 
 ANSWER = 12
 """Number of answer tokens. The first token is chosen before the eviction of the prompt, the others after it."""
+ROUNDED_ANSWER = 24
+"""Number of answer tokens of a server in bfloat16, where rounding hides small differences."""
 LONG_ANSWER = 160
 """Number of answer tokens of a request for policies that evict while decoding."""
 LENGTHS = (2, 16, 31, 32, 33, 64, 65, 127, 128, 129, 257, 512, 601)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from conformance.server_suite.judge import SPREAD
 from conformance.server_suite.prompts import ANSWER, prompts_of
 from conformance.server_suite.reading import BOUNDS, WEIGHT_NOISE, Bound, Event, HeadSets, Reader, with_noise
+from conformance.server_suite.witness import SPREAD
 from lab import pages
 from models_integration import RetentionPolicy, policy_from_name
 from models_integration.model.cache_argument import cache_name

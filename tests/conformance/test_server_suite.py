@@ -438,7 +438,7 @@ def test_a_token_that_rounding_moves_far_is_no_fault_in_bfloat16(
     with serving(Evicting(model)) as url:
         (reading, *_) = Witness(model, Server.of(url, "tiny"), "bfloat16").readings(SHARED)
     assert reading.has_power
-    noise = torch.tensor(ROUNDED, dtype=torch.float64)
+    noise = torch.tensor(ROUNDED * 2, dtype=torch.float64)
     reading.__dict__["stated_logprobs"] = reading.masked + moved * (reading.full - reading.masked) + noise
     assert (verdict(RULES["masking"], reading) == "passed") is right
     assert (verdict(RULES["eviction"], reading) == "passed") is (moved != 1.0)
