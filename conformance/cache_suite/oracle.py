@@ -222,7 +222,7 @@ def _masking(stock: str) -> Callable[..., Any]:
             _CALLS[module] = _CALLS.get(module, 0) + 1
             attention_mask = _with(attention_mask, _VISIBLE[module], query, key)
             if module in _RENUMBERED:
-                key = _moved(key, _VISIBLE[module], *_RENUMBERED[module])
+                key = _moved(key, _VISIBLE[module], *_RENUMBERED[module]).to(query.dtype)
         return function(module, query, key, value, attention_mask, **options)
 
     return attention

@@ -30,9 +30,9 @@ TRIED = 4
 def likelier_fault(readings: tuple[Reading, ...]) -> str:
     """Return the fault that makes the answers much likelier than the statements do, or an empty string.
 
-    The rounding errors of an answer are taken as independent, with Laplace's density. The scale of the density is the
-    mean difference between the witness and a copy of the model with noise, which computes in the dtype of the server.
-    If more is left under the fault, the scale is the mean difference that is left.
+    The rounding errors of an answer are taken as independent, with Laplace's density. A copy of the model with noise
+    computes in the dtype of the server. The scale of the density is the mean difference between the witness and this
+    copy. If more is left under the fault, the scale is the mean difference that is left.
 
     Args:
         readings: the readings of a group.
