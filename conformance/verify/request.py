@@ -6,12 +6,12 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
 from conformance.plugin import POSITIONS, PROFILES
 from spec.errors import SpecError
-from spec.validate import did_you_mean
 
 ENGINES = ("backend", "command")
 KINDS = (*ENGINES, "policy", "cache", "server")
@@ -184,8 +184,8 @@ def _check_options(words: list[str]) -> None:
     _, unknown = partial.parse_known_args(words)
     if not unknown or {"-h", "--help"} & set(unknown):
         return
-    near = did_you_mean(unknown[0], {*re.findall(r"--[a-z-]+", partial.format_usage())})
-    partial.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
+    near = get_close_matches(unknown[0], re.findall(r"--[a-z-]+", partial.format_usage()), n=1)
+    partial.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; did you mean {near[0]}?" if near else ""))
 
 
 def profile_of(option: str | None) -> str:

@@ -407,7 +407,7 @@ NUMBER = 1
     ("--policy snapkv --yes", "can be given only with --check"),
     ("--backend numpy --seed -1", "must be 0 or more"), ("--backend numpy --timeout 1", "only with --command"),
     ("", "one of the arguments --backend --command --policy --cache --server --check is required"),
-    ("--backend numpy -k x", "after --"), ("--polcy snapkv", "--polcy snapkv; did you mean --policy, --profile?"),
+    ("--backend numpy -k x", "after --"), ("--polcy snapkv", "--polcy snapkv; did you mean --policy?"),
     ("--backend numpy --fail-fats", "--fail-fats; did you mean --fail-fast?"),
     ("--cache a:B --positions absolute", "invalid choice: 'absolute'"),
     ("--backend numpy --profile weekly", "invalid choice: 'weekly'"), ("--backend numpy --seed x", "invalid int value"),
