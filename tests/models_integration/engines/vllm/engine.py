@@ -175,7 +175,7 @@ def check_logprobs(
     """Check log-probabilities against the reading in float64, and return the allowed difference.
 
     At rare tokens, the rounding of float32 can exceed TOLERANCE. How much depends on the processor. Then the masked
-    model reads the row in float32 too, and ROUNDING times its difference from float64 at these tokens is allowed.
+    model reads the row in float32 too, and ROUNDING times its difference from float64 at these queries is allowed.
 
     Args:
         row: text, and the positions that each query attends to.
@@ -185,11 +185,11 @@ def check_logprobs(
     """
     places = [first + at for at, own in enumerate(given) for _ in own], [token for own in given for token in own]
     actual = torch.tensor([one for own in given for one in own.values()], dtype=torch.float64)
-    exact = read_masked(row, model)[places]
-    worst, allowed = float((actual - exact).abs().max()), TOLERANCE
+    exact = read_masked(row, model)
+    worst, allowed = float((actual - exact[places]).abs().max()), TOLERANCE
     if not worst < TOLERANCE:
-        rounded = read_masked(row, model, torch.float32)[places]
-        allowed = max(TOLERANCE, ROUNDING * float((rounded - exact).abs().max()))
+        rounding = (read_masked(row, model, torch.float32) - exact)[first : first + len(given)]
+        allowed = max(TOLERANCE, ROUNDING * float(rounding.abs().max()))
     assert worst < allowed, f"{worst} from masking, and {allowed} is allowed"
     return allowed
 
