@@ -35,11 +35,16 @@ def main() -> int:
         request = parsed(sys.argv[1:])
         return check_again(request, request.check) if request.check else judge(request)
     except (SpecError, BackendUnavailable, OSError, pytest.UsageError) as error:
-        print("kvspec:", printable(str(error), LONGEST_LINE), file=sys.stderr)
-        return 2
+        return untested(str(error))
     except KeyboardInterrupt:
         print("kvspec: stopped; there is no verdict", file=sys.stderr)
         return 130
+
+
+def untested(reason: str) -> int:
+    """Print the reason why nothing was tested as one line on stderr, and return the exit code."""
+    print("kvspec:", printable(reason, LONGEST_LINE), file=sys.stderr)
+    return 2
 
 
 def judge(request: Request) -> int:
@@ -118,15 +123,13 @@ def check_again(request: Request, path: Path) -> int:
     check_out(request)
     again = certificate_module.repeated(request, path, there)
     if otherwise := certificate_module.of_another_version(there):
-        print(printable(otherwise, LONGEST_LINE))
-        return 1
+        return untested(otherwise)
     ask(request, again)
     subject = prepared(again)
     if subject.digest != there["subject"]["digest"]:
         differ = f"the files of {subject.named} are not those of the certificate ({subject.files}):"
         digests = f"{subject.digest} now, {there['subject']['digest']} there"
-        print(printable(f"{differ} {digests}; nothing was run", LONGEST_LINE))
-        return 1
+        return untested(f"{differ} {digests}; nothing was run")
     actual = compared(again, replace(again, seed=request.seed), subject, there)
     for line in "\n".join(actual).splitlines():
         print(printable(line, LONGEST_LINE))

@@ -304,8 +304,8 @@ def test_a_right_policy_is_certified_for_what_it_promises_and_the_check_notices_
     line = capsys.readouterr().out.splitlines()[-1]
     assert line == "items.row independence.verdict: pass in the certificate, not promised now"
     (folder / "promisers.py").write_text(f"{MINE}\n", encoding="utf-8")
-    assert asked(monkeypatch, "--check", "found/certificate.toml", "--yes") == 1
-    assert "nothing was run" in capsys.readouterr().out
+    assert asked(monkeypatch, "--check", "found/certificate.toml", "--yes") == 2
+    assert "nothing was run" in capsys.readouterr().err
 
 
 def test_a_broken_promise_fails_by_its_row_with_a_small_input(

@@ -155,8 +155,8 @@ def test_a_wrong_engine_s_certificate_names_the_item_and_can_be_checked(
     assert "".join(draws[24:]) != first
 
     (folder / "engines.py").write_text(f"{ENGINES}\n", encoding="utf-8")
-    assert asked(monkeypatch, "--check", "found/certificate.toml", "--out", "again", "--yes") == 1
-    assert "nothing was run" in capsys.readouterr().out
+    assert asked(monkeypatch, "--check", "found/certificate.toml", "--out", "again", "--yes") == 2
+    assert "nothing was run" in capsys.readouterr().err
 
 
 def test_an_engine_that_ends_the_process_fails_the_item_that_it_ended_in(
@@ -428,20 +428,20 @@ def test_what_a_certificate_runs_is_shown_and_asked_for(
 def test_with_yes_nobody_is_asked(stranger: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     """The files differ, so nothing runs. An escape sequence in the command is shown as text."""
     record = {"kind": "command", "named": STRANGER, "digest": "\x1b[2J"}
-    assert stranger({"run": {"profile": "ci", "model": "\x1b[2J"}, "subject": record}, "--yes") == 1
-    printed = capsys.readouterr().out
-    assert "the files of sh" in printed
-    assert "\\x1b[2J" in printed
-    assert "\x1b" not in printed
+    assert stranger({"run": {"profile": "ci", "model": "\x1b[2J"}, "subject": record}, "--yes") == 2
+    printed = capsys.readouterr()
+    assert "the files of sh" in printed.err
+    assert "\\x1b[2J" in printed.out
+    assert "\x1b" not in printed.out + printed.err
 
 
 @pytest.mark.law("an-identity-tells-apart")
 def test_another_version_of_the_specification_is_named_before_anything_runs(
     stranger: Callable[..., int], capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert stranger({"schema": 1, "spec": "0.0.9", "kvspec": "0.0.9"}) == 1
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("the certificate is of specification 0.0.9, this is ")
+    assert stranger({"schema": 1, "spec": "0.0.9", "kvspec": "0.0.9"}) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("kvspec: the certificate is of specification 0.0.9, this is ")
     assert "nothing was run: check it with kvspec 0.0.9, or make a new one" in line
 
 
