@@ -404,8 +404,46 @@ def of_text(policy: str, text: str) -> tuple[int, int]:
     return sum(_is_right(row, policy) for row in rows), len(rows)
 
 
-def _is_right(row: Row, policy: str) -> bool:
-    return any(cell["right"] for cell in row["cells"] if (cell["policy"], cell["budget"]) == (policy, "0.3"))
+@pytest.mark.law("figures-are-counted-right")
+def test_samples_that_share_a_window_with_dev_samples_are_those_of_the_rows() -> None:
+    """Check docs/results/smollm2/README.md: confirming samples that read windows of two sets of dev samples."""
+    page = " ".join((evidence_rows.HOME / "README.md").read_text(encoding="utf-8").split())
+    dev = {
+        study: {_window(row) for row in rows_of(study) if row["part"] == "dev"} - {None}
+        for study in ("crystalcache", "rules")
+    }
+    confirm = [row for row in rows_of("rules") if row["part"] == "confirm"]
+    facts = [row for row in confirm if row["placement"] == "after" and row["task"] in evidence_rows.FACTS]
+    sweep, same = (sum(_window(row) in dev[study] for row in facts) for study in ("crystalcache", "rules"))
+    of_all = sum(_window(row) in dev["rules"] for row in confirm)
+    assert f"{sweep} of the {len(facts)} samples read the window of a dev sample of the [dev sweep]" in page
+    assert f"{same} of the {len(facts)} samples read the window of a dev sample of this study" in page
+    assert f"{of_all} of {len(confirm)} samples in [known-limits.toml]" in page
+
+
+def _window(row: Row) -> tuple[int, int] | None:
+    return (row["length"], row["metadata"]["window"]) if "window" in row["metadata"] else None
+
+
+def _is_right(row: Row, policy: str, budget: str = "0.3") -> bool:
+    return any(cell["right"] for cell in row["cells"] if (cell["policy"], cell["budget"]) == (policy, budget))
+
+
+@pytest.mark.law("figures-are-counted-right")
+@pytest.mark.parametrize(("study", "budget"), [("facts", "0.3"), ("facts", "0.5"), ("facts-2048", "0.3")])
+def test_the_lead_of_one_pass_over_nestedkv_is_significant_in_records_only(study: str, budget: str) -> None:
+    """Check README.md, docs/guide/choose.md and docs/results/smollm2/README.md."""
+    guide = " ".join((evidence_rows.ROOT / "docs" / "guide" / "choose.md").read_text(encoding="utf-8").split())
+    for text in ("prose", "records", "code"):
+        rows = [row for row in rows_of(study) if row["part"] == "confirm" and row["metadata"]["text"] == text]
+        first, second = (
+            [_is_right(row, policy, budget) for row in rows]
+            for policy in ('crystalcache(observed_layer=-3, graph="zero")', "nestedkv")
+        )
+        p = mcnemar(int(np.greater(first, second).sum()), int(np.greater(second, first).sum()))
+        assert p < 0.0001 if text == "records" else p > 0.05, (text, p)
+        if budget == "0.3":
+            assert f"{sum(first)} and {sum(second)} of {len(rows)}" in guide, text
 
 
 @pytest.mark.law("figures-are-counted-right")
