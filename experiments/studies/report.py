@@ -368,8 +368,11 @@ def failed_controls(rows: Sequence[Row]) -> list[str]:
     return [f"{row['policy']} ({title_of(row['task'])})" for row in rows if verdict(row).endswith("FAILS")]
 
 
-def write_table(rows: Sequence[Row], path: Path) -> None:
-    """Write the rows of `summary` to a file with an ending in `TABLES`, with Wilson's interval of each accuracy.
+def write_table(rows: Sequence[Row], recoveries: Sequence[float], path: Path) -> None:
+    """Write the rows of `summary` to a file with an ending in `TABLES`.
+
+    Further columns are Wilson's interval of each accuracy, and the recoveries. Your own questions have a short title as
+    the name of the task.
 
     Raises:
         SpecError: if there are no rows.
@@ -378,8 +381,10 @@ def write_table(rows: Sequence[Row], path: Path) -> None:
         raise SpecError("table", str(path), "would be empty, because no sample has a result")
     frame = result_table(rows)
     frame["low"], frame["high"] = zip(*(_share(row)[1:3] for row in rows), strict=True)
+    frame["recovery"] = recoveries
+    frame["task"] = [title_of(task) if task.startswith(f"{QUESTION_TASK}(") else task for task in frame["task"]]
     if path.suffix == ".csv":
         text = csv_text(frame)
     else:
-        text = "% Written by kvspec.\n" + frame.to_latex(index=False, float_format="%.3f", escape=True)
+        text = "% Written by kvspec.\n" + frame.to_latex(index=False, float_format="%.3f", na_rep="", escape=True)
     publish_readable(path, text.encode())

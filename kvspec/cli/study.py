@@ -148,6 +148,10 @@ def compare(
     A second run skips the results that are stored in --out. With --write-rules the command only writes a rules file for
     kvspec study.
     """
+    if questions is not None:  # the other imports take many seconds
+        from experiments.tasks.questions import question_task
+
+        question_task(str(questions), str(text or ""), grade)
     from experiments.studies.evidence.rules import rules_of
     from experiments.studies.own_texts import question_study
     from experiments.studies.subject import Loading

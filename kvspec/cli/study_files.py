@@ -7,6 +7,7 @@ from pathlib import Path
 from experiments.studies.evidence.page import study_sections
 from experiments.studies.evidence.rules import Rules, load_rules
 from experiments.studies.evidence.run import ONE_STUDY, merged
+from experiments.studies.evidence.samples import recoveries
 from experiments.studies.evidence.tables import failures, grouped
 from experiments.studies.own_texts import answer_table, user_question_rows
 from experiments.studies.page import Html, page
@@ -81,7 +82,8 @@ def write_outputs(
         reason = f"contains results with different {', '.join(mixed)}: write each run to a separate folder"
         raise SpecError("FOLDER", f"{len(rows)} rows", reason)
     if table is not None:
-        write_table(summary(rows), table)
+        counted = summary(rows)
+        write_table(counted, recoveries(rows, counted), table)
         say(str(table))
     if figure is not None:
         from experiments.studies.page.figures import write_figure

@@ -114,7 +114,9 @@ def _about(first: Row, shown: Samples) -> Iterator[Html]:
 
 def _missing(shown: Samples, rules: Rules | None) -> Iterator[Html]:
     """Yield notes about results that the page cannot show, with reasons."""
-    if shown.contexts == 1:
+    if shown.contexts == 1 and shown.of_user:
+        yield note("All questions are about one text, so recoveries have no interval and no test.", "warning")
+    elif shown.contexts == 1:
         yield note("One context gives no interval, no recovery and no comparison.", "warning")
     elif shown.contexts < _FEW:
         yield note(f"Bootstrap intervals over only {shown.contexts} contexts are too narrow.", "warning")
@@ -183,6 +185,9 @@ def _best(samples: Samples) -> str:
             return "not known" if some.worth().known else most_right(some, cells)
         best = max(result, key=lambda cell: result[cell].value)
         ties = [cell for cell in cells if result[cell].value == result[best].value]
+        if some.contexts == 1:
+            alone = note("one text, so no test of the difference", "small")
+            return strong(", ".join(name for name, _ in ties)) + Html(f" {result[best]}") + alone
         close = [cell[0] for cell in cells if cell not in ties and not some.over(best, cell).low > 0]
         return best_of([name for name, _ in ties], result[best], close)
 

@@ -17,7 +17,7 @@ from reference.statistics import ratio_bootstrap, stratified_draws
 from spec.arrays import Float64, Int64, IntMatrix, IntVector, Vector
 from spec.retention import Granularity
 
-__all__ = ["ENDS", "FLOOR", "Samples", "is_user_question", "template_of"]
+__all__ = ["ENDS", "FLOOR", "Samples", "is_user_question", "recoveries", "template_of"]
 
 FLOOR = 0.7
 """Smallest accuracy of the full cache with which a template of a task is included in accuracies."""
@@ -85,7 +85,7 @@ class Samples:
         """Return the samples that count in accuracies: templates of a task, at a length and placement, with a high
         accuracy of the full cache. All scored samples count if the full cache was not run, and of your own questions.
         """
-        floor = FLOOR if ENDS[0] in self.cells and not all(map(is_user_question, self.rows)) else 0.0
+        floor = FLOOR if ENDS[0] in self.cells and not self.of_user else 0.0
         groups: dict[tuple[object, ...], list[int]] = {}
         for at, row in enumerate(self.rows):
             key = row["task"], row["length"], row["placement"], row["metadata"].get("template")
@@ -172,10 +172,22 @@ class Samples:
         return np.array([np.mean(cells[cell]["evidence_kept"]) if cell in cells else np.nan for cells in self._cells])
 
     def recovery(self, cell: tuple[str, str]) -> Estimate:
-        """Return the recovery. If the context has no clear effect on the likelihood, the result is NaN."""
-        if not self.worth().low > 0:
-            return NOTHING
-        return self.over(cell, ENDS[1])
+        """Return the recovery. If `has_recovery` is False, the result is NaN."""
+        return self.over(cell, ENDS[1]) if self.has_recovery else NOTHING
+
+    @property
+    def has_recovery(self) -> bool:
+        """Return True if the context clearly increases the likelihood of the answer.
+
+        Your own questions can be about one text, which gives no interval, so an increase of the mean is enough.
+        """
+        worth = self.worth()
+        return (worth.value if self.of_user else worth.low) > 0
+
+    @property
+    def of_user(self) -> bool:
+        """Return True if all samples are your own questions."""
+        return bool(self.rows) and all(map(is_user_question, self.rows))
 
     def over(self, first: tuple[str, str], second: tuple[str, str]) -> Estimate:
         """Return the paired difference of the recoveries of two cells."""
@@ -221,6 +233,24 @@ class Samples:
             return Estimate(value, math.nan, math.nan, len(above))
         interval = ratio_bootstrap(above, below, self.clusters, self.drawn())
         return Estimate(value, interval.low, interval.high, len(above))
+
+
+_ALIKE = ("task", "length", "placement", "seed", "model")
+"""Columns that are equal in all rows that a row of `summary` counts."""
+
+
+def recoveries(rows: Sequence[Row], counted: Sequence[Row]) -> list[float]:
+    """Return the recovery of each row of `summary`, or NaN if the recovery is unknown."""
+    groups = dict[tuple[object, ...], list[Row]]()
+    for row in rows:
+        if not row.get("control"):
+            groups.setdefault(tuple(row[name] for name in _ALIKE), []).append(row)
+    samples = {key: Samples(some) for key, some in groups.items()}
+    result = []
+    for one in counted:
+        some = samples.get(tuple(one[name] for name in _ALIKE), Samples(()))
+        result.append(some.recovery((one["policy"], one["budget_requested"])).value)
+    return result
 
 
 def template_of(row: Row) -> object:

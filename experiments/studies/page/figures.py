@@ -82,7 +82,7 @@ def _some(rows: Sequence[Row], model: str, placement: str) -> Samples:
 
 
 def _panel(axes: Axes, title: str, samples: Samples, names: Sequence[str]) -> None:
-    recovery = samples.worth().low > 0
+    recovery = samples.has_recovery
     measure = samples.recovery if recovery else samples.accuracy
     for at, name in enumerate(names):
         points = sorted(

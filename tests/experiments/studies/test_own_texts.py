@@ -1,7 +1,9 @@
 """Policies compared on the user's texts and questions: read once, answered as in a session, graded as requested."""
 
 import json
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
 import kvspec
+from conformance.paths import ROOT
 from experiments.studies.evidence.rules import load_rules
 from experiments.studies.results import load_rows
 from experiments.tasks import Placement
@@ -28,7 +31,7 @@ from models_integration.model.frame import decode, encode, opening_ids
 from models_integration.pocket import load_pocket
 from models_integration.policies.sizes import bytes_per_token
 from spec.errors import SpecError
-from tests.experiments.studies.experiments import answer
+from tests.experiments.studies.experiments import Page, answer
 
 pytestmark = pytest.mark.law("as-it-is-described")
 
@@ -93,6 +96,30 @@ def test_a_text_and_questions_give_every_answer_a_table_and_a_figure(
         *pocket, "q.csv", Path("t.txt"), policies=["streamingllm", "snapkv"], budgets=[0.3, 200], backend="numpy"
     )
     pd.testing.assert_frame_equal(called.astype(answers.dtypes.to_dict()), answers)
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_the_report_and_the_table_have_the_recoveries_of_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Check two questions about one text, which give no interval."""
+    monkeypatch.chdir(tmp_path)
+    shown = ran(*put(tmp_path, CODE, {**MONTH, "evidence": ""}), "--budgets", "0.3", "--table", "t.csv")
+    printed = dict(re.findall(r"^ ?(\w+) +[\d.]+ +(-?\d\.\d\d) *$", shown.partition("Recovery of")[2], re.M))
+    assert printed.keys() == {"streamingllm", "snapkv", "fullcache"}
+    page = Page(Path("results/report.html").read_text(encoding="utf-8"))
+    table = page.table("Table of recovery, q.csv (contains), question after, n = 2")
+    for policy in ("streamingllm", "snapkv"):
+        recovery, *interval = table.line(policy, "0.3")[3:]
+        assert float(recovery) == pytest.approx(float(printed[policy]), abs=0.0056)
+        assert interval == ["", ""]
+    best = max(("streamingllm", "snapkv"), key=lambda policy: float(printed[policy]))
+    (highest,) = page.table("Highest recovery").lines[1][1:]
+    assert highest.startswith(f"{best} {printed[best]}one text, so no test")
+    assert not any("no recovery" in note for note in page.notes)
+    counted = pd.read_csv("t.csv").set_index("policy")
+    assert set(counted["task"]) == {"q.csv (contains)"}
+    assert {policy: f"{value:.2f}" for policy, value in counted["recovery"].items()} == printed
 
 
 @pytest.mark.parametrize(("policy", "budget"), [("snapkv", 0.3), ("streamingllm", 0.5), ("h2o", 0.4)])
@@ -215,6 +242,21 @@ def test_a_file_of_questions_that_is_none_is_refused_with_its_row(
     (tmp_path / "t.txt").write_text(TEXT, encoding="utf-8")
     message = refusal(["--questions", "q.csv", "--text", "t.txt"])
     assert all(word in message for word in words), message
+
+
+def test_a_wrong_column_is_refused_before_the_imports_that_take_seconds(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text(TEXT, encoding="utf-8")
+    (tmp_path / "q.csv").write_text("question,anwser\nWhat?,1\n", encoding="utf-8")
+    run = (
+        "import sys; from kvspec import cli; sys.argv[1:] = ['compare', '--questions', 'q.csv', '--text', 't.txt']\n"
+        "try:\n    cli.main()\nfinally:\n    print(sorted({'torch', 'transformers'} & sys.modules.keys()))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [sys.executable, "-c", run], cwd=tmp_path, env=environment, check=False, capture_output=True, text=True,
+    )
+    assert (ended.returncode, ended.stdout) == (2, "[]\n"), ended
+    assert "no column 'answer'" in ended.stderr
 
 
 @pytest.mark.parametrize(
