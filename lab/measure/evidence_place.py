@@ -9,9 +9,9 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.studies.evidence.claims import Verdict, verdicts
+from experiments.studies.evidence.claims import Verdict, compared, verdicts
 from experiments.studies.evidence.protocol import commits_with_rules
-from experiments.studies.evidence.rules import PARTS, load_rules
+from experiments.studies.evidence.rules import PARTS, Claim, load_rules
 from experiments.studies.evidence.samples import Samples
 from experiments.studies.page.figures import curve_style
 from lab.measure.evidence_rows import HOME, ROOT, samples_of
@@ -56,6 +56,7 @@ SHARES = {
     "snapkv": "SnapKV", "nestedkv": "NestedKV", "kvzip": "KVzip", "random": "random tokens in each head",
 }
 """Policies and controls of the studies of further policies, with their titles."""
+TITLES = {**KEPT, **FORMS, **ANSWERED, **SHARES}
 BUDGET = "0.3"
 PICTURES = {"place": "place", "place-2048": "place-2048"}
 """Files beside the page, each with the study that it shows."""
@@ -149,19 +150,32 @@ def kept_tokens(study: str) -> list[list[str]]:
 
 
 def claims(study: str) -> list[list[str]]:
-    """Return every claim of a study with its difference and its outcome."""
+    """Return every claim of a study with its two sides, their difference and its outcome."""
     dev, confirm = (samples_of(study, part) for part in PARTS)
     rules = load_rules(HOME / f"{study}.toml")
-    lines = [["claim", "difference", "splits", "claimed", "p (Holm)", "outcome", "kind"]]
+    between, least = "first side minus second side", "claimed: at least"
+    lines = [["claim", between, "difference", "splits", least, "p (Holm)", "outcome", "kind"]]
     result = verdicts(rules.claims, dev, confirm, commits_with_rules(rules, confirm.rows))
-    return [*lines, *map(_claim_line, result)]
+    return [*lines, *(_claim_line(one, confirm) for one in result)]
 
 
-def _claim_line(one: Verdict) -> list[str]:
+def sides(claim: Claim, confirm: Samples) -> str:
+    """Return the two sides of a claim's difference: policies, or numbers of mentions or places for one policy."""
+    if claim.first != claim.second:
+        return f"{TITLES[claim.first]} minus {TITLES[claim.second]}"
+    each = [[row["metadata"] for row in side.rows] for side in compared(claim, confirm)]
+    mentions = [{about["mentions"] for about in side} for side in each]
+    if mentions[0] != mentions[1]:
+        return " minus ".join(" or ".join(MENTIONS[name] for name in sorted(names)) for names in mentions)
+    places = [sorted({about["depth"] for about in side}) for side in each]
+    return " minus ".join(f"fact at {' to '.join(f'{depth:g}' for depth in dict.fromkeys((p[0], p[-1])))}" for p in places)
+
+
+def _claim_line(one: Verdict, confirm: Samples) -> list[str]:
     outcome = f"{one.outcome} ({one.flag})" if one.flag else one.outcome
     signs = "; **opposite signs**" if one.opposite else ""
     numbers = str(one.difference), "; ".join(one.splits), f"{one.claim.difference:g}", one.corrected_text
-    return [one.claim.name, *numbers, outcome + signs, one.kind]
+    return [one.claim.name, sides(one.claim, confirm), *numbers, outcome + signs, one.kind]
 
 
 def picture(study: str, placement: str = "paper") -> Figure:

@@ -212,11 +212,15 @@ def test_every_table_is_that_of_the_rows(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_sentences_about_places_are_those_of_the_rows(study: str, n: int) -> None:
     """Check docs/results/place.md: at the start impact keeps the fact, and later random trunks keep more."""
     whole: dict[tuple[str, str, bool], list[bool]] = {}
+    later: dict[str, list[float]] = {}
     for row in rows_of(study):
         if (row["part"], row["placement"]) == ("confirm", "paper"):
             for cell in row["cells"]:
                 asked = cell["policy"], row["metadata"]["mentions"], row["metadata"]["depth"] == 0
                 whole.setdefault(asked, []).append(cell["evidence_kept"] == row["evidence_tokens"])
+                if (cell["policy"], row["metadata"]["depth"] > 0) == ("crystalcache", True):
+                    share = float(np.mean(cell["evidence_kept"])) / row["evidence_tokens"]
+                    later.setdefault(row["metadata"]["mentions"], []).append(share)
     for mentions in ("high", "low", "none"):
         assert sum(whole["crystalcache", mentions, True]) >= n - 2
         assert all(whole['crystalcache(graph="zero")', mentions, True])
@@ -225,6 +229,9 @@ def test_the_sentences_about_places_are_those_of_the_rows(study: str, n: int) ->
         assert sum(whole["crystalcache", mentions, False]) < sum(whole["random-trunks", mentions, False])
     assert {len(own) for own in whole.values()} == {n, 4 * n}
     assert {row[-2] for row in evidence_place.claims(study)[1:]} == {"holds"}
+    _, sides, difference, *_ = evidence_place.claims(study)[1]
+    assert sides == "no mention minus four mentions"
+    assert difference.startswith(f"{np.mean(later['none']) - np.mean(later['high']):.2f} [")
     lines = evidence_place.picture(study).axes[0].get_lines()
     drawn = [round(float(np.asarray(line.get_ydata())[0]) * n) for line in lines]
     assert drawn == [sum(whole[policy, "high", True]) for policy in evidence_place.KEPT]
