@@ -168,7 +168,8 @@ def sides(claim: Claim, confirm: Samples) -> str:
     if mentions[0] != mentions[1]:
         return " minus ".join(" or ".join(MENTIONS[name] for name in sorted(names)) for names in mentions)
     places = [sorted({about["depth"] for about in side}) for side in each]
-    return " minus ".join(f"fact at {' to '.join(f'{depth:g}' for depth in dict.fromkeys((p[0], p[-1])))}" for p in places)
+    ends = [dict.fromkeys((depths[0], depths[-1])) for depths in places]
+    return " minus ".join(f"fact at {' to '.join(f'{depth:g}' for depth in pair)}" for pair in ends)
 
 
 def _claim_line(one: Verdict, confirm: Samples) -> list[str]:

@@ -7,10 +7,13 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import ScaledTranslation
 
 from experiments.studies.evidence.kept import EVERY_CONTROL
-from experiments.studies.evidence.samples import Samples
+from experiments.studies.evidence.samples import ENDS, Samples
 from experiments.studies.evidence.tables import budgets_of, by_task, policies_of
+from experiments.studies.report import NOTHING
 from experiments.studies.results import Row
 from spec.errors import SpecError
 
@@ -22,6 +25,8 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#
 _DASHES = ("-", "--", ":", "-.")
 _COLUMN, _PAGE, _HEIGHT = 3.3, 6.75, 2.1
 """Inches: the width of one panel alone and of several, as a paper's column and page, and the height of a panel."""
+_APART, _SPREAD = 3.0, 18.0
+"""Points: the distance between the marks of two policies at the same place, and the largest distance of any two."""
 _STYLE: Any = {"svg.hashsalt": "kvspec", "pdf.fonttype": 42, "font.size": 8, "xtick.labelsize": 7, "ytick.labelsize": 7}
 """Settings for reproducible files, and for PDF fonts that journals accept."""
 _METADATA = {
@@ -32,6 +37,8 @@ _METADATA = {
 
 def write_figure(rows: Sequence[Row], path: Path) -> None:
     """Write a figure with a panel for each model, placement and task. Each policy has a curve with intervals.
+
+    Policies at the same place are drawn slightly apart. A horizontal line is the full cache.
 
     Raises:
         SpecError: if no row has a policy with a budget.
@@ -84,14 +91,23 @@ def _some(rows: Sequence[Row], model: str, placement: str) -> Samples:
 def _panel(axes: Axes, title: str, samples: Samples, names: Sequence[str]) -> None:
     recovery = samples.has_recovery
     measure = samples.recovery if recovery else samples.accuracy
+    full = measure(ENDS[0]) if ENDS[0] in samples.cells else NOTHING
+    if full.known:
+        axes.axhline(full.value, label=ENDS[0][0], linewidth=0.8, color="0.6", zorder=0)
+    step = min(_APART, _SPREAD / len(names))
     for at, name in enumerate(names):
+        apart = ScaledTranslation((at - (len(names) - 1) / 2) * step / 72, 0, axes.figure.dpi_scale_trans)
         points = sorted(
             (samples.prompt_kept((name, budget)), one) for budget in budgets_of(samples)
             if (name, budget) in samples.cells and (one := measure((name, budget))).known
         )
         x, y = [kept for kept, _ in points], [one.value for _, one in points]
         ends = [[one.value - one.low for _, one in points], [one.high - one.value for _, one in points]]
-        axes.errorbar(x, y, yerr=ends, label=name, markersize=3, linewidth=1, elinewidth=0.5, **curve_style(at, name))
+        axes.errorbar(
+            x, y, yerr=ends, label=name, markersize=3, linewidth=1, elinewidth=0.5, markerfacecolor="none",
+            transform=axes.transData + apart, **curve_style(at, name),
+        )
+    axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True))
     axes.set_title(f"{title}\nn = {len(samples.rows)}", fontsize=8)
     axes.set_xlabel("prompt tokens kept")
     axes.set_ylabel("recovery (full cache = 1)" if recovery else "accuracy (share of answers)")
