@@ -25,7 +25,7 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#
 _DASHES = ("-", "--", ":", "-.")
 _COLUMN, _PAGE, _HEIGHT = 3.3, 6.75, 2.1
 """Inches: the width of one panel alone and of several, as a paper's column and page, and the height of a panel."""
-_APART, _SPREAD = 3.0, 18.0
+_APART, _SPREAD = 2.0, 8.0
 """Points: the distance between the marks of two policies at the same place, and the largest distance of any two."""
 _STYLE: Any = {"svg.hashsalt": "kvspec", "pdf.fonttype": 42, "font.size": 8, "xtick.labelsize": 7, "ytick.labelsize": 7}
 """Settings for reproducible files, and for PDF fonts that journals accept."""
@@ -107,6 +107,8 @@ def _panel(axes: Axes, title: str, samples: Samples, names: Sequence[str]) -> No
             x, y, yerr=ends, label=name, markersize=3, linewidth=1, elinewidth=0.5, markerfacecolor="none",
             transform=axes.transData + apart, **curve_style(at, name),
         )
+        axes.update_datalim([(kept, end) for kept, one in points for end in (one.low, one.high)])
+    axes.autoscale_view()
     axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True))
     axes.set_title(f"{title}\nn = {len(samples.rows)}", fontsize=8)
     axes.set_xlabel("prompt tokens kept")

@@ -355,6 +355,24 @@ def test_a_figure_has_a_curve_for_each_policy(form: str, rows: list[Row], tmp_pa
         assert all(f"<!-- {name} -->".encode() in drawn for name in ("snapkv", "knorm", "prompt tokens kept"))
 
 
+def test_every_point_of_a_figure_is_inside_its_panel(rows: list[Row], tmp_path: Path) -> None:
+    """Check that the shift of policies at the same place does not hide the points from the limits of the panel."""
+    mpl = pytest.importorskip("matplotlib.axes", reason="figures are drawn by matplotlib: pip install 'kvspec[plots]'")
+    from experiments.studies.page.figures import write_figure
+
+    seen: list[bool] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mpl.Axes, "set_ylabel", lambda axes, label: seen.extend(
+            low <= kept <= high and bottom <= share <= top
+            for line in axes.get_lines() if len(line.get_xdata()) and line.get_label() != "fullcache"
+            for (low, high), (bottom, top) in [(axes.get_xlim(), axes.get_ylim())]
+            for kept, share in line.get_xydata()
+        ))
+        write_figure(rows, tmp_path / "figure.svg")
+    assert len(seen) > 10
+    assert all(seen)
+
+
 @pytest.mark.law("one-line-with-the-way-out")
 def test_a_figure_without_its_library_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvspec.cli.study_files.find_spec", lambda name: None)
