@@ -435,6 +435,7 @@ def test_a_token_that_rounding_moves_far_is_no_fault_in_bfloat16(
     model: PreTrainedModel, moved: float, right: bool,
 ) -> None:
     """Move the log-probabilities by a part of the difference between masking and the full cache."""
+    skip_without_attention(torch.bfloat16)
     with serving(Evicting(model)) as url:
         (reading, *_) = Witness(model, Server.of(url, "tiny"), "bfloat16").readings(SHARED)
     assert reading.has_power
@@ -448,6 +449,7 @@ def test_a_token_that_rounding_moves_far_is_no_fault_in_bfloat16(
 def test_an_answer_that_depends_on_rounding_is_undecided(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, noise: float, expected: str,
 ) -> None:
+    skip_without_attention(torch.bfloat16)
     with serving(Evicting(model)) as url:
         witness = Witness(model, Server.of(url, "tiny"), "bfloat16")
         (reading, *_) = witness.readings(SHARED)

@@ -45,6 +45,7 @@ def test_the_measured_verdict_is_that_of_the_rule(
     difference: float, noise: float | None, expected: str, folder: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Compare with `check_masking`. If `noise` is None, masking changes nothing, which decides nothing."""
+    skip_without_attention(torch.bfloat16)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with serving(Evicting(model)) as url:
         witness = Witness(model, Server.of(url, "tiny"), "bfloat16")
