@@ -13,6 +13,7 @@ from fnmatch import fnmatch
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -351,6 +352,23 @@ def test_the_links_of_a_page_lead_somewhere(page: str) -> None:
     for target, anchor in links(page):
         assert target.exists(), target
         assert not anchor or anchor in anchors(target), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("docs/**/*.svg")), ids=lambda path: path.name)
+def test_a_picture_has_a_title_for_screen_readers(path: Path) -> None:
+    picture = ElementTree.parse(path).getroot()
+    title = picture.find("{http://www.w3.org/2000/svg}title")
+    assert title is not None
+    assert title.text
+    assert picture.get("role") == "img"
+    assert picture.get("aria-label", title.text) == title.text
+    assert {"aria-label", "aria-labelledby"} & set(picture.keys())
+    assert picture.get("aria-labelledby") == title.get("id")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_picture_on_a_page_has_a_text(page: str) -> None:
+    assert all(text.strip() for text in re.findall(r"!\[(.*?)\]\(", prose(page)))
 
 
 def test_what_is_not_there_is_noticed() -> None:

@@ -13,7 +13,7 @@ from experiments.studies.evidence.claims import Verdict, compared, verdicts
 from experiments.studies.evidence.protocol import commits_with_rules
 from experiments.studies.evidence.rules import PARTS, Claim, load_rules
 from experiments.studies.evidence.samples import Samples
-from experiments.studies.page.figures import curve_style
+from experiments.studies.page.figures import curve_style, save_figure
 from lab.measure.evidence_rows import HOME, ROOT, samples_of
 
 __all__ = ["PICTURES", "PLACE_PAGE", "PLACE_TABLES", "whole", "write_pictures"]
@@ -198,9 +198,10 @@ def picture(study: str, placement: str = "paper") -> Figure:
 
 def write_pictures(folder: Path = PLACE_PAGE.parent) -> None:
     """Write the pictures of the page as SVG."""
-    with mpl.rc_context({"svg.hashsalt": "kvspec", "font.size": 8, "xtick.labelsize": 7, "ytick.labelsize": 7}):
+    with mpl.rc_context({"font.size": 8, "xtick.labelsize": 7, "ytick.labelsize": 7}):
         for name, study in PICTURES.items():
-            picture(study).savefig(folder / f"{name}.svg", metadata={"Creator": "kvspec", "Date": None})
+            title = f"Share of contexts in which the whole fact is kept, by place, policy and mentions; study {study}"
+            save_figure(picture(study), folder / f"{name}.svg", title)
 
 
 PLACE_TABLES: dict[str, Callable[[], list[list[str]]]] = {

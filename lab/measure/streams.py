@@ -15,13 +15,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from matplotlib import rc_context
 from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from conformance.paths import DOCS
-from experiments.studies.page.figures import curve_style
+from experiments.studies.page.figures import curve_style, save_figure
 from experiments.studies.results import Row, append_row, load_rows
 from experiments.studies.subject import Loading
 from experiments.tasks.context import read_prose
@@ -122,8 +121,8 @@ def write_page(rows: Sequence[Row], page: Path = PAGE) -> None:
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     page.with_suffix(".jsonl").write_text(lines, encoding="utf-8")
     pages.write(page, {"streams": table(rows)}.__getitem__)
-    with rc_context({"svg.hashsalt": page.stem, "svg.fonttype": "path"}):
-        picture(rows).savefig(page.with_suffix(".svg"), metadata={"Date": None})
+    title = "Perplexity over the tokens of a stream, with kept and with renumbered rotary positions"
+    save_figure(picture(rows), page.with_suffix(".svg"), title)
 
 
 def main() -> None:

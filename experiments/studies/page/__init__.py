@@ -122,7 +122,7 @@ def legend(names: Sequence[str], references: Collection[str] = ()) -> str:
     """Return a check box for each policy, in the order of the keys, and one for all intervals. A box hides curves."""
     keys = "".join(
         f'<label class="key {(kind := _classes(key, name in references))}"><input type="checkbox" checked>'
-        f'<svg viewBox="0 0 28 10"><g class="curve {kind}">'
+        f'<svg viewBox="0 0 28 10" aria-hidden="true"><g class="curve {kind}">'
         f'<path class="line" stroke-dasharray="{_dash(key, name in references)}" d="M1 5H27"/>'
         f'<path class="mark" d="{_mark(key)}" transform="translate(14 5)"/></g></svg>{escape(name)}</label>'
         for key, name in enumerate(names)

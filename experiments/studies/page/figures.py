@@ -1,8 +1,10 @@
 """Figures for papers, made with matplotlib: recovery (or accuracy, if recovery is unknown) over kept prompt tokens."""
 
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+from xml.sax.saxutils import quoteattr
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -15,9 +17,10 @@ from experiments.studies.evidence.samples import ENDS, Samples
 from experiments.studies.evidence.tables import budgets_of, by_task, policies_of
 from experiments.studies.report import NOTHING
 from experiments.studies.results import Row
+from models_integration.cache.atomic_file import publish_readable
 from spec.errors import SpecError
 
-__all__ = ["curve_style", "write_figure"]
+__all__ = ["curve_style", "save_figure", "write_figure"]
 
 _MARKS = "osD^vP*X<>"
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -53,9 +56,20 @@ def write_figure(rows: Sequence[Row], path: Path) -> None:
     names = list(dict.fromkeys(name for samples in panels.values() for name in policies_of(samples)))
     if not names:
         raise SpecError("figure", str(path), "would be empty, because no result has a policy with a budget")
-    path.parent.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context(_STYLE):
-        _drawn(panels, names).savefig(path, metadata=_METADATA[path.suffix])
+        title = f"Results by number of kept prompt tokens. Panels: {'; '.join(panels)}. Policies: {', '.join(names)}"
+        save_figure(_drawn(panels, names), path, title)
+
+
+def save_figure(figure: Figure, path: Path, title: str) -> None:
+    """Write a figure as .svg, .pdf or .png with reproducible ids. Screen readers read the title of an SVG file."""
+    file = BytesIO()
+    with mpl.rc_context({"svg.hashsalt": _STYLE["svg.hashsalt"]}):
+        figure.savefig(file, format=path.suffix[1:], metadata={**_METADATA[path.suffix], "Title": title})
+    data = file.getvalue()
+    if path.suffix == ".svg":
+        data = data.replace(b"<svg ", f'<svg role="img" aria-label={quoteattr(title)} '.encode(), 1)
+    publish_readable(path, data)
 
 
 def _drawn(panels: Mapping[str, Samples], names: Sequence[str]) -> Figure:

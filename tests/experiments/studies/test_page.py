@@ -8,6 +8,7 @@ from itertools import product
 from operator import mul
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -217,6 +218,8 @@ def test_the_page_is_whole_and_needs_nothing_else(shown: Page) -> None:
     links = [v[1:] for _, name, v in shown.attributes if name == "href"]
     assert links == [v for tag, name, v in shown.attributes if (tag, name) == ("h2", "id")]
     assert len(links) > 8
+    pictures = re.findall("<svg [^>]*>", shown.text)
+    assert all(re.search('role="img" aria-label="[^"]|aria-hidden="true"', one) for one in pictures)
     assert ("div", "tabindex", "0") in shown.attributes
 
 
@@ -353,6 +356,9 @@ def test_a_figure_has_a_curve_for_each_policy(form: str, rows: list[Row], tmp_pa
     assert drawn.startswith({"svg": b"<?xml", "pdf": b"%PDF", "png": b"\x89PNG"}[form])
     if form == "svg":
         assert all(f"<!-- {name} -->".encode() in drawn for name in ("snapkv", "knorm", "prompt tokens kept"))
+        root = ElementTree.fromstring(drawn)
+        assert (root.get("role"), root.get("aria-label")) == ("img", root.findtext("{http://www.w3.org/2000/svg}title"))
+        assert all(name in root.get("aria-label", "") for name in ("snapkv", "knorm"))
 
 
 def test_every_point_of_a_figure_is_inside_its_panel(rows: list[Row], tmp_path: Path) -> None:
