@@ -10,6 +10,7 @@ import numpy as np
 
 from spec.arrays import Float64, Int64, IntMatrix, IntVector, Vector
 from spec.errors import SpecError
+from spec.validate import check_whole
 
 __all__ = [
     "Interval", "bootstrap", "cluster_bootstrap", "draws", "holm", "mcnemar", "mcnemar_power",
@@ -33,11 +34,9 @@ def mcnemar(b: int, c: int) -> float:
     Source: Section 3.9, "binomial CDF, not chi-square approximation".
 
     Raises:
-        SpecError: for a negative count.
+        SpecError: if a count is negative or no whole number.
     """
-    for name, count in (("b", b), ("c", c)):
-        if count < 0:
-            raise SpecError(name, count, "must be a count of at least 0")
+    b, c = check_whole("b", b), check_whole("c", c)  # an int has no largest value, and an integer of NumPy has
     tail = sum(math.comb(b + c, k) for k in range(min(b, c) + 1))
     return float(min(Fraction(1), Fraction(2 * tail, 2 ** (b + c))))
 
@@ -64,11 +63,11 @@ def wilson(correct: int, n: int, confidence: float = 0.95) -> tuple[float, float
     Source: Table 4 ("Wilson 95%").
 
     Raises:
-        SpecError: for n below 1, a number of successes outside [0, n], or a confidence outside (0, 1).
+        SpecError: for n below 1, a number of successes outside [0, n], a count that is no whole number, or a confidence
+            outside (0, 1).
     """
-    if n < 1:
-        raise SpecError("n", n, "must be at least 1")
-    if not 0 <= correct <= n:
+    n, correct = check_whole("n", n, 1), check_whole("correct", correct)
+    if correct > n:
         raise SpecError("correct", correct, f"must lie in [0, {n}]")
     _check_confidence(confidence)
     z = -NormalDist().inv_cdf((1 - confidence) / 2)
@@ -85,12 +84,11 @@ def draws(units: int, resamples: int, seed: int) -> Int64[IntMatrix, "resamples 
     """Return bootstrap indices, drawn with replacement by the generator PCG64. Equal seeds give equal indices.
 
     Raises:
-        SpecError: if `units` or `resamples` is below 1, or if the seed is negative.
+        SpecError: if `units` or `resamples` is below 1, if the seed is negative, or if a number is not whole.
     """
-    for name, count, least in (("units", units, 1), ("resamples", resamples, 1), ("seed", seed, 0)):
-        if count < least:
-            raise SpecError(name, count, f"must be at least {least}")
-    return np.random.default_rng(seed).integers(units, size=(resamples, units), dtype=np.int64)
+    units, resamples = check_whole("units", units, 1), check_whole("resamples", resamples, 1)
+    size = (resamples, units)
+    return np.random.default_rng(check_whole("seed", seed)).integers(units, size=size, dtype=np.int64)
 
 
 def stratified_draws(
@@ -102,8 +100,10 @@ def stratified_draws(
     `seed + s`. If there is only one stratum, the indices equal the result of `draws`.
 
     Raises:
-        SpecError: if `strata` is empty, if `resamples` is below 1, or if the seed is negative.
+        SpecError: if `strata` is empty, if `resamples` is below 1, if the seed is negative, or if a number is not
+            whole.
     """
+    seed = check_whole("seed", seed)
     names = np.unique(strata) if len(strata) else np.zeros(1, dtype=np.int64)
     members = [np.flatnonzero(strata == name) for name in names]
     drawn = [stratum[draws(len(stratum), resamples, seed + at)] for at, stratum in enumerate(members)]
@@ -209,10 +209,9 @@ def mcnemar_power(n: int, discordance: float, difference: float, alpha: float = 
 
     Raises:
         SpecError: if `difference` exceeds `discordance`, if `discordance` is outside (0, 1] or alpha outside (0, 1), or
-            if n is negative.
+            if n is negative or no whole number.
     """
-    if n < 0:
-        raise SpecError("n", n, "must be at least 0")
+    n = check_whole("n", n)
     if not 0 < alpha < 1:
         raise SpecError("alpha", alpha, "must lie in (0, 1)")
     if not 0 < discordance <= 1:

@@ -31,6 +31,7 @@ __all__ = [
     "NAMES",
     "OF_SESSION",
     "POLICIES",
+    "TEXTS_OF_PRESSES",
     "NamedPolicy",
     "check_kinds",
     "check_name",
@@ -127,30 +128,41 @@ _WRITTEN = {
 }
 """Further names that papers and kvpress use, as `_bare` returns them."""
 
-_EVERY_TOKEN = "keeps every token, so it evicts nothing; to compare it, use fullcache"
+_EVERY_TOKEN = "keeps every token, so it evicts nothing; to compare it, type 'fullcache'"
 _UNREAD = "is not specified, because we have read neither the formula of the paper nor the official code"
 _TRAINED = "is not specified, because we have not read the trained network that it needs"
 _CHANGES = "changes keys or values, and positions of kept tokens do not describe that"
 _RECOMPUTES = "recomputes inserted tokens, and evicts none"
+_DECODES = "; another policy that evicts while the model reasons: type"
+_LEARNED = "; another policy with a trained network: type 'kvzap(calibration=\"FILE\")'"
+_BY_ATTENTION = "; another policy that keeps the tokens with the most attention: type"
 LEFT_OUT: Mapping[str, str] = {
-    "scissorhands": "is not specified: the paper, the official code and the ports are three different rules; use h2o",
+    "scissorhands":
+        "is not specified: the paper, the official code and the ports are three different rules; type 'h2o'",
     "epicache": "is not a named policy, because it needs the utterances of a dialogue: call kvspec.prefill_episodes",
     **dict.fromkeys(("think", "kivi", "kvquant", "xkv", "quest", "nsa", "dsa"), _EVERY_TOKEN),
     "headkv": "is snapkv with one weight for each layer and KV head: type 'snapkv/layers=table:shares=3_2_1_4'",
     "qstats": "is a second calibration: `kvspec calibrate` your traces, then type 'triattention(calibration=\"FILE\")'",
-    "schedule": "is a list of budgets, one for each decision: reference.policies.scheduled returns the list",
-    "variantb": "is a rule of diverse policies: type 'diverse-triattention:rule=variant_b'",
-    "rocketkv": "evicts as snapkv, and then selects tokens for each query; use snapkv",
-    **dict.fromkeys(("lava", "gkv", "lazyeviction"), _UNREAD),
-    **dict.fromkeys(("kvpop", "kvp", "restorekv"), _TRAINED),
-    **dict.fromkeys(("d2o", "cam", "kvmerger", "razorattention", "attentionmatching"), _CHANGES),
-    "cacheblend": f"{_RECOMPUTES}: `kvspec paper injection --part cacheblend` compares it with injection",
-    "legolink": f"{_RECOMPUTES}: reference.injection.splicing.first_tokens returns the positions",
+    "schedule": "is a list of budgets, one for each decision: call reference.policies.scheduled",
+    "variantb": "is a rule of diverse policies: type 'diverse-triattention:rule=variant_b(calibration=\"FILE\")'",
+    "rocketkv": "evicts as snapkv, and then selects tokens for each query; for the eviction, type 'snapkv'",
+    "lava": f"{_UNREAD}; another policy whose layers and heads share one budget by scores: type 'cake/heads=adaptive'",
+    "gkv": f"{_UNREAD}{_DECODES} 'rkv'",
+    "lazyeviction": f"{_UNREAD}{_DECODES} 'h2o/every=64'",
+    **dict.fromkeys(("kvpop", "kvp"), f"{_TRAINED}{_LEARNED}"),
+    "restorekv": f"{_TRAINED}; the policy that it adds trained tokens to: type 'kvzip'",
+    **dict.fromkeys(("d2o", "cam", "kvmerger", "merging"), f"{_CHANGES}{_BY_ATTENTION} 'h2o'"),
+    "razorattention": f"{_CHANGES}; full and streaming heads: type 'kvzip-heads(calibration=\"FILE\")'",
+    "attentionmatching": f"{_CHANGES}{_BY_ATTENTION} 'h2o/every=none'",
+    "kvcompose": f"{_CHANGES}; another policy whose layers share one budget by scores: type 'snapkv/layers=global'",
+    "kvgrad": "needs gradients of the model, which no part of a policy uses; the policy that it changes: type 'kvzip'",
+    "cacheblend": f"{_RECOMPUTES}; to compare it with injection, type 'kvspec paper injection --part cacheblend'",
+    "legolink": f"{_RECOMPUTES}; for its positions, call reference.injection.splicing.first_tokens",
 }
-"""Methods that have no name, with the reasons of "What is not specified" in spec/policies.md."""
+"""Methods that have no name, with the reasons of "What is not specified" in spec/policies.md, and what to type."""
 
 
-_TEXTS: Mapping[str, str] = {
+TEXTS_OF_PRESSES: Mapping[str, str] = {
     "duoattention": "kvzip-heads", "observedattention": "score=h2o", "random": "random-tokens",
     "dms": "knorm/threshold=-8.0/recent=128", "chunk": "keydiff/pieces=1024", "decoding": "keydiff/every=64",
     "compressionratiodecoding": "keydiff/every=64", "prefilldecoding": "snapkv/steps=keydiff/every=64",
@@ -203,10 +215,11 @@ def check_name(name: str, argument: str = "name") -> str:
         return known
     if (reason := LEFT_OUT.get(_bare(name))) is not None:
         raise SpecError(argument, name, reason)
-    if (text := _TEXTS.get(_bare(name))) is not None:
-        raise SpecError(argument, name, f"has a text: type {text!r}. {_GUIDE} explains what differs")
+    if (text := TEXTS_OF_PRESSES.get(_bare(name))) is not None:
+        raise SpecError(argument, name, f"is a text in kvspec, and {_GUIDE} explains the differences: type {text!r}")
     if name.lower().endswith("press") and ":" not in name:
-        raise SpecError(argument, name, f"has no policy of this name: {_GUIDE} has the way, or the reason for none")
+        reason = f"has no policy of this name, and {_GUIDE} has the way or the reason"
+        raise SpecError(argument, name, f"{reason}; for a policy of your own, call kvspec.policy_from_score")
     bare, bracket, _ = name.partition("(")
     if bracket and _bare(bare) in _CANONICAL:
         call = f"policy_from_name({_CANONICAL[_bare(bare)]!r}, constant=value)"

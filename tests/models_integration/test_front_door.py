@@ -7,6 +7,7 @@ import sys
 import warnings
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from math import ceil
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -25,6 +26,7 @@ import kvspec
 import models_integration
 import reference
 from conformance.paths import SPEC
+from experiments.studies.papers.injection_tables import CACHEBLEND
 from experiments.studies.report import summary_tables
 from kvspec.cli.app import app
 from models_integration import (
@@ -42,7 +44,7 @@ from models_integration.policies.values import sentence_ends
 from reference.policies import kvcrush, snapkv, vase
 from reference.policies.budgets import tokens_of
 from reference.policies.describe import describe_policy, list_policies
-from reference.policies.names import LEFT_OUT, NAMES, POLICIES, check_name
+from reference.policies.names import LEFT_OUT, NAMES, POLICIES, TEXTS_OF_PRESSES, check_name
 from reference.policies.scored import LinearScores
 from spec.backend import Backend
 from spec.budget import Budget, parse_budget
@@ -327,6 +329,23 @@ def test_a_method_that_is_left_out_has_its_reason(name: str) -> None:
     for written in (name, name.upper()):
         with pytest.raises(SpecError, match=re.escape(LEFT_OUT[name])):
             kvspec.policy_from_name(written, 0.3)
+
+
+@pytest.mark.law("one-line-with-the-way-out")
+@pytest.mark.parametrize("name", [*LEFT_OUT, *TEXTS_OF_PRESSES, "BasePress", "ComposedPress"])
+def test_an_error_about_a_name_ends_with_what_to_type(name: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        kvspec.policy_from_name(name, 0.3)
+    end = re.search(r"(?:type '([^']+)'|call ([a-z_.]+))$", str(caught.value))
+    assert end, caught.value
+    text, call = end.groups()
+    if call:
+        module, _, function = call.rpartition(".")
+        assert callable(getattr(import_module(module), function))
+    elif text.startswith("kvspec "):
+        assert text == f"kvspec paper injection --part {CACHEBLEND}"
+    else:
+        assert describe_policy(parse_policy(text)[0])
 
 
 @pytest.mark.law("refused-before-anything-changes")

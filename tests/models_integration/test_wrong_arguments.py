@@ -11,6 +11,7 @@ import torch
 import kvspec
 from models_integration.pocket import SHIPPED, load_pocket_tokenizer
 from reference.policies import snapkv
+from reference.statistics import draws, mcnemar, mcnemar_power, stratified_draws, wilson
 from spec.errors import BackendUnavailable, SpecError
 from tests.models_integration.session.families import build, prompt
 
@@ -122,3 +123,27 @@ def test_beams_of_a_prefix_outside_the_context_say_how_to_repeat_it() -> None:
     cache.batch_repeat_interleave(3)
     with torch.no_grad():
         assert model(input_ids=prompt(1).repeat(3, 1), past_key_values=cache).logits.shape[0] == 3
+
+
+@pytest.mark.law("figures-are-counted-right")
+@pytest.mark.parametrize("integer", [np.int8, np.uint8, np.int16, np.int64, np.uint64])
+def test_counts_of_numpy_are_whole_numbers_without_a_largest_value(integer: Any) -> None:
+    """`2 ** (b + c)` of np.int64 was 0 from 64 pairs on, and n * n of np.uint8 overflowed."""
+    assert mcnemar(integer(35), integer(61)) == mcnemar(35, 61)
+    assert wilson(integer(90), integer(120)) == wilson(90, 120)
+    assert mcnemar_power(integer(127), 0.2, 0.1) == mcnemar_power(127, 0.2, 0.1)
+    assert np.array_equal(draws(integer(7), integer(3), integer(127)), draws(7, 3, 127))
+    strata = np.array([0, 1, 1, 0])
+    assert np.array_equal(stratified_draws(strata, integer(3), integer(127)), stratified_draws(strata, 3, 127))
+
+
+@pytest.mark.parametrize("wrong", [3.0, True, "3", None, np.float64(3)])
+def test_counts_of_statistics_are_whole_numbers(wrong: Any) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: mcnemar(wrong, 2), lambda: mcnemar(2, wrong), lambda: wilson(wrong, 5), lambda: wilson(1, wrong),
+        lambda: mcnemar_power(wrong, 0.2, 0.1), lambda: draws(wrong, 3, 1), lambda: draws(3, wrong, 1),
+        lambda: draws(3, 3, wrong), lambda: stratified_draws(np.array([0, 1]), 3, wrong),
+    ]
+    for call in calls:
+        with pytest.raises(SpecError, match="must be a whole number of at least"):
+            call()
