@@ -1,4 +1,8 @@
-"""The alpha selector of Set-Conditioned Diversity: a token's score falls if similar tokens are already kept."""
+"""The alpha selector of Set-Conditioned Diversity: a token's score falls if similar tokens are already kept.
+
+The paper is "Minimal-Intervention KV Retention via Set-Conditioned Diversity". The paper gives no value for epsilon and
+no rule for ties. In kvspec epsilon is 1e-8, and of two equal scores the lower index is chosen.
+"""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -95,7 +99,7 @@ def diverse(
         SpecError: in all cases that `spec.backend.DiversityStages.diverse` lists.
     """
     check_diversity(s, V, retained, k, lam)
-    worth, S = np.where(np.isnan(s), -np.inf, s), retained.copy()
+    worth, S = np.where(np.isnan(s), -np.inf, s), retained.copy()  # a retained token may have the score NaN
     m = reduce(np.maximum, (dots(V, v) for v in V[S]), np.zeros(len(V)))
     for _ in range(k - int(S.sum())):
         open_ = np.flatnonzero(~S)

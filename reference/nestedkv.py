@@ -1,7 +1,11 @@
 """NestedKV's anomaly score. Keys that differ from the prompt's memories have high scores (Eq. 3-15, Appendix A).
 
+Sections and equations are those of Chen et al., "NestedKV" (arXiv 2605.26678).
+
 The score uses the keys as cached: after RoPE, and after key normalisation if the model normalises keys. A memory is a
-mean of unit keys. Arrays contain the three memories (the paper's time scales) in the order stable, episodic, current.
+mean of unit keys. An axis of length 3 has the memories (the paper's time scales) in the order stable, episodic,
+current. The argument `a` of a function after `min_max` contains normalised anomalies, which the paper writes with a
+tilde.
 """
 
 import math
@@ -111,7 +115,7 @@ def min_max(a: Float64[Matrix, "H_kv n"]) -> Float64[Matrix, "H_kv n"]:
 
 
 def gap(a: Float64[Cube, "3 H_kv n"], p: Fraction) -> Float64[Matrix, "3 H_kv"]:
-    """Return Delta per memory and head: the mean of the m largest values minus the mean of the m smallest values.
+    """Return Delta (the reliability gap) per memory and head: mean of the m largest a, minus mean of the m smallest a.
 
     For n tokens, m is max(1, floor(p n)).
 
@@ -132,7 +136,7 @@ def blend(
 
     Implements: NK-BLEND
 
-    Source: Eq. 11 and 12.
+    Source: Eq. 11 and 12. w0 exp(beta Delta) is exp(log w0 + beta Delta) of Eq. 11.
     """
     gain = parameters.beta * delta
     w = np.array(parameters.w0)[:, None] * np.exp(gain - np.maximum(gain.max(axis=0) - LARGEST_EXPONENT, 0.0))
@@ -149,7 +153,8 @@ def rectified_surprise(a: Float64[Cube, "3 H_kv n"]) -> Float64[Matrix, "H_kv n"
 
     Implements: NK-SURPRISE
 
-    Source: Eq. 13; Appendix A, Hyperparameters.
+    Source: Eq. 13; Appendix A, Hyperparameters. Without the normalisation of the appendix the gate would never open:
+    the standard deviation of three numbers in [0, 1] is at most 0.58, and tau is 0.6.
     """
     s = min_max(a.std(axis=0))
     rectified: Matrix = np.maximum(0.0, s - s.mean(axis=1, keepdims=True))

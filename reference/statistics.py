@@ -1,4 +1,7 @@
-"""Statistics for paired answers that are either right or wrong: tests, intervals and power."""
+"""Statistics for paired answers that are either right or wrong: tests, intervals and power.
+
+Sections and tables without a name are those of the paper on injection (`reference.injection`).
+"""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,7 @@
-"""TriAttention: scores of cached keys for future queries. A calibration's statistics describe the future queries."""
+"""TriAttention: scores of cached keys for future queries. A calibration's statistics describe the future queries.
+
+TriAttention is Mao et al., arXiv 2604.04921. In the paper Set-Conditioned Diversity, its global mode is the scorer 1d.
+"""
 
 from typing import Literal, TypeAlias
 
@@ -39,6 +42,9 @@ def distance_score(
     inv_freq: Float64[Vector, " half"], factor: float,
 ) -> Float64[Matrix, "G n"]:
     """Return each cached key's score for each query head of one KV head. The score is a mean over future queries.
+
+    t is the number of tokens seen. `mean` and `magnitude` are the result of `band_statistics` for the G query heads.
+    `factor` is the attention factor of RoPE (1 without a scaling such as YaRN), which the cached keys `c` contain.
 
     The future queries have the positions t + 1, t + 2, t + 4, ..., t + 2^16. The score does not need the position of a
     key, because RoPE has already rotated the cached key. The score is linear in the rotations by the offsets 1, 2, 4,

@@ -80,7 +80,7 @@ def chunks(
 
 
 def head_means(contexts: Sequence[Sequence[Score]]) -> list[float]:
-    """Return, for each row, the mean over contexts of the largest score of a context."""
+    """Return each row's largest score in a context, averaged over the contexts. A row belongs to a head."""
     best = [[max(x for x in row if x is not None) for row in rows] for rows in contexts]
     return [fsum(column) / len(column) for column in zip(*best, strict=True)]
 

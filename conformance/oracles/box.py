@@ -176,7 +176,7 @@ def box(x: Any) -> Box:
 
 
 def exact(x: Any, *values: Any) -> bool:
-    """Return True if sums of these boxes are exact in any precision here. `x` bounds the size of the sums."""
+    """Return True if sums of these boxes have no rounding error, in float32 and in float64. `x` bounds their size."""
     return x < WHOLE and all(v.lo == v.hi and v.lo.is_integer() for v in values)
 
 

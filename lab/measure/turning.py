@@ -44,7 +44,7 @@ class Cost(NamedTuple):
 
 
 def measure(model: PreTrainedModel, prompt: Tensor, kept: int) -> Cost:
-    """Measure one prompt (1, n). Knorm keeps tokens from everywhere in the prompt, so nearly all kept keys turn."""
+    """Measure the cost for one prompt of token ids (1, n). Knorm keeps tokens from all parts, so most keys turn."""
     repeats = []
     with torch.no_grad(), policy_from_name("knorm", kept, positions=RENUMBERED)(model) as run:
         start = time.process_time()

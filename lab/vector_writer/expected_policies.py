@@ -145,7 +145,7 @@ def of_policy(brute: Brute, i: Json) -> Json:
 
 
 def in_pieces(i: Json) -> Json:
-    """Return the best tokens of each piece, which protects its own first and last tokens."""
+    """Return the best tokens of each piece. The first and last tokens of each piece are protected."""
     result, n = [], len(i["values"][0])
     pieces = [range(start, min(start + i["c"], n)) for start in range(0, n, i["c"])]
     held = [[at for at in piece if at < piece[0] + i["sink"] or at > piece[-1] - i["recent"]] for piece in pieces]

@@ -80,7 +80,7 @@ def row_normalise(A: Float64[Matrix, "Q Q"], epsilon: float) -> Float64[Matrix, 
 
     Implements: CC-ROW-NORM
 
-    Source: Eq. 12. A row of zeros is unchanged.
+    Source: Eq. 12. A row of zeros is unchanged. Algorithm 2 (line 13) has no epsilon, so such a row would become NaN.
     """
     norm: Matrix = np.sqrt((A * A).sum(axis=1, keepdims=True))
     return A / (norm + epsilon)
@@ -122,7 +122,7 @@ def intra_neighbours(
 def cross_neighbours(
     earlier: Float64[Matrix, "Q before"], parameters: CrystalCacheParameters,
 ) -> tuple[Int64[IntMatrix, "Q k"], Float64[Matrix, "Q k"]]:
-    """Return up to k_cross neighbours of each chunk token: of all tokens before the chunk, the most attended tokens.
+    """Return up to k_cross neighbours of each token of a chunk: the tokens before the chunk with the most attention.
 
     Implements: CC-CROSS
 
@@ -139,8 +139,9 @@ def coattention(
 ) -> CoAttention:
     """Return salience and neighbours (S1) of a segment of n tokens. The last n keys in `k` are the segment's keys.
 
-    The first chunk begins at the first token of the segment. The axis `live` of `k` has all keys that the cache stores:
-    first those of the tokens before the segment (their number is `before`), then those of the segment.
+    The first chunk begins at the first token of the segment. `k` has the keys of all cached tokens: first the keys of
+    the `before` tokens before the segment, then the keys of the segment. `positions` has the absolute positions of
+    these tokens, ascending. S1 is computed in float64.
 
     Implements: CC-COATTENTION
 

@@ -43,7 +43,8 @@ def backfill(
 
     Implements: CC-COVERAGE
 
-    Source: Section 8, F3. The function updates the kept ratio r and D of each trunk that regains tokens.
+    Source: Section 8, F3. If a trunk regains tokens, the r and the D of the trunk are computed again from its kept
+    tokens.
     """
     sizes = np.diff(offsets)
     evicted = offsets[0] + np.flatnonzero(np.repeat(dissolution.ratio == 0, sizes))

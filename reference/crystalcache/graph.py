@@ -72,7 +72,7 @@ def degree(indptr: Int64[IntVector, " m_and_one"], weights: Float64[Vector, " ed
 
     Implements: CC-DEGREE
 
-    Source: Eq. 26.
+    Source: Eq. 26. Protected trunks also have a degree, and count as neighbours.
     """
     m = len(indptr) - 1
     row = np.repeat(np.arange(m), np.diff(indptr))

@@ -16,7 +16,8 @@ def hebbian(
 
     Implements: CC-HEBB
 
-    Source: Eq. 39 for edges between two active trunks, Eq. 40 for all other edges. The Hebbian update adds no edge.
+    Source: Eq. 39 for edges between two active trunks, Eq. 40 for all other edges. The Hebbian update adds no edge,
+    because Section 3.8(c) reinforces the weights of edges, and two trunks without an edge have no weight.
     """
     m = len(active)
     row = np.repeat(np.arange(m), np.diff(W.indptr))
@@ -32,8 +33,10 @@ def hebbian(
 def static_graph(
     W: TrunkWeights, active: Bool[BoolVector, " m"], parameters: CrystalCacheParameters,
 ) -> TrunkWeights:
-    """Return W unchanged: the ablation "static graph" of Table 10.
+    """Return W unchanged: the ablation "static graph".
 
     Implements: CC-HEBB
+
+    Source: Section 6.4.
     """
     return W

@@ -13,7 +13,7 @@ def protected_trunks(
 
     Implements: CC-PROTECTED
 
-    Source: Section 3.7.
+    Source: Section 3.7. In Algorithm 2 (line 55) the intervals are closed, which would protect one more sink.
     """
     starts, stops = offsets[:-1], offsets[1:]
     protected: BoolVector = (starts < N_sink) | (stops > n - W_recent)

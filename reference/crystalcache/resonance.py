@@ -15,7 +15,8 @@ def hop(
     """Return the trunks that receive a pulse in the next hop, and the strongest pulse that each trunk receives.
 
     Source: Eq. 37. Pulses below tau_pulse are not sent. A trunk that has already been visited receives no further
-    pulse.
+    pulse. The paper does not say what a trunk with several senders receives. In kvspec it is the strongest pulse, which
+    does not depend on the order of the trunks.
     """
     reached: dict[int, float] = {}
     for g, pulse in frontier.items():
@@ -32,9 +33,9 @@ def pulses(source: int, W: TrunkWeights, parameters: CrystalCacheParameters) -> 
 
     Implements: CC-PULSE
 
-    Source: Eq. 37. The pulse of `source` is 1, the first case of Eq. 37: an active trunk also raises the D of itself.
-    A trunk that no pulse reaches has pulse 0. The search is breadth-first,
-    visits each trunk at most once, and has at most max_hops hops.
+    Source: Section 3.8(b), Eq. 37. The pulse has strength 1 at hop 0, so an active trunk also raises its own D. A trunk
+    that no pulse reaches has pulse 0. The search is breadth-first, visits each trunk at most once, and has at most
+    max_hops hops.
     """
     received = np.zeros(len(W.indptr) - 1)
     received[source] = 1.0

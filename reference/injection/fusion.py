@@ -8,11 +8,13 @@ __all__ = ["fused"]
 def fused(rankings: Sequence[Sequence[str]], k: int = 60) -> list[tuple[str, float]]:
     """Return chunks and scores, best first.
 
-    The score of a chunk is the sum of 1 / (k + rank) over all rankings that contain the chunk.
+    The score of a chunk is the sum of 1 / (k + rank) over all rankings that contain the chunk. If a ranking contains a
+    chunk twice, the second entry is ignored, and has no rank.
 
     Implements: IN-FUSE
 
-    Source: Appendix C ("RRF (k=60)").
+    Source: Appendix C ("RRF (k=60)"). Scores that agree to 12 decimals tie, because sums of the same terms in a
+    different order have different last bits.
     """
     scores: dict[str, float] = {}
     for ranking in rankings:

@@ -13,7 +13,8 @@ from spec.errors import SpecError
 
 __all__ = ["ARMS", "SCHEMES", "Arm", "codes", "decoded", "quantised_region", "scale"]
 
-# For each scheme, the axes of (heads, tokens, channels) along which all elements share one scale.
+# For each scheme, the axes of (heads, tokens, channels) along which all elements share one scale. The paper calls
+# "per_head" per-channel, but the scales of Appendix E have the shape [1, H, 1, 1]: one scale for each head.
 SCHEMES: dict[str, tuple[int, ...]] = {
     "per_tensor": (0, 1, 2),
     "per_head": (1, 2),
@@ -44,7 +45,8 @@ def codes(x: Float64[Cube, "heads n d"], step: Float64[Cube, "h t c"], bits: int
 
     Implements: IN-CODES
 
-    Source: Section 3.13 and Appendix E, with the range [-127, 127] for 8 bits.
+    Source: Section 3.13 and Appendix E, with the range [-127, 127] for 8 bits. The range of the appendix begins at
+    -128, so it is not symmetric.
     """
     highest = 2 ** (bits - 1) - 1
     return np.clip(np.rint(x / step), -highest, highest).astype(np.int64)

@@ -14,7 +14,8 @@ def shift_angles(n: int, start: int, inverse_frequencies: Float64[Vector, " pair
 
     Implements: IN-SHIFT-ANGLES
 
-    Source: Section 3.7 and Appendix B. Each frequency has the same angle for all tokens.
+    Source: Section 3.7 and Appendix B. Each frequency has the same angle for all tokens. A rotation by these angles
+    needs no factor, because an archived key already contains the attention factor of the model (mscale).
     """
     return np.tile(start * inverse_frequencies, (n, 1))
 

@@ -51,6 +51,8 @@ _OPEN, _CLOSE = Marker("<|im_start|>"), Marker("<|im_end|>")
 _SYSTEM = (_OPEN, "system\nYou are a helpful assistant.", _CLOSE, "\n")
 _USER, _END = Marker("<|user|>"), Marker("<|end|>")
 
+# The forms of Phi-3 have no newline after a marker, although Sections 3.5 and 3.6 print one. Phi-3's tokenizer drops
+# this newline, and Appendix A counts two tokens.
 FORMS: Mapping[str, Form] = {
     "raw": Form(),
     "full": Form((*_SYSTEM, _OPEN, "user\n"), (_CLOSE,)),

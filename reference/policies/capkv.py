@@ -24,7 +24,7 @@ EPSILON = 1e-6
 
 
 def capacity_leverage(w: Float64[Matrix, "H n"], v: Float64[Cube, "H n d"]) -> Float64[Matrix, "H n"]:
-    """Return w_i v_i A^-1 v_i with A = I + sum of (w_j + EPSILON) v_j v_j^T.
+    """Return w_i v_i^T A^-1 v_i with A = I + sum over j of (w_j + EPSILON) v_j v_j^T.
 
     Implements: PO-CAPKV
 
@@ -97,8 +97,8 @@ def capkv(
 ) -> Policy:
     """Return CapKV as in kvpress: each KV head keeps the first N_sink tokens and the best-scored later tokens.
 
-    As in CapPress, keys and the mean query have length 1. The paper uses their dot product. The paper has the output of
-    a value after the output projection in mind; CapPress and kvspec use the value.
+    As in CapPress, the keys and the mean query are scaled to length 1 before the dot product. The paper does not scale
+    them. The paper uses values after the output projection. CapPress and kvspec use values before this projection.
 
     Raises:
         SpecError: if tau is not positive, if N_sink is negative, or if N_future is not positive.

@@ -126,9 +126,10 @@ def constants_from_text(row: NamedPolicy, given: Words, more: Constants = {}) ->
 
 
 def constant_name(written: str, known: Collection[str]) -> str:
-    """Return the constant of a policy with the constants `known` that papers and kvpress write as `written`.
+    """Return kvspec's name of the constant that a paper or kvpress calls `written`, such as W for `window_size`.
 
-    Case and underscores do not matter. If no constant is known by the name, the result is `written`.
+    `known` contains the names of the policy's constants. Case and underscores are ignored. If no known constant fits,
+    the result is `written`.
     """
     if written in known:
         return written
@@ -222,7 +223,7 @@ def _host(composition: Composition, data: Constants) -> Policy:
 
 
 def named_policy(name: str, constants: Constants) -> Policy:
-    """Return the policy of a name, with the constants that it has. Other constants are ignored."""
+    """Return the policy with this name. Constants that the policy does not have are ignored."""
     row = REGISTERED[name.removeprefix(DIVERSE)]
     policy = row.policy({key: value for key, value in constants.items() if key in row.constants | row.model_constants})
     if not name.startswith(DIVERSE):
@@ -233,7 +234,7 @@ def named_policy(name: str, constants: Constants) -> Policy:
 
 
 def plain_policy(policy: Policy) -> Policy:
-    """Return the scorer of a policy with plain parts: equal shares, the best units, the least protection."""
+    """Return a policy with the same scorer and plain other parts: equal shares, best units, least protection."""
     host, _ = split_transforms(policy)
     provided = provided_by(host.scorer)
     protection = SinkAndRecent(0, 0) if provided is None else SinkAndRecent(*provided.unscored)
@@ -374,7 +375,7 @@ def _transforms(
 
 
 def promises_of_parts(policy: Policy) -> Promises:
-    """Return what a policy guarantees, as far as the parts declare it. Other properties are not guaranteed.
+    """Return the guarantees of a policy that follow from the declarations of its parts. No more is guaranteed.
 
     Implements: PO-COMPOSE
     """

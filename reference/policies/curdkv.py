@@ -24,6 +24,8 @@ def leverage_shares(x: Float64[Cube, "H n d"], window: int) -> Float64[Matrix, "
     Windows are runs of `window` tokens from the first token on. The last window may be shorter.
 
     Implements: PO-CURDKV
+
+    Source: CurDKV, Section 4, with the windows of kvpress.
     """
     H, n, _ = x.shape
     squares = np.zeros((H, -(-n // window) * window))

@@ -25,6 +25,8 @@ def finch_score(view: LayerView, W: int) -> Float64[Matrix, "H_kv n"]:
     have the score NaN.
 
     Implements: PO-FINCH
+
+    Source: FINCH (TACL 2024), and FinchPress in kvpress.
     """
     A = observed_attention(view, W)
     w, n = A.shape[1:]

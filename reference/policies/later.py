@@ -32,7 +32,7 @@ class FirstAndLater:
 
     @property
     def needs(self) -> Needs:
-        """Return what one of the scorers needs at least. The scorers see only their own part."""
+        """Return the needs of both scorers together. Each scorer receives only the tensors that it declares."""
         a, b = self.first.needs, self.later.needs
         layers, rows = {a.layers, b.layers} - {"none"}, (a.query_rows, b.query_rows)
         same = len(layers) == 1 and (layers != {"observed"} or a.observed == b.observed)

@@ -30,9 +30,9 @@ def is_layerwise(policy: Policy) -> bool:
 
 
 def is_cascading(policy: Policy) -> bool:
-    """Return True if a token that leaves a layer's share, after some layers, cannot return after more layers: CAKE.
+    """Return True if a layer's share only shrinks while the model processes more layers of the prompt, as in CAKE.
 
-    The shares of a layer then only shrink while the model reads a prompt (CAKE, Algorithm 1).
+    A token that leaves the share then never returns, so the layer can evict the token at once (CAKE, Algorithm 1).
     """
     scorer = provided_by(policy.scorer)
     parts = scorer is not None and scorer.preferences and _shares(policy) == "preferences"

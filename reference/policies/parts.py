@@ -83,7 +83,10 @@ def _outermost(policy: Policy) -> tuple[Policy, Transform] | None:
 
 
 def _least(policy: Policy, b: int) -> int | None:
-    """Return the smallest budget of the host of a policy in blocks: the size of a block is the smallest, if larger."""
+    """Return the host's `least` from the `least` of a policy in blocks of b tokens, which is max(host's least, b).
+
+    If `least` is b, the host's `least` is unknown. The result is then 0, which gives the same policy in blocks.
+    """
     return 0 if policy.least == b else policy.least
 
 
@@ -144,7 +147,7 @@ def join_budgets(layers: Budgets, heads: Budgets, window: int) -> Budgets:
 
 
 def with_steps(scorer: Any) -> Any:
-    """Return a scorer for decode steps: scores from a window of queries need a record of the last queries.
+    """Return a scorer that can score decode steps: `QueryCache` for a window of queries, else the given scorer.
 
     Implements: PO-COMPOSE
     """
@@ -158,14 +161,14 @@ def with_steps(scorer: Any) -> Any:
 
 
 def plain_selector(selector: Any) -> Any:
-    """Return the selector of single tokens that belongs to a selector, or the selector if it is not one of tokens."""
+    """Return `top_tokens` with the same backend for the selector `recent_half`. Return any other selector unchanged."""
     if _function(selector) is recent_half:
         return partial(top_tokens, **_keywords(selector)) if _keywords(selector) else top_tokens
     return selector
 
 
 def half_selector(selector: Any) -> Any:
-    """Return the selector that keeps the newest half, with the backend of a selector of single tokens."""
+    """Return `recent_half`, which keeps the newest half of the budget, with the backend of the given selector."""
     if _function(selector) not in (top_tokens, top_units):
         raise SpecError("select", "half", "needs scores of single tokens: leave the part out")
     return partial(recent_half, choose=_keywords(selector).get("choose", best_tokens))

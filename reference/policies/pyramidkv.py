@@ -36,7 +36,7 @@ def pyramidkv(W: int = 32, kernel: int = 7, beta: int = 20) -> Policy:
 
 
 @named(
-    "pyramidkv-described", "Lin, CrystalCache, Section 4.1",
+    "pyramidkv-described", "Lin, CrystalCache, Section 4.3",
     "tokens with the largest sums of attention; lower layers keep more tokens than higher layers",
 )
 def pyramidkv_described(W: int = 128, beta: int = 20, backend: str | Backend = "numpy") -> Policy:

@@ -92,7 +92,7 @@ def test_a_file_brings_back_every_bit(tmp_path: Path, n: int) -> None:
 
 @TA
 def test_a_digest_is_of_the_statistics_alone() -> None:
-    """Check 8 digits that are independent of the name. A different bit of any statistic changes them."""
+    """Check the digest: 8 hex digits that do not depend on the name. A change of one bit in a statistic changes it."""
     plain = Identity("other", TAKEN.identity.inv_freq)
     assert plain.rope == replace(plain, factor=1.0).rope
     assert re.fullmatch("[0-9a-f]{8}", TAKEN.digest)

@@ -235,7 +235,7 @@ SimLayerKV a layer is lazy or not for the whole text.
     pytest.param(name, marks=pytest.mark.spec(CASES[name].item)) if name in CASES else name for name in SCORED
 ])
 def test_a_scorer_is_separable_where_each_set_scores_itself(name: str) -> None:
-    """Policies that decide in decode steps continue from their records, so they need not promise separability."""
+    """Check `separable`. A policy with decode steps uses its scorer's records, so the policy may be not separable."""
     inputs = [drawn(seed, n=12, L=3, heads=(2, 2)) for seed in range(4)]
     policy = SCORED[name](inputs[0])
     promised = isinstance(policy.scorer, SeparableScorer) and policy.scorer.separable
