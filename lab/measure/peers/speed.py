@@ -1,7 +1,7 @@
 """Measure the processor time of a prefill against kvpress: `python -m lab.measure.peers.speed PYTHON`.
 
-A random Llama of 77 M parameters processes a prompt on one thread: with kvspec in this Python, and with kvpress 0.5.5
-in a second Python. Both run in turn. The command prints the additional time of a prefill with
+A random Llama of 77 M parameters processes a prompt on one thread. This Python runs kvspec, and a second Python runs
+kvpress 0.5.5. Both run in turn. The command prints the additional time of a prefill with
 eviction, as a share of the time of a plain prefill in the same round. The figures are the median over rounds and the
 quartiles. `--policy NAME` selects a policy.
 """
