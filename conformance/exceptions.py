@@ -64,7 +64,9 @@ def read(path: Path, known_items: frozenset[str], known_vectors: frozenset[str])
     """
     try:
         whole = parse_toml(read_bytes(path).decode())
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise pytest.UsageError(f"exceptions = {str(path)!r}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
         raise pytest.UsageError(f"{path}: {error}") from error
     certificate = whole.keys() >= {"run", "counts"}  # `kvspec verify --check` reads the exceptions of a certificate
     if (unknown := sorted(whole.keys() - {"exception"})) and not certificate:

@@ -40,7 +40,7 @@ _MARKS: dict[str, tuple[bytes, ...]] = {
     ".pdf": (b"/Creator (kvspec)",),
     ".png": (b"Software\0kvspec",),
     ".toml": (b"schema = ", b"verdict = ", b"[subject]"),
-    ".txt": (b"test session starts", b"\nkvspec: "),
+    ".txt": (b"Log of kvspec verify.\n",),
     ".npz": (b"header.npy", b"magnitude.npy", b"inv_freq.npy"),
 }
 """Bytes that every file of kvspec contains, by suffix. A file with a different suffix is never recognised.

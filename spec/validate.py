@@ -16,7 +16,7 @@ from spec.errors import SpecError
 __all__ = [
     "MOST_TOKENS", "bound_of_names", "check_attention_inputs", "check_attention_tensors", "check_choices",
     "check_diversity", "check_keys", "check_lse", "check_penalty", "check_scaling", "check_sentence_ends",
-    "check_shapes", "check_sinks", "check_token_ids", "check_whole", "did_you_mean",
+    "check_shapes", "check_sinks", "check_token_ids", "check_types", "check_whole", "did_you_mean",
 ]
 
 MOST_TOKENS = 2**24
@@ -238,6 +238,23 @@ def check_scaling(scaling: float, softcap: float | None) -> None:
     for name, value in (("scaling", scaling), ("softcap", softcap)):
         if value is not None and not (math.isfinite(value) and value > 0):
             raise SpecError(name, value, "must be positive and finite")
+
+
+def check_types(call: str, **given: tuple[object, type | tuple[type, ...]]) -> None:
+    """Check the types of arguments that are easily swapped.
+
+    Args:
+        call: the right call of the function, for the error message.
+        **given: value and accepted types of each argument.
+
+    Raises:
+        SpecError: for the first argument with a different type.
+    """
+    for name, (value, kinds) in given.items():
+        if not isinstance(value, kinds):
+            accepted = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
+            shown = value if isinstance(value, str) else type(value).__name__
+            raise SpecError(name, shown, f"must be of type {accepted}; type kvspec.{call}")
 
 
 def check_penalty(lam: float, name: str = "lam") -> None:

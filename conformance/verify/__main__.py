@@ -127,9 +127,9 @@ def check_again(request: Request, path: Path) -> int:
     ask(request, again)
     subject = prepared(again)
     if subject.digest != there["subject"]["digest"]:
-        differ = f"the files of {subject.named} are not those of the certificate ({subject.files}):"
-        digests = f"{subject.digest} now, {there['subject']['digest']} there"
-        return untested(f"{differ} {digests}; nothing was run")
+        differ = f"the files of {subject.named} ({subject.files}) differ from those of the certificate"
+        new = shlex.join(replace(again, seed=None).command_line)
+        return untested(f"{differ}, so nothing was run; restore the files, or make a new certificate: {new}")
     actual = compared(again, replace(again, seed=request.seed), subject, there)
     for line in "\n".join(actual).splitlines():
         print(printable(line, LONGEST_LINE))

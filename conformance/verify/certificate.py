@@ -220,7 +220,10 @@ def read(path: Path) -> dict[str, Any]:
     """
     try:
         result = parse_toml(read_bytes(path).decode())
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        bound = f"cannot be read ({error.strerror}); give the path of a certificate.toml of `kvspec verify`"
+        raise SpecError("check", str(path), bound) from error
+    except ValueError as error:
         raise SpecError("check", str(path), f"must be a certificate: {error}") from error
     if wrong := _wrong_types(result) or _wrong_values(result):
         names = ", ".join(wrong[:_NAMED])

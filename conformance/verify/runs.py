@@ -34,6 +34,8 @@ BETWEEN_LINES = 10.0
 """Minimum number of seconds between two lines of progress."""
 LOOK_SECONDS = 0.2  # Seconds between two checks that pytest still runs.
 CHUNK = 2**20
+LOG = b"Log of kvspec verify.\n"
+"""First line of a log. A later run replaces a log only if it has this line (`spec.files`)."""
 
 # Only these plugins are loaded: other plugins could reorder tests, change random numbers or write files. The cache
 # provider of pytest is off, because it stores files.
@@ -121,6 +123,8 @@ def judged(request: Request, log: Path) -> list[dict[str, Any]]:
     ours, theirs = socket.socketpair()
     with ours, theirs, log.open("wb") as output:
         option = f"--kvspec-outcomes={theirs.fileno()}"
+        output.write(LOG)
+        output.flush()
         command = [*_command(request), option, "-rA", "--tb=short", *WHOLE, str(suite_of(request))]
         with _started([*command, *["-x"] * request.fail_fast], output, [theirs.fileno()]) as process:
             theirs.close()
@@ -183,7 +187,8 @@ def contradiction(lines: Sequence[Mapping[str, Any]], code: int) -> str:
 
 def _complaint(log: Path) -> str:
     """Return the line of the log with the reason why pytest stopped."""
-    written = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    text = log.read_bytes().removeprefix(LOG).decode(errors="replace")
+    written = [line.strip() for line in text.splitlines() if line.strip()]
     wrong = [line for line in written if "Error" in line or line.startswith("ERROR")]
     return f"{(wrong or written or ['pytest stopped'])[-1].removeprefix('ERROR: ')}; the log: {log}"
 

@@ -27,6 +27,7 @@ from spec import SPEC_VERSION
 from spec.budget import Budget
 from spec.decode import DecodeState, LiveTrunks, TrunkWeights, check_state
 from spec.errors import SpecError
+from spec.validate import check_types
 
 __all__ = ["load_cache", "packed", "save_cache", "unpacked"]
 
@@ -60,7 +61,8 @@ def save_cache(
     """
     if cache is None:
         raise SpecError("cache", None, "is empty before a prompt: save run.cache after the model has read one")
-    _check_order("save_cache(run.cache, model, path)", (cache, RetainedCache), (model, nn.Module), (path, (str, Path)))
+    call = "save_cache(run.cache, model, path)"
+    check_types(call, cache=(cache, RetainedCache), model=(model, nn.Module), path=(path, (str, Path)))
     path = _file(path)
     seen = cache.get_seq_length()
     if seen == 0:
@@ -99,8 +101,10 @@ def load_cache(path: str | Path, model: PreTrainedModel, identity: ModelIdentity
             version.
         OSError: if the file cannot be read.
     """
-    _check_order("load_cache(path, model)", (path, (str, Path)), (model, nn.Module))
+    check_types("load_cache(path, model)", path=(path, (str, Path)), model=(model, nn.Module))
     path, architecture = _file(path), describe(model)
+    if not path.exists():
+        raise SpecError("path", str(path), "does not exist; kvspec.save_cache(run.cache, model, path) writes the file")
     manifest, tensors = _read(path)
     for name, expected in _belongs(model, identity).items():
         if manifest.get(name) != expected:
@@ -209,17 +213,6 @@ def _dtype(name: str, tensors: Mapping[str, Tensor]) -> str:
     """Return the dtype of all keys or all values, which is the dtype in the first layer with tokens."""
     first = next(tensor for whose, tensor in tensors.items() if whose.endswith(f".{name}"))
     return str(first.dtype).removeprefix("torch.")
-
-
-def _check_order(call: str, *given: tuple[object, type | tuple[type, ...]]) -> None:
-    """Check the types of arguments, which are easily swapped.
-
-    Raises:
-        SpecError: if a type differs. The message has the call.
-    """
-    kinds = [type(value).__name__ for value, _ in given]
-    if not all(isinstance(value, kind) for value, kind in given):
-        raise SpecError(call.partition("(")[0], ", ".join(kinds), f"needs different arguments: type kvspec.{call}")
 
 
 def _file(path: str | Path) -> Path:

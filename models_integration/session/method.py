@@ -26,6 +26,7 @@ from spec.budget import Budget
 from spec.errors import SpecError
 from spec.policy import Needs, Policy, Running, SeparableScorer
 from spec.retention import Granularity, Retention
+from spec.validate import check_types
 
 __all__ = ["BudgetedPolicy", "Method", "SteppingMethod", "check_layers_agree", "decide", "join_layers", "method_of"]
 
@@ -276,9 +277,11 @@ def decide(policy: BudgetedPolicy | Method, observed: ObservedSegment) -> Decisi
 def _prepared(policy: object, observed: object) -> Method:
     if isinstance(policy, Policy):
         raise SpecError("policy", policy.name, "has no budget: type kvspec.CustomPolicy(policy, 0.3)")
-    if not isinstance(observed, ObservedSegment) or not (isinstance(policy, Method) or hasattr(policy, "on")):
-        kinds = f"{type(policy).__name__}, {type(observed).__name__}"
-        raise SpecError("decide", kinds, "needs different arguments: type kvspec.decide(policy, observed)")
+    check_types("decide(policy, observed)", observed=(observed, ObservedSegment))
+    assert isinstance(observed, ObservedSegment)  # For mypy: check_types raised for any other type.
+    if not hasattr(policy, "on") and not isinstance(policy, Method):
+        bound = 'must be a policy with a budget, such as policy_from_name("snapkv", 0.3)'
+        raise SpecError("policy", type(policy).__name__, f"{bound}; type kvspec.decide(policy, observed)")
     if isinstance(policy, Method):
         return policy
     if observed.model is None:

@@ -34,6 +34,7 @@ from models_integration.session.rules import rebased
 from spec.errors import SpecError
 from spec.policy import Needs
 from spec.retention import Granularity, Retention
+from spec.validate import check_types
 
 __all__ = ["EVERYTHING", "after_eviction", "compact", "observe", "read", "side_by_side"]
 
@@ -161,9 +162,8 @@ def compact(cache: RetainedCache, decision: Decision) -> RetainedCache:
     Raises:
         SpecError: if the cache is empty, or if the decision does not match its tokens, rows, layers or heads.
     """
-    if not isinstance(cache, RetainedCache) or not isinstance(decision, Decision):
-        kinds = f"{type(cache).__name__}, {type(decision).__name__}"
-        raise SpecError("compact", kinds, "needs different arguments: type kvspec.compact(observed.cache, decision)")
+    call = "compact(observed.cache, decision)"
+    check_types(call, cache=(cache, RetainedCache), decision=(decision, Decision))
     cache.check_usable()
     rows = _rows(cache)
     if len(decision.retentions) != rows:

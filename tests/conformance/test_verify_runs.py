@@ -20,6 +20,7 @@ from conformance.verify.outcomes import verdicts_of
 from conformance.verify.request import parsed
 from kvspec.cli.app import verify_here
 from spec.errors import SpecError
+from spec.files import check_results
 from tests.conformance.test_verify import EXCEPTION, RIGHT, WRONG, made
 from tests.engine import forger
 
@@ -234,6 +235,15 @@ def test_a_quick_run_leaves_full_sizes_out_and_certifies_nothing(
     }
 
 
+def test_a_run_replaces_the_log_of_a_run_without_tests(tmp_path: Path) -> None:
+    """pytest may stop before it prints its first line, for example if a model is missing."""
+    (tmp_path / "log.txt").write_bytes(runs.LOG + b"ERROR: no model\n")
+    check_results("out", tmp_path, verify_main.FILES)
+    (tmp_path / "log.txt").write_bytes(b"ERROR: no model\n")
+    with pytest.raises(SpecError, match="kvspec did not make the file"):
+        check_results("out", tmp_path, verify_main.FILES)
+
+
 ABSTAINING = """
 from typing import get_args
 
@@ -430,7 +440,9 @@ def test_with_yes_nobody_is_asked(stranger: Callable[..., int], capsys: pytest.C
     record = {"kind": "command", "named": STRANGER, "digest": "\x1b[2J"}
     assert stranger({"run": {"profile": "ci", "model": "\x1b[2J"}, "subject": record}, "--yes") == 2
     printed = capsys.readouterr()
-    assert "the files of sh" in printed.err
+    assert printed.err.startswith("kvspec: the files of sh -c 'touch ran; ./engine' (PATH/sh) differ from those of the")
+    assert "restore the files, or make a new certificate: kvspec verify --command" in printed.err
+    assert "--seed" not in printed.err
     assert "\\x1b[2J" in printed.out
     assert "\x1b" not in printed.out + printed.err
 

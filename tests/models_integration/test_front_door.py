@@ -380,7 +380,7 @@ def slips() -> dict[str, tuple[Any, str]]:
         "no model": (entered, r"type `with policy\(model\) as run:`"),
         "budget first": (lambda: call.policy_from_name(0.3, "snapkv"), r"name = 0.3: must be text; the name comes"),
         "a Policy": (lambda: call.policy_from_name(snapkv(), 0.3), r"type kvspec.CustomPolicy\(policy, 0.3\)"),
-        "decide, swapped": (lambda: call.decide(observed, policy), r"type kvspec.decide\(policy, observed\)"),
+        "decide, swapped": (lambda: call.decide(observed, policy), r"^observed = '.*': .*decide\(policy, observed\)"),
         "decide, no prompt": (lambda: call.decide(policy.on(model), model), r"type kvspec.decide\(policy, observed\)"),
         "decide, no budget": (lambda: call.decide(snapkv(), observed), r"type kvspec.CustomPolicy\(policy, 0.3\)"),
         "compact, swapped": (lambda: call.compact(decision, observed.cache), r"type kvspec.compact\(observed.cache"),
@@ -389,7 +389,11 @@ def slips() -> dict[str, tuple[Any, str]]:
         "prefill, swapped": (lambda: call.prefill(policy, model, prompt(9)), r"type kvspec.prefill\(model, "),
         "save, swapped": (lambda: call.save_cache("f", observed.cache, model), r"type kvspec.save_cache\(run.cache, "),
         "save, no prompt": (lambda: call.save_cache(None, model, "f"), "cache = None: is empty before a prompt"),
-        "load, swapped": (lambda: call.load_cache(model, "f"), r"type kvspec.load_cache\(path, model\)"),
+        "load, swapped": (lambda: call.load_cache(model, "f"), (
+            r"^path = 'LlamaForCausalLM': must be of type str or Path; type kvspec.load_cache\(path, model\)$"
+        )),
+        "load, no model": (lambda: call.load_cache("f", "smollm2"), "^model = 'smollm2': must be of type Module; type"),
+        "load, no file": (lambda: call.load_cache("absent.cache", model), "^path = 'absent.cache': does not exist; "),
         **{f"a tokenizer as ends, by {way}": (partial(make, sentence_ends=small_tokenizer()), (
             r"^sentence_ends = .*Tokenizer.*: must be a set of token ids; .*sentence_ends\(tokenizer\) makes the set$"
         )) for way, make in {
