@@ -16,6 +16,8 @@ from spec.errors import SpecError
 __all__ = ["run_serve", "server_settings"]
 
 _CONFIG = "--additional-config"
+_SET_HERE = (_CONFIG, "--scheduler-cls", "--worker-cls")
+"""Options of `vllm serve` that this command sets."""
 _NAME = "--served-model-name"
 _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
@@ -50,9 +52,10 @@ def run_serve(model: str, settings: Settings, options: Sequence[str]) -> None:
     """
     if find_spec("vllm") is None:
         raise SpecError("vllm", None, "is not installed; install vLLM 0.30 to 0.32 for your device in this environment")
-    names = [option.split("=")[0] for option in options]
+    # vLLM 0.32 also accepts `--a_b`, `--a-b.key=value`, and the start of an option, and uses the last of two values.
+    names = [option.split("=")[0].split(".")[0].replace("_", "-") for option in options]
     for name, option in zip(names, options, strict=True):
-        if name in (_CONFIG, "--scheduler-cls", "--worker-cls"):
+        if name.startswith("--") and len(name) > 2 and any(one.startswith(name) for one in _SET_HERE):
             raise SpecError(name, option, "is set by kvspec serve; leave this option out")
     folder = str(model_folder(model))
     os.environ.setdefault(_RUNNER, "0")  # kvspec was tested with vLLM's first model runner alone

@@ -486,6 +486,17 @@ def test_the_command_refuses_before_vllm_starts() -> None:
         run_serve("model", settings, ["--scheduler-cls", "mine"])
 
 
+@pytest.mark.law("one-line-with-the-way-out")
+def test_no_spelling_of_an_option_replaces_the_settings_of_kvspec_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "find_spec", lambda name: name)
+    for option in (
+        "--additional-config={}", "--additional_config={}", "--additional-config.kvspec.default=null",
+        "--additional_conf={}", "--scheduler_cls=mine", "--worker-cls=mine",
+    ):
+        with pytest.raises(SpecError, match="is set by kvspec serve; leave this option out"):
+            run_serve("model", DEFAULT, ["--port", "1", option])
+
+
 def test_a_model_of_kvspec_has_the_same_name_in_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
     main = SimpleNamespace(main=lambda: started.append(sys.argv))
