@@ -381,12 +381,10 @@ class Work:
 
     @property
     def backends(self) -> str:
-        """Backends of the stages of all policies, such as "numba for h2o; torch for snapkv"."""
-        result: dict[str, list[str]] = {}
-        for name, method in self.policies.items():
-            result.setdefault(describe_stages(method, on_device=False), []).append(name)
+        """Backends of the stages of all policies, or the name of the option if the policies have different ones."""
+        result = {describe_stages(method, on_device=False) for method in self.policies.values()}
         if len(result) > 1:
-            return "; ".join(f"{stages} for {', '.join(names)}" for stages, names in result.items())
+            return f"{self.subject.backend} (by policy in {PAGE})"
         return next(iter(result), self.subject.backend)
 
     def rows(self) -> list[Row]:

@@ -7,9 +7,9 @@ from typing import NamedTuple
 from experiments.studies.evidence.claims import compared, verdicts
 from experiments.studies.evidence.kept import BLIND, EVERY_CONTROL, EVIDENCE, FULL
 from experiments.studies.evidence.protocol import commits_with_rules
-from experiments.studies.evidence.rules import PARTS, Rules
+from experiments.studies.evidence.rules import ALL, PARTS, Rules
 from experiments.studies.evidence.run import merged
-from experiments.studies.evidence.samples import Samples
+from experiments.studies.evidence.samples import Samples, is_user_question
 from experiments.studies.evidence.tables import (
     budgets_of,
     by_task,
@@ -36,6 +36,7 @@ from experiments.studies.report import (
     title_of,
 )
 from experiments.studies.results import Row
+from spec.printing import counted
 
 __all__ = ["study_sections"]
 
@@ -48,7 +49,7 @@ _BEST = (
     " does not contain 0. A cell is 'not known' if no policy can be compared, or if the answers do not clearly depend"
     " on the context."
 )
-_MOST = "Most right answers, for tasks that the full cache can do. Test: exact McNemar test, uncorrected"
+_MOST = "Most right answers{tasks}. Test: exact McNemar test, uncorrected"
 _HIGHEST = (
     "Highest recovery. For tasks without recovery: highest accuracy, with the exact McNemar test, uncorrected"
 )
@@ -56,6 +57,8 @@ _WITHOUT = {
     FULL: "no recovery, and no check that the model can do the task", BLIND: "no recovery",
     EVIDENCE: "no upper limit for policies that keep the evidence",
 }
+_OPEN = 10
+"""Largest number of your own questions whose tables of answers are open from the start."""
 
 
 def study_sections(rows: Sequence[Row], rules: Rules | None) -> list[Html]:
@@ -88,6 +91,7 @@ def study_sections(rows: Sequence[Row], rules: Rules | None) -> list[Html]:
             note(f"Failed controls: {failed}." if failed else "", "warning"),
         ),
         section("Claims", *_claims(rules, dev, confirm)),
+        section("Answers to your questions", *_answers(shown.rows)),
         section("Best policy by task and budget", note(_BEST), each(_best)),
         section("Results by number of kept prompt tokens", curves_of(placements)),
         section("Paired differences", each(differences)),
@@ -103,10 +107,11 @@ def study_sections(rows: Sequence[Row], rules: Rules | None) -> list[Html]:
 
 def _about(first: Row, shown: Samples) -> Iterator[Html]:
     part = " and ".join(dict.fromkeys(row["part"] for row in shown.rows)) or "none"
+    rows = f"{counted(len(shown.rows), 'row')} of {counted(shown.contexts, 'text' if shown.of_user else 'context')}"
     yield note(
-        f"Model {first['model']}, backend {first.get('backend')}. Part {part}: {len(shown.rows)} rows of"
-        f" {shown.contexts} contexts. Rules {first['rules'][:8]}. Intervals are 95 % intervals: Wilson intervals for"
-        " shares of right answers, and bootstrap intervals over contexts for all other results."
+        f"Model {first['model']}, backend {first.get('backend')}. {'' if part == ALL else f'Part {part}: '}{rows}."
+        f" Rules {first['rules'][:8]}. Intervals are 95 % intervals: Wilson intervals for shares of right answers, and"
+        " bootstrap intervals over contexts for all other results."
     )
     if part == PARTS[0]:
         yield note("These results are from dev samples. Dev samples decide no claim.", "warning")
@@ -121,9 +126,10 @@ def _missing(shown: Samples, rules: Rules | None) -> Iterator[Html]:
     elif shown.contexts < _FEW:
         yield note(f"Bootstrap intervals over only {shown.contexts} contexts are too narrow.", "warning")
     measured = {name for name, _ in shown.cells}
-    absent = [f"{name} ({lost})" for name, lost in _WITHOUT.items() if measured and name not in measured]
+    needed = {name: lost for name, lost in _WITHOUT.items() if name != EVIDENCE or not shown.of_user}
+    absent = [f"{name} ({lost})" for name, lost in needed.items() if measured and name not in measured]
     without = dict[str, dict[str, None]]()
-    for policy, budget in shown.cells:
+    for policy, budget in () if shown.of_user else shown.cells:  # your own texts have no random controls
         control = shown.control((policy, budget))
         if policy not in EVERY_CONTROL and control not in measured:
             without.setdefault(control, {})[policy] = None
@@ -132,11 +138,24 @@ def _missing(shown: Samples, rules: Rules | None) -> Iterator[Html]:
         absent.append(f"{control} (the random control of {first}{more})")
     if absent:
         yield note(f"Missing controls: {'; '.join(absent)}.", "warning")
-    if rules is None:
+    if rules is None and not shown.of_user:
         yield note("This page has no claims and no stages. To see them, pass the rules file with --rules.", "warning")
     used = shown.rows[0].get("calibration") if shown.rows else None
     if used and not used["controlled"]:
         yield note(f"Uncontrolled: calibration {used['digest']} does not name the text of the calibration.", "warning")
+
+
+def _answers(rows: Sequence[Row]) -> Iterator[Html]:
+    """Yield a table for each of your own questions, with the answer of each policy."""
+    asked = list(filter(is_user_question, rows))
+    for row in asked:
+        about, placement = row["metadata"], row["placement"].replace("_", " ")
+        caption = f"{about['question']} Expected: {about['expected']} (text {about['text']}, question {placement})"
+        lines = [
+            [cell["policy"], cell["budget"], (cell["answer"] or "").strip(), f"{cell['right']:.2f}"]
+            for cell in row["cells"] if cell["right"] is not None
+        ]
+        yield table(caption, ["policy", "budget", "answer", "score"], lines, folded=len(asked) > _OPEN, kind="stacked")
 
 
 def _claims(rules: Rules | None, dev: Samples, confirm: Samples) -> Iterator[Html]:
@@ -209,10 +228,11 @@ def _best(samples: Samples) -> str:
 
     heading = ["task", *(f"budget {budget}" for budget in budgets)]
     answered = {title: some for title, some in by_task(samples).items() if some.able().rows}
+    most = _MOST.format(tasks="" if samples.of_user else ", for tasks that the full cache can do")
     tables = [
         table(caption, heading, [[title, *(win(some, budget) for budget in budgets)] for title, some in each.items()],
               kind="stacked")
-        for caption, win, each in ((_MOST, winner_by_answers, answered), (_HIGHEST, winner, by_task(samples)))
+        for caption, win, each in ((most, winner_by_answers, answered), (_HIGHEST, winner, by_task(samples)))
         if each
     ]
     return Html("".join(tables)) if budgets else ""
@@ -257,15 +277,20 @@ _PAPER_TASKS = tuple(dict.fromkeys(task for each in _TABLES for task in each.tas
 
 
 def _beside_papers(placements: Mapping[str, Samples]) -> Html:
-    """Return each published table with its source and kvspec's accuracies for the same policies, budgets and tasks."""
-    created = [note(
-        "The published results are from different models, prompt lengths and samples. Compare the order of the policies"
-        " only.", "warning"
-    )]
+    """Return each published table with its source and kvspec's accuracies for the same policies, budgets and tasks.
+
+    Without a task of the papers, there is nothing to compare, and the result is "".
+    """
     ours = [
         (task, f"{title_of(task)}, {name.lower()}", some) for name, whole in placements.items()
         for task in _PAPER_TASKS if (some := whole.where(task=(task,))).rows
     ]
+    if not ours:
+        return Html("")
+    created = [note(
+        "The published results are from different models, prompt lengths and samples. Compare the order of the policies"
+        " only.", "warning"
+    )]
     for each in _TABLES:
         budgets = dict.fromkeys(budget for _, budget in each.columns)
         here = [

@@ -106,10 +106,14 @@ def controls(samples: Samples) -> str:
             recovered = [some.recovery((name, budget)).value for name in drawn for budget in budgets]
             lines.append([title, length, len(some.rows), *shares, some.worth(), *map(_figure, recovered)])
     caption = (
-        f"Accuracies count if the accuracy with the full cache is at least {FLOOR}. 'worth' is the log-likelihood of"
-        " the answer with the full cache minus the log-likelihood without context, in nats. If the interval of 'worth'"
-        " contains 0, there is no recovery."
+        "'worth' is the log-likelihood of the answer with the full cache minus the log-likelihood without context, in"
+        " nats."
     )
+    if not samples.of_user:
+        caption += (
+            f" If the interval of 'worth' contains 0, there is no recovery. Accuracies count if the accuracy with the"
+            f" full cache is at least {FLOOR}."
+        )
     headings = [f"{name} at {budget}: recovery" for name in drawn for budget in budgets]
     return table(caption, ["task", "length", "n", "full", "blind", "worth", *headings], lines)
 
@@ -118,22 +122,40 @@ def _figure(value: float, digits: int = 2) -> str:
     return "" if np.isnan(value) else f"{value:.{digits}f}"
 
 
+_KNOWN_MEDIAN = 3
+"""Smallest number of prompts whose median time does not depend on the first prompt."""
+
+
 def seconds(samples: Samples) -> str:
-    """Return a table of the time of each policy's decisions about a prompt."""
+    """Return a table of the time of each policy's decisions about a prompt.
+
+    The first use of a kernel compiles or loads the kernel. With _KNOWN_MEDIAN prompts, the median leaves this out.
+    """
     if not samples.rows or "seconds" not in samples.rows[0]:
         return ""
     every = sorted({row["length"] for row in samples.rows})
     lengths, lines = {length: samples.where(length=(length,)).rows for length in every}, []
+    backends = {cell["policy"]: cell["backend"] for row in samples.rows for cell in row["cells"] if "backend" in cell}
     for name in dict.fromkeys(name for row in samples.rows for name in row["seconds"]):
         line = [name]
         for rows in lengths.values():
-            timed = [row["seconds"] for row in rows if name in row["seconds"]] or [{name: np.nan, "prefill": np.nan}]
-            spent, prefill = (fmean(each[what] for each in timed) for what in (name, "prefill"))
+            timed = [row["seconds"] for row in _prompts(rows) if name in row["seconds"]]
+            spent, prefill = (median(each[what] for each in timed) if timed else np.nan for what in (name, "prefill"))
             line += [_figure(spent, 3), _figure(spent / prefill, 3)]
-        lines.append(line)
+        lines.append([*line, *([backends.get(name, "")] if backends else [])])
     headings = [f"{text}{length}" for length in lengths for text in ("s at ", "share of prefill at ")]
-    caption = "Mean seconds: 'prefill' reads the prompt, each policy decides for all budgets, and 'reading' answers"
-    return table(caption, ["", *headings], lines)
+    caption = (
+        "Median seconds of a prompt: 'prefill' reads the prompt, each policy decides for all budgets, and 'reading'"
+        " answers"
+    )
+    if min(len(_prompts(rows)) for rows in lengths.values()) < _KNOWN_MEDIAN:
+        caption += ". The first prompt includes the first use of each kernel, which can take seconds"
+    return table(caption, ["", *headings, *(["backend"] if backends else [])], lines)
+
+
+def _prompts(rows: Sequence[Row]) -> list[Row]:
+    """Return one row of each prompt. Questions about the same prompt have the same times."""
+    return list({(row["context"], row["placement"]): row for row in reversed(rows)}.values())
 
 
 def sizes(samples: Samples) -> str:
@@ -229,7 +251,8 @@ def curves_of(placements: Mapping[str, Samples]) -> str:
             ]) for placement, whole in placements.items()
         ]
         if any(grids):
-            groups.append(section(title, note(about), *grids, level=3))
+            user = measure is Samples.accuracy and all(some.of_user for some in placements.values())
+            groups.append(section(title, note("Share of right answers." if user else about), *grids, level=3))
     return plots(names, groups, EVERY_CONTROL)
 
 

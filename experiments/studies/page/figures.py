@@ -32,7 +32,7 @@ _APART, _SPREAD = 2.0, 8.0
 """Points: the distance between the marks of two policies at the same place, and the largest distance of any two."""
 _STYLE: Any = {"svg.hashsalt": "kvspec", "pdf.fonttype": 42, "font.size": 8, "xtick.labelsize": 7, "ytick.labelsize": 7}
 """Settings for reproducible files, and for PDF fonts that journals accept."""
-_METADATA = {
+_METADATA: dict[str, dict[str, str | None]] = {
     ".svg": {"Creator": "kvspec", "Date": None}, ".pdf": {"Creator": "kvspec"}, ".png": {"Software": "kvspec"},
 }
 """Metadata by suffix. With the name in the metadata, `spec.files.check_output` recognises a figure of kvspec."""

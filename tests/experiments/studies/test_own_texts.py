@@ -117,6 +117,13 @@ def test_the_report_and_the_table_have_the_recoveries_of_the_terminal(
     (highest,) = page.table("Highest recovery").lines[1][1:]
     assert highest.startswith(f"{best} {printed[best]}one text, so no test")
     assert not any("no recovery" in note for note in page.notes)
+    others = "Missing controls", "Part all", "pass the rules file", "Published results", "tasks that the full cache"
+    assert not [words for words in others if words in page.text]
+    answers = page.table(f"{CODE['question']} Expected: 7492 (text 0, question after)").lines[1:]
+    assert [line[:2] for line in answers[:2]] == [["fullcache", "1.0"], ["blind", "0"]]
+    assert {line[0] for line in answers} == {"fullcache", "blind", "streamingllm", "snapkv"}
+    (full,) = (line for line in answers if line[0] == "fullcache")
+    assert full[2:] == ["The secret code for Project Aurora is 7492.", "1.00"]
     counted = pd.read_csv("t.csv").set_index("policy")
     assert set(counted["task"]) == {"q.csv (contains)"}
     assert {policy: f"{value:.2f}" for policy, value in counted["recovery"].items()} == printed

@@ -341,6 +341,19 @@ def test_samples_that_lack_a_policy_are_left_out_of_its_figures_alone(tmp_path: 
     assert line[5:7] == ["0", "0"]
 
 
+@pytest.mark.parametrize(("contexts", "first"), [(10, False), (2, True)])
+def test_the_first_use_of_a_kernel_is_outside_the_median_or_stated(contexts: int, first: bool, tmp_path: Path) -> None:
+    """Check that two questions about the first prompt count its time once."""
+    rows = compared(**{name: each[:contexts] for name, each in PATTERNS.items()})
+    rows += [{**rows[0], "question": 1, "sample": "again"}]
+    for row in rows:
+        row["seconds"] = {"prefill": 0.5, "a": 9.0 if row["index"] == 0 else 0.25, "reading": 1.0}
+        row["cells"][0]["backend"] = "numba"
+    table = page_of(tmp_path, rules=(), study=rows).table("Median seconds of a prompt")
+    assert table.line("a")[1:] == (["4.625", "9.250", "numba"] if first else ["0.250", "0.500", "numba"])
+    assert ("includes the first use of each kernel" in table.caption) is first
+
+
 @pytest.mark.parametrize("form", ["svg", "pdf", "png"])
 def test_a_figure_has_a_curve_for_each_policy(form: str, rows: list[Row], tmp_path: Path) -> None:
     """Check a figure for a paper, with one legend."""
