@@ -156,21 +156,21 @@ class Forward:
     """Inputs that the forward pass needs if the caller leaves them out."""
     finish: Callable[[], None]
     """Function to call after the forward pass."""
+    freed_before: int
+    """Value of `cache.bytes_freed` before the forward pass, and before pending tokens were processed."""
     undo: ExitStack = field(default_factory=ExitStack)
-    freed_before: int = 0
-    """Value of `cache.bytes_freed` before the forward pass."""
 
 
 def step(
     method: Method, architecture: Architecture, cache: RetainedCache, arguments: Arguments, span: ForwardSpan,
 ) -> Forward:
     """Begin a forward pass of one token (rows, 1) that is a decode step."""
-    ids, observed = arguments["input_ids"], None
+    ids, observed, freed = arguments["input_ids"], None, cache.bytes_freed
     method.before_step(cache)
     if method.step_needs.layers != "none":
         observed = ObservedSegment(method.step_needs, architecture, cache)
         observed.read(ids, span.is_token)
-    return Forward(cache, observed, arguments, span.defaults, partial(end_step, method, cache, ids, observed))
+    return Forward(cache, observed, arguments, span.defaults, partial(end_step, method, cache, ids, observed), freed)
 
 
 def end_step(method: Method, cache: RetainedCache, ids: Tensor, observed: ObservedSegment | None) -> None:
@@ -183,6 +183,7 @@ def reading(
     method: Method, architecture: Architecture, cache: RetainedCache, arguments: Arguments, span: ForwardSpan,
 ) -> Forward:
     """Begin a forward pass inside `reading()`."""
+    freed = cache.bytes_freed
     method.before_reading(cache)
     observed = ObservedSegment(method.step_needs, architecture, cache)
     observed.read(span.ids, span.is_token, arguments["input_ids"].device)
@@ -197,4 +198,4 @@ def reading(
                 cache.free_padding()
             method.after_reading(cache, arguments["input_ids"], observed)
 
-    return Forward(cache, observed, arguments, span.defaults, end)
+    return Forward(cache, observed, arguments, span.defaults, end, freed)

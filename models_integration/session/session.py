@@ -215,7 +215,6 @@ class Session:
         self._forward, cache, watcher = forward, forward.cache, forward.watcher
         base = cache.renumber(forward.arguments["input_ids"].shape[1], self._positions)
         self._warn_positions(cache.get_seq_length() + forward.arguments["input_ids"].shape[1] - base)
-        forward.freed_before = cache.bytes_freed
         if watcher is not None or not cache.uniform or cache.numbering is not None:
             layers = () if watcher is None else watcher.layers
             forward.undo.enter_context(observing(self._architecture, cache, watcher, layers))
@@ -269,22 +268,22 @@ class Session:
         if self._stream.is_too_long(span):
             first_piece = span.segment_end - span.padded_seen
             admitted = admit_tokens(self._place, self._stream.ahead(decoder, admitted.arguments, first_piece))
-        if admitted.kind is Kind.TURN:
-            self._method.flush_pending(admitted.cache)
         return self._segment_forward(admitted.cache, admitted.arguments, admitted.span)
 
     def _segment_forward(self, cache: Any, arguments: Arguments, span: ForwardSpan) -> Forward:
-        segment, ids = self._segment, arguments["input_ids"]
+        segment, ids, freed = self._segment, arguments["input_ids"], getattr(cache, "bytes_freed", 0)
         if segment is None:
             rows_per_prompt = 1
             if span.padded_seen == 0:
                 cache = RetainedCache(self._architecture.config) if cache is None else cache
                 cache.numbering = self._numbering
                 rows_per_prompt = max(1, len(ids) // self._call.rows)
+            else:
+                self._method.flush_pending(cache)
             segment = Segment(self._method, self._architecture, cache, rows_per_prompt, span.segment_end)
             self._segment = segment
         segment.read(span, ids.device)
-        return Forward(segment.cache, segment, arguments, span.defaults, partial(self._end_piece, segment))
+        return Forward(segment.cache, segment, arguments, span.defaults, partial(self._end_piece, segment), freed)
 
     def _end_piece(self, segment: Segment) -> None:
         if segment.cache.get_seq_length() >= segment.segment_end:

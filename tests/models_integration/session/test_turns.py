@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -211,6 +211,21 @@ def test_what_a_turn_reports() -> None:
     assert repr(run).startswith(f"Session('crystalcache', budget=6, kept='{kept}")
     assert repr(run).endswith(f", {numbers})")
     assert set(run.timings) == {"capture", "decision", "compaction"}
+
+
+@pytest.mark.law("figures-are-counted-right")
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_session_counts_the_bytes_that_pending_tokens_of_an_earlier_session_free(is_read: bool) -> None:
+    model, cache = build("llama"), RetainedCache(build("llama").config)
+    rare, frequent = (replace(TINY, T_breath=every) for every in (64, 4))
+    with CrystalCache(20, ENDS, rare, "numpy", decode=True)(model):
+        at_once(model, prompt(N), cache)
+        step_by_step(model, prompt(19), cache)
+    before = cache.bytes_freed
+    policy = CrystalCache(10, ENDS, frequent, "numpy", decode=True)
+    with policy(model) as run, run.reading() if is_read else nullcontext():
+        at_once(model, turn(1), cache)
+    assert run.bytes_freed == cache.bytes_freed - before > 0
 
 
 @pytest.mark.parametrize("chunk", [16, 100])
