@@ -40,20 +40,23 @@ class Stopwatch:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Add the time of the `with` block to a stage."""
+        """Add the time of the `with` block to a stage, also if the block raises an error."""
         outer, self._open = self._open, name
-        if self.device.type == "cuda":
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            stream = torch.cuda.current_stream(self.device)
-            first.record(stream)
+        start = self._event() if self.device.type == "cuda" else time.perf_counter()
+        try:
             yield
-            last.record(stream)
-            self._events.append((name, outer, first, last))
-        else:
-            start = time.perf_counter()
-            yield
-            self._add(name, outer, time.perf_counter() - start)
-        self._open = outer
+        finally:
+            self._open = outer
+            if isinstance(start, float):
+                self._add(name, outer, time.perf_counter() - start)
+            else:
+                self._events.append((name, outer, start, self._event()))
+
+    def _event(self) -> torch.cuda.Event:
+        """Return an event that the device records after all work so far."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
     def _add(self, name: str, outer: str, seconds: float) -> None:
         self._seconds[name] += seconds

@@ -23,7 +23,7 @@ from models_integration.attention.handover import check_attention_uses_cache_ten
 from models_integration.cache.continuation import Decision
 from models_integration.cache.dense_layer import DenseLayer
 from models_integration.cache.fixed_size_layers import is_recurrent
-from models_integration.cache.retained_cache import RetainedCache
+from models_integration.cache.retained_cache import RetainedCache, failing_whole
 from models_integration.cache.snapshot import load_cache, save_cache
 from models_integration.model.architecture import check_free, decoder_inputs, describe, position_range
 from models_integration.model.cache_argument import cache_name
@@ -104,7 +104,10 @@ def _forward(
     }
     if "logits_to_keep" in names:
         arguments["logits_to_keep"] = last
-    with torch.no_grad(), observing(observed.architecture, observed.cache, observed, observed.layers):
+    with (
+        torch.no_grad(), observing(observed.architecture, observed.cache, observed, observed.layers),
+        failing_whole(observed.cache, "a forward pass failed"),
+    ):
         logits: Tensor = model(**arguments, use_cache=True).logits
     observed.cache.note_ids(input_ids)
     return logits

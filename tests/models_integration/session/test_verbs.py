@@ -28,11 +28,12 @@ from models_integration import (
     repeat_template,
 )
 from models_integration.archive.splice import computed
+from models_integration.model.architecture import attention_modules
 from models_integration.model.rotation import recognise
 from models_integration.pocket import load_pocket_tokenizer
 from models_integration.session import observed as module
-from models_integration.session.verbs import EVERYTHING, side_by_side
-from reference.policies import kvzip, snapkv
+from models_integration.session.verbs import EVERYTHING, read, side_by_side
+from reference.policies import kvzip, policy_from_score, snapkv
 from reference.policies.names import DIVERSE, NAMES
 from spec.budget import parse_budget
 from spec.errors import SpecError
@@ -228,6 +229,35 @@ def test_what_cannot_be_observed_or_compacted_is_named() -> None:
     with pytest.raises(SpecError, match="must cover all 160 tokens"):
         compact(observed.cache, Decision((Retention.shared(np.arange(9), N - 1),)))
     assert compact(observed.cache, Decision((kept,))).stored_positions().tolist() == list(range(9))
+
+
+@pytest.mark.law("unusable-after-a-failure")
+def test_a_cache_cannot_be_used_after_a_forward_pass_that_was_stopped() -> None:
+    model = build("llama")
+    cache = observe(model, prompt(N)).cache
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    hook = attention_modules(model.model)[1].register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        read(model, cache, prompt(3))
+    hook.remove()
+    with pytest.raises(SpecError, match="a forward pass failed; start again with a new one"):
+        read(model, cache, prompt(3))
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_a_decision_that_fails_changes_no_later_timings() -> None:
+    observed = observe(build("llama"), prompt(N))
+
+    def failing(observation: object) -> Any:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        decide(CustomPolicy(policy_from_score(failing), 0.5), observed)
+    decide(StreamingLLM(0.5), observed)
+    assert min(observed.watch.read().values()) > 0
 
 
 @pytest.mark.law("the-model-stays-as-it-was")
