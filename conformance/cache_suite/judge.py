@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from transformers import (
 from conformance.abstentions import abstain
 from conformance.cache_suite.mistakes import Kept, mistakes_of_positions, mistakes_of_sets
 from conformance.cache_suite.oracle import Masked, PositionRule, UnknownRotation, check_rotation
+from conformance.checks.failing_input import made_by
 from conformance.checks.refusals import boundary
 from conformance.tolerances import MASKED_LOGITS, MASKED_VISIBLE
 
@@ -84,8 +86,13 @@ sinks.
 """
 
 
+_tiny: dict[str, str] = {}
+"""Families of the tiny models that this process saved, by folder."""
+
+
 def save_tiny(family: str, folder: Path) -> Path:
     """Save a small model with random parameters. Engines have kernels for its head dimension. Return the folder."""
+    _tiny[str(folder)] = family
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(TINY[family]())  # type: ignore[no-untyped-call]
     with torch.no_grad():
@@ -231,11 +238,33 @@ def check(
         AssertionError: if the log-probabilities differ from those of the masked model.
     """
     case = visible_case(folder, kind, new, seed, renumbered, length, again)
-    try:
-        answer = call(run, case.prompt, copy.deepcopy(case.kept), case.following, folder)
-    except NotImplementedError as error:
-        abstain("not served", f"{kind}: not served ({error})")
-    compare(case, answer, kind, folder, renumbered)
+    given = (_tiny.get(folder, folder), kind, new, seed, renumbered, length, again)
+    with made_by(f"from conformance.cache_suite.judge import case_of\ncase, model = case_of{given}"):
+        try:
+            answer = call(run, case.prompt, copy.deepcopy(case.kept), case.following, folder)
+        except NotImplementedError as error:
+            abstain("not served", f"{kind}: not served ({error})")
+        compare(case, answer, kind, folder, renumbered)
+
+
+def case_of(
+    model: str, kind: str, new: int, seed: int = 0, renumbered: bool = False, length: int = PROMPT, again: int = 0,
+) -> tuple[Case, str]:
+    """Return a case as `kvspec verify` printed it, and the folder of the model. `run` receives three of its attributes.
+
+        logits = run(case.prompt, case.kept, case.following, model)
+
+    Args:
+        model: family of a tiny model, or folder of a model.
+        kind: as in `check`. The further arguments are those of `check` too.
+        new: as in `check`.
+        seed: as in `check`.
+        renumbered: as in `check`.
+        length: as in `check`.
+        again: as in `check`.
+    """
+    folder = str(save_tiny(model, Path(mkdtemp()))) if model in TINY else model
+    return visible_case(folder, kind, new, seed, renumbered, length, again), folder
 
 
 def check_first_served(run: Run, folder: str, kinds: Sequence[str], *given: Any) -> None:

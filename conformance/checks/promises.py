@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from conformance.checks.failing_input import differing_set, listed
 from conformance.strategies.policy_inputs import Inputs, Kept, another, decided, observation, resized
 from reference.policies.budgets import Adaptive, Competition, across_layers
 from spec.arrays import Matrix
@@ -34,32 +35,44 @@ class Judged(Protocol):
 
 ROUNDED = 64 * np.finfo(np.float64).eps
 """Relative tolerance of a score. Tokens with scores that differ by no more than the tolerance tie."""
-Holds = Callable[[Judged, Inputs, int, int], bool]
+Problem = Callable[[Judged, Inputs, int, int], str]
 FAR = 2.0**10
 """Factor by which queries, keys and values of other sequences are longer or shorter."""
 
 
 @dataclass(frozen=True)
 class Promise:
-    """A promised property: a sentence, and a test of one input at B tokens. `seed` makes a second input."""
+    """A promised property: a sentence, and a test of one input at B tokens. `seed` makes a second input.
+
+    The test returns what was observed and expected, or "" if the property holds.
+    """
 
     says: str
-    holds: Holds
+    problem: Problem
 
 
-def exact(case: Judged, inputs: Inputs, B: int, seed: int) -> bool:
+def exact(case: Judged, inputs: Inputs, B: int, seed: int) -> str:
     kept = decided(case.policy(inputs), inputs, B)
-    return sum(map(len, kept)) == len(kept) * min(max(B, case.floor), inputs.n)
+    number, each = sum(map(len, kept)), min(max(B, case.floor), inputs.n)
+    wanted = len(kept) * each
+    return "" if number == wanted else f"{number} tokens are kept in place of {wanted} = {len(kept)} sets x {each}"
 
 
-def protects(case: Judged, inputs: Inputs, B: int, seed: int) -> bool:
+def protects(case: Judged, inputs: Inputs, B: int, seed: int) -> str:
     held = case.guaranteed(inputs.n, max(B, case.floor))
-    return all(held <= set(group) for group in decided(case.policy(inputs), inputs, B))
+    for g, group in enumerate(decided(case.policy(inputs), inputs, B)):
+        if lacking := sorted(held - set(group)):
+            return f"kept set {g} lacks {listed(lacking)} of the protected tokens {listed(sorted(held))}"
+    return ""
 
 
-def keeps_all(case: Judged, inputs: Inputs, B: int, seed: int) -> bool:
-    everything = list(range(inputs.n))
-    return all(group == everything for group in decided(case.policy(inputs), inputs, inputs.n + seed % 2))
+def keeps_all(case: Judged, inputs: Inputs, B: int, seed: int) -> str:
+    everything, budget = list(range(inputs.n)), inputs.n + seed % 2
+    for g, group in enumerate(decided(case.policy(inputs), inputs, budget)):
+        if group != everything:
+            lacking = sorted(set(everything) - set(group))
+            return f"with a budget of {budget}, kept set {g} has {len(group)} tokens and lacks {listed(lacking)}"
+    return ""
 
 
 def token_scores(policy: Policy, inputs: Inputs, B: int) -> Matrix:
@@ -83,8 +96,8 @@ def pools(policy: Policy, inputs: Inputs, groups: int) -> list[range]:
     return [range(first, first + size) for first in range(0, groups, size)]
 
 
-def monotone(case: Judged, inputs: Inputs, B: int, seed: int) -> bool:
-    """Return True if no unprotected token of a pool is kept with a lower score than an evicted token of the pool.
+def monotone(case: Judged, inputs: Inputs, B: int, seed: int) -> str:
+    """Return an unprotected token that is kept with a lower score than an evicted token of its pool, or "".
 
     A pool is a kept set, or a layer if heads compete, or all layers if layers compete.
     """
@@ -94,15 +107,17 @@ def monotone(case: Judged, inputs: Inputs, B: int, seed: int) -> bool:
     free = [i for i in range(inputs.n) if i not in held]
     rows = token_scores(policy, inputs, B)
     for pool in pools(policy, inputs, len(rows)):
-        mine = [(rows[g, i], i in kept[g]) for g in pool for i in free]
-        best_lost = max((s for s, stays in mine if not stays), default=-np.inf)
-        if any(s < best_lost for s, stays in mine if stays):
-            return False
-    return True
+        mine = [(float(rows[g, i]), g, i) for g in pool for i in free]
+        lost = max((one for one in mine if one[2] not in kept[one[1]]), key=lambda one: one[0], default=None)
+        worse = [one for one in mine if lost and one[2] in kept[one[1]] and one[0] < lost[0]]
+        if lost and worse:
+            (s, g, i), (best, h, j) = worse[0], lost
+            return f"kept set {g} keeps token {i} with the score {s}, and kept set {h} evicts token {j} with {best}"
+    return ""
 
 
-def independent(case: Judged, inputs: Inputs, B: int, seed: int) -> bool:
-    """Return True if other sequences under the same policy object, processed before, do not change the decision.
+def independent(case: Judged, inputs: Inputs, B: int, seed: int) -> str:
+    """Return how other sequences under the same policy object, processed before, change the decision, or "".
 
     Some other sequences have far shorter or far longer queries, keys and values. If the policy object can be copied,
     one copy processes only the sequence, and another copy processes the other sequences before it. Long inputs show
@@ -115,9 +130,10 @@ def independent(case: Judged, inputs: Inputs, B: int, seed: int) -> bool:
         before = decision(fresh, same, B)
         for more in (1.0, 1 / FAR, 30.0, FAR):
             decision(policy, resized(other, size * more), B)
-            if decision(policy, same, B) != before:
-                return False
-    return True
+            if (after := decision(policy, same, B)) != before:
+                what = differing_set(after, before) if after and before else "the budget is refused in one of two cases"
+                return f"{what}, after a different sequence with {more:g} times longer queries, keys and values"
+    return ""
 
 
 def decision(policy: Policy, inputs: Inputs, B: int) -> Kept | None:
@@ -140,8 +156,8 @@ def copied(policy: Policy) -> Policy:
     return policy
 
 
-def permuted(case: Judged, inputs: Inputs, B: int, seed: int) -> bool:
-    """Return True if a permutation of the KV heads, with their query heads, permutes the kept sets in the same way."""
+def permuted(case: Judged, inputs: Inputs, B: int, seed: int) -> str:
+    """Return how a permutation of the KV heads, with their query heads, changes a kept set of a head, or ""."""
     order = np.random.default_rng(seed).permutation(inputs.H_kv)
     G = len(inputs.layers[0].q) // inputs.H_kv
     queries = (order[:, None] * G + np.arange(G)).ravel()
@@ -149,13 +165,15 @@ def permuted(case: Judged, inputs: Inputs, B: int, seed: int) -> bool:
     other = replace(inputs, layers=layers, W_o=[W_o[queries] for W_o in inputs.W_o])
     policy = case.policy(inputs)
     before, after = decided(policy, inputs, B), decided(case.policy(other), other, B)
-    if policy.granularity is not Granularity.HEAD:
-        return after == before
-    return after == [before[layer * inputs.H_kv + int(h)] for layer in range(len(layers)) for h in order]
+    expected = before
+    if policy.granularity is Granularity.HEAD:
+        expected = [before[layer * inputs.H_kv + int(h)] for layer in range(len(layers)) for h in order]
+    what = differing_set(after, expected)
+    return what and f"with the KV heads in the order {order.tolist()}, {what}"
 
 
-def grouped(case: Judged, inputs: Inputs, B: int, seed: int) -> bool:
-    """Return True if two copies of every query head on the same KV head change only ties up to rounding.
+def grouped(case: Judged, inputs: Inputs, B: int, seed: int) -> str:
+    """Return how two copies of every query head on the same KV head change more than ties up to rounding, or "".
 
     A mean over twice as many heads may be rounded differently.
     """
@@ -169,15 +187,15 @@ def grouped(case: Judged, inputs: Inputs, B: int, seed: int) -> bool:
     policy = case.policy(inputs)
     before, after = decided(policy, inputs, B), decided(case.policy(other), other, B)
     if before == after:
-        return True
+        return ""
     rows = token_scores(policy, inputs, B)
     both = ((before, after), (after, before))
     for pool in pools(policy, inputs, len(rows)):
         lost, won = ([rows[g, i] for g in pool for i in {*a[g]} - {*b[g]}] for a, b in both)
         moved = [*lost, *won]
         if len(lost) != len(won) or (moved and max(moved) - min(moved) > ROUNDED * max(map(abs, moved))):
-            return False
-    return True
+            return f"with each query head twice, {differing_set(after, before)}"
+    return ""
 
 
 PROPERTIES: Mapping[str, Promise] = {

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from conformance import tolerances
+from conformance.checks.failing_input import unequal
 from conformance.oracles import s1, s2, s3, s4, s5, s6
 from conformance.strategies.prompts import AttentionInputs, Prompt
 from conformance.strategies.trunks import EvictionProblem
@@ -133,7 +134,7 @@ def impact(result: Vector, salience: Vector, ids: IntVector, p: CrystalCachePara
     want = s3.impact(salience.tolist(), ids.tolist(), p)
     exact = p.impact in ("salience", "uniform") or p.rarity == "reciprocal"
     if result.tolist() != want if exact else not tolerances.close("CC-IMPACT", result, want):
-        yield f"S3: M is {result.tolist()}, not {want}"
+        yield unequal("S3: M", result, want)
 
 
 def trunks(
@@ -146,7 +147,7 @@ def trunks(
         return
     M_bar = s3.unit_trunk_impact([s3.trunk_impact(M.tolist(), [i - given.start for i in g]) for g in want], p)
     if not tolerances.close("CC-TRUNK-IMPACT", result.impact, M_bar):
-        yield f"S2: trunk impact is {result.impact.tolist()}, not {M_bar}"
+        yield unequal("S2: trunk impact", result.impact, M_bar)
 
 
 def graph(result: TrunkGraph, given: CoAttention, among: Trunks, p: CrystalCacheParameters) -> Iterator[str]:
@@ -171,11 +172,11 @@ def graph(result: TrunkGraph, given: CoAttention, among: Trunks, p: CrystalCache
         yield f"S4: W is not symmetric: {W.tolist()}"
     deg = s4.degree(W.tolist())
     if not tolerances.close("CC-DEGREE", result.degree, deg):
-        yield f"S4: degrees are {result.degree.tolist()}, not {deg}"
+        yield unequal("S4: degree", result.degree, deg)
     D = np.array(s4.crystallization(result.degree.tolist(), p))
     radius = 0.0 if p.graph == "zero" else tolerances.crystallization_radius(result.degree, p.s, p.epsilon)
     if (np.abs(result.D - D) > radius).any():
-        yield f"S4: D is {result.D.tolist()}, not {D.tolist()}"
+        yield unequal("S4: D", result.D, D)
 
 
 def score(
@@ -209,7 +210,7 @@ def dissolution(
     if result.ratio.tolist() != [float(r) for r in want.ratio]:
         yield f"S6: r is {result.ratio.tolist()}, not {[float(r) for r in want.ratio]}"
     if not tolerances.close("CC-DISSOLVE-D", result.D, want.D):
-        yield f"S6: D is {result.D.tolist()}, not {want.D}"
+        yield unequal("S6: D", result.D, want.D)
 
 
 def eviction(result: Dissolution, given: EvictionProblem) -> Iterator[str]:

@@ -14,6 +14,7 @@ import pytest
 
 from conformance import tolerances
 from conformance.checks import stage_checks
+from conformance.checks.failing_input import unequal
 from conformance.checks.refusals import refused, unchecked
 from conformance.vectors import files
 from conformance.vectors.codec import Item, expanded, floats, integers, is_compact, mismatches, plain, record
@@ -59,7 +60,7 @@ def within(name: str, got: Any, want: Any, radius: Any) -> Iterator[str]:
     """Compare element by element: the difference must be at most the radius, and NaN must be at the expected places."""
     a, b = floats(plain(got)), floats(want)
     if a.shape != b.shape or ((np.abs(a - b) > radius) | (np.isnan(a) != np.isnan(b))).any():
-        yield f"{name} is {a.tolist()}, not {b.tolist()} within {np.max(radius)}"
+        yield f"{unequal(name, a, b)}; the bound is {np.max(radius)}"
 
 
 def relative(item: str, *groups: str) -> Bound:
@@ -68,7 +69,7 @@ def relative(item: str, *groups: str) -> Bound:
         for name in (name for names in groups for name in names.split()):
             got, expected = (np.atleast_1d(floats(plain(side[name]))) for side in (actual, want))
             if not tolerances.close(item, got, expected):
-                yield f"{name} is {plain(actual[name])}, not {want[name]}"
+                yield unequal(name, got, expected)
 
     return Bound(dict.fromkeys(groups, units(item)), judge)
 
@@ -153,7 +154,7 @@ def key_norms(actual: Any, want: Any, i: Any, p: CrystalCacheParameters, precisi
     got, expected = floats(plain(actual["inverse_norms"])), floats(want["inverse_norms"])
     finite = np.isfinite(expected)
     if np.isfinite(got).tolist() != finite.tolist():
-        yield f"inverse_norms is {got.tolist()}, not {expected.tolist()}"
+        yield unequal("inverse_norms", got, expected)
     else:
         radius = tolerances.key_norm_error(len(i["k"]), len(i["k"][0][0])) * expected[finite]
         yield from within("inverse_norms", got[finite], expected[finite].tolist(), radius)

@@ -1,14 +1,15 @@
 """Tests that the kept sets of a subject satisfy the equation of a published method."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
+from conformance.checks.failing_input import listed, made_by
 from conformance.checks.refusals import boundary
-from conformance.methods.method import Method, rounded, span_of
+from conformance.methods.method import Method, method_of, rounded, span_of
 from conformance.oracles.box import DOUBLE, SINGLE, Undecided
 from conformance.oracles.choices import fits, holds
 from conformance.plugin import with_rejections
@@ -18,7 +19,6 @@ from conformance.strategies.model_shapes import SHAPES, Shape
 from conformance.strategies.policy_inputs import Inputs, Kept, in_chunks, until_step
 from spec.policy import Rehearsal
 
-MOST_LISTED = 8
 LONG_SPAN = 100
 """Length of a window from which an input has at most one window. All attention of 300 tokens takes a second."""
 Subject = Callable[[Method, Inputs, int], Kept]
@@ -50,8 +50,9 @@ SLOW = 2.0**-10
 """Factor that makes rotary frequencies slow. The mean rotation over 512 positions nearly cancels fast frequencies."""
 
 
-def on_draw(method: Method, draw: Draw) -> tuple[Inputs, int]:
+def on_draw(method: Method | str, draw: Draw) -> tuple[Inputs, int]:
     """Return the input of a method, and a budget."""
+    method = method_of(method) if isinstance(method, str) else method
     span = span_of(method)
     inputs = draw._replace(times=min(draw.times, 1 + LONG_SPAN // (1 + span))).inputs(span, 1)
     inputs = rounded(method.add_sinks(inputs, draw.seed))
@@ -77,8 +78,25 @@ def test_the_kept_sets_are_those_of_the_method(
     decoded += ", attention sinks" if inputs.layers[0].sinks is not None else ""
     decoded += ", capped logits" if inputs.layers[0].softcap is not None else ""
     described = f"{inputs.n} tokens{decoded}, B = {B}, layers x KV heads = {len(inputs.layers)} x {inputs.H_kv}"
-    if not compared(method, keeps, (inputs, B), unit, explained, scored, described):
+    with made_by(code("on_draw", method, draw)):
+        decided = compared(method, keeps, (inputs, B), unit, explained, scored, described)
+    if not decided:
         reject()
+
+
+def code(function: str, method: Method, draw: Draw | Shape) -> str:
+    """Return the code that makes an input again."""
+    name = type(draw).__name__
+    first = f"from conformance.policy_suite.test_method import {name}, {function}"
+    return f"{first}\ninputs, B = {function}({str(method)!r}, {draw!r})"
+
+
+def on_shape(method: Method | str, shape: Shape) -> tuple[Inputs, int]:
+    """Return the input of a method with the sizes of a model, and a budget."""
+    method = method_of(method) if isinstance(method, str) else method
+    inputs = method.adapted(shape.inputs())
+    floor = method.floor(inputs)
+    return inputs, floor + int(shape.share * max(0, inputs.n - floor))
 
 
 def test_the_kept_sets_are_those_of_the_method_at_sizes_of_models(
@@ -90,11 +108,10 @@ def test_the_kept_sets_are_those_of_the_method_at_sizes_of_models(
     these inputs is decoded.
     """
     def judged(shape: Shape) -> bool:
-        inputs = method.adapted(shape.inputs())
-        floor = method.floor(inputs)
-        B = floor + int(shape.share * max(0, inputs.n - floor))
+        inputs, B = on_shape(method, shape)
         unit = DOUBLE if precision == shape.dtype == "float64" else SINGLE
-        return compared(method, keeps, (inputs, B), unit, explained, scored, f"{shape}, B = {B}")
+        with made_by(code("on_shape", method, shape)):
+            return compared(method, keeps, (inputs, B), unit, explained, scored, f"{shape}, B = {B}")
 
     for shape in SHAPES:
         if not judged(shape) and (precision == "float64" or method.decodes):
@@ -181,9 +198,3 @@ def other_score(method: Method, kept: Kept, wanted: Kept, scored: set[str]) -> s
                 if not holds(box, x):
                     return f"kept set {g} of {len(kept)} has the score {x} instead of {box} for token {token}"
     return ""
-
-
-def listed(tokens: Sequence[int]) -> str:
-    if len(tokens) > MOST_LISTED:
-        return f"{len(tokens)} tokens ({', '.join(map(str, tokens[:MOST_LISTED]))}, ...)"
-    return str(list(tokens))

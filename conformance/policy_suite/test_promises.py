@@ -11,6 +11,7 @@ from hypothesis import example, given, reject
 from hypothesis import strategies as st
 
 from conformance.abstentions import State, abstain
+from conformance.checks.failing_input import made_by
 from conformance.checks.promises import PROPERTIES, promised
 from conformance.checks.refusals import boundary
 from conformance.strategies.model_shapes import LARGE_LOGITS, SHAPES
@@ -52,6 +53,12 @@ class Draw(NamedTuple):
     values: str = "normal"
     queries: str = "normal"
     shape: str = ""
+
+    def __repr__(self) -> str:
+        """Return the call that makes the draw, without arguments that have the default value."""
+        default = self._field_defaults
+        words = [f"{name}={value!r}" for name, value in self._asdict().items() if value != default.get(name)]
+        return f"Draw({', '.join(words)})"
 
     def inputs(self, protected: int, layers: int) -> Inputs:
         if self.shape:
@@ -131,7 +138,10 @@ def test_a_promise_holds(column: str, judged_policy: Callable[[Inputs], Policy],
     if column == "protection holds" and not protected:
         abstain("N/A", f"{column}: N/A, for no token is protected")
     inputs = draw.inputs(protected, case.fewest_layers)
-    check(case, column, inputs, 1 + draw.budget % (inputs.n + 4), draw.seed)
+    B = 1 + draw.budget % (inputs.n + 4)
+    made = f"{draw}.inputs(protected={protected}, layers={case.fewest_layers}), {B}"
+    with made_by(f"from conformance.policy_suite.test_promises import Draw\ninputs, B = {made}"):
+        check(case, column, inputs, B, draw.seed)
 
 
 def check(case: Subject, column: str, inputs: Inputs, B: int, seed: int) -> None:
@@ -142,15 +152,15 @@ def check(case: Subject, column: str, inputs: Inputs, B: int, seed: int) -> None
     try:
         with boundary("the policy"):
             B = max(B, len(case.guaranteed(inputs.n, B)))
-            holds = PROPERTIES[column].holds(case, inputs, B, seed)
+            problem = PROPERTIES[column].problem(case, inputs, B, seed)
             kept = decided(case.policy(inputs), inputs, B)
     except SpecError as refused:
         if refused.argument != "budget" or inputs.n <= B:
             raise
         reject()
-    if not holds:
+    if problem:
         shown = kept if inputs.n < MANY else f"{', '.join(str(len(tokens)) for tokens in kept)} tokens"
         raise AssertionError(
             f"{column}: not so with {inputs.n} tokens, B = {B}, layers x KV heads = {len(inputs.layers)} x"
-            f" {inputs.H_kv}; {case.example.name} keeps {shown}; promised is that {PROPERTIES[column].says}"
+            f" {inputs.H_kv}: {problem}\n{case.example.name} keeps {shown}"
         )

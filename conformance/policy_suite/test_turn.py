@@ -1,11 +1,13 @@
 """Test of the kept sets of a policy at the end of a later turn, over the tokens that the cache still stores."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
+from conformance.checks.failing_input import made_by
 from conformance.checks.refusals import boundary
-from conformance.methods.method import Method, rounded, span_of
+from conformance.methods.method import Method, method_of, rounded, span_of
 from conformance.oracles.box import DOUBLE, Undecided
 from conformance.policy_suite.test_method import difference
 from conformance.strategies.model_shapes import of_turn
@@ -16,6 +18,22 @@ PROMPT, TURN = 60, 24
 """Numbers of tokens of the prompt and of the turn, in addition to the longest window."""
 
 
+Array = np.ndarray[Any, Any]
+HEADS = ((2, 2), (1, 4))
+"""KV heads, and query heads of each KV head, by seed."""
+
+
+def on_turn(method: Method | str, seed: int) -> tuple[Inputs, Array, int, int]:
+    """Return the stored tokens at the end of a turn, their positions in the text, the length of the text, and B."""
+    method = method_of(method) if isinstance(method, str) else method
+    span = span_of(method)
+    inputs = rounded(drawn(seed, PROMPT + TURN + 2 * span, 2, HEADS[seed]))
+    first, floor = inputs.n - TURN - span, method.floor(inputs)
+    old = np.flatnonzero((np.random.default_rng(seed).random(first) < 0.5) | (np.arange(first) < floor))
+    live = np.concatenate([old, np.arange(first, inputs.n)])
+    return of_turn(inputs, live, first), live, inputs.n, max(floor, len(live) // 2)
+
+
 def test_the_kept_sets_after_a_later_turn_are_those_of_the_method(
     method: Method, judged_policy: Callable[[Inputs], Policy],
 ) -> None:
@@ -23,22 +41,28 @@ def test_the_kept_sets_after_a_later_turn_are_those_of_the_method(
 
     Protection depends on the positions of the tokens in the text.
     """
-    span = span_of(method)
-    for seed, heads in enumerate([(2, 2), (1, 4)]):
-        inputs = rounded(drawn(seed, PROMPT + TURN + 2 * span, 2, heads))
-        first, floor = inputs.n - TURN - span, method.floor(inputs)
-        old = np.flatnonzero((np.random.default_rng(seed).random(first) < 0.5) | (np.arange(first) < floor))
-        live = np.concatenate([old, np.arange(first, inputs.n)])
-        B = max(floor, len(live) // 2)
-        stored = of_turn(inputs, live, first)
-        with boundary("the policy"):
-            kept = decided_in_turn(judged_policy(stored), stored, live, inputs.n, B)
-        try:
-            wanted = method.wanted(stored, B, DOUBLE)
-        except Undecided:
-            continue
-        slots = np.full(inputs.n, -1)
-        slots[live] = np.arange(len(live))
-        if message := difference([slots[tokens].tolist() for tokens in kept], wanted, len(inputs.layers)):
-            left = f"{len(live)} tokens left of {inputs.n}"
-            raise AssertionError(f"not {method} at the end of a later turn, with {left}, B = {B}: {message}")
+    for seed in range(len(HEADS)):
+        made = f"inputs, live, seen, B = on_turn({str(method)!r}, seed={seed})"
+        with made_by(f"from conformance.policy_suite.test_turn import on_turn\n{made}"):
+            compare(method, judged_policy, *on_turn(method, seed))
+
+
+def compare(
+    method: Method, policy: Callable[[Inputs], Policy], stored: Inputs, live: Array, seen: int, B: int,
+) -> None:
+    """Compare the kept sets of a policy with the method, unless rounding decides the kept sets.
+
+    Raises:
+        AssertionError: if the policy keeps different tokens.
+    """
+    with boundary("the policy"):
+        kept = decided_in_turn(policy(stored), stored, live, seen, B)
+    try:
+        wanted = method.wanted(stored, B, DOUBLE)
+    except Undecided:
+        return
+    slots = np.full(seen, -1)
+    slots[live] = np.arange(len(live))
+    if message := difference([slots[tokens].tolist() for tokens in kept], wanted, len(stored.layers)):
+        left = f"{len(live)} tokens left of {seen}, numbered from 0"
+        raise AssertionError(f"not {method} at the end of a later turn, with {left}, B = {B}: {message}")

@@ -13,9 +13,9 @@ from conformance.verify.outcomes import ABSTAINED, COMPOSED, PROMISES, STATES, V
 from spec.errors import SpecError
 from spec.printing import counted
 
-_LINES, _WIDTH, _MOST = 6, 150, 12
-_WIDEST = 400
-"""Largest number of characters of a line of an error, which ends with what to type."""
+_LINES, _WIDTH, _MOST = 12, 400, 12
+_WIDEST = 1000
+"""Largest number of characters of a line that has the expected and the observed value, or what to type."""
 _ALWAYS = ("passed", "failed", "not run")
 """States whose number of tests the summary always shows, before the other states."""
 _NUMBERS = re.compile(r"\d+")
@@ -164,9 +164,9 @@ def _failing(item: str, row: Mapping[str, Any], shown: dict[str, str]) -> Iterat
         if text := formula(item):
             yield f"  formula {text}"
         yield f"  test    {row['test']}"
-        for name in ("input", "found"):
-            if row[name]:
-                yield f"  {name:7} " + "\n          ".join(_short(row[name]))
+        shown_input = row["input"] or "fixed, in the code of the test"
+        for name, text, width in (("input", shown_input, _WIDTH), ("found", row["found"], _WIDEST)):
+            yield f"  {name:7} " + "\n          ".join(_short(text, width))
     yield f"  repeat  {row['repeat']}"
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from conformance.abstentions import abstention
+from conformance.checks.failing_input import code_of
 from conformance.exceptions import items_marked
 from conformance.plugin import precision_of, spec_of
 from conformance.verify.outcomes import place
@@ -23,7 +24,7 @@ _PASSING = re.compile(r"(\d+) passing")
 _EXAMPLE = re.compile(r"\A(?:Falsifying|Failing)[ \w]*:\s*")
 _MORE = re.compile(r"\n +\+ +(?:where|and) .*|\n\s*\n.*", re.DOTALL)
 _ARGUMENTS = re.compile(r"\n(?=    \w+=)")
-_LINES, _WIDTH = 24, 240
+_LINES, _WIDTH = 24, 1000
 _NONE: Mapping[str, Any] = {}
 _SHOWN = (bool, int, float, str, list, tuple, np.ndarray)
 _TELLING = 40
@@ -102,7 +103,8 @@ def pytest_runtest_makereport(
 def failure(error: BaseException, fixtures: Iterable[str], params: Mapping[str, Any] = _NONE) -> dict[str, str]:
     """Return the failing input and the failure message, both cut to the maximum size.
 
-    The input is Hypothesis's example without the fixtures, or the parameters of the test case.
+    The input is the code that the test gives with `made_by`. Otherwise the input is Hypothesis's example without the
+    fixtures, or the parameters of the test case.
     """
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -116,7 +118,8 @@ def failure(error: BaseException, fixtures: Iterable[str], params: Mapping[str, 
     begin = tuple(f"    {name}=" for name in fixtures)
     drawn = [part for note in notes[:1] for part in _ARGUMENTS.split(note) if not part.startswith(begin)]
     return {
-        "input": cut(_EXAMPLE.sub("", "\n".join(drawn or _case(params)))), "found": cut(result or "AssertionError"),
+        "input": cut(code_of(error) or _EXAMPLE.sub("", "\n".join(drawn or _case(params)))),
+        "found": cut(result or "AssertionError"),
     }
 
 

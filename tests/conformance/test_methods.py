@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis.errors import UnsatisfiedAssumption
 
+from conformance.checks.failing_input import code_of
 from conformance.engine.methods import DECODED, FAMILY, method_ops
 from conformance.engine.process import Engine, hello_of, outcome
 from conformance.engine.serve import answer
@@ -118,8 +119,11 @@ LOUD = policy_from_score(partial(key_norms, sign=1.0), needs=Needs("all"), prote
 def test_a_right_score_passes_and_a_snapkv_of_key_norms_does_not() -> None:
     on_random_inputs(Method("knorm"), subject(lambda inputs: KNORM))
     refused = "not snapkv(W=32, kernel=7) with 36 tokens, capped logits, B = 34"
-    with pytest.raises(AssertionError, match=re.escape(refused)):
+    with pytest.raises(AssertionError, match=re.escape(refused)) as refusal:
         on_fixed_inputs(Method("snapkv"), subject(lambda inputs: LOUD))
+    again: dict[str, Any] = {}
+    exec(code_of(refusal.value), again)
+    assert (again["inputs"].n, again["B"]) == (36, 34)
     sentences = test_method.difference([[0], [1]], [[0]]), test_method.difference([[0, 0]], [[0]])
     assert sentences == (
         "it has 2 kept sets, and must have 1", "kept set 0 is [0, 0], and must have each position once",

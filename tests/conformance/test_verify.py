@@ -9,10 +9,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from conformance.checks.failing_input import differing_set, made_by, unequal
 from conformance.paths import SPEC
 from conformance.verify import __main__ as verify_main
 from conformance.verify import certificate as certificate_module
@@ -275,6 +277,34 @@ def test_an_error_of_the_code_under_test_comes_before_the_failed_items() -> None
     assert "not compared, because of the error above" in after
     assert text.count("raised KeyError") == 1
     assert "raised an error" not in "\n".join(summary(made(WRONG)))
+
+
+def test_of_two_long_results_the_number_that_differs_is_shown() -> None:
+    right = [float(i) for i in range(100)]
+    wrong = [*right[:70], 70.5, float("nan"), *right[72:]]
+    assert unequal("S3: M", wrong[:71], right[:71]) == "S3: M[70] is 70.5, not 70.0 (1 of 71 numbers differ)"
+    assert unequal("M", wrong, right) == "M[71] is nan, not 71.0 (2 of 100 numbers differ)"
+    assert unequal("W", np.diag(right[:4]), np.zeros((4, 4))) == "W[3, 3] is 3.0, not 0.0 (3 of 16 numbers differ)"
+    assert unequal("D", [1.0, 2.0], [1.0]) == "D is [1.0, 2.0], not [1.0]"
+    assert differing_set([[0, 1], [1, 5]], [[0, 1], [1, 3]]) == "kept set 1 of 2 keeps [5] in place of [3]"
+
+
+def test_the_recorded_input_is_the_code_that_makes_it_again() -> None:
+    with pytest.raises(AssertionError) as caught, made_by("x = 1\ny = 2"):
+        raise AssertionError(f"kept sets differ: {list(range(150))} in place of [7]")
+    recorded = recording.failure(caught.value, [], {"method": object()})
+    assert recorded["input"] == "x = 1\ny = 2"
+    assert recorded["found"].endswith("148, 149] in place of [7]")
+    assert recording.failure(AssertionError("wrong"), [], {"n": 3})["input"] == "    n=3"
+
+
+@pytest.mark.law("as-it-is-described")
+def test_the_summary_cuts_no_value_that_differs() -> None:
+    record = made(judged(a=("failed", "DV-GREEDY")))
+    record["items"]["DV-GREEDY"] |= {"input": "", "found": f"kept set 0 keeps {[*range(90)]} in place of [7]"}
+    text = "\n".join(summary(record))
+    assert "88, 89] in place of [7]\n" in text
+    assert "  input   fixed, in the code of the test\n" in text
 
 
 @pytest.mark.law("as-it-is-described")

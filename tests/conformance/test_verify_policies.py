@@ -22,7 +22,7 @@ import kvspec
 from conformance.checks.promises import FAR, PROPERTIES, promised
 from conformance.paths import ROOT, SPEC
 from conformance.policy_suite import test_promises
-from conformance.strategies.policy_inputs import drawn, named
+from conformance.strategies.policy_inputs import decided, drawn, named
 from conformance.verify import __main__ as verify_main
 from conformance.verify.page import markdown, page
 from reference.policies import knorm, policy_from_score, with_adaptive_budgets
@@ -141,7 +141,10 @@ def test_a_promise_that_only_a_models_sizes_break_dies() -> None:
     def fewer(total: int, scores: Any, /) -> Any:
         return even(total, scores) - (scores.values.shape[1] >= 256)
 
-    with pytest.raises(AssertionError, match=r"budget exact: not so with 300 tokens, B = 121, .* keeps 120, 120, "):
+    with pytest.raises(AssertionError, match=(
+        r"budget exact: not so with 300 tokens, B = 121, layers x KV heads = 1 x 8: 960 tokens are kept in place of 968"
+        r" = 8 sets x 121\n.* keeps 120, 120, "
+    )):
         judge("budget exact", replace(OWN, budgets=fewer, promises=ALL))
 
 
@@ -161,7 +164,8 @@ def test_repeated_query_heads_exchange_tokens_of_one_score_up_to_rounding(
         return actual
 
     case = test_promises.Subject(lambda inputs: policy_from_score(near))
-    assert PROPERTIES["GQA"].holds(case, drawn(1, 5, 1, (1, 1)), 1, 0) == holds
+    problem = PROPERTIES["GQA"].problem(case, drawn(1, 5, 1, (1, 1)), 1, 0)
+    assert problem == ("" if holds else "with each query head twice, kept set 0 of 1 keeps [1] in place of [0]")
 
 
 @pytest.mark.usefixtures("reference_items")
@@ -319,9 +323,14 @@ def test_a_broken_promise_fails_by_its_row_with_a_small_input(
         f"kvspec verify --policy promisers:WRONG --profile few --seed {record['run']['seed']}"
         " -- 'test_promises.py::test_a_promise_holds[higher score never loses]'"
     )
-    assert "Draw(" in row["input"]
     assert row["found"].startswith("higher score never loses: not so with ")
-    assert row["found"][:100] in printed
+    for line in (*row["input"].splitlines(), *row["found"].splitlines()):
+        assert line in printed  # No value is cut.
+    assert re.search(r"keeps token \d+ with the score [\d.]+, and kept set 0 evicts token \d+ with ", row["found"])
+    again: dict[str, Any] = {}
+    exec(row["input"], again)
+    kept = decided(named("promisers:WRONG", again["inputs"]), again["inputs"], again["B"])
+    assert f"worst keeps {kept}" in row["found"]
     assert "higher score never loses" in (folder / "found/certificate.html").read_text(encoding="utf-8")
 
 

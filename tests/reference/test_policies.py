@@ -185,7 +185,7 @@ assert named("loudkeys", drawn(0)).promises == Promises("yes", "N/A", "yes", "ye
 from tests.spec import test_policy_table as table
 for promise in ("budget exact", "higher score never loses", "head permutation"):
     case = table.CASES["loudkeys"]
-    assert all(PROPERTIES[promise].holds(case, drawn(seed), 1 + seed, seed) for seed in range(20))
+    assert not any(PROPERTIES[promise].problem(case, drawn(seed), 1 + seed, seed) for seed in range(20))
 table.test_every_name_that_users_give_has_a_row_and_a_case()
 
 complete = store.completed  # of what is published another test shows that the oracles give it

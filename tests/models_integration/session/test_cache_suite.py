@@ -21,6 +21,7 @@ from conformance.cache_suite.conftest import loadable_model
 from conformance.cache_suite.judge import BLOCKS, KINDS, LENGTHS, LONG, LONGER, PROMPT, TINY, WHOLE, check, save_tiny
 from conformance.cache_suite.oracle import UnknownRotation, check_rotation, frequencies
 from conformance.cache_suite.test_eviction import NEW
+from conformance.checks.failing_input import code_of
 from conformance.checks.refusals import SubjectFailure
 from conformance.paths import ROOT, SPEC
 from conformance.verify import __main__ as verify_main
@@ -138,8 +139,15 @@ def test_keys_and_queries_of_different_rules_are_told(
 ) -> None:
     """The next token has the number of stored tokens as its position, or only the keys are rotated."""
     engine = partial(plain, shift=shift, turn=turn)
-    with pytest.raises(AssertionError, match=words):
+    with pytest.raises(AssertionError, match=words) as caught:
         check(engine, folder, EQUAL, 5, renumbered=rule)
+    again: dict[str, Any] = {}
+    exec(code_of(caught.value), again)
+    case = again["case"]
+    with pytest.raises(AssertionError, match=words):
+        judge.compare(
+            case, torch.as_tensor(engine(case.prompt, case.kept, case.following, again["model"])), EQUAL, folder, rule,
+        )
 
 
 @pytest.mark.parametrize("family", TINY)
