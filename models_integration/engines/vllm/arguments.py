@@ -134,8 +134,7 @@ class Settings:
         check_choices("on_unserved", (self.on_unserved,), ("refuse", "full"))
         if self.allow_policies is not None:
             object.__setattr__(self, "allow_policies", tuple(map(_allowed_name, self.allow_policies)))
-        if self.bounds is not None and self.bounds[0] > self.bounds[1]:
-            raise SpecError("allow_budget", self.allow_budget, "must be two ascending shares, such as 0.2:1.0")
+        _ = self.bounds  # raises for bad bounds
         if self.sentence_ends:
             object.__setattr__(self, _ENDS, check_sentence_ends(self.sentence_ends))
         if self.default is not None:
@@ -148,12 +147,14 @@ class Settings:
         """Return the smallest and the largest share that a request may ask for, or None."""
         if self.allow_budget is None:
             return None
-        low, _, high = str(self.allow_budget).partition(":")
-        # As a bound, 1 is the whole prompt, and not one token.
-        shares = [parse_budget("1.0" if one == "1" else one, "allow_budget").fraction for one in (low, high)]
-        if shares[0] is None or shares[1] is None:
-            raise SpecError("allow_budget", self.allow_budget, "must be two shares, such as 0.2:1.0")
-        return shares[0], shares[1]
+        low = high = None
+        with suppress(ValueError):  # also if there are not two parts
+            # As a bound, 1 is the whole prompt, and not one token.
+            parts = ["1.0" if one == "1" else one for one in str(self.allow_budget).split(":")]
+            low, high = (parse_budget(one).fraction for one in parts)
+        if low is None or high is None or low > high:
+            raise SpecError("allow_budget", self.allow_budget, "must be two ascending shares, such as 0.2:1.0")
+        return low, high
 
     @property
     def lacks_sentence_ends(self) -> bool:
@@ -174,7 +175,7 @@ class Settings:
                 try:
                     reasons[name] = _parse_policy(_as_json({"policy": name, "budget": 1}), ends).unserved
                 except SpecError as error:
-                    reasons[name] = error.bound
+                    reasons[name] = f"{name}: {error.argument} {error.bound}"
         return {name: reason for name, reason in reasons.items() if reason}
 
     @classmethod
@@ -222,10 +223,12 @@ def parse_request(given: Any, settings: Settings) -> RequestPolicy | None:
     name = asked["policy"]
     if settings.allow_policies is not None and name not in (*settings.allow_policies, "fullcache"):
         raise SpecError("policy", name, f"is not allowed here; allowed are {', '.join(settings.allow_policies)}")
+    # The budget of the default, which is the server's, may be outside the bounds of requests.
+    bounds = settings.bounds if "budget" in asked or name == "fullcache" else None
     if name == default.get("policy"):
         asked = {**default, **asked}
     policy = _served_policy(asked, settings, settings.sentence_ends)
-    share, bounds = policy.budget.fraction, settings.bounds
+    share = policy.budget.fraction
     if bounds is not None and (share is None or not bounds[0] <= share <= bounds[1]):
         low, high = map(float, bounds)
         raise SpecError("budget", str(policy.budget), f"must be a share between {low} and {high}")
@@ -263,15 +266,16 @@ def _unknown_policy(name: object) -> str:
 
 
 def _mapping(given: Any, argument: str, example: str) -> dict[str, Any]:
+    shown = given[:40] if isinstance(given, str) else type(given).__name__
     if isinstance(given, str):
         if len(given) > _LONGEST:
-            raise SpecError(argument, f"{given[:40]}...", f"must have at most {_LONGEST} characters")
+            raise SpecError(argument, f"{shown}...", f"must have at most {_LONGEST} characters")
         try:
             given = json.loads(given)
         except (ValueError, RecursionError) as error:
-            raise SpecError(argument, given[:40], f"must be JSON, such as {example}: {error}") from error
+            raise SpecError(argument, shown, f"must be JSON, such as {example}: {error}") from error
     if not isinstance(given, Mapping):
-        raise SpecError(argument, type(given).__name__, f"must be an object, such as {example}")
+        raise SpecError(argument, shown, f"must be an object, such as {example}")
     return dict(given)
 
 
@@ -310,7 +314,7 @@ def _parse_policy(text: str, ends: frozenset[int] | None) -> RequestPolicy:
     """Return the policy of a request from JSON text."""
     constants = json.loads(text)
     name = constants.pop("policy")
-    if name != "fullcache" and "budget" not in constants:
+    if name != "fullcache" and constants.get("budget") is None:
         raise SpecError("budget", None, "is needed: a share such as 0.3, or a number of tokens such as 512")
     budget = parse_budget(given := constants.pop("budget", 1.0))
     typed = given if isinstance(given, str) else str(budget)
@@ -322,7 +326,7 @@ def _parse_policy(text: str, ends: frozenset[int] | None) -> RequestPolicy:
     if _ENDS in constants:
         constants[_ENDS] = check_sentence_ends(constants[_ENDS])
     if "calibration" in names.constants_of(name):
-        constants["calibration"] = _calibration(constants.get("calibration"))
+        constants["calibration"] = _calibration(name, constants.get("calibration"))
     of_server = {_ENDS: ends} if _ENDS in constants_of(name) - constants.keys() else {}
     policy = make(name, {**_placeholders(name, constants), **of_server, **constants})
     return RequestPolicy(name, constants, budget, typed, policy, of_server)
@@ -351,8 +355,8 @@ def _placeholders(name: str, constants: Mapping[str, Any]) -> dict[str, Any]:
     return {key: values[key] for key in wanted}
 
 
-def _calibration(given: Any) -> Any:
+def _calibration(name: str, given: Any) -> Any:
     if not isinstance(given, str):
-        reason = "is a file of the server: start `kvspec serve` with --policy 'NAME(calibration=\"FILE\")'"
+        reason = f"is a file of the server: start `kvspec serve` with --policy '{name}(calibration=\"FILE\")'"
         raise SpecError("calibration", given, reason)
     return load_calibration(given)

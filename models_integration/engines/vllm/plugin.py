@@ -69,7 +69,7 @@ def _chosen(engine: Any, original: Any, given: Any, args: Any, kwargs: Any) -> A
         settings = replace(settings, sentence_ends=sentence_ends_of(config.model_config))
     config.additional_config = {**config.additional_config, KEY: json.loads(settings.text())}
     install(settings)
-    lines = [f"\n  {name}: {reason}" for name, reason in settings.unserved.items()]
+    lines = [f"\n  {reason}" for reason in settings.unserved.values()]
     logging.getLogger(__name__).warning("kvspec: policies that are not served:%s", "".join(lines) or " none")
     # vLLM decides about asynchronous scheduling inside, so the class of the scheduler is chosen after that.
     config.scheduler_config.scheduler_cls = SCHEDULERS[bool(config.scheduler_config.async_scheduling)]

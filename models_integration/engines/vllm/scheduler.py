@@ -59,7 +59,7 @@ class _Evicting:
         given = (getattr(request.sampling_params, "extra_args", None) or {}).get(KEY)
         try:
             asked = parse_request(given, self._settings)
-            reason = "no policy was asked for" if given is None else "fullcache was asked for, which evicts no tokens"
+            reason = "no policy was asked for" if given is None else "the request asks for fullcache"
         except (SpecError, BackendUnavailable) as error:  # the front end has checked the arguments before
             asked, reason = None, str(error)
         if asked is None:

@@ -100,8 +100,10 @@ def test_policies_with_many_sentence_ends_are_not_stored() -> None:
     ({"policy": "tova", "budget": 0.5}, "allowed are snapkv, knorm"), ({"policy": "os:system"}, "built-in"),
     ({"policy": "snapkv", "backend": "os:system"}, "server"), ({"policy": "snapkv", "W": "x"}, "W = 'x'"),
     ({"policy": "triattention", "calibration": "/etc/passwd"}, "server"), ({"policy": "knorm"}, "budget"),
+    ({"policy": "knorm", "budget": None}, "budget = None: is needed: a share"),
     ({"policy": "snapkv", "Back_end": "os:system"}, "is chosen by the server"), ("{", "JSON"),
-    ("[]", 'object, such as {"policy": "snapkv", "budget": 0.3}'), ({"policy": "snapkv", "windows": 3}, "constants"),
+    ("[]", r"""kvspec = '\[\]': must be an object, such as {"policy": "snapkv", "budget": 0.3}"""),
+    ({"policy": "snapkv", "windows": 3}, "constants"),
     ("policy=knorm", 'must be JSON, such as {"policy": "snapkv"'),
     ({"policy": "snapkv:W=16", "window": 8, "budget": 0.3}, "W = 8: is also in 'snapkv:W=16', with the value 16"),
     ({"polcy": "knorm"}, "polcy = 'knorm': .*did you mean policy"),
@@ -246,11 +248,22 @@ def test_each_policy_is_served_or_refused_with_the_reason(name: str) -> None:
         assert equal.name.startswith(f"{name}/")
 
 
+def test_bounds_apply_to_budgets_of_requests() -> None:
+    settings = Settings({"policy": "snapkv", "budget": 512}, allow_budget="0.2:0.6")
+    assert request({"W": 16}, settings).budget.count == 512  # the request did not ask for this budget
+    assert request({"policy": "snapkv"}, settings).budget.count == 512
+    for asked in ({"W": 16, "budget": 512}, {"policy": "snapkv", "budget": 0.7}, {"policy": "fullcache"}):
+        with pytest.raises(SpecError, match=r"must be a share between 0\.2 and 0\.6"):
+            parse_request(asked, settings)
+
+
 def test_settings_name_the_allowed_policies_that_are_not_served() -> None:
     actual = Settings(sentence_ends=[5]).unserved
     named = {name for name in names.NAMES if "calibration" in names.constants_of(name)}
     assert {name for name in actual if name not in named} == UNEQUAL | TWICE
-    assert all("is a file of the server" in actual[name] for name in named if not name.startswith(names.DIVERSE))
+    for name in named:
+        start = f"{name}: calibration is a file of the server: start `kvspec serve` with --policy '{name}(calibration="
+        assert name.startswith(names.DIVERSE) or actual[name].startswith(start)
     assert Settings({"policy": "adakv", "budget": 0.3}, on_unserved="full", allow_policies=["adakv"]).unserved == {}
     assert "sentence_ends" in Settings(allow_policies=["crystalcache"]).unserved["crystalcache"]
 
@@ -474,7 +487,9 @@ def test_a_layer_that_the_model_lacks_is_refused_before_the_prompt(observed: int
 def test_the_command_refuses_before_vllm_starts() -> None:
     for policy, budget, bounds, allowed, unserved, told in (
         ("snapkv(W=16", "0.3", None, None, "refuse", "constants"), ("snapkv", "3.0", None, None, "refuse", "budget"),
-        ("snapkv", "0.3", "0.5:0.2", None, "refuse", "allow_budget"), ("adakv", "0.3", None, None, "refuse", "adakv"),
+        *(("snapkv", "0.3", one, None, "refuse", f"allow_budget = '{one}': must be two ascending shares, such as 0.2:1")
+          for one in ("0.5:0.2", "0.2", "0.2:", "0.2:64", "lots:1", "0.2:0.5:1", "")),
+        ("adakv", "0.3", None, None, "refuse", "adakv"),
         ("snapkv", "0.3", None, "snap", "refuse", "allow_policies"), ("snapkv", "0.3", None, None, "x", "on_unserved"),
         ('snapkv(positions="renumbered")', "0.3", None, None, "full", "positions = 'renumbered': vLLM keeps"),
     ):

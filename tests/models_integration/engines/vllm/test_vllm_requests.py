@@ -251,8 +251,8 @@ def test_the_log_says_once_which_policies_are_not_served(caplog: Any, monkeypatc
     monkeypatch.setattr(front_end, "install", lambda settings: None)  # The other tests need the settings of the engine.
     EngineArgs(str(ASSETS), enforce_eager=True, additional_config={"kvspec": {}}).create_engine_config()
     (text,) = [one.getMessage() for one in caplog.records if "policies that are not served" in one.getMessage()]
-    assert "\n  adakv: adakv keeps more tokens in some heads than in others" in text
-    assert "\n  kvzip: kvzip reads each prompt twice" in text
+    assert "\n  adakv keeps more tokens in some heads than in others" in text
+    assert "\n  kvzip reads each prompt twice" in text
     assert "snapkv" not in text
 
 
