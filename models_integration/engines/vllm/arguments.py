@@ -37,6 +37,7 @@ _LONGEST_VALUE = 4096  # characters of a key or a value, except sentence ends: a
 _MOST_KEYS = 64
 _ENDS = "sentence_ends"
 _KEYS = ("policy", "budget")
+_EXAMPLE = '{"policy": "snapkv", "budget": 0.3}'
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,8 +139,9 @@ class Settings:
         if self.sentence_ends:
             object.__setattr__(self, _ENDS, check_sentence_ends(self.sentence_ends))
         if self.default is not None:
+            default = _mapping(self.default, "default", _EXAMPLE)
             # A request is compared with the name of the default. Before the start of vLLM, the ends are a placeholder.
-            object.__setattr__(self, "default", json.loads(_as_json(_split(self.default))))
+            object.__setattr__(self, "default", json.loads(_as_json(_split(default))))
             _served_policy(self.default, self, {0} if self.sentence_ends is None else self.sentence_ends)
 
     @cached_property
@@ -181,10 +183,11 @@ class Settings:
     @classmethod
     def read(cls, given: Any) -> "Settings":
         """Return the settings in a mapping or in JSON text."""
-        given = _mapping(given, f"additional_config[{KEY!r}]", '{"default": {"policy": "snapkv", "budget": 0.3}}')
+        given = _mapping(given, f"additional_config[{KEY!r}]", example := f'{{"default": {_EXAMPLE}}}')
         known = {one.name for one in fields(cls)}
         if unknown := sorted(given.keys() - known):
-            raise SpecError(f"additional_config[{KEY!r}]", unknown[0], f"must be one of {', '.join(sorted(known))}")
+            keys = ", ".join(sorted(known))
+            raise SpecError(f"additional_config[{KEY!r}]", unknown[0], f"must be one of {keys}, as in {example}")
         return cls(**given)
 
     @classmethod
@@ -209,7 +212,7 @@ def parse_request(given: Any, settings: Settings) -> RequestPolicy | None:
     """
     if given is None:
         return None if settings.default is None else _served_policy(settings.default, settings, settings.sentence_ends)
-    asked, default = _mapping(given, KEY, '{"policy": "snapkv", "budget": 0.3}'), settings.default or {}
+    asked, default = _mapping(given, KEY, _EXAMPLE), settings.default or {}
     _check_sizes(asked)
     if has_extreme_number(_as_json({**asked, "budget": None})):
         raise SpecError(KEY, _as_json(asked)[:80], f"{EXTREME}, except the budget")

@@ -248,6 +248,19 @@ def test_each_policy_is_served_or_refused_with_the_reason(name: str) -> None:
         assert equal.name.startswith(f"{name}/")
 
 
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize(("given", "told"), [
+    ("snapkv", r"additional_config\['kvspec'\] = 'snapkv': must be JSON"),
+    ({"policy": "snapkv"}, r"= 'policy': must be one of allow_budget, .*, as in {.default.: {.policy.: "),
+    ({"default": "snapkv"}, "default = 'snapkv': must be JSON"), ({"default": {"policy": "snapkv"}}, "budget = None"),
+    ({"default": ["snapkv"]}, "default = 'list': must be an object, such as .*snapkv"),
+])
+def test_bad_settings_are_one_sentence(given: Any, told: str) -> None:
+    """The default "snapkv" was an AttributeError."""
+    with pytest.raises(SpecError, match=told):
+        Settings.read(given)
+
+
 def test_bounds_apply_to_budgets_of_requests() -> None:
     settings = Settings({"policy": "snapkv", "budget": 512}, allow_budget="0.2:0.6")
     assert request({"W": 16}, settings).budget.count == 512  # the request did not ask for this budget
