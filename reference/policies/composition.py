@@ -1,13 +1,14 @@
 """Composed policies: the parts that a text can name, and the policy of a parsed text."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from inspect import Parameter, signature
 from typing import Any
 
 from reference.policies.budgets import Above, Adaptive, Competition, Pyramid, across_layers, even, everything
 from reference.policies.cake import Preferred
+from reference.policies.effects import check_effects
 from reference.policies.grammar import Composition, Words, format_value, parse_value
 from reference.policies.later import with_later_scores
 from reference.policies.named import REGISTERED, NamedPolicy
@@ -94,8 +95,6 @@ PARTS = (
 )
 """Names of the parts, in the order of the text."""
 _BUDGETS = ("layers", "heads", "threshold")
-_OF_RULES = frozenset(key for rule in (*LAYERS.values(), *HEADS.values()) for key in rule.constants)
-"""Constants of the rules of budgets."""
 _CHANGED_BY = {
     "cadence": ("every", "steps", *_BUDGETS), "budgets": _BUDGETS, "protection": ("sink", "recent", "steps"),
     "selector": ("select", *TRANSFORMS), "granularity": ("sets", "steps"), "least": ("floor",),
@@ -191,11 +190,20 @@ def compose(composition: Composition, data: Constants) -> Policy:
         raise SpecError("policy", text, f"{composition.name} accepts no parts: set constants instead, such as N_sink")
     if unknown := [part for part in parts if part not in PARTS]:
         raise SpecError("policy", text, f"the part {unknown[0]!r} is unknown; the parts are {', '.join(PARTS)}")
+    row = REGISTERED[name.removeprefix(DIVERSE)]
+    beside = {key: data[key] for key in (row.constants | DIVERSITY.keys()) & data.keys() - DATA}
     try:
-        host = _host(composition, data)
-        return _composed(host, composition, data) if parts else host
+        policy = _made(composition, data)
+        if parts or composition.scorer_only:
+            check_effects(policy, composition, data, beside, _made)
     except SpecError as error:
         raise _pointed(error, composition) from None
+    return policy
+
+
+def _made(composition: Composition, data: Constants) -> Policy:
+    host = _host(composition, data)
+    return _composed(host, composition, data) if composition.parts else host
 
 
 def _pointed(error: SpecError, composition: Composition) -> SpecError:
@@ -247,8 +255,6 @@ def plain_policy(policy: Policy) -> Policy:
 def _composed(host: Policy, composition: Composition, data: Constants) -> Policy:
     parts = composition.parts
     base, transforms = split_transforms(host)
-    if not composition.scorer_only:
-        _check_replaced(base, [name for name, _ in transforms], parts, {**_written(composition), **data})
     protection = base.protection
     if parts.keys() & {"sink", "recent"}:
         known = protection if isinstance(protection, SinkAndRecent) else SinkAndRecent(protection.size, 0)
@@ -264,25 +270,6 @@ def _composed(host: Policy, composition: Composition, data: Constants) -> Policy
         least=_number(parts, "floor", base.least), promises=NOTHING_PROMISED,
     )
     return apply_transforms(composed, _transforms(parts, transforms, data), data.get("backend", "numpy"))
-
-
-def _check_replaced(
-    base: Policy, transforms: Collection[str], parts: Mapping[str, tuple[str, Words]], given: Constants,
-) -> None:
-    """Check that no part replaces a constant of the named policy that is given.
-
-    Raises:
-        SpecError: if a constant is given, and a part replaces its value. The message has the value.
-    """
-    rules = dict(zip(("layers", "heads"), split_budgets(base.budgets), strict=True))
-    constants = {part: {one.name for one in fields(rule)} & _OF_RULES if is_dataclass(rule) else set[str]()
-                 for part, rule in rules.items()}
-    constants |= {"every": {"every"}, "threshold": {"threshold", *constants["layers"], *constants["heads"]}}
-    constants |= {name: {TRANSFORMS[name][0], *parts[name][1]} for name in transforms if name in parts}
-    for part in parts:
-        for key in sorted(constants.get(part, set()) & given.keys()):
-            reason = f"replaces {key}={format_value(given[key])}: leave out one of the two"
-            raise SpecError(part, parts[part][0], reason)
 
 
 def _later(parts: Mapping[str, tuple[str, Words]], data: Constants) -> Policy | None:

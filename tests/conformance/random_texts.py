@@ -1,6 +1,7 @@
 """Random texts of policies that are accepted, with constants that suit short inputs."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from random import Random
 
 from conformance.methods import brutes
@@ -65,8 +66,17 @@ def _text(rng: Random, host: str) -> str:
     if "steps" in names and "every" not in names:
         names.append("every")
     start, parts = rng.choice(("", "score=")), [f"{name}={rng.choice(PARTS[name])}" for name in names]
-    stay = {key: value for key, value in own.items() if start or not {*REPLACED.get(key, ())} & {*names}}
+    stay = {key: value for key, value in own.items()
+            if (_scored(host, key) if start else not {*REPLACED.get(key, ())} & {*names})}
     return "/".join([start + host + "".join(f":{key}={value}" for key, value in stay.items()), *parts])
+
+
+@cache
+def _scored(host: str, constant: str) -> bool:
+    """Return True if the scorer of a policy uses a constant. If not, a text with `score=` and the constant is refused.
+    """
+    texts = [f"score={host}:{constant}={value}" for value in SMALL[constant]]
+    return any(accepted(text, drawn(4, 24, 2, (2, 2))) for text in texts)
 
 
 def any_text(rng: Random) -> str:
