@@ -31,7 +31,7 @@ def holder_of(lease: Path) -> Row:
         holder = json.loads(read_bytes(lease))
     except (OSError, ValueError, RecursionError):
         return {}
-    return holder if isinstance(holder, dict) else {}
+    return holder if isinstance(holder, dict) and type(holder.get("deaths", 0)) is int else {}
 
 
 def _is_at(lease: Path, file: BinaryIO) -> bool:

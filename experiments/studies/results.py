@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from experiments.studies.columns import check_row, missing_column
 from spec.errors import SpecError
 from spec.files import regular
 
@@ -21,11 +22,6 @@ STUDY = "study.jsonl"
 """Name of the file in which every command stores its results: one row per sample, with all cells."""
 
 Row = dict[str, Any]
-_SAMPLE: Mapping[str, type] = {
-    **dict.fromkeys(("rules", "model", "task", "part", "placement"), str), "length": int, "metadata": dict,
-    "cells": list,
-}
-_CELL: Mapping[str, type] = {"policy": str, "budget": str}
 ERROR, AGAIN = "error", "again"
 """Keys of a row without results: the error, or the request for a new attempt."""
 
@@ -46,21 +42,21 @@ def load_rows(path: Path) -> list[Row]:
     An incomplete last line of a killed process is left out. `append_row` moves such a line to a second file.
 
     Raises:
-        SpecError: if a different line is not a JSON object.
+        SpecError: if a different line is not a JSON object, or has an invalid value of a sample's column.
     """
     return [row for row in rows_behind(path, START)[0] if not {ERROR, AGAIN} & row.keys()]
 
 
 def load_study(path: Path) -> list[Row]:
-    """Return the results of a study, as `load_rows`, after a check of the columns that every sample has.
+    """Return the results of a study, as `load_rows`, after a check that each row has the columns of a sample.
 
     Raises:
         SpecError: as in `load_rows`, or if a row is not the row of a sample.
     """
     rows = load_rows(path)
-    check_columns(rows, _SAMPLE, path)
-    for row in rows:
-        check_columns(row["cells"], _CELL, path)
+    for number, row in enumerate(rows, 1):
+        if name := check_row(row) or missing_column(row):
+            raise _invalid(f"{path}", f"entry {number} ", name)
     return rows
 
 
@@ -73,15 +69,19 @@ def check_columns(rows: Sequence[object], columns: Mapping[str, type], path: Pat
     for number, row in enumerate(rows, 1):
         for name, kind in columns.items():
             if not (isinstance(row, dict) and name in row and isinstance(row[name], kind)):
-                reason = f"entry {number} lacks a valid {name}: remove the line, or run the study in a different folder"
-                raise SpecError("results", str(path), reason)
+                raise _invalid(f"{path}", f"entry {number} ", name)
+
+
+def _invalid(where: str, entry: str, name: str) -> SpecError:
+    reason = f"{entry}lacks a valid {name}: remove the line, or run the study in a different folder"
+    return SpecError("results", where, reason)
 
 
 def parse_rows(text: str, path: Path) -> list[Row]:
     """Return the rows of the text of a file, which is only named in errors.
 
     Raises:
-        SpecError: if a line is not a JSON object.
+        SpecError: as in `load_rows`.
     """
     lines = enumerate(text.split("\n"), 1)
     return [_row(line.encode(), path, number) for number, line in lines if line]
@@ -91,7 +91,7 @@ def rows_behind(path: Path, place: Place) -> tuple[list[Row], Place]:
     """Return all rows after `place`, including errors, and the place after the last whole line.
 
     Raises:
-        SpecError: if the file cannot be read, or if a line is not a JSON object.
+        SpecError: if the file cannot be read, or as in `load_rows`.
     """
     if not path.exists():
         return [], place
@@ -104,7 +104,7 @@ def rows_behind(path: Path, place: Place) -> tuple[list[Row], Place]:
         raise SpecError("results", str(path), f"cannot be read ({error.strerror}): give the folder of a run") from error
     rows = [_row(line, path, number) for number, line in enumerate(lines, place.lines + 1)]
     place = Place(place.bytes + sum(len(line) + 1 for line in lines), place.lines + len(lines))
-    return rows + ([json.loads(last)] if _is_row(last) else []), place
+    return rows + ([_row(last, path, place.lines + 1)] if _is_row(last) else []), place
 
 
 def append_row(path: Path, row: Row) -> None:
@@ -185,6 +185,8 @@ def _row(line: bytes, path: Path, number: int) -> Row:
         raise SpecError("results", f"{path}:{number}", f"is not JSON: {error}") from error
     if not isinstance(row, dict):
         raise SpecError("results", f"{path}:{number}", "must be a JSON object")
+    if {"rules", "sample"} <= row.keys() and (name := check_row(row)):
+        raise _invalid(f"{path}:{number}", "", name)
     return row
 
 

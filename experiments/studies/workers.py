@@ -22,7 +22,7 @@ from experiments.studies.leases import Leases
 from experiments.studies.results import STUDY, Row, check_columns, load_rows
 from spec.errors import SpecError
 from spec.plugins import current_folder_last, search_path
-from spec.printing import counted, printable_lines
+from spec.printing import counted, printable
 from spec.validate import check_choices
 
 __all__ = ["ENGINES", "Launch", "begun", "failed_samples", "first_failure", "run_actors", "status"]
@@ -70,26 +70,25 @@ def status(folder: Path, watch: bool = True) -> Iterator[str]:
     of = f" of {len(planned | done)}" if planned else ""
     yield f"{path}: {len(done) - len(leases.failed)}{of} samples done, {len(leases.failed)} failed"
     if watch:
-        yield from map(printable_lines, _watched(path, leases, len(planned - done)))
+        yield from (f"  {printable(line)}" for line in _watched(path, leases, len(planned - done)))
 
 
 def _watched(path: Path, leases: Leases, left: int) -> Iterator[str]:
     for row in _failed(leases, path):
-        yield f"  failed: {row['task']}, number {row['index']}: {' '.join(str(row['error']).split())}"
+        yield f"failed: {row['task']}, number {row['index']}: {row['error']}"
     holders = leases.holders()
     for holder, alive in holders:
         who = f"process {holder.get('pid', '?')} of {holder.get('host', '?')}"
         dead = "" if alive else "; DEAD: its sample is taken over"
-        yield f"  under way: {who}, since {holder.get('since', '?')}{dead}"
-    at_work, took = sum(alive for _, alive in holders), [_seconds(row) for row in load_rows(path)]
+        yield f"under way: {who}, since {holder.get('since', '?')}{dead}"
+    at_work, took = sum(alive for _, alive in holders), [_seconds(row) for row in load_rows(path) if study_unit(row)]
     if left and at_work and took:
         about = timedelta(seconds=round(left * sum(took) / len(took) / at_work))
-        yield f"  {about} to go with {at_work} at work"
+        yield f"{about} to go with {at_work} at work"
 
 
 def _seconds(row: Row) -> float:
-    seconds = row["seconds"]
-    return float(sum(seconds.values()) if isinstance(seconds, dict) else seconds)
+    return float(sum(row.get("seconds", {}).values()))
 
 
 ENGINES = ("processes", "ray")

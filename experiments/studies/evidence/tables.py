@@ -139,7 +139,7 @@ def seconds(samples: Samples) -> str:
     for name in dict.fromkeys(name for row in samples.rows for name in row["seconds"]):
         line = [name]
         for rows in lengths.values():
-            timed = [row["seconds"] for row in _prompts(rows) if name in row["seconds"]]
+            timed = [row["seconds"] for row in _prompts(rows) if {name, "prefill"} <= row["seconds"].keys()]
             spent, prefill = (median(each[what] for each in timed) if timed else np.nan for what in (name, "prefill"))
             line += [_figure(spent, 3), _figure(spent / prefill, 3)]
         lines.append([*line, *([backends.get(name, "")] if backends else [])])

@@ -11,30 +11,34 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 
 from conformance import exceptions
+from conformance.paths import ROOT
 from conformance.verify import certificate
 from experiments.studies.evidence.audit import audit
 from experiments.studies.evidence.kept import CONTROL_BOUNDS
 from experiments.studies.evidence.rules import load_rules
+from experiments.studies.evidence.run import merged
+from experiments.studies.leases import Leases
 from experiments.studies.papers import load_paper
 from experiments.studies.papers.probes import read_locomo
 from experiments.studies.report import control_table, progress_bar, say, table_of, title_of
-from experiments.studies.results import Row, append_row, load_rows
-from experiments.studies.workers import status
+from experiments.studies.results import Row, append_row, load_rows, load_study, parse_rows
+from experiments.studies.workers import first_failure, status
 from experiments.tasks import metrics
 from experiments.tasks.metrics import _NUMBER, FIRST_NUMBER, judge
 from experiments.tasks.questions import read_questions
 from experiments.tasks.registry import resolve_task
 from experiments.tasks.rows import open_rows
 from kvspec.cli.checks import check_folder
-from kvspec.cli.study_files import write_page
+from kvspec.cli.study_files import write_outputs, write_page
 from kvspec.cli.study_runs import print_audit
 from models_integration.policies.calibration import read_head_pattern, read_statistics, read_tensors
 from models_integration.policies.networks import read_gates
@@ -50,6 +54,7 @@ pytestmark = pytest.mark.law("an-object-proves-itself")
 HOSTILE = "a\x1b]0;x\x07[/red][link=x]b\\[red]"
 SHOWN = r"a?]0;x?[/red][link=x]b\[red]"
 DEEP = "[" * 100_000
+GONE = object()
 
 
 @pytest.mark.parametrize(("task", "title"), [
@@ -127,6 +132,73 @@ def test_the_report_and_the_status_name_a_malformed_row(row: Row, words: str, tm
     if "error" in row:
         with pytest.raises(SpecError, match=words):
             list(status(tmp_path))
+
+
+def places_in(value: Any, before: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of each value in a row, and of the first value in each list."""
+    for key in value if isinstance(value, dict) else range(min(1, len(value))) if isinstance(value, list) else ():
+        yield (*before, key)
+        yield from places_in(value[key], (*before, key))
+
+
+def test_a_wrong_value_in_a_row_is_one_sentence_or_is_shown(tmp_path: Path, one_thread: None) -> None:
+    """Change or remove each value of a row. The report, the table and the status show the rows, or name the column."""
+    path, table, page = tmp_path / "study.jsonl", tmp_path / "table.csv", tmp_path / "report.html"
+    text = read_text("audit", ROOT / "docs" / "results" / "smollm2" / "h2o.jsonl.xz")
+    first, second = parse_rows("\n".join(text.splitlines()[:2]), path)
+    first["cells"], first["control"] = first["cells"][:3], None
+    readers: tuple[Callable[[], object], ...] = (
+        lambda: write_page(tmp_path, []), lambda: write_outputs(merged(load_study(path)), table, None),
+        lambda: list(status(tmp_path)), lambda: first_failure(path),
+    )
+    shown, refusals = 0, list[str]()
+    for place in places_in(first):
+        for wrong in ("<script>\x1b[2J", [[]], float("nan"), 10**30, GONE):
+            row = json.loads(json.dumps(first))
+            *names, last = place
+            where: Any = row
+            for name in names:
+                where = where[name]
+            where[last] = wrong
+            if wrong is GONE:
+                del where[last]
+            path.write_text(f"{json.dumps(row)}\n{json.dumps(second)}\n", encoding="utf-8")
+            for read in readers:
+                try:
+                    read()
+                    shown += 1
+                except SpecError as error:
+                    refusals.append(str(error))
+                except Exception as error:
+                    pytest.fail(f"{place} = {wrong!r}: {error!r}")
+    assert not any("\n" in refusal for refusal in refusals)
+    assert shown > 100
+    assert "<script>\x1b" not in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("row", "words"), [
+    ({"cells": 3}, "cells"), ({"cells": [{"policy": 3, "budget": "1"}]}, "policy"),
+    ({"seconds": {"a": 1e300}}, "seconds"),
+    ({"cells": [{"policy": "x", "budget": "1"}], "error": "x", "task": 3, "index": 0}, "task"),
+])
+def test_the_status_names_a_line_with_a_wrong_value(row: Row, words: str, tmp_path: Path) -> None:
+    append_row(tmp_path / "study.jsonl", {"rules": "", "sample": "", **row})
+    with pytest.raises(SpecError, match=rf"study\.jsonl:1'.*lacks a valid {words}"):
+        list(status(tmp_path))
+
+
+def test_a_lease_of_other_people_stops_no_worker(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    (tmp_path / ".rows.jsonl-a.lease").write_text('{"deaths": "x"}', encoding="ascii")
+    (tmp_path / ".rows.jsonl-b.lease").write_text('{"host": "h\\n  100 samples", "pid": "\\n"}', encoding="ascii")
+    with Leases(path, lambda row: str(row["unit"])) as worker:
+        assert worker.take("a")
+        worker.add({"unit": "a"})
+    (tmp_path / ".rows.jsonl-b.lease").rename(tmp_path / ".study.jsonl-b.lease")
+    append_row(tmp_path / "study.jsonl", {"study": "injection", "entropy": [0.5]})  # of `kvspec paper`
+    assert [line for line in status(tmp_path) if "samples" in line and "process" in line] == [
+        "  under way: process of h 100 samples, since ?; DEAD: its sample is taken over"
+    ]
 
 
 def test_exceptions_with_a_key_of_many_dots_take_no_time(tmp_path: Path) -> None:
