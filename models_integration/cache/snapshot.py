@@ -1,6 +1,7 @@
 """Saving and loading of a compacted cache with all states, so that one process reads a prompt and another decodes."""
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from fractions import Fraction
@@ -20,18 +21,21 @@ from models_integration.cache.positions import StoredRows
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cache.snapshot_contents import check_contents, check_states_fit
-from models_integration.cache.tensor_file import Damaged, read, write
+from models_integration.cache.tensor_file import TENSORS_MOST, Damaged, read, write
 from models_integration.model.architecture import Architecture, describe
 from models_integration.model.identity import ModelIdentity, identify
 from spec import SPEC_VERSION
 from spec.budget import Budget
 from spec.decode import DecodeState, LiveTrunks, TrunkWeights, check_state
 from spec.errors import SpecError
+from spec.printing import printable
 from spec.validate import check_types
 
 __all__ = ["load_cache", "packed", "save_cache", "unpacked"]
 
 FORMAT = "kvspec-cache/3"
+LONGEST = 300
+"""Longest part of an error that a file states."""
 
 # Fields of a layer that describe the positions of the slots.
 _ROWS = tuple(field.name for field in fields(StoredRows))
@@ -79,6 +83,8 @@ def save_cache(
         "dtypes": [_dtype(name, tensors) for name in ("keys", "values")],
     }
     tensors |= arrays
+    if len(tensors) > TENSORS_MOST:
+        raise SpecError("cache", f"{len(tensors)} tensors", f"must have at most {TENSORS_MOST}: save fewer rows")
     try:
         _checked_states(manifest, tensors, describe(model))
     except Damaged as error:
@@ -108,17 +114,20 @@ def load_cache(path: str | Path, model: PreTrainedModel, identity: ModelIdentity
     manifest, tensors = _read(path)
     for name, expected in _belongs(model, identity).items():
         if manifest.get(name) != expected:
-            raise SpecError("path", path.name, f"was saved with {name} {manifest.get(name)}, not with {expected}")
+            stated = printable(str(manifest.get(name)), LONGEST)
+            raise SpecError("path", path.name, f"was saved with {name} {stated}, not with {expected}")
     try:
         states = _checked_states(manifest, tensors, architecture)
     except Damaged as error:
-        raise SpecError("path", path.name, f"does not contain a cache of this model: {error}") from error
+        reason = f"does not contain a cache of this model: {printable(str(error), LONGEST)}"
+        raise SpecError("path", path.name, reason) from error
     cache = RetainedCache(architecture.config)
     layers: list[Any] = cache.layers
+    groups = _grouped(tensors)
     for index, (layer, numbers) in enumerate(zip(layers, manifest["layers"], strict=True)):
-        layers[index] = _unpacked_layer(layer, numbers, _named(f"{index}.", tensors), model.device)
+        layers[index] = _unpacked_layer(layer, numbers, groups[f"{index}"], model.device)
     for index, state in cache.beside.items():
-        fill_states(state, {name: one.to(model.device) for name, one in _named(f"{index}.", tensors).items()})
+        fill_states(state, {name: one.to(model.device) for name, one in groups[f"{index}"].items()})
     cache.continuation = _unpacked_states(states, manifest, tensors, model.device)
     cache.layers_differ = manifest["differ"]
     return cache
@@ -238,8 +247,8 @@ def _checked_states(
     """
     check_contents(manifest, tensors, architecture)
     try:
-        rows = enumerate(manifest["states"])
-        states = tuple(unpacked(numbers, _named(f"row {row}.", tensors)) for row, numbers in rows)
+        groups = _grouped(tensors)
+        states = tuple(unpacked(numbers, groups[f"row {row}"]) for row, numbers in enumerate(manifest["states"]))
     except SpecError as error:
         raise Damaged(str(error)) from error
     check_states_fit(states, manifest, tensors)
@@ -252,7 +261,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except Damaged as error:
         raise SpecError("path", path.name, "is damaged: the content differs from the saved content") from error
     if metadata["format"] != FORMAT:
-        bound = f"has format {metadata['format']}, not {FORMAT}: read the text again and save the new cache"
+        stated = printable(metadata["format"], LONGEST)
+        bound = f"has format {stated}, not {FORMAT}: read the text again and save the new cache"
         raise SpecError("path", path.name, bound)
     try:
         manifest = json.loads(metadata["manifest"])
@@ -299,6 +309,10 @@ def unpacked(numbers: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Decod
     return state
 
 
-def _named(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors whose names begin with `prefix`, by the rest of the name."""
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+def _grouped(tensors: Mapping[str, Tensor]) -> defaultdict[str, dict[str, Tensor]]:
+    """Return the tensors by the part of the name before the point, such as a layer, and by the rest of the name."""
+    groups = defaultdict[str, dict[str, Tensor]](dict)
+    for name, tensor in tensors.items():
+        group, _, rest = name.partition(".")
+        groups[group][rest] = tensor
+    return groups

@@ -129,6 +129,8 @@ def _check_names(
     manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], states: Mapping[str, Tensor],
 ) -> None:
     """Check that exactly the expected tensors exist, with the right dimensions and (except keys and values) dtypes."""
+    least = len(_STATE) * len(manifest["states"]) + 2 * len(manifest["chunks"])
+    _require(least <= len(tensors), f"it has {len(tensors)} tensors, and its states and chunks need {least}")
     expected = dict(_expected(manifest, tensors)) | {name: (one.dtype, one.ndim) for name, one in states.items()}
     wrong = sorted(expected.keys() ^ tensors.keys())
     _require(not wrong, f"tensors are missing or too many: {', '.join(wrong[:4])}")

@@ -20,8 +20,8 @@ from torch import Tensor
 from models_integration.cache.atomic_file import DeferredBytes, NotRegular, publish, read_at, regular_file
 
 __all__ = [
-    "NAMES", "Damaged", "Header", "header_at", "header_bytes", "header_of", "parts", "prove", "raw_bytes", "read",
-    "read_bytes", "sign_header", "tensors_of", "write",
+    "NAMES", "TENSORS_MOST", "Damaged", "Header", "header_at", "header_bytes", "header_of", "parts", "prove",
+    "raw_bytes", "read", "read_bytes", "sign_header", "tensors_of", "write",
 ]
 
 NAMES = {
@@ -34,6 +34,8 @@ OPENING = b'{"__metadata__":{"digest":"'
 DIGEST_AT = 8 + len(OPENING)
 HEADER_MOST = 1 << 24
 """Largest header in bytes. A cache of 4096 rows has 6 MiB. Parsing JSON needs ten times the size of the text."""
+TENSORS_MOST = 1 << 16
+"""Largest number of tensors. A cache of 4096 rows has 49 152 tensors of states."""
 SIZE_MOST, DIMENSIONS_MOST = 1 << 48, 8
 SPARSE_FROM, SPARSE_RATIO = 1 << 30, 64
 """A file of at least SPARSE_FROM bytes with less than 1 / SPARSE_RATIO of the bytes on the disk is rejected."""
@@ -239,6 +241,8 @@ def _header(text: bytes, size: int) -> Header:
             raise ValueError("its metadata are no texts")
         if not {"digest", "format", "manifest"} <= metadata.keys():
             raise ValueError("its metadata are not complete")
+        if len(entries) > TENSORS_MOST:
+            raise ValueError(f"it has {len(entries)} tensors")
         end = 0
         for low, high, name in sorted(_place(name, entry) for name, entry in entries.items()):
             if low != end:

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -28,7 +29,7 @@ from models_integration.cache import snapshot
 from models_integration.cache.positions import EMPTY
 from models_integration.cache.retained_cache import storage_bytes
 from models_integration.cache.snapshot import FORMAT, load_cache, save_cache
-from models_integration.cache.tensor_file import read, write
+from models_integration.cache.tensor_file import TENSORS_MOST, read, write
 from models_integration.model.identity import identify
 from models_integration.model.rotation import recognise
 from spec.errors import SpecError
@@ -490,6 +491,31 @@ def test_a_manifest_that_is_none_is_refused(text: str, saved: Saved, tmp_path: P
     write(tmp_path / "crafted", {"format": FORMAT, "manifest": text}, parts_of(path)[1])
     with pytest.raises(SpecError, match="must have a readable manifest"):
         load_cache(tmp_path / "crafted", model)
+
+
+_NONE = torch.zeros(0, dtype=torch.int64)
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize(("words", "craft"), [
+    ("is damaged", lambda _, tensors: tensors.update({f"x{at}": _NONE for at in range(TENSORS_MOST)})),
+    ("its states and chunks need 36000000", _said("states", [0] * 3_000_000)),
+    ("its states and chunks need", _said("chunks", [0] * 3_000_000)),
+    ("columns is", _said("columns", "\x1b[2J" * 100_000)),
+    ("was saved with weights", _said("weights", "\x1b[2J\n" * 100_000)),
+], ids=str)
+def test_a_large_header_costs_little(words: str, craft: Craft, saved: Saved, tmp_path: Path) -> None:
+    """Check that neither time, memory nor the error grows with a header whose digest is right."""
+    model, path = saved("one set")
+    manifest, tensors = parts_of(path)
+    craft(manifest, tensors)
+    write(tmp_path / "crafted", {"format": FORMAT, "manifest": json.dumps(manifest)}, tensors)
+    begun = time.process_time()
+    with pytest.raises(SpecError, match=words) as caught:
+        load_cache(tmp_path / "crafted", model, identity_of(model))
+    assert time.process_time() - begun < 5  # before: 8 to 60 s
+    assert len(str(caught.value)) < 700
+    assert str(caught.value).isprintable()
 
 
 def test_a_file_that_is_written_again_is_loaded(saved: Saved, tmp_path: Path) -> None:
