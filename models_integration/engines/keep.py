@@ -71,7 +71,8 @@ def keep_and_count(
     full = [index for index, kind in enumerate(layer_types(config)) if kind == FULL]
     config.num_hidden_layers, automatic = 1, cast(Any, AutoModelForCausalLM)
     if getattr(config, "layer_types", None) is not None:
-        config.layer_types = config.layer_types[:1]
+        # The first layer can have a sliding window. Then no policy reads a tensor of this layer (`_checked`).
+        config.layer_types = [config.layer_types[full[0] if full else 0]]
     with torch.device("meta"):
         stored = dtype or config.dtype or _read(files, next(iter(files))).dtype
         model = automatic.from_config(config, dtype=stored).train(False)
@@ -153,25 +154,31 @@ def _no_values(module: Any, hidden: Tensor) -> Tensor:
     return hidden.new_zeros(*hidden.shape[:-1], module.out_features)
 
 
+def _ask(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: object, **options: Any) -> NoReturn:
+    """Stop the forward pass. This is the attention function with the name _NAME, which all threads share."""
+    raise _Asked(module, q, k, v, options)
+
+
+def _no_mask(**_: Any) -> None:
+    """Make no mask, because no attention is computed."""
+
+
 def _asked(decoder: nn.Module, config: Any, ids: Tensor) -> tuple[nn.Module, AttentionInputs]:
     """Return the first layer's attention module and its attention inputs."""
     sdpa = attention_of(config) == "sdpa"
-
-    def ask(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: object, **options: Any) -> NoReturn:
+    AttentionInterface.register(_NAME, _ask)
+    AttentionMaskInterface.register(_NAME, _no_mask)
+    replace_attention(config, _NAME)
+    with torch.no_grad():
+        try:
+            decoder(input_ids=ids, use_cache=False)
+        except _Asked as asked:
+            module, q, k, v, options = asked.args
+        else:
+            raise AssertionError("a layer that attends asks")
         # If a session uses the kernel's log-sum-exp, it is used here too, so that the bits are equal.
         both = flash_attention(module, q, k, v, options) if sdpa else None
-        raise _Asked(module, AttentionInputs(0, q, k, v, None if both is None else both[1], None, options))
-
-    AttentionInterface.register(_NAME, ask)
-    AttentionMaskInterface.register(_NAME, lambda **_: None)
-    replace_attention(config, _NAME)
-    try:
-        with torch.no_grad():
-            decoder(input_ids=ids, use_cache=False)
-    except _Asked as asked:
-        module, attended = asked.args
-        return module, attended
-    raise AssertionError("a layer that attends asks")
+    return module, AttentionInputs(0, q, k, v, None if both is None else both[1], None, options)
 
 
 def _files(folder: Path) -> dict[str, Path]:

@@ -321,6 +321,15 @@ def test_a_memory_is_refused_where_only_the_first_layer_is_read(tmp_path: Path) 
         keep(tmp_path, kvspec.policy_from_name("streamingllm", "64KiB"), [5, 6, 7, 8])
 
 
+@pytest.mark.law("decided-as-the-reference")
+def test_a_policy_without_tensors_accepts_a_window_in_the_first_layer(tmp_path: Path) -> None:
+    model, policy, ids = build("gemma3"), kvspec.StreamingLLM(20, 2), prompt(60)
+    model.save_pretrained(tmp_path)
+    _, cache = read_prompt(model, policy, 60)
+    assert keep(tmp_path, policy, ids[0].tolist()).positions.tolist() == cache.stored_positions().tolist()
+    assert len(cache.stored_positions()) == 20
+
+
 @pytest.mark.law("an-object-proves-itself")
 @pytest.mark.parametrize(("index", "words"), [
     ('{"weight_map": {"model.embed_tokens.weight": "../model.safetensors"}}', "must be a file in the folder of"),
