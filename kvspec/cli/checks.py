@@ -88,8 +88,12 @@ def calibration_of(policies: Iterable[str], path: Path | None) -> Calibration | 
     """Return the calibration in a file. Without a file, return None.
 
     Raises:
-        SpecError: if a policy needs a calibration and no file is given, or if the file is not a calibration file.
+        SpecError: if a policy needs a calibration and no file is given, if there is no policy, or if the file is not a
+            calibration file.
     """
+    policies = list(policies)
+    if path is not None and not policies:
+        raise SpecError("calibration", str(path), "needs a policy that uses the file: give a policy too")
     if path is not None:
         return load_calibration(path)
     if needing := [policy for policy in policies if "calibration" in constants_of(parse_policy(policy)[0])]:

@@ -74,6 +74,8 @@ def _parts(asked: PaperOptions, loading: Loading) -> Iterator[tuple[Subject, Seq
     most = (QUICK_QUESTIONS, QUICK_QUESTIONS) if asked.quick else (QUESTIONS, OF_LOCOMO)
     generated = [draw_talk(index) for index in range(most[0])]
     read = read_locomo(asked.files[0])[: most[1]] if asked.files else []
+    for model in asked.models[1:]:  # the next loop checks the first model before a question is asked
+        template_of(replace(loading, model=model).subject())
     for model in asked.models:
         subject = replace(loading, model=model).subject()
         every = tables_of(template_of(subject))

@@ -99,6 +99,8 @@ def run(asked: PaperOptions, loading: Loading, launch: Launch) -> None:
 def _run(asked: PaperOptions, loading: Loading) -> None:
     console, paper = Console(), _checked(asked)
     result, missing, stopped, failed = list[tuple[Part, Measured]](), _missing(paper, asked), False, False
+    for model in asked.models[1:]:  # the next loop loads the first model before a sample is measured
+        replace(loading, model=model).subject()
     for model in asked.models:
         subject = _subject(paper, asked, replace(loading, model=model), save=True)
         for part, rules, work, reason in list(_studies(paper, asked, subject, model)):

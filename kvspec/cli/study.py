@@ -45,6 +45,8 @@ _OF_TASKS = ("tasks", "length", "samples", "seed")
 """Options of `compare` about made samples, which cannot be combined with your own questions."""
 _OF_QUESTIONS = ("text", "grade", "answers")
 """Options of `compare` that need your own questions."""
+_OF_RUN = ("table", "figure", "answers", "again")
+"""Options of `compare` that need a run."""
 
 
 def paper(
@@ -162,6 +164,8 @@ def compare(
     loading = Loading("", backend, device, dtype, attn)
     if grid:
         check_defaults(context, ("policies",), "cannot be used with --grid: leave out one of the two")
+    if write_rules is not None:
+        check_defaults(context, _OF_RUN, "cannot be used with --write-rules: leave out one of the two")
     names = grid_policies(grid) if grid else names_of("policies", policies)
     calibrated = str(calibration.resolve()) if calibration else ""
     if questions is None:

@@ -22,6 +22,7 @@ from experiments.studies.report import progress_bar
 from experiments.studies.results import load_rows
 from experiments.studies.subject import Loading
 from kvspec import cli
+from kvspec.cli import paper_injection, study_runs
 from kvspec.cli.app import app
 from kvspec.cli.checks import check_folder
 from models_integration.model.architecture import check_positions
@@ -90,6 +91,8 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         (("--table", "t.xls"), ("must end in .csv or .tex",)), (("--figure", "f.gif"), ("must end in .svg or .pdf",)),
         (("--table", f"{__file__}/t.csv"), ("table = ", "cannot be created as a folder")),
         (("--write-rules", f"{__file__}/r.toml"), ("write_rules = ", "cannot be created as a folder")),
+        (("--write-rules", "r.toml", "--table", "t.csv"), ("table = 't.csv': cannot be used with --write-rules",)),
+        (("--write-rules", "r.toml", "--again"), ("again = True: cannot be used with --write-rules",)),
     ],
 )
 def test_compare_refuses_before_any_work(
@@ -306,6 +309,21 @@ def test_a_model_is_loaded_as_it_is_told() -> None:
     assert other.name.startswith("pocket+eager@")
     assert plain.name.startswith("pocket@")
     assert plain.name.partition("@")[2] != other.name.partition("@")[2]
+
+
+@pytest.mark.parametrize("name", ["crystalcache", "injection"])
+def test_all_models_of_a_paper_are_loaded_before_a_sample_is_measured(
+    name: str, refusal: Refusal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:
+    for owner, function in ((study_runs.Work, "measure"), (paper_injection, "_measure")):
+        monkeypatch.setattr(owner, function, lambda *_: pytest.fail("a sample was measured"))
+    line = ["paper", name, "--quick", "--models", "pocket,/nowhere", "--out", str(tmp_path / "new")]
+    assert "/nowhere" in refusal(line)
+
+
+@pytest.mark.parametrize("line", [["explain", __file__], ["archive", "put", __file__]])
+def test_a_calibration_that_no_policy_uses_is_named(line: list[str], refusal: Refusal) -> None:
+    assert "calibration = 'c.npz': needs a policy that uses the file" in refusal([*line, "--calibration", "c.npz"])
 
 
 @pytest.mark.parametrize(("words", "shown"), [
