@@ -2,12 +2,12 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 import triton
 
+from accelerated.torch_device.device import download, upload
 from accelerated.triton_gpu.interpreter import patch_once
 from accelerated.triton_gpu.launch import SHARED
 from spec.errors import BackendUnavailable, SpecError
@@ -59,17 +59,6 @@ def shared_memory() -> int:
 def default_device() -> torch.device:
     """Return the device to which NumPy arrays are copied."""
     return torch.device("cpu" if INTERPRETED else "cuda")
-
-
-def upload(array: np.ndarray[Any, Any], dtype: Any, device: torch.device | None = None) -> Tensor:
-    """Copy a NumPy array to the device as a contiguous tensor, asynchronously. The array may be read-only."""
-    copied = torch.from_numpy(np.array(array, dtype=dtype, order="C"))
-    return copied.to(device or default_device(), non_blocking=True)
-
-
-def download(tensor: Tensor, dtype: Any) -> Any:
-    """Copy a tensor to the host as a NumPy array."""
-    return tensor.cpu().numpy().astype(dtype, copy=False)
 
 
 def accepts_tensor(x: DeviceArray) -> bool:
@@ -185,7 +174,7 @@ def _checked(name: str, x: DeviceArray, kept: Sequence[type]) -> Tensor:
         if x.dtype.kind != "f":
             raise SpecError(name, x.dtype, "must be floating point")
         with np.errstate(over="ignore"):  # a value that overflows becomes infinite, and raises an error later
-            return upload(x, x.dtype if x.dtype in kept else kept[-1] if kept else np.float32)
+            return upload(x, x.dtype if x.dtype in kept else kept[-1] if kept else np.float32, default_device())
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise SpecError(name, x.dtype, "must be float32, float16 or bfloat16 with the backend triton")
     if INTERPRETED and x.dtype == torch.bfloat16:

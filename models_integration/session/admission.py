@@ -159,7 +159,7 @@ def _reading(place: Place, cache: Any, arguments: Arguments) -> ForwardSpan:
         raise SpecError("past_key_values", "0 tokens", "must contain a prompt inside reading(); pass run.cache")
     span = later_span(place.architecture.vocabulary, arguments, cache, OPEN)
     if span.padded:
-        place.method.check_padded_reading(cache)
+        place.method.check_padded_reading()
         check_last(span.is_token)
     return span
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -107,7 +107,8 @@ class Method:
             SpecError: if the policy evicts from the first block only, or after different numbers of tokens.
         """
         if self.policy.scorer.needs.token_ids or not decides_again(self.policy):
-            _refuse_blocks(self.policy, "evicts from one whole prompt only")
+            reason = "evicts from one whole prompt only: leave out block, or use snapkv, keydiff or streamingllm"
+            raise SpecError("policy", self.policy.name, reason)
 
     def check_padded(self, cache: RetainedCache) -> None:
         """Check that the policy accepts a padded turn: the whole model must have one set of kept tokens.
@@ -121,7 +122,7 @@ class Method:
                 " decides at ends of segments; otherwise pass turns of equal length"
             )
 
-    def check_padded_reading(self, cache: RetainedCache) -> None:
+    def check_padded_reading(self) -> None:
         """Check that texts of different lengths can be read inside `reading()`: no decision may follow in decode steps.
 
         Raises:
@@ -344,13 +345,11 @@ def _check_separate_sets(policy: Policy, cache: RetainedCache) -> None:
         raise SpecError("policy", policy.name, reason)
 
 
-def _refuse_blocks(policy: Policy, reason: str) -> NoReturn:
-    raise SpecError("policy", policy.name, f"{reason}: leave out block, or use snapkv, keydiff or streamingllm")
-
-
 def _heads_differ(layer: RetainedLayer) -> bool:
-    sets = [[layer.head_positions(row, head).tolist() for head in range(layer.heads)] for row in range(layer.batch)]
-    return isinstance(layer, RaggedLayer) and any(positions != heads[0] for heads in sets for positions in heads)
+    if not isinstance(layer, RaggedLayer):
+        return False
+    sets = ([layer.head_positions(row, head).tolist() for head in range(layer.heads)] for row in range(layer.batch))
+    return any(positions != heads[0] for heads in sets for positions in heads)
 
 
 def _records(cache: RetainedCache) -> tuple[Running, ...]:
