@@ -201,7 +201,7 @@ def forget(
     """
     from kvspec.cli.archive_runs import existing
 
-    if not yes:
-        typer.confirm(f"Delete all chunks of tenant {tenant!r} in {folder}?", abort=True)
     with existing(folder, master_key) as opened:
+        if not yes:
+            typer.confirm(f"Delete all chunks of tenant {tenant!r} in {folder}?", abort=True)
         print(f"{opened.forget(tenant)} objects of {tenant} erased")

@@ -99,7 +99,8 @@ def write_page(folder: Path, rules: list[Rules], out: Path | None = None) -> Non
     """Write the report of all results in a folder, and print the path. Default path: report.html in the folder."""
     path, sections = out or folder / PAGE, list(filter(None, _sections(folder, {one.digest: one for one in rules})))
     if not sections:
-        raise SpecError("FOLDER", str(folder), f"must contain results in {STUDY}")
+        reason = f"must contain results in {STUDY}; give the --out folder of kvspec compare or study"
+        raise SpecError("FOLDER", str(folder), reason)
     publish_readable(path, page(f"kvspec: {folder.resolve().name}", sections).encode())
     say(str(path))
 

@@ -95,9 +95,9 @@ def study_of(
     checked = tuple(CONTROL_BOUNDS) if controls else ()
     return {
         "title": title, "models": names_of("model", models), "contexts": samples,
-        "questions": 1 if built_in else _EVERY, "seeds": _numbers("seeds", seeds),
-        "lengths": _numbers("lengths", lengths),
-        "placements": names_of("placements", placements), "tasks": names_of("tasks", tasks),
+        "questions": 1 if built_in else _EVERY, "seeds": _numbers("seed", seeds),
+        "lengths": _numbers("length", lengths),
+        "placements": names_of("placement", placements), "tasks": names_of("tasks", tasks),
         "policies": [name for name in policies if name != FULL], "budgets": names_of("budgets", budgets),
         "controls": [*((FULL,) if FULL in policies else ()), *checked], "bare": bare,
         **({"calibration": calibration} if calibration else {}),
@@ -135,7 +135,7 @@ def _numbers(option: str, text: str) -> list[int]:
     try:
         return [int(one) for one in names_of(option, text)]
     except ValueError as error:
-        raise SpecError(option, text, "must be whole numbers, separated by commas") from error
+        raise SpecError(option, text, "must be whole numbers, separated by commas, such as 42,43") from error
 
 
 def save_rules(study: Mapping[str, Any], path: Path, force: bool = False) -> None:
