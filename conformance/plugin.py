@@ -36,8 +36,9 @@ if TYPE_CHECKING:
     from spec.backend import Backend, BreathStages, CrystalStages, DiversityStages, NestedKVStages, PolicyStages
 
 POSITIONS = ("kept", "renumbered")
-PROFILES = ("few", "dev", "ci", "nightly")
-FEW_EXAMPLES, CI_EXAMPLES = 12, 150
+EXAMPLES = {"few": 12, "dev": 50, "ci": 150, "nightly": 20_000}
+"""Largest number of random examples of each property, by profile."""
+PROFILES = tuple(EXAMPLES)
 FEW_OF_A_LOOP = 20
 
 _exceptions = pytest.StashKey[list[exceptions.Exemption]]()
@@ -88,17 +89,17 @@ def profile_of(config: pytest.Config) -> str:
 def _register_profiles() -> None:
     # The first call with a shape includes imports and compilation, so a time limit would fail at random.
     slow = [HealthCheck.too_slow]
-    settings.register_profile("dev", max_examples=50, deadline=None, suppress_health_check=slow)
+    settings.register_profile("dev", max_examples=EXAMPLES["dev"], deadline=None, suppress_health_check=slow)
     # Every run has the same cases and stores nothing. A failure prints how to reproduce the failure.
     settings.register_profile(
-        "ci", max_examples=CI_EXAMPLES, derandomize=True, database=None, deadline=None, print_blob=True,
+        "ci", max_examples=EXAMPLES["ci"], derandomize=True, database=None, deadline=None, print_blob=True,
         phases=(Phase.explicit, Phase.generate, Phase.shrink), suppress_health_check=slow,
     )
     # The profile "few" is the profile "ci" with fewer examples, because interpreted kernels are slow.
-    settings.register_profile("few", settings.get_profile("ci"), max_examples=FEW_EXAMPLES)
+    settings.register_profile("few", settings.get_profile("ci"), max_examples=EXAMPLES["few"])
     # Every run has many new cases. Failures are stored in the database of Hypothesis.
     settings.register_profile(
-        "nightly", max_examples=20_000, deadline=None, print_blob=True, suppress_health_check=slow,
+        "nightly", max_examples=EXAMPLES["nightly"], deadline=None, print_blob=True, suppress_health_check=slow,
     )
 
 

@@ -62,8 +62,10 @@ def judge(request: Request) -> int:
     files = written(request, record, verdicts)
     if "quick.toml" in files:
         stopped = request.fail_fast and record["verdict"] not in PASSED
-        part = f"profile {request.profile}, without full sizes (--quick)"
-        print(f"{'stopped at the first failure' if stopped else part}: this is no certificate")
+        way = "run again without --fail-fast" if stopped else "run again without --quick"
+        reason = "the run stopped at the first failure" if stopped else "a quick run"
+        way += " and --quick" if stopped and request.quick else ""
+        print(f"{reason}: this is no certificate; for a certificate, {way}")
     print(f"written to {request.out}: {', '.join(files)}, log.txt")
     return int(record["verdict"] not in PASSED)
 

@@ -17,8 +17,8 @@ import hypothesis
 import numpy as np
 
 from conformance.methods.method import method_of
-from conformance.plugin import POSITIONS, PROFILES
-from conformance.verify.outcomes import ABSTAINED, PROMISES, STATES, Outcome, Verdicts, families_of
+from conformance.plugin import EXAMPLES, POSITIONS, PROFILES
+from conformance.verify.outcomes import ABSTAINED, PROMISES, STATES, WORDS, Outcome, Verdicts, families_of
 from conformance.verify.request import ENGINES, KINDS, PRECISIONS, Request
 from conformance.verify.subject import Subject
 from spec import SPEC_VERSION
@@ -66,7 +66,7 @@ def written(table: Mapping[str, Any]) -> str:
 SCHEMA = 2
 """Version of the certificate's format. Schema 1 belongs to specifications before 0.4.0."""
 CERTIFIED, PARTIAL, NOT_CERTIFIED = "certified", "partial", "not certified"
-KEEPS, QUICK, NOT_QUICK = "keeps its promises", "passes the quick profile", "does not pass the quick profile"
+KEEPS, QUICK, NOT_QUICK = "keeps its promises", "passes the quick run", "does not pass the quick run"
 PASSED = (CERTIFIED, KEEPS, QUICK)
 """Verdicts with exit code 0."""
 COMPARED = "not compared with any method"
@@ -84,7 +84,7 @@ def certificate(request: Request, subject: Subject, verdicts: Verdicts) -> dict[
     return {
         "schema": SCHEMA, "kvspec": _installed(), "spec": SPEC_VERSION, "date": date.today().isoformat(),
         "verdict": _verdict(request, verdicts), "judged": judged_by(request.kind, bool(request.method)),
-        "families": verdicts.families,
+        "covers": covered(request, verdicts), "families": verdicts.families,
         "failing": verdicts.failing, "undecided": verdicts.missing, "unproven": verdicts.unproven,
         "unneeded_exceptions": verdicts.unneeded,
         "subject": {name: value for name, value in who.items() if value},
@@ -93,6 +93,23 @@ def certificate(request: Request, subject: Subject, verdicts: Verdicts) -> dict[
         "items": {item: _item(item, request, verdicts) for item in verdicts.items},
         "vectors": verdicts.vectors, "exception": entries,
     }
+
+
+def covered(request: Request, verdicts: Verdicts) -> str:
+    """Return which inputs were tested and how many rows are decided, with the names of the other rows."""
+    rows: dict[str, list[str]] = {}
+    for item, verdict in verdicts.items.items():
+        rows.setdefault(verdict, []).append(item)
+    decided = sum(len(rows.pop(word, ())) for word in (*WORDS.values(), "excepted"))
+    words = f"profile {request.profile}"
+    if request.kind in (*ENGINES, "policy"):
+        words += f", at most {EXAMPLES[request.profile]} random examples of each property"
+        words += ", no full-size inputs" if request.quick and not request.method and request.kind != "policy" else ""
+    others = [
+        f"{verdict}: {', '.join(names[:_LISTED])}" + (f" and {len(names) - _LISTED} more" * (len(names) > _LISTED))
+        for verdict, names in rows.items()
+    ]
+    return "; ".join([words, f"{decided} of {counted(len(verdicts.items), 'row')} decided", *others])
 
 
 def _verdict(request: Request, verdicts: Verdicts) -> str:
@@ -204,8 +221,8 @@ _OPTIONS: _Types = {
 _RUN: _Types = {"profile": (str,), "methods": (list, NoneType), **_OPTIONS}
 _ROW: _Types = {"verdict": (str,), "tests": (int,)}
 
-_NAMED = 5
-"""Maximum number of names in an error."""
+_NAMED, _LISTED = 5, 12
+"""Maximum numbers of names in an error, and of rows with the same verdict in a sentence."""
 
 # A different day, machine or version of Hypothesis may change these values without changing a verdict.
 _FREE = ("date", "device", "kvspec", "counts.examples", "run.at_once")
@@ -229,7 +246,7 @@ def read(path: Path) -> dict[str, Any]:
         names = ", ".join(wrong[:_NAMED])
         reason = f"must be a certificate of schema {SCHEMA}, but lacks valid values for {names}"
         raise SpecError("check", str(path), reason)
-    if result["run"]["profile"] not in PROFILES or "quick profile" in result["verdict"]:
+    if result["run"]["profile"] not in PROFILES or "quick" in result["verdict"]:
         raise SpecError(
             "check", str(path), "must be the certificate of a complete run, without --quick and --fail-fast"
         )
@@ -298,6 +315,8 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any], within: str =
         a, b, path = there.get(name), here.get(name), f"{within}{name}"
         if path in _FREE or (within.startswith("items.") and name in _FREE_OF_A_ROW):
             continue
+        if (path == "covers" and a is None) or (path == "subject.name" and there.get("kind") == "policy"):
+            continue  # An older kvspec wrote no coverage, and as `name` the name that a policy calls itself.
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             result += differences(a, b, f"{path}.")
         elif (a or None) != (b or None):

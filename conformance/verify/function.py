@@ -81,7 +81,7 @@ def verify(
         precision: precision of stage S1 (co-attention). Default: "float64" for the numpy backend, otherwise "float32".
         profile: profile that sets the number of examples of each test: "few", "dev", "ci" or "nightly". Default: "ci".
         seed: random seed of the examples, 0 or more. Default: a new seed, which the certificate records.
-        quick: run few examples, without full-size inputs. No certificate is written.
+        quick: run the profile "few", for an engine without full-size inputs. No certificate is written.
         fail_fast: stop at the first failed test.
         exceptions: TOML file that lists known failures.
         out: folder for the certificate, the log and the reports.

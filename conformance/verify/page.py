@@ -107,6 +107,7 @@ def summary(record: Mapping[str, Any]) -> Iterator[str]:
     yield from _reasons(record)
     if record["unneeded_exceptions"]:
         yield f"\nexceptions no longer needed: {', '.join(record['unneeded_exceptions'])}"
+    yield f"\ncovers: {record['covers']}"
     yield f"\n{headline(record)}"
     yield from _promises(record)
     if record["judged"].endswith(COMPARED) and record["verdict"] in PASSED:
@@ -195,7 +196,7 @@ def _as_text(words: object) -> str:
 def markdown(record: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of a comment on a pull request."""
     yield f"**kvspec: {_as_text(headline(record))}**"
-    yield ""
+    yield f"\nCovers: {_as_text(record['covers'])}\n"
     yield "| Family | Rows |"
     yield "| --- | --- |"
     for family, items in by_family(record).items():
@@ -280,7 +281,10 @@ def _row(*cells: object) -> str:
 
 
 def _facts(record: Mapping[str, Any]) -> Iterator[str]:
-    named = {"verdict": "verdict", "judged": "judged by", "date": "date", "kvspec": "kvspec", "spec": "specification"}
+    named = {
+        "verdict": "verdict", "judged": "judged by", "covers": "covers", "date": "date", "kvspec": "kvspec",
+        "spec": "specification",
+    }
     rows = {title: record[name] for name, title in named.items()}
     yield '<table class="facts">'
     yield from (_row(name, escape(str(value))) for name, value in rows.items())

@@ -157,14 +157,16 @@ def parser(complete: bool = True) -> argparse.ArgumentParser:
                              "otherwise float32. An engine of --command reports its precision. For --server: "
                              "dtype in which the server computes, float32 (default) or bfloat16")
     created.add_argument("--profile", choices=PROFILES,
-                        help="profile, which sets the number of examples of each test. The default is the "
-                             "environment variable KVSPEC_PROFILE, or ci if the variable is not set")
+                        help="number of random examples of each property: few (12), dev (50), ci (150) or nightly "
+                             "(20 000). The certificate states the profile. Default: the environment variable "
+                             "KVSPEC_PROFILE, or ci if the variable is not set")
     created.add_argument("--seed", type=int, metavar="N",
                       help="random seed of the examples, 0 or more. Default: a new seed, which the "
                            "certificate records")
     created.add_argument("--quick", action="store_true",
-                      help="run few examples, without full-size inputs. A quick run writes "
-                           "quick.toml instead of a certificate")
+                      help="for use while you develop: profile few, and for an engine no full-size inputs. A quick "
+                           "run writes quick.toml instead of a certificate. For a certificate with few examples, "
+                           "use --profile few without --quick")
     created.add_argument("--fail-fast", action="store_true",
                       help="stop at the first failed test. A stopped run writes no certificate")
     created.add_argument("--exceptions", type=Path, metavar="FILE.toml",

@@ -112,7 +112,7 @@ def of_policy(named: str, method: str = "") -> Subject:
     if not method and all(promised(result, column) != "yes" for column in PROPERTIES):
         raise SpecError("policy", named, "must declare at least one promise in spec.policy.Promises")
     ours = named in NAMES or is_composition(named)
-    return _of_package("policy", result.name, named, OURS if ours else target_of("policy", named, POLICIES))
+    return _of_package("policy", named, named, OURS if ours else target_of("policy", named, POLICIES))
 
 
 def of_cache(named: str) -> Subject:

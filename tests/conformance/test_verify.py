@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import re
 import sys
 import tomllib
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -357,9 +359,30 @@ def test_a_policy_keeps_promises_and_conforms_to_nothing(kind: str, said: str, m
 
 def test_the_quick_profile_is_passed_and_nothing_is_certified() -> None:
     record = made(RIGHT, "--quick")
-    assert record["verdict"] == "passes the quick profile"
-    assert headline(record) == f"mine 1.0 passes the quick profile of kvspec {record['spec']} on diversity"
-    assert made(WRONG, "--quick")["verdict"] == "does not pass the quick profile"
+    assert record["verdict"] == "passes the quick run"
+    assert headline(record) == f"mine 1.0 passes the quick run of kvspec {record['spec']} on diversity"
+    assert made(WRONG, "--quick")["verdict"] == "does not pass the quick run"
+
+
+@pytest.mark.law("as-it-is-described")
+def test_coverage_is_stated() -> None:
+    rows = {"DV-GREEDY": "passed", "DV-COSINE": "failed", "GQA": "N/A", "CC-CUT": "skipped"}
+    verdicts = judged(**{f"test_{at}": (state, item) for at, (item, state) in enumerate(rows.items())})
+    some = replace(verdicts, items={item: verdicts.items[item] for item in rows})
+    words = "2 of 4 rows decided; N/A: GQA; not run: CC-CUT"
+    record = made(some, "--profile", "few")
+    assert record["covers"] == f"profile few, at most 12 random examples of each property; {words}"
+    full = "profile few, at most 12 random examples of each property, no full-size inputs; "
+    assert made(some, "--quick")["covers"] == full + words
+    for shown in ("\n".join(summary(record)), page(record)):
+        assert f"profile few, at most 12 random examples of each property; {words}" in shown
+    assert "2 of 4 rows decided; N/A: GQA" in "\n".join(markdown(record))
+    assert made(RIGHT)["covers"].startswith("profile ci, at most 150 random examples of each property; 2 of ")
+    assert re.search(r"; not run: (CC-[A-Z-]+, ){11}CC-[A-Z-]+ and \d+ more; not offered: ", made(RIGHT)["covers"])
+    older = {name: value for name, value in record.items() if name != "covers"}
+    assert certificate_module.differences(older, record) == []
+    (line,) = certificate_module.differences({**record, "covers": "everything"}, record)
+    assert line.startswith("covers: everything in the certificate, profile few, ")
 
 
 def test_items_are_of_the_families_that_the_text_gives_them() -> None:

@@ -301,6 +301,8 @@ def test_a_right_policy_is_certified_for_what_it_promises_and_the_check_notices_
     for file in ("badge.svg", "certificate.html", "summary.md"):
         assert outcome.partition(" ")[2] in (folder / "found" / file).read_text(encoding="utf-8")
     assert record["subject"].keys() == {"kind", "name", "named", "files", "digest"}
+    assert record["subject"]["name"] == "promisers:RIGHT"  # The policy calls itself snapkv.
+    assert record["covers"].endswith("4 of 7 rows decided; not promised: row independence, head permutation; N/A: GQA")
 
     text = (folder / "found/certificate.toml").read_text(encoding="utf-8")
     (folder / "other.toml").write_text(text.replace('verdict = "not promised"', 'verdict = "pass"', 1), "utf-8")
@@ -410,7 +412,8 @@ def test_names_that_a_subject_chose_are_text_in_the_summary_and_on_the_page() ->
         "input": "", "found": NASTY, "repeat": "```", "excepted": 0,
     }
     record = {
-        "verdict": "rejected", "judged": "x", "date": "", "kvspec": "", "spec": "0", "families": [NASTY],
+        "verdict": "rejected", "judged": "x", "covers": NASTY, "date": "", "kvspec": "", "spec": "0",
+        "families": [NASTY],
         "subject": {"kind": "command", "name": NASTY, "named": NASTY}, "run": {}, "device": {}, "items": {NASTY: row},
         "counts": {"failed": 1}, "failing": [NASTY], "undecided": [], "vectors": {}, "exception": [],
         "unneeded_exceptions": [],
@@ -420,4 +423,4 @@ def test_names_that_a_subject_chose_are_text_in_the_summary_and_on_the_page() ->
     assert text.startswith(r"**kvspec: &lt;img src=x\> a\|b \*\*c\*\* \[d\](e) \`f\` \# g does not conform")
     assert text.count("```") == 2
     assert "<img" not in html
-    assert html.count("&lt;img src=x&gt;") >= 5
+    assert html.count("&lt;img src=x&gt;") >= 6

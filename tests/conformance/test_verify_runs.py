@@ -466,7 +466,8 @@ WRONG_SUBJECTS: list[dict[str, Any]] = [{"kind": []}, {"named": 5}, {"digest": {
 
 @pytest.mark.law("an-identity-tells-apart")
 @pytest.mark.parametrize("change", [
-    {"verdict": "passes the quick profile"}, {"run": {"profile": "x"}}, {"schema": 3},
+    {"verdict": "passes the quick profile"}, {"verdict": "passes the quick run"}, {"run": {"profile": "x"}},
+    {"schema": 3},
     {"device": 1}, {"failing": 1}, {"items": {"CC-CUT": 1}}, {"items": {"CC-CUT": {"verdict": "pass"}}},
     {"verdict": None}, {"verdict": 1}, {"schema": [2]}, {"exception": 5}, {"exception": [5]}, {"run": {"profile": []}},
     *({"run": {"profile": "ci", **run}} for run in WRONG_OPTIONS),
