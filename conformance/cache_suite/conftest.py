@@ -39,7 +39,7 @@ def loadable_model(name: str) -> dict[str, str]:
     except SpecError as error:
         raise pytest.UsageError(str(error)) from error
     except (OSError, ValueError) as error:
-        reason = "the folder has no readable config.json" if Path(name).is_dir() else "there is no such folder"
+        reason = "transformers cannot read its config.json" if Path(name).is_dir() else "there is no such folder"
         raise pytest.UsageError(f"model = {name!r}: must be the folder of a transformers model; {reason}") from error
 
 
