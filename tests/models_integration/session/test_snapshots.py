@@ -503,7 +503,7 @@ _NONE = torch.zeros(0, dtype=torch.int64)
     ("its states and chunks need", _said("chunks", [0] * 3_000_000)),
     ("columns is", _said("columns", "\x1b[2J" * 100_000)),
     ("was saved with weights", _said("weights", "\x1b[2J\n" * 100_000)),
-], ids=str)
+])
 def test_a_large_header_costs_little(words: str, craft: Craft, saved: Saved, tmp_path: Path) -> None:
     """Check that neither time, memory nor the error grows with a header whose digest is right."""
     model, path = saved("one set")
