@@ -41,7 +41,8 @@ def unequal(name: str, actual: ArrayLike, expected: ArrayLike) -> str:
     a, b = (np.asarray(one, dtype=np.float64) for one in (actual, expected))
     if a.shape != b.shape or a.size <= MOST_LISTED:
         return f"{name} is {a.tolist()}, not {b.tolist()}"
-    apart = np.where(np.isnan(a) != np.isnan(b), np.inf, np.nan_to_num(np.abs(a - b), posinf=np.inf))
+    with np.errstate(invalid="ignore"):  # Equal infinities differ by NaN, which counts as 0.
+        apart = np.where(np.isnan(a) != np.isnan(b), np.inf, np.nan_to_num(np.abs(a - b), posinf=np.inf))
     at = np.unravel_index(int(apart.argmax()), a.shape)
     place = ", ".join(map(str, at))
     return f"{name}[{place}] is {a[at]}, not {b[at]} ({np.count_nonzero(apart)} of {a.size} numbers differ)"

@@ -87,7 +87,8 @@ _CELL_NEEDED: _Columns = {
     **dict.fromkeys(("kept", "evidence_kept"), _is_amount),
 }
 _CELL_OTHERS: _Columns = {
-    "granularity": _GRANULARITIES.__contains__, **dict.fromkeys(("backend", "answer"), _is_text),
+    "granularity": _GRANULARITIES.__contains__, "backend": _is_text,
+    "answer": lambda value: value is None or _is_text(value),
     **dict.fromkeys(("mean_cache", "peak_cache", "mean_bytes", "peak_bytes"), _is_finite),
     **dict.fromkeys(("likelihood", "divergence", "lost_attention"), _is_number),
 }

@@ -92,10 +92,10 @@ def test_an_assertion_is_told_in_short_where_that_says_enough() -> None:
     for more in ("", origin, f"\n  \n  Left contains one more item{origin}"):
         assert failure(AssertionError(telling + more), [])["found"] == telling
     assert failure(AssertionError(f"assert False{origin}"), [])["found"] == f"assert False{origin}"
-    error = ValueError("x" * 900)
+    error = ValueError("x" * 1900)
     error.add_note("Falsifying example: test_x(\n    judged=Backend(\n        None),\n    x=0,\n)")
     grouped = ExceptionGroup("two", [ExceptionGroup("one", [error]), TypeError()])
-    assert failure(grouped, ["judged"]) == {"input": "test_x(\n    x=0,\n)", "found": f"ValueError: {'x' * 228} ..."}
+    assert failure(grouped, ["judged"]) == {"input": "test_x(\n    x=0,\n)", "found": f"ValueError: {'x' * 988} ..."}
 
 
 @pytest.mark.law("as-it-is-described")
