@@ -20,6 +20,10 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _is_text_or_none(value: Any) -> bool:
+    return value is None or _is_text(value)
+
+
 def _is_whole(value: Any) -> bool:
     return type(value) is int and abs(value) <= _MOST
 
@@ -80,7 +84,7 @@ _OTHERS: _Columns = {
     **dict.fromkeys(("index", "question"), _is_scalar), **dict.fromkeys(("commit", "metric"), _is_text),
     **dict.fromkeys(("prompt_tokens", "question_tokens", "answer_tokens"), _is_count),
     "calibration": _is_calibration, "seconds": _is_seconds,
-    **dict.fromkeys(("template", "chat_template", "control"), lambda value: value is None or _is_text(value)),
+    **dict.fromkeys(("template", "chat_template", "control"), _is_text_or_none),
 }
 _CELL_NEEDED: _Columns = {
     **dict.fromkeys(("policy", "budget"), _is_text), "right": _is_score,
@@ -88,7 +92,7 @@ _CELL_NEEDED: _Columns = {
 }
 _CELL_OTHERS: _Columns = {
     "granularity": _GRANULARITIES.__contains__, "backend": _is_text,
-    "answer": lambda value: value is None or _is_text(value),
+    "answer": _is_text_or_none,
     **dict.fromkeys(("mean_cache", "peak_cache", "mean_bytes", "peak_bytes"), _is_finite),
     **dict.fromkeys(("likelihood", "divergence", "lost_attention"), _is_number),
 }
