@@ -109,7 +109,7 @@ def _parse_text(given: str, argument: str) -> Budget:
         percent = text.endswith("%")
         return _fraction(Fraction(text.rstrip("%")) / (100 if percent else 1), given, argument)
     if MEMORY.fullmatch(text):
-        reason = "is a memory, which needs the whole model: type a share such as 0.3, or the number of tokens"
+        reason = "is a memory, whose number of tokens depends on the model: type a share such as 0.3, or the number"
         raise SpecError(argument, given, f"{reason} that `kvspec compare --budgets` prints for a memory")
     raise SpecError(argument, given, f"expected {_FORMS}{_hint(text)}")
 

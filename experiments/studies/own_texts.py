@@ -29,7 +29,7 @@ from experiments.studies.subject import AUTO, subject_of
 from experiments.tasks.needle import DEFAULT_PLACEMENT
 from experiments.tasks.questions import question_task
 from experiments.tasks.registry import QUESTION_TASK
-from models_integration.policies.sizes import is_size, tokens_of_size
+from models_integration.policies.sizes import bytes_per_token, is_size, tokens_of_size
 from reference.calibration import load_calibration
 from spec.errors import SpecError
 from spec.printing import counted
@@ -123,7 +123,7 @@ def compare(
     names, shares = _listed("policies", policies, str), _listed("budgets", budgets, (str, Real))
     entry = "column" if isinstance(questions, str | Path | pd.DataFrame) else "key"
     with tempfile.TemporaryDirectory(prefix="kvspec-") as folder, _argument_names(folder, entry):
-        shares = [str(tokens_of_size(one, model)) if is_size(one) else one for one in shares]
+        shares = [str(tokens_of_size(one, bytes_per_token(model))) if is_size(one) else one for one in shares]
         rules = rules_of(**question_study(
             _file_of(questions, Path(folder)), _text_file(text, Path(folder)), grade, title="Comparison",
             policies=names, budgets=shares, placements=[placement], models=["model"],

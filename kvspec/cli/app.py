@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperCommand
 
 from kvspec.cli.archive import archive
-from kvspec.cli.options import Attention, Backend, Budget, Device, Dtype, Force, MemoryBudget, Model, Prompt
+from kvspec.cli.options import Attention, Backend, Budget, Device, Dtype, Force, Model, Prompt
 from kvspec.cli.study import calibrate, compare, demo, paper, report, study
 from spec import SPEC_VERSION
 from spec.errors import SpecError
@@ -86,7 +86,7 @@ for measuring in (compare, demo, study, report, calibrate):
 @app.command()
 def compress(
     prompt: Prompt,
-    budget: MemoryBudget = "0.5",
+    budget: Budget = "0.5",
     model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
     attn: Attention = "auto",
 ) -> None:
@@ -127,7 +127,7 @@ def keep(
 def explain(
     prompt: Annotated[Path, typer.Argument(metavar="PROMPT", help="Text file with a prompt of at most 8192 tokens.")],
     out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("explain.html"),
-    budget: MemoryBudget = "0.3",
+    budget: Budget = "0.3",
     beside: Annotated[
         str | None, typer.Option(help="Second policy. For each token, the page shows in which share of the layers and"
                                       " heads the second policy keeps the token.")

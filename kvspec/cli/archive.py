@@ -50,7 +50,8 @@ def put(
     ] = None,
     budget: Annotated[
         str | None,
-        typer.Option(help="Budget of --policy: a fraction of the text (0.5, 50%) or a number of tokens. Default: 0.5."),
+        typer.Option(help="Budget of --policy: a fraction of the text (0.5, 50%), a number of tokens, or memory of the"
+                     " kept tokens (64MiB). Default: 0.5."),
     ] = None,
     calibration: Annotated[
         Path | None, typer.Option(help="Calibration file that --policy needs, written by `kvspec calibrate`.")

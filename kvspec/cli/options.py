@@ -10,8 +10,8 @@ from spec.errors import SpecError
 
 __all__ = [
     "Address", "Again", "Answers", "Attention", "Backend", "Bare", "BatchSize", "Budget", "Device", "Dtype", "Engine",
-    "Figure", "Force", "Grade", "Lengths", "MemoryBudget", "Model", "Models", "Placements", "Prompt", "Questions",
-    "Results", "Seeds", "StudyResults", "TableFile", "Tasks", "Text", "Workers", "names_of",
+    "Figure", "Force", "Grade", "Lengths", "Model", "Models", "Placements", "Prompt", "Questions", "Results", "Seeds",
+    "StudyResults", "TableFile", "Tasks", "Text", "Workers", "names_of",
 ]
 
 _YOURS = "For your own task write 'module:ATTRIBUTE' or the name of an entry point."
@@ -90,10 +90,7 @@ Engine = Annotated[
 Address = Annotated[
     str, typer.Option(help="Address of a running Ray cluster. Default: start a Ray cluster on this machine.")
 ]
-Budget = Annotated[
-    str, typer.Option(help="Budget: a fraction of the prompt (0.3, 30%) or a number of tokens (512).")
-]
-MemoryBudget = Annotated[str, typer.Option(
+Budget = Annotated[str, typer.Option(
     help="Budget: a fraction of the prompt (0.3, 30%), a number of tokens (512), or memory of the kept tokens (64MiB)."
 )]
 Prompt = Annotated[Path, typer.Argument(metavar="PROMPT", help="Text file with the prompt.")]

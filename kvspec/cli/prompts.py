@@ -63,7 +63,7 @@ def run_compress(prompt: Path, budget: str, loading: Loading) -> None:
 def run_keep(prompt: Path, budget: str, policy: str, form: str, model: str, backend: str, dtype: str) -> None:
     """Select the kept tokens of a prompt from the queries and keys of the first layer, and print the positions."""
     text = read_prompt("PROMPT", prompt)
-    check_budget("budget", budget)
+    check_budget("budget", budget, memory=True)
     check_choices("format", (form,), ("ranges", "json"))
     check_choices("dtype", (dtype,), DTYPES)
     parse_policy(policy)  # an unknown policy is an error before a model is read

@@ -42,7 +42,7 @@ from kvspec.cli.checks import calibration_of, check_counts, check_folder
 from kvspec.cli.options import names_of
 from kvspec.cli.study_files import PAGE, check_outputs, write_outputs, write_page
 from models_integration.cache.atomic_file import publish_readable
-from models_integration.policies.sizes import is_size, tokens_of_size
+from models_integration.policies.sizes import bytes_per_token, is_size, tokens_of_size
 from models_integration.session.method import Method
 from models_integration.session.stages import describe_stages
 from reference.calibration import Calibration
@@ -125,8 +125,8 @@ def budgets_in_tokens(
         plan_study(rules, running)
     else:
         check_output("write_rules", write_rules, _files_of(rules, None), running.force)
-    model = replace(loading, model=rules.models[0]).subject().model
-    counts = {one: str(tokens_of_size(one, model)) for one in each if is_size(one)}
+    size = bytes_per_token(replace(loading, model=rules.models[0]).subject().model)
+    counts = {one: str(tokens_of_size(one, size)) for one in each if is_size(one)}
     say("; ".join(f"budget {one}: {count} tokens" for one, count in counts.items()))
     return {**study, "budgets": list(dict.fromkeys(counts.get(one, one) for one in each))}
 

@@ -23,7 +23,7 @@ from models_integration.model.architecture import check_positions, describe
 from models_integration.model.layer_kinds import FULL, layer_types
 from models_integration.model.seams import attention_of, replace_attention
 from models_integration.policies.methods import NamedPolicy, RetentionPolicy
-from models_integration.policies.sizes import SizedPolicy
+from models_integration.policies.sizes import UNKNOWN, SizedPolicy, bytes_without_weights
 from models_integration.session.method import Method, decide
 from models_integration.session.observed import ObservedSegment
 from reference.crystalcache.observed_layer import observed_layer
@@ -52,8 +52,8 @@ def keep(folder: Path, policy: RetentionPolicy, token_ids: Sequence[int], dtype:
         dtype: dtype of the weights, as for `from_pretrained`. None: the dtype of the file.
 
     Raises:
-        SpecError: if the policy reads more than the first layer, if the folder has no such files, or if an id is
-            outside the vocabulary.
+        SpecError: if the policy reads more than the first layer, if the folder has no such files, if an id is outside
+            the vocabulary, or if the policy keeps more than a memory stores.
     """
     return keep_and_count(folder, policy, token_ids, dtype)[0]
 
@@ -80,6 +80,8 @@ def keep_and_count(
     architecture = describe(model)
     if architecture.latent:
         raise SpecError("folder", folder, "has a model with latents (MLA) instead of keys; use `with policy(model)`")
+    if isinstance(policy, SizedPolicy):
+        method = policy.budgeted(method, lambda: bytes_without_weights(AutoConfig.from_pretrained(folder), stored))
     if ids.shape[1] < 2 or not 0 <= int(ids.min()) <= int(ids.max()) < architecture.vocabulary:
         raise SpecError("token_ids", tuple(ids.shape), f"must be at least two ids in [0, {architecture.vocabulary})")
     observed = ObservedSegment(method.policy.scorer.needs, architecture, RetainedCache(config), lse=True)
@@ -98,8 +100,7 @@ def _checked(policy: RetentionPolicy, model: PreTrainedModel, full: Sequence[int
         SpecError: if the policy needs more than the first layer. The message contains the additional need.
     """
     if isinstance(policy, SizedPolicy):
-        reason = "is the memory of all layers, and only the first layer is read; give a share or a number of tokens"
-        raise SpecError("budget", policy.size, reason)
+        policy = policy.make(UNKNOWN)
     if isinstance(policy, NamedPolicy) and (wanted := constants_of_model(policy.name)):
         raise SpecError(
             "policy", policy.name, f"needs {', '.join(sorted(wanted))} from the whole model; use `with policy(model)`"

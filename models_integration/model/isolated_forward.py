@@ -62,12 +62,13 @@ def trial_forward(architecture: Architecture, reads: str) -> Iterator[None]:
 def read_tokens(
     architecture: Architecture, cache: Cache, tokens: int, mask: Tensor | None = None, rows: int = 1,
     start: int | None = None,
+    device: torch.device | None = None,
 ) -> Tensor:
     """Process some ids with the decoder and a cache, and return the last hidden states (rows, tokens, width).
 
-    If `start` is given, the tokens have the position ids start, start + 1, ...
+    If `start` is given, the tokens have the position ids start, start + 1, ... A model without weights needs a device.
     """
-    device = device_of(architecture.decoder)
+    device = device or device_of(architecture.decoder)
     # The first ids of a vocabulary are often padding, which some decoders exclude from positions.
     ids = ((37 * torch.arange(tokens, device=device) + 5) % architecture.vocabulary).expand(rows, -1)
     given: dict[str, object] = {cache_name(architecture.decoder): cache}

@@ -3,27 +3,29 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from typing import Any, cast
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.model.architecture import describe
-from models_integration.model.isolated_forward import isolated_forward, read_tokens
+from models_integration.model.architecture import Architecture, describe
+from models_integration.model.isolated_forward import FORWARD_ERRORS, isolated_forward, read_tokens
 from models_integration.policies.retention_policy import RetentionPolicy
 from models_integration.session.method import Method
 from spec.budget import MEMORY, UNITS, Budget
 from spec.errors import SpecError
 
-__all__ = ["UNKNOWN", "SizedPolicy", "bytes_per_token", "is_size", "tokens_of_size"]
+__all__ = ["UNKNOWN", "SizedPolicy", "bytes_per_token", "bytes_without_weights", "is_size", "tokens_of_size"]
 
+_LONGEST = 64  # characters, as for other budgets
 UNKNOWN = Budget(count=2**62)
 """Budget in place of a memory while the model is unknown."""
 
 
 def is_size(budget: object) -> bool:
     """Return True if a budget is a number with a unit of memory: B, kB, MB, GB, KiB, MiB or GiB."""
-    return isinstance(budget, str) and MEMORY.fullmatch(budget) is not None
+    return isinstance(budget, str) and len(budget) <= _LONGEST and MEMORY.fullmatch(budget) is not None
 
 
 @torch.no_grad()
@@ -33,27 +35,48 @@ def bytes_per_token(model: PreTrainedModel) -> int:
     The function runs the model on one token, because families differ in what they store.
     """
     architecture = describe(model)
-    cache = RetainedCache(architecture.config)
     with isolated_forward(architecture):
-        read_tokens(architecture, cache, 1)
+        return _bytes_of_a_token(architecture)
+
+
+@torch.no_grad()
+def bytes_without_weights(config: Any, dtype: Any) -> int:
+    """Return `bytes_per_token` of the model with this configuration, which is changed. No weight is read.
+
+    Raises:
+        SpecError: if the model reads values of its weights before the last attention.
+    """
+    config.pad_token_id = None  # transformers 5.24 would compare ids with this token, and ids on "meta" have no values
+    with torch.device("meta"):
+        model = cast(Any, AutoModelForCausalLM).from_config(config, dtype=dtype).train(False)
+    try:
+        return _bytes_of_a_token(describe(model), torch.device("meta"))
+    except FORWARD_ERRORS as error:
+        reason = f"has no known bytes of a token without weights ({error}): give a share, or a number of tokens"
+        raise SpecError("model", config.model_type, reason) from error
+
+
+def _bytes_of_a_token(architecture: Architecture, device: torch.device | None = None) -> int:
+    cache = RetainedCache(architecture.config)
+    read_tokens(architecture, cache, 1, device=device)
     stored = [tensor for layer in cache.full_layers for tensor in (layer.keys, layer.values)]
     return sum(tensor.nbytes for tensor in stored if tensor is not None)
 
 
-def tokens_of_size(size: str, model: PreTrainedModel, least: int = 1) -> int:
+def tokens_of_size(size: str, each: int, least: int = 1) -> int:
     """Return the number of tokens of a prompt that the full-attention layers of a model store in a memory.
 
     Sliding windows and recurrent states are not counted, because eviction cannot free them.
 
     Args:
         size: number with a unit, such as "64MiB".
-        model: model whose cache stores the tokens.
+        each: bytes of a token in all layers, as `bytes_per_token` returns.
         least: smallest number of tokens that a policy keeps.
 
     Raises:
         SpecError: if the memory stores fewer than `least` tokens. The message has the smallest memory.
     """
-    parsed, each = MEMORY.fullmatch(size), bytes_per_token(model)
+    parsed = MEMORY.fullmatch(size)
     if parsed is None:
         raise SpecError("budget", size, f"must be a number with a unit of memory: {', '.join(UNITS)}")
     tokens = int(Fraction(parsed[1]) * UNITS[parsed[2]]) // each
@@ -77,7 +100,15 @@ class SizedPolicy(RetentionPolicy):
         Raises:
             SpecError: if the model or the policy is not supported, or if the policy keeps more than the memory stores.
         """
-        method = self.make(UNKNOWN).on(model)
+        return self.budgeted(self.make(UNKNOWN).on(model), lambda: bytes_per_token(model))
+
+    def budgeted(self, method: Method, bytes_of_a_token: Callable[[], int]) -> Method:
+        """Return a method with the number of tokens that the memory stores.
+
+        Raises:
+            SpecError: if the policy keeps more than the memory stores.
+        """
         if method.budget != UNKNOWN:  # "fullcache" ignores the budget
             return method
-        return replace(method, budget=Budget(count=tokens_of_size(self.size, model, max(1, method.policy.floor))))
+        tokens = tokens_of_size(self.size, bytes_of_a_token(), max(1, method.policy.floor))
+        return replace(method, budget=Budget(count=tokens))

@@ -18,6 +18,7 @@ from models_integration.policies.foreign import (
     has_extreme_number,
 )
 from models_integration.policies.methods import POSITIONS, check_constants, constants_of, parse_policy, policy_from_name
+from models_integration.policies.sizes import UNKNOWN, is_size, tokens_of_size
 from models_integration.session.crystal import CrystalMethod
 from reference.calibration import load_calibration
 from reference.policies import names
@@ -46,7 +47,7 @@ class RequestPolicy:
 
     Attributes:
         constants: constants that the request or the settings name.
-        typed: the budget as the user has typed it.
+        typed: the budget as the user has typed it. A memory is the number of tokens.
         policy: policy whose constants of the model may be placeholders.
         of_server: constants that the server adds: sentence ends of its tokenizer.
     """
@@ -123,6 +124,7 @@ class Settings:
             full cache, and states the reason.
         sentence_ends: ids of the tokens that end a sentence, for requests without this constant. `plugin` computes the
             ids from the tokenizer. Empty: transformers cannot read the tokenizer.
+        token_bytes: bytes of a token in all layers, for budgets such as "64MiB". `plugin` computes the number.
     """
 
     default: Mapping[str, Any] | None = None
@@ -130,6 +132,7 @@ class Settings:
     allow_policies: Sequence[str] | None = None
     on_unserved: Literal["refuse", "full"] = "refuse"
     sentence_ends: Collection[int] | None = None
+    token_bytes: int | None = None
 
     def __post_init__(self) -> None:
         check_choices("on_unserved", (self.on_unserved,), ("refuse", "full"))
@@ -242,7 +245,7 @@ def _served_policy(asked: Mapping[str, Any], settings: Settings, ends: Collectio
     """Return the policy of these arguments, which must be served unless the server accepts policies that are not."""
     text = _as_json(asked)
     parse = _stored_policy if len(text) <= _LONGEST_VALUE else _parse_policy
-    policy = parse(text, None if ends is None else frozenset(ends))
+    policy = parse(text, None if ends is None else frozenset(ends), settings.token_bytes)
     if policy.unserved and settings.on_unserved == "refuse":
         raise SpecError("policy", policy.name, policy.unserved)
     return policy
@@ -308,19 +311,19 @@ def _allowed_name(text: str) -> str:
 
 
 @lru_cache(maxsize=256)
-def _stored_policy(text: str, ends: frozenset[int] | None) -> RequestPolicy:
+def _stored_policy(text: str, ends: frozenset[int] | None, token_bytes: int | None) -> RequestPolicy:
     """Return the policy of a request with short arguments, which is stored: requests often repeat their arguments."""
-    return _parse_policy(text, ends)
+    return _parse_policy(text, ends, token_bytes)
 
 
-def _parse_policy(text: str, ends: frozenset[int] | None) -> RequestPolicy:
-    """Return the policy of a request from JSON text."""
+def _parse_policy(text: str, ends: frozenset[int] | None, token_bytes: int | None = None) -> RequestPolicy:
+    """Return the policy of a request from JSON text. Before the start of vLLM, a memory has no number of tokens."""
     constants = json.loads(text)
     name = constants.pop("policy")
     if name != "fullcache" and constants.get("budget") is None:
         raise SpecError("budget", None, "is needed: a share such as 0.3, or a number of tokens such as 512")
-    budget = parse_budget(given := constants.pop("budget", 1.0))
-    typed = given if isinstance(given, str) else str(budget)
+    size = is_size(given := constants.pop("budget", 1.0))
+    budget = UNKNOWN if size else parse_budget(given)
     if (rule := constants.pop(POSITIONS, KEPT)) != KEPT:
         raise SpecError(POSITIONS, rule, f"vLLM keeps positions of the text: type {KEPT!r}")
     if constants.pop("stream", False):
@@ -332,6 +335,9 @@ def _parse_policy(text: str, ends: frozenset[int] | None) -> RequestPolicy:
         constants["calibration"] = _calibration(name, constants.get("calibration"))
     of_server = {_ENDS: ends} if _ENDS in constants_of(name) - constants.keys() else {}
     policy = make(name, {**_placeholders(name, constants), **of_server, **constants})
+    if size and token_bytes is not None:
+        budget = Budget(count=tokens_of_size(given, token_bytes, max(1, policy.floor)))
+    typed = given if isinstance(given, str) and not size else str(budget)
     return RequestPolicy(name, constants, budget, typed, policy, of_server)
 
 

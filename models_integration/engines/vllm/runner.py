@@ -162,11 +162,14 @@ class _Evicting:
     """Methods that override those of vLLM's model runner."""
 
     kvspec: _Model | None = None
+    vllm_config: Any  # attribute of vLLM's model runner
 
     def get_kv_cache_spec(self) -> Any:
         """Return the cache specs, with evicting specs for full-attention layers."""
         vllm: Any = super()
-        return {name: evicting_spec(spec) for name, spec in vllm.get_kv_cache_spec().items()}
+        specs = vllm.get_kv_cache_spec()
+        seams.check_token_bytes(specs, Settings.of(self.vllm_config).token_bytes)
+        return {name: evicting_spec(spec) for name, spec in specs.items()}
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:

@@ -35,9 +35,10 @@ else:
 
 __all__ = [
     "AdapterLogitsProcessor", "AsyncScheduler", "FullAttentionManager", "FullAttentionSpec", "GPUModelRunner",
-    "Scheduler", "Worker", "attention_layers", "check_configuration", "check_layout", "check_version", "end_promptly",
-    "layer_facts", "only_manager", "output_projection", "preempt", "replace_block_table", "replace_front_end",
-    "rotary_frequencies", "shift_lengths", "spec_registry", "undrawn_chunks", "use_piecewise_graphs", "watch_queries",
+    "Scheduler", "Worker", "attention_layers", "check_configuration", "check_layout", "check_token_bytes",
+    "check_version", "end_promptly", "layer_facts", "only_manager", "output_projection", "preempt",
+    "replace_block_table", "replace_front_end", "rotary_frequencies", "shift_lengths", "spec_registry",
+    "token_bytes_of", "undrawn_chunks", "use_piecewise_graphs", "watch_queries",
 ]
 
 OLDEST, NEWEST = (0, 30), (0, 32)
@@ -202,6 +203,22 @@ def check_configuration(config: Any) -> None:
     for option, value, reason in refusals(config):
         if value:
             raise SpecError(option, value, f"is not served with eviction: {reason}")
+
+
+def token_bytes_of(config: Any) -> int:
+    """Return the bytes of the keys and values of a token in all layers of a model that kvspec serves."""
+    model, parallel = config.model_config, config.parallel_config
+    dtype = getattr(torch, str(config.cache_config.cache_dtype), None) or model.dtype  # "auto" is the model's dtype
+    numbers: int = 2 * model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size()
+    return numbers * int(dtype.itemsize)
+
+
+def check_token_bytes(specs: Mapping[str, Any], stated: int | None) -> None:
+    """Check that the layers store as many bytes for a token as `token_bytes_of` has computed."""
+    stored = sum(spec.page_size_bytes // spec.block_size for spec in specs.values())
+    if stated not in (None, stored):
+        reason = f"is not served with eviction: its layers differ, because equal layers would have {stated} bytes"
+        raise SpecError("model", f"{stored} bytes of a token", reason)
 
 
 def only_manager(scheduler: Any, kind: type) -> Any:

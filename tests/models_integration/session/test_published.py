@@ -1,11 +1,13 @@
 """Policies by name: the table, the constants taken from a model, budgets as memory, and the errors."""
 
+import copy
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from models_integration import (
 )
 from models_integration.engines.keep import keep
 from models_integration.model.architecture import describe
+from models_integration.policies import sizes
 from models_integration.policies.methods import parse_policy
 from models_integration.policies.retention_policy import RetentionPolicy
 from models_integration.policies.sizes import SizedPolicy, bytes_per_token, is_size, tokens_of_size
@@ -261,11 +264,11 @@ def test_layers_heads_width_and_dtype_count() -> None:
     config = model.config
     each = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     assert bytes_per_token(model) == each
-    assert tokens_of_size(f"{16 * each}B", model) == 16
-    assert tokens_of_size(f"{16 * each - 1}B", model) == 15
-    assert tokens_of_size("1MiB", model) == 2**20 // each
-    assert tokens_of_size("0.5 MB", model) == 500_000 // each
-    assert tokens_of_size(f" {each}B ", model) == 1
+    assert tokens_of_size(f"{16 * each}B", each) == 16
+    assert tokens_of_size(f"{16 * each - 1}B", each) == 15
+    assert tokens_of_size("1MiB", each) == 2**20 // each
+    assert tokens_of_size("0.5 MB", each) == 500_000 // each
+    assert tokens_of_size(f" {each}B ", each) == 1
 
 
 @pytest.mark.parametrize(("name", "constants"), [
@@ -313,12 +316,27 @@ def test_a_memory_below_the_floor_is_refused() -> None:
         kvspec.policy_from_name("knorm", "1B")(model)
 
 
-@pytest.mark.law("refused-before-anything-changes")
-def test_a_memory_is_refused_where_only_the_first_layer_is_read(tmp_path: Path) -> None:
-    """`keep` loads one layer, and the memory is that of all layers."""
-    build("llama").save_pretrained(tmp_path)
-    with pytest.raises(SpecError, match="budget = '64KiB': is the memory of all layers"):
-        keep(tmp_path, kvspec.policy_from_name("streamingllm", "64KiB"), [5, 6, 7, 8])
+@pytest.mark.law("decided-as-the-reference")
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_keep_counts_the_bytes_of_all_layers_without_their_weights(
+    family: str, dtype: torch.dtype, tmp_path: Path,
+) -> None:
+    model, ids = build(family, dtype=dtype), prompt(60)
+    model.save_pretrained(tmp_path)
+    each, word = bytes_per_token(model), str(dtype).removeprefix("torch.")
+    policy = kvspec.policy_from_name("streamingllm", f"{20 * each + 5}B")
+    _, cache = read_prompt(model, policy, 60)
+    assert keep(tmp_path, policy, ids[0].tolist(), word).positions.tolist() == cache.stored_positions().tolist()
+    assert stored_bytes(cache) == 20 * each
+    with pytest.raises(SpecError, match=f"stores 3 tokens of {each} bytes, .* at least 4: give at least {4 * each}B"):
+        keep(tmp_path, kvspec.policy_from_name("streamingllm", f"{3 * each}B"), ids[0].tolist(), word)
+
+
+def test_a_memory_of_a_model_that_needs_its_weights_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizes, "read_tokens", Mock(side_effect=RuntimeError("meta")))
+    with pytest.raises(SpecError, match=r"without weights \(meta\): give a share, or a number of tokens"):
+        sizes.bytes_without_weights(copy.deepcopy(build("llama").config), torch.float32)
 
 
 @pytest.mark.law("decided-as-the-reference")
@@ -351,13 +369,13 @@ def test_an_index_names_only_files_of_its_folder(index: str, words: str, tmp_pat
 
 @pytest.mark.law("refused-before-anything-changes")
 def test_other_texts_and_wrong_names_are_refused_before_a_model_is_known() -> None:
-    for text in ("64Mib", "64 M", "MiB", "-1MiB", "1e3B", ".5MiB", "64MiB/2"):
+    for text in ("64Mib", "64 M", "MiB", "-1MiB", "1e3B", ".5MiB", "64MiB/2", "9" * 64 + "B"):
         assert not is_size(text)
         with pytest.raises(SpecError, match="budget"):
             kvspec.policy_from_name("snapkv", text)
     with pytest.raises(SpecError, match="snapkw"):
         kvspec.policy_from_name("snapkw", "64MiB")
-    with pytest.raises(SpecError, match="is a memory, which needs the whole model: type a share such as"):
+    with pytest.raises(SpecError, match="is a memory, whose number of tokens depends on the model: type a share"):
         kvspec.CustomPolicy(knorm(), "64MiB")
     with pytest.raises(SpecError, match="must be a number with a unit of memory"):
-        tokens_of_size("64", build("llama"))
+        tokens_of_size("64", 1)

@@ -270,6 +270,21 @@ def test_bounds_apply_to_budgets_of_requests() -> None:
             parse_request(asked, settings)
 
 
+def test_a_memory_is_the_number_of_tokens_that_the_layers_store() -> None:
+    typed = Settings({"policy": "snapkv", "budget": "64KiB", "W": 16}, allow_budget="0.2:0.6")
+    settings = replace(Settings.read(typed.text()), token_bytes=1000)
+    assert {(str(one.budget), one.typed) for one in (request(None, settings), request({"W": 8}, settings))} == {
+        ("65", "65")}
+    assert request({"policy": "knorm", "budget": "0.5 MB"}, replace(settings, allow_budget=None)).typed == "500"
+    for budget, told in (
+        ("64KiB", "= '65': must be a share between 0.2 and 0.6"),
+        ("15999B", "stores 15 tokens of 1000 bytes, and the policy keeps at least 16: give at least 16000B"),
+        ("9" * 80 + "B", "64 char"),
+    ):
+        with pytest.raises(SpecError, match=told):
+            parse_request({"budget": budget}, settings)
+
+
 def test_settings_name_the_allowed_policies_that_are_not_served() -> None:
     actual = Settings(sentence_ends=[5]).unserved
     named = {name for name in names.NAMES if "calibration" in names.constants_of(name)}

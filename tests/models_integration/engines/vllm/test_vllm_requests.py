@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from conformance.paths import ROOT
-from models_integration.engines.vllm.arguments import Settings
+from models_integration.engines.vllm.arguments import Settings, parse_request
 from models_integration.engines.vllm.plugin import register
 from models_integration.pocket import ASSETS, load_pocket
 from models_integration.policies.calibration import calibrate
@@ -26,6 +26,7 @@ from reference.calibration import Calibration, save_calibration
 from spec.errors import SpecError
 from tests.models_integration.engines.vllm.engine import (
     BLOCK,
+    BYTES,
     NEEDS_VLLM,
     SHAPE,
     Engine,
@@ -75,6 +76,24 @@ def test_a_calibrated_policy_of_the_server(engine: Engine, calibration: Calibrat
     for group, own in enumerate(actual[: expected.groups]):
         assert len(own) == len(expected.group(group))
         assert len(own & {*expected.group(group).tolist()}) > 0.9 * len(own)  # The rest can depend on rounding.
+
+
+def test_a_memory_is_the_number_of_tokens_that_the_layers_store(engine: Engine) -> None:
+    prompt, each = cut(300, 7), BYTES // BLOCK
+    sized, counted = engine.answer([prompt] * 2, [
+        asking("snapkv", 8, budget=budget, W=16) for budget in (f"{90 * each + 5}B", 90)
+    ])
+    assert stated(sized) == stated(counted)
+    assert stated(sized)["budget"] == "90"
+    check_sets(prompt, sized)
+    with pytest.raises(SpecError, match=f"stores 15 tokens of {each} bytes, and the policy keeps at least 16"):
+        parse_request({"policy": "snapkv", "budget": f"{15 * each}B", "W": 16}, Settings.of(engine.runner.vllm_config))
+    from models_integration.engines.vllm.seams import check_token_bytes
+
+    pages = {name: SimpleNamespace(page_size_bytes=128, block_size=4) for name in ("first", "second")}
+    check_token_bytes(pages, 64)
+    with pytest.raises(SpecError, match="model = '64 bytes of a token': is not served with eviction"):
+        check_token_bytes(pages, 65)
 
 
 @pytest.mark.parametrize(("name", "constants"), [
