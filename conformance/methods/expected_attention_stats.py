@@ -1,9 +1,11 @@
 """Expected Attention with given statistics of the queries, by brute force: one key and one product at a time."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import mul
 from typing import Any
+
+import numpy as np
 
 from conformance.methods.brute import FUTURE, SINK, Brute, Parts, sinks
 from conformance.methods.policies import Score, top
@@ -13,16 +15,33 @@ from conformance.strategies.policy_inputs import Inputs, Kept
 
 Vector = Sequence[float]
 Matrix = Sequence[Sequence[float]]
+Spread = Callable[[Matrix], Vector]
+"""Function that returns the product u C u for each vector u."""
 BOUND = 2.0**13
 """Bound of PO-EXPECTED-ATTENTION-STATS: 2^15 units roundoff of the row's largest score, in units of `boxes`."""
 
 
-def statistics(queries: Matrix) -> tuple[Vector, Matrix]:
-    """Return the mean and the covariance of queries, with the divisor m."""
-    m, channels = len(queries), range(len(queries[0]))
-    mean = [math.fsum(q[c] for q in queries) / m for c in channels]
-    centred = [[q[c] - mean[c] for q in queries] for c in channels]
-    return mean, [[math.fsum(map(mul, centred[a], centred[b])) / m for b in channels] for a in channels]
+def statistics(queries: Matrix) -> tuple[Vector, Spread]:
+    """Return the mean of queries, and the function of the products u C u with their covariance C.
+
+    Each product is the mean square of the centred queries along u, so that wide heads need no product for each entry
+    of C.
+    """
+    mean = [math.fsum(column) / len(queries) for column in zip(*queries, strict=True)]
+    centred = np.array(queries) - mean
+
+    def squares(vectors: Matrix) -> Vector:
+        along = np.array(vectors).reshape(-1, len(mean)) @ centred.T
+        return [math.fsum(row) / len(queries) for row in (along**2).tolist()]
+
+    return mean, squares
+
+
+def products_with(covariance: Matrix) -> Spread:
+    """Return the function of the products u C u, one product at a time."""
+    return lambda vectors: [
+        math.fsum(a * math.fsum(map(mul, row, u)) for a, row in zip(u, covariance, strict=True)) for u in vectors
+    ]
 
 
 def mean_waves(seen: int, N_future: int, inv_freq: Vector, factor: float) -> list[tuple[float, float]]:
@@ -46,7 +65,7 @@ def turned_back(key: Vector, waves: Sequence[tuple[float, float]]) -> Vector:
 
 
 def gaussian(
-    k: Sequence[Matrix], v: Sequence[Matrix], mean: Matrix, covariance: Sequence[Matrix], seen: int,
+    k: Sequence[Matrix], v: Sequence[Matrix], mean: Matrix, spreads: Sequence[Spread], seen: int,
     inv_freq: Vector, factor: float, scaling: float, N_sink: int, N_future: int, sinks: Any = None,
 ) -> list[Score]:
     """Return E exp(z) of Gaussian queries, as a score of each key of each KV head of a layer."""
@@ -56,9 +75,8 @@ def gaussian(
         total = [0.0] * len(back)
         for h in range(g * G, (g + 1) * G):
             z = [
-                scaling * math.fsum(map(mul, mean[h], u)) + scaling**2 / 2 * math.fsum(
-                    a * math.fsum(map(mul, row, u)) for a, row in zip(u, covariance[h], strict=True))
-                for u in back
+                scaling * math.fsum(map(mul, mean[h], u)) + scaling**2 / 2 * spread
+                for u, spread in zip(back, spreads[h](back), strict=True)
             ]
             beside = [] if sinks is None else [float(sinks[h])]
             most = max([*z, *beside], default=0.0)
@@ -75,7 +93,7 @@ def rows(inputs: Inputs, B: int, N_sink: int, N_future: int) -> list[Score]:
         each = [statistics(head) for head in whole.q.tolist()]
         v: Any = view.v
         result += gaussian(
-            view.k.tolist(), v.tolist(), [mean for mean, _ in each], [covariance for _, covariance in each],
+            view.k.tolist(), v.tolist(), [mean for mean, _ in each], [spread for _, spread in each],
             inputs.places[-1] + 1, inputs.inv_freq.tolist(), inputs.factor, view.scaling, N_sink, N_future, view.sinks,
         )
     return [around(row, BOUND) if State.unit else row for row in result]

@@ -16,11 +16,11 @@ from conformance.oracles.box import FUNCTION, LARGE, SPREAD, WHOLE, Box, State, 
 from conformance.oracles.box_rows import Row, Table, odd, part, word
 
 
-def leaves(array: Any) -> Any:
+def leaves(array: Any, large: bool = False) -> Any:
     """Return an array as nested lists: exact boxes while rounding is on, otherwise floats. Large arrays become rows."""
     if not State.unit:
         return array.tolist()
-    if array.size < LARGE:
+    if array.size < LARGE and not large:
         return _leaves(array.tolist())
     first = next(State.names)
     State.names = count(first + array.size)

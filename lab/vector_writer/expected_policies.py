@@ -10,7 +10,7 @@ from conformance.methods import cake as cake_oracle
 from conformance.methods import policies as oracle
 from conformance.methods.brute import Brute, from_vector
 from conformance.methods.chunks import chunk_sets
-from conformance.methods.expected_attention_stats import gaussian
+from conformance.methods.expected_attention_stats import gaussian, products_with
 from conformance.methods.knorm import knorm
 from conformance.methods.method import method_of
 from conformance.methods.policies import best_blocks, crushed
@@ -230,7 +230,8 @@ RESULTS: Mapping[str, Callable[[Any], Json]] = {
         oracle.top(row, i["B"])
         for k, v, mean, covariance in zip(i["k"], i["v"], i["mean"], i["covariance"], strict=True)
         for row in gaussian(
-            k, v, mean, covariance, len(k[0]), i["inv_freq"], 1.0, i["scaling"], i["N_sink"], i["N_future"])
+            k, v, mean, [*map(products_with, covariance)], len(k[0]), i["inv_freq"], 1.0, i["scaling"], i["N_sink"],
+            i["N_future"])
     ]},
     "PO-Q-FILTERS": lambda i: {"kept": [
         oracle.top(products(head, direction), i["B"])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.methods.expected_attention_stats import gaussian
+from conformance.methods.expected_attention_stats import gaussian, products_with
 from conformance.methods.qfilters import main_direction
 from conformance.strategies.policy_inputs import (
     Inputs,
@@ -225,8 +225,8 @@ def test_both_forms_share_the_weights() -> None:
     ours = weights_from_statistics(mean, covariance, view.k, view.v, *more)
     assert np.array_equal(ours, expected_weights(view.q, view.k, view.v, at, *more))
     wanted = gaussian(
-        view.k.tolist(), np.asarray(view.v).tolist(), mean.tolist(), covariance.tolist(), 14, [1.0, 0.25], 1.0,
-        view.scaling, 0, 5,
+        view.k.tolist(), np.asarray(view.v).tolist(), mean.tolist(), [*map(products_with, covariance.tolist())], 14,
+        [1.0, 0.25], 1.0, view.scaling, 0, 5,
     )
     assert all(scores_agree(*pair) for pair in zip(ours, wanted, strict=True))
 
@@ -248,7 +248,8 @@ def test_a_head_that_is_decided_alone_has_its_own_statistics() -> None:
         heads, values = slice(g % 2 * 2, g % 2 * 2 + 2), np.asarray(view.v)
         (row,) = gaussian(
             view.k.tolist(), values.tolist(), taken.mean[g // 2, heads].tolist(),
-            taken.covariance[g // 2, heads].tolist(), 20, inputs.inv_freq.tolist(), inputs.factor, view.scaling, 1, 5,
+            [*map(products_with, taken.covariance[g // 2, heads].tolist())], 20, inputs.inv_freq.tolist(),
+            inputs.factor, view.scaling, 1, 5,
         )
         best = sorted(range(1, len(own)), key=lambda i: -float(row[i] or 0.0))[:5]
         assert kept.group(g).tolist() == sorted([0, *own[best].tolist()])
