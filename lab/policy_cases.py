@@ -4,22 +4,22 @@ The second part runs a policy in decode steps and in a turn, on a cache that sto
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from conformance.engine import methods
-from conformance.methods import brutes, h2o
-from conformance.methods.brute import BLOCK, KERNEL, SAFEGUARD, Brute, W, newest, newest_half, plain, shared
-from conformance.methods.policies import Score, adaptive_shares, best_blocks, competition_shares, epicache, top
+from conformance.methods import brutes
+from conformance.methods.brute import BLOCK, KERNEL, Brute, W, newest, newest_half, shared
+from conformance.methods.method import method_of
+from conformance.methods.policies import Score, competition_shares, epicache
 from conformance.methods.signatures import signatures
-from conformance.methods.snapkv import snapkv
 from conformance.methods.triattention import rows
 from conformance.oracles import diversity as alpha_oracle
 from conformance.strategies.policy_inputs import Inputs, Kept, calibrated, drawn, groups_of, identity
 from reference import policies
-from reference.policies.budgets import Above
 from reference.policies.cadences import append_tokens
 from reference.triattention import Mode
 from spec.budget import Budget
@@ -49,18 +49,6 @@ def diversity(inputs: Inputs, B: int) -> Kept:
     return [alpha_kept(row, V, B, LAM)]
 
 
-def diversity_heads(inputs: Inputs, B: int) -> Kept:
-    V, result = signatures(plain_values(inputs), "head"), list[list[int]]()
-    for view in inputs.layers:
-        scores = snapkv(plain(view), W, KERNEL)
-        for row, b in zip(scores, adaptive_shares(scores, B, SAFEGUARD), strict=True):
-            result.append(alpha_kept(row, V[len(result)], b, LAM))
-    return result
-
-
-TAU = 0.4
-
-
 @dataclass(frozen=True)
 class Case:
     """Policy, and its kept sets for an input and B tokens by brute force."""
@@ -74,30 +62,20 @@ class Case:
     least: int = 1
 
 
+def of_text(item: str, text: str, floor: int, guaranteed: Callable[[int, int], set[int]]) -> Case:
+    """Return the policy of a text, and its kept sets by the oracle of parts."""
+    method = method_of(text)
+    return Case(item, method.reference, partial(method.brute.kept, **method.constants), floor, guaranteed)
+
+
 CASES: dict[str, Brute | Case] = {
     **{one.name: one for one in brutes()},
     "epicache": Case("PO-EPICACHE", lambda i: policies.epicache(), shared(epicache, competition_shares)),
-    "threshold": Case(
-        "PO-THRESHOLD", lambda i: replace(policies.snapkv(W, KERNEL), budgets=Above(TAU)), lambda i, B: [
-            top(row, min(B, sum(x is None or x > TAU for x in row)))
-            for view in i.layers for row in snapkv(plain(view), W, KERNEL)
-        ], W, newest,
-    ),
-    "blocks": Case(
-        "PO-BLOCKS", lambda i: policies.in_blocks(policies.snapkv(W, KERNEL), BLOCK), lambda i, B: [
-            best_blocks(row, BLOCK, B) for view in i.layers for row in snapkv(plain(view), W, KERNEL)
-        ], BLOCK, newest,
-    ),
-    "blocks-of-h2o": Case(
-        "PO-BLOCKS", lambda i: policies.in_blocks(policies.h2o(), BLOCK),
-        lambda i, B: [best_blocks(row, BLOCK, B) for row in h2o.rows(i, B)], BLOCK, newest_half,
-    ),
+    "threshold": of_text("PO-THRESHOLD", f"snapkv:W={W}:kernel={KERNEL}/threshold=0.4", W, newest),
+    "blocks": of_text("PO-BLOCKS", f"snapkv:W={W}:kernel={KERNEL}/block={BLOCK}", BLOCK, newest),
+    "blocks-of-h2o": of_text("PO-BLOCKS", f"h2o/block={BLOCK}", BLOCK, newest_half),
     "diversity": Case("DV-POLICY", lambda i: policies.diverse(triattention(i, "global"), LAM), diversity),
-    "diversity-in-adakv": Case(
-        "DV-POLICY",
-        lambda i: policies.diverse(policies.with_adaptive_budgets(policies.snapkv(W, KERNEL), SAFEGUARD), LAM, "head"),
-        diversity_heads, W, newest,
-    ),
+    "diversity-in-adakv": of_text("DV-POLICY", f"adakv:W={W}:kernel={KERNEL}/diverse={LAM}:signature=head", W, newest),
 }
 
 PROMPT, STEPS = 8, 9

@@ -278,29 +278,11 @@ def shares_of(given: Composed, rows: Sequence[Score], heads: int) -> list[int]:
     shares, kind = by_layer[rule](), own.get("heads", {"": "even"})[""]
     if kind == "even":
         return shares
-    divide = {"adaptive": adaptive, "quota": competing}[kind]
+    divide = {"adaptive": oracle.adaptive_parts, "quota": oracle.competition_parts}[kind]
     safeguard, result = number(own["heads"]["safeguard"]), list[int]()
     for at in range(0, len(rows), heads):
         result += divide(rows[at : at + heads], sum(shares[at : at + heads]), safeguard)
     return result
-
-
-def adaptive(rows: Sequence[Score], total: int, safeguard: Fraction) -> list[int]:
-    """Return the heads' parts of a layer's total by Ada-KV's rule."""
-    H, pinned = len(rows), sum(x is None for x in rows[0])
-    open_ = min(total, H * len(rows[0])) - H * pinned
-    targets = [w * (1 - safeguard) + Fraction(open_, H) * safeguard for w in oracle.won(rows, open_)]
-    return [pinned + share for share in oracle.whole(targets)]
-
-
-def competing(rows: Sequence[Score], total: int, safeguard: Fraction) -> list[int]:
-    """Divide a layer's total among its heads: first a quota for each head, then the best tokens of the layer."""
-    H, n, pinned = len(rows), len(rows[0]), sum(x is None for x in rows[0])
-    quota = min(max(int(safeguard * (total // H) // 1), pinned), n)
-    first = [{i for i in surely(oracle.top(row, quota)) if row[i] is not None} for row in rows]
-    held = [pinned + len(f) for f in first]
-    more = oracle.won(rows, min(total, H * n) - sum(held), first)
-    return [a + b for a, b in zip(held, more, strict=True)]
 
 
 def selected(

@@ -275,24 +275,30 @@ def won(scores: Sequence[Sequence[float | None]], k: int, skip: Sequence[set[int
     return [heads.count(h) for h in range(len(scores))]
 
 
-def adaptive_shares(scores: Sequence[Sequence[float | None]], B: int, safeguard: Fraction) -> list[int]:
-    """Return the shares of Ada-KV: wins blended with the even share, rounded by largest remainder."""
-    H, n = len(scores), len(scores[0])
-    pinned = sum(s is None for s in scores[0])
-    base = min(B, n) - pinned
-    wins = won(scores, H * base)
-    return [pinned + share for share in whole([w * (1 - safeguard) + base * safeguard for w in wins])]
+def adaptive_parts(rows: Sequence[Score], total: int, safeguard: Fraction) -> list[int]:
+    """Divide a layer's total among its heads by Ada-KV: wins blended with even shares, and largest remainders."""
+    H, pinned = len(rows), sum(x is None for x in rows[0])
+    open_ = min(total, H * len(rows[0])) - H * pinned
+    targets = [w * (1 - safeguard) + Fraction(open_, H) * safeguard for w in won(rows, open_)]
+    return [pinned + share for share in whole(targets)]
 
 
-def competition_shares(scores: Sequence[Sequence[float | None]], B: int, safeguard: Fraction) -> list[int]:
-    """Return the share of each head: its quota of best tokens, and its part of the layer's best remaining tokens."""
-    H, n = len(scores), len(scores[0])
-    pinned = sum(s is None for s in scores[0])
-    quota = max(int(safeguard * B // 1), pinned)
-    first = [{i for i in surely(top(row, min(quota, n))) if row[i] is not None} for row in scores]
+def competition_parts(rows: Sequence[Score], total: int, safeguard: Fraction) -> list[int]:
+    """Divide a layer's total among its heads: first a quota for each head, then the best tokens of the layer."""
+    H, n, pinned = len(rows), len(rows[0]), sum(x is None for x in rows[0])
+    quota = min(max(int(safeguard * (total // H) // 1), pinned), n)
+    first = [{i for i in surely(top(row, quota)) if row[i] is not None} for row in rows]
     held = [pinned + len(f) for f in first]
-    more = won(scores, H * min(B, n) - sum(held), first)
+    more = won(rows, min(total, H * n) - sum(held), first)
     return [a + b for a, b in zip(held, more, strict=True)]
+
+
+def adaptive_shares(rows: Sequence[Score], B: int, safeguard: Fraction) -> list[int]:
+    return adaptive_parts(rows, len(rows) * B, safeguard)
+
+
+def competition_shares(rows: Sequence[Score], B: int, safeguard: Fraction) -> list[int]:
+    return competition_parts(rows, len(rows) * B, safeguard)
 
 
 def best_blocks(score: Sequence[float | None], b: int, B: int) -> list[int]:
