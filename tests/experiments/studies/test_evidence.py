@@ -85,7 +85,7 @@ def measured(
 ) -> list[tuple[Sample, Placement, Prompt, dict[tuple[str, str], Row]]]:
     """Return each sample, its placement, its prompt, and the rows of its cells."""
     actual = []
-    for sample in samples:
+    for sample in samples[:2]:  # no test reads more
         prompt = on_prompt(subject, place(sample, request.param))
         cells = measure(subject, sample, prompt, WANTED, 1)["cells"]
         actual.append((sample, prompt.placement, prompt, {(cell["policy"], cell["budget"]): cell for cell in cells}))

@@ -33,7 +33,7 @@ from experiments.studies.evidence.samples import Samples
 from experiments.studies.results import Row, append_row
 from experiments.studies.subject import Loading, Subject
 from experiments.tasks import Placement, Sample, draw_sample, place, score
-from experiments.tasks.context import read_prose
+from experiments.tasks.context import Ground, read_prose
 from experiments.tasks.in_prose import most_contexts
 from experiments.tasks.needle import part_of
 from experiments.tasks.registry import resolve_task
@@ -301,31 +301,34 @@ def test_a_task_that_fails_its_controls_on_dev_carries_no_claim(right: dict[str,
     assert message.startswith(f"needle_in_prose at 64: {failed} answers") if failed else message == ""
 
 
+@pytest.fixture(scope="module")
+def ground() -> Ground:
+    tokenizer = load_pocket_tokenizer(ASSETS)
+    return ground_of(tokenizer, read_prose(tokenizer))
+
+
 @pytest.mark.parametrize(("length", "index", "digest"), [
     (600, 2, "cef07c0c93080ec2"), (600, 52, "9c40d7e4f0ffed14"), (2048, 4, "eb9e9733fda5a198"),
 ])
 def test_windows_of_code_are_those_of_the_committed_studies_on_every_python(
-    length: int, index: int, digest: str,
+    length: int, index: int, digest: str, ground: Ground,
 ) -> None:
     """The digests were computed when the text was still read from the library of Python 3.11.7 itself."""
-    tokenizer = load_pocket_tokenizer(ASSETS)
-    (sample,) = resolve_task("fact")(ground_of(tokenizer, read_prose(tokenizer)), length, index, 5)
+    (sample,) = resolve_task("fact")(ground, length, index, 5)
     assert (sample.metadata["text"], sample.context_digest[:16]) == ("code", digest)
 
 
 @pytest.mark.parametrize("value", ["number", "word"])
-def test_facts_are_in_three_texts_each_split_before_any_run(value: str) -> None:
+def test_facts_are_in_three_texts_each_split_before_any_run(value: str, ground: Ground) -> None:
     """No window is read twice, and the fact is at its stated position. Dev and confirm have different parts of a text.
     """
-    pocket_tokenizer = load_pocket_tokenizer(ASSETS)
-    ground = ground_of(pocket_tokenizer, read_prose(pocket_tokenizer))
     task, contexts, kinds = resolve_task(f'fact(value="{value}")'), set(), dict[str, set[str]]()
     for index in range(60):
         (sample,) = task(ground, 600, index, 5)
         if index % 10 == 0:
             assert task(ground, 600, index, 5) == (sample,)
         (span,) = sample.evidence
-        assert sample.expected in pocket_tokenizer.decode(list(sample.context_ids[slice(*span)]))
+        assert sample.expected in decode(ground.tokenizer, list(sample.context_ids[slice(*span)]))
         assert sample.expected.isdigit() == (value == "number")
         around = sample.context_ids[: span[0]] + sample.context_ids[span[1] :]
         contexts.add(around)
