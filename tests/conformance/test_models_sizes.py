@@ -178,8 +178,12 @@ def test_the_powers_of_last_queries_are_right_after_the_largest_logit_of_each_he
         method.reference(inputs), scorer=Wrong(method.reference(inputs).scorer, same_view, right)))
 
 
+# All 8 KV heads of the first shape are compared at night, and the wrong policies read them by day.
+SMALL = SHAPES[0]._replace(kv_heads=2)
+
+
 @pytest.mark.parametrize(("name", "shapes"), [
-    *(pytest.param(name, SHAPES[:1], id=f"{name}-one size") for name in METHODS),
+    *(pytest.param(name, (SMALL,), id=f"{name}-one size") for name in METHODS),
     *(pytest.param(name, SHAPES, id=f"{name}-all sizes", marks=pytest.mark.nightly) for name in METHODS),
 ])
 def test_a_right_policy_passes_on_the_fixed_inputs(

@@ -337,7 +337,7 @@ def test_day_machine_and_number_of_examples_are_no_difference() -> None:
 @pytest.mark.law("an-identity-tells-apart")
 def test_a_check_repeats_the_run_that_the_certificate_tells_of(tmp_path: Path) -> None:
     (tmp_path / "known.toml").write_text(EXCEPTION, encoding="utf-8")
-    options = ["--seed", "7", "--precision", "float64", "--profile", "few"]
+    options = ["--seed", "7", "--precision", "float64", "--profile", "few", "--as", "knorm"]
     record = made(RIGHT, "--exceptions", str(tmp_path / "known.toml"), *options)
     asked = parsed(["--check", "c.toml"])
     actual = certificate.repeated(asked, Path("c.toml"), record)
