@@ -171,13 +171,6 @@ def test_the_record_names_mutants_that_there_are() -> None:
         assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text(encoding="utf-8"), test
 
 
-@pytest.mark.nightly
-def test_a_mutant_is_killed_by_its_item() -> None:
-    command = ["-m", "lab.mutants", "-k", "CC_MEMORY_ONE_SEQUENCE"]
-    actual = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert "mutants: 1 of 1 killed by an assertion of their item" in actual.stdout, actual.stdout + actual.stderr
-
-
 TOY = '''
 def clamp(x, low):
     if low < 0:

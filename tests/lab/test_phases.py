@@ -47,11 +47,6 @@ def test_each_test_that_the_reference_leaves_out_judges_a_backend(option: str) -
         assert any(f"judges('{backend}')" in mark for mark in marks), module
 
 
-def test_each_path_that_a_process_is_given_is_there() -> None:
-    given = [path for paths in GIVEN.values() for path in paths]
-    assert [path for path in given if not list(ROOT.glob(path))] == []
-
-
 def test_each_test_that_a_process_leaves_out_is_there() -> None:
     """pytest accepts names of tests that do not exist."""
     words = [*noxfile.BY_DAY, noxfile.LARGEST, *noxfile.OTHER_KERNELS, *noxfile.WITHOUT_TORCH["core"][1]]
