@@ -1,8 +1,6 @@
 """The witness on servers that cannot be tested: one sentence has the reason, and no server breaks a rule for that."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from conformance.cache_suite.judge import save_tiny
 from conformance.server_suite.judge import Reading, Witness, check_eviction
 from conformance.server_suite.reading import with_noise
+from conformance.verify import __main__ as verify_main
 from conformance.witness.client import Answer, Server
 from spec.errors import SpecError
 from tests.conformance.local_server import running
@@ -50,17 +47,6 @@ def replying(reply: Reply) -> Iterator[str]:
         yield url
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("llama", tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> PreTrainedModel:
-    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return loaded
-
-
 @pytest.mark.parametrize(("status", "body", "words"), [
     (422, {"detail": "Unexpected fields"}, ['answered 422 to 3 ids: {"detail": "Unexpected fields"}', "vllm serve"]),
     (400, {"detail": "prompt must be a string."}, ["must be a string", "token ids as the prompt"]),
@@ -69,24 +55,31 @@ def model(folder: Path) -> PreTrainedModel:
     (200, {"error": {"message": "out of memory"}}, ["did not answer a prompt of 3 ids", "out of memory"]),
 ])
 def test_a_server_that_cannot_be_tested_is_one_sentence(
-    status: int, body: object, words: list[str], folder: Path, tmp_path: Path,
+    status: int, body: object, words: list[str], tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     with replying(lambda asked: (status, body)) as url:
-        command = [sys.executable, "-m", "conformance.verify", "--server", url, "--model", str(folder)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, ""), done.stdout
-    assert [one for one in words if one not in done.stderr] == [], done.stderr
-    assert done.stderr.count("\n") == 1
+        monkeypatch.setattr("sys.argv", ["verify", "--server", url, "--model", str(tiny_llama)])
+        assert verify_main.main() == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert [one for one in words if one not in printed.err] == [], printed.err
+    assert printed.err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 
-def test_weights_that_are_not_here_are_one_sentence(tmp_path: Path) -> None:
+def test_weights_that_are_not_here_are_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with replying(lambda asked: (200, {"choices": []})) as url:
-        command = [sys.executable, "-m", "conformance.verify", "--server", url, "--model", "no-such-model"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, ""), done.stdout
-    assert "no-such-model" in done.stderr
-    assert "Traceback" not in done.stderr
+        monkeypatch.setattr("sys.argv", ["verify", "--server", url, "--model", "no-such-model"])
+        assert verify_main.main() == 2
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert "no-such-model" in printed.err
+    assert "Traceback" not in printed.err
 
 
 def test_a_server_that_stops_to_answer_breaks_no_rule(model: PreTrainedModel) -> None:

@@ -5,10 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from conformance.cache_suite.judge import save_tiny
 from conformance.server_suite.faults import name_fault
 from conformance.server_suite.prompts import LENGTHS, prompts_of
 from conformance.server_suite.reading import BOUNDS, Event, Reader
@@ -22,9 +20,7 @@ Change = Callable[[list[Event]], list[Event]]
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
-    folder = save_tiny("llama", tmp_path_factory.mktemp("llama"))
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def reader(model: PreTrainedModel) -> Reader:
     return Reader(model)
 
 

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from conformance.cache_suite.judge import save_tiny
 from conformance.server_suite.faults import hypotheses
 from conformance.server_suite.judge import RULES, Reading, Witness
 from conformance.server_suite.likelihood import likelier_fault
@@ -25,15 +24,14 @@ NAMES = (
 
 
 @pytest.fixture(scope="module")
-def readings(tmp_path_factory: pytest.TempPathFactory) -> list[Reading]:
+def readings(model: PreTrainedModel) -> list[Reading]:
     """Return the readings of a right server in float32, by a witness of a server in bfloat16."""
     skip_without_attention(torch.bfloat16)
-    folder = save_tiny("llama", tmp_path_factory.mktemp("llama"))
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with serving(Evicting(model)) as url:
         return Witness(model, Server.of(url, "tiny"), "bfloat16").readings(SHARED)
 
 
+@pytest.fixture(scope="module")
 def rounding(readings: list[Reading]) -> list[torch.Tensor]:
     """Return rounding errors of a server in bfloat16, those of the last copy with noise."""
     *_, changed = readings[0].witness.noisy()
@@ -45,9 +43,11 @@ def rounding(readings: list[Reading]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("answers", "found"), [(4, True), (2, True), (1, False), (0, False)])
-def test_two_answers_must_agree(readings: list[Reading], name: str, answers: int, found: bool) -> None:
+def test_two_answers_must_agree(
+    readings: list[Reading], rounding: list[torch.Tensor], name: str, answers: int, found: bool,
+) -> None:
     """Give some answers the log-probabilities of a fault, and the others those of the statement."""
-    for at, (reading, error) in enumerate(zip(readings, rounding(readings), strict=True)):
+    for at, (reading, error) in enumerate(zip(readings, rounding, strict=True)):
         (fault,) = (one for one in hypotheses(reading.events, "kept") if one.name == name)
         logprobs = reading.read(*fault[1:]) if at < answers else reading.masked
         reading.__dict__["stated_logprobs"] = logprobs + error
@@ -56,8 +56,10 @@ def test_two_answers_must_agree(readings: list[Reading], name: str, answers: int
     assert likelier_fault(tuple(compared)) == (name if found else "")
 
 
-def test_a_difference_below_the_tolerance_is_a_fault_if_a_fault_explains_it(readings: list[Reading]) -> None:
-    for reading, error in zip(readings, rounding(readings), strict=True):
+def test_a_difference_below_the_tolerance_is_a_fault_if_a_fault_explains_it(
+    readings: list[Reading], rounding: list[torch.Tensor],
+) -> None:
+    for reading, error in zip(readings, rounding, strict=True):
         (fault,) = (one for one in hypotheses(reading.events, "kept") if one.name == NAMES[2])
         reading.__dict__["stated_logprobs"] = reading.read(*fault[1:]) + error
     likelier_fault.cache_clear()

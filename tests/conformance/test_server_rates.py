@@ -7,10 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from conformance.cache_suite.judge import save_tiny
 from conformance.server_suite.judge import RULES, Reading, Witness
 from conformance.witness.client import Answer, Server
 from models_integration.policies import methods
@@ -26,13 +24,6 @@ GROUPS = ("shared prefixes", "recalled", "at once")
 """Groups with 15 requests in all. `Evicting` cannot observe the prompts of 2 ids of the group "lengths"."""
 POLICIES = ("snapkv", "streamingllm", "chunkkv", "adakv", 'snapkv(positions="renumbered")', "knorm")
 SILENT = "eviction, without the statement"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
-    folder = save_tiny("llama", tmp_path_factory.mktemp("llama"))
-    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return loaded
 
 
 def readings(model: PreTrainedModel, servers: int, fault: Fault, states: bool) -> Iterator[tuple[str, Reading]]:

@@ -22,7 +22,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from conformance.cache_suite.judge import save_tiny
 from conformance.paths import DOCS, ROOT, SPEC
 from conformance.server_suite.judge import RULES, Reading, Witness
 from conformance.server_suite.reading import policy_of, with_noise
@@ -261,13 +260,6 @@ def serving(engine: Any) -> Iterator[str]:
 
     with running(Handler) as url:
         yield url
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
-    folder = save_tiny("llama", tmp_path_factory.mktemp("llama"))
-    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return loaded
 
 
 SHARED = "shared prefixes"
