@@ -261,7 +261,7 @@ class Backend:
 
     The arguments are q, k, token_ids (n,), a mask `ends` (n,) of the tokens that end a sentence, a mask `protected`
     (n,) of the protected tokens, the budget B in tokens, and then parameters, scaling, softcap, lse and sinks as for
-    `CrystalStages.coattention`. The check of sinks waits for the device a second time. The stages of `crystal` give the
+    `CrystalStages.coattention`. The stages of `crystal` give the
     same retention: if you replace stages of `crystal`, replace `prefill` too, or set it to None. `inverse_norms` of the
     retention has the results of `BreathStages.inverse_key_norms`."""
     decoding: "Backend | None" = None

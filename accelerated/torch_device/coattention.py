@@ -5,6 +5,8 @@ queries are float64. The working memory contains two blocks of weights (for `blo
 float32, and four (C, C) matrices for a chunk.
 """
 
+from typing import NoReturn
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -26,7 +28,7 @@ from spec.validate import (
     check_sinks,
 )
 
-__all__ = ["coattention", "inverse_key_norms", "inverse_norms", "neighbours"]
+__all__ = ["coattention", "inverse_key_norms", "inverse_norms", "neighbours", "refuse"]
 
 
 def coattention(
@@ -42,16 +44,26 @@ def coattention(
     """
     result = to_host(*neighbours(q, k, parameters, scaling, softcap, lse, sinks), positions)
     if result is None:
-        check_attention_tensors(q, k)
-        raise AssertionError("q and k are finite, but the device found a value that is not")
+        refuse(q, k, sinks)
     return result
+
+
+def refuse(q: DeviceArray, k: DeviceArray, sinks: DeviceArray | None) -> NoReturn:
+    """Name the value that is not finite. The host waits for each tensor.
+
+    Raises:
+        SpecError: always.
+    """
+    check_attention_tensors(q, k)
+    check_sinks(sinks, q)
+    raise AssertionError("q, k and sinks are finite, but the device found a value that is not")
 
 
 def neighbours(
     q: DeviceArray, k: DeviceArray, parameters: CrystalCacheParameters, scaling: float, softcap: float | None,
     lse: DeviceArray | None, sinks: DeviceArray | None,
 ) -> tuple[Neighbours, Tensor]:
-    """Return the result of S1 as tensors, and a mask (1,) that is True if q and k are finite.
+    """Return the result of S1 as tensors, and a mask (1,) that is True if q, k and sinks are finite.
 
     Implements: CC-COATTENTION
 
@@ -68,14 +80,16 @@ def _rows(
     q: DeviceArray, k: DeviceArray, p: CrystalCacheParameters, scaling: float, softcap: float | None,
     lse: DeviceArray | None, sinks: DeviceArray | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return a mask (1,) that is True if q and k are finite, and the columns of `_chunk` for all tokens."""
+    """Return a mask (1,) that is True if q, k and sinks are finite, and the columns of `_chunk` for all tokens."""
     _check_form(q, k, lse)
-    check_sinks(sinks, q)
+    check_sinks(sinks, q, read=False)
     n, keys = q.shape[1], on_device(k)
     before = k.shape[1] - n
     queries = q if isinstance(q, Tensor) else on_device(q, keys.device)
-    finite = (queries.isfinite().all() & keys.isfinite().all())[None]
-    return finite, torch.cat([
+    finite = queries.isfinite().all() & keys.isfinite().all()
+    if isinstance(sinks, Tensor):
+        finite = finite & sinks.to(keys.device, non_blocking=True).isfinite().all()
+    return finite[None], torch.cat([
         _chunk(queries[:, c : c + p.C], keys[:, : before + min(n, c + p.C)], p, scaling, softcap, sinks)
         for c in range(0, n, p.C)
     ])

@@ -3,14 +3,13 @@
 import torch
 from torch import Tensor
 
-from accelerated.torch_device.coattention import inverse_norms, neighbours
+from accelerated.torch_device.coattention import inverse_norms, neighbours, refuse
 from accelerated.torch_device.crystal import decide, retention_of
 from accelerated.torch_device.device import on_device
 from spec.arrays import BoolVector, IntVector
 from spec.parameters import CrystalCacheParameters
 from spec.policy import DeviceArray
 from spec.records import CrystalRetention
-from spec.validate import check_attention_tensors
 
 __all__ = ["prefill"]
 
@@ -31,6 +30,5 @@ def prefill(
     keys: Tensor = on_device(k, S1.salience.device)
     retention = retention_of(S1, decided, inverse_norms(keys), finite, budget)
     if retention is None:
-        check_attention_tensors(q, k)
-        raise AssertionError("q and k are finite, but the device found a value that is not")
+        refuse(q, k, sinks)
     return retention

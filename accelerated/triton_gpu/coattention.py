@@ -18,7 +18,7 @@ from triton import cdiv, next_power_of_2
 
 from accelerated.torch_device.records import Neighbours, to_host
 from accelerated.triton_gpu import kernels, launch
-from accelerated.triton_gpu.device import INTERPRETED, attention_tensors, lse_tensor, shaped_lse, shaped_tensors, upload
+from accelerated.triton_gpu.device import INTERPRETED, refuse, shaped_lse, shaped_tensors, single_sinks
 from accelerated.triton_gpu.launch import FLOAT32, AttentionTiles, Shape
 from spec.arrays import IntVector
 from spec.errors import SpecError
@@ -196,7 +196,7 @@ def coattention(
 ) -> CoAttention:
     """Return the result of S1, computed in float32 with the tiles of the launch table. Bits are equal in all runs.
 
-    The host waits once. The check of sinks waits a second time.
+    The host waits once.
 
     Implements: CC-ATTENTION, CC-SALIENCE, CC-MEAN-SALIENCE, CC-ROW-NORM, CC-INTRA, CC-CROSS, CC-COATTENTION
 
@@ -205,8 +205,7 @@ def coattention(
     """
     result = to_host(*neighbours(q, k, parameters, scaling, softcap, lse, sinks), positions)
     if result is None:
-        lse_tensor(lse, attention_tensors(q, k)[0])
-        raise AssertionError("q, k and lse are finite, but the device found a value that is not")
+        refuse(q, k, lse, sinks)
     return result
 
 
@@ -214,7 +213,7 @@ def neighbours(
     q: DeviceArray, k: DeviceArray, parameters: CrystalCacheParameters, scaling: float, softcap: float | None,
     lse: DeviceArray | None, sinks: DeviceArray | None, tiles: AttentionTiles | None = None,
 ) -> tuple[Neighbours, Tensor]:
-    """Return the result of S1 as tensors, and a mask (1,) that is True if q, k and lse are finite.
+    """Return the result of S1 as tensors, and a mask (1,) that is True if q, k, lse and sinks are finite.
 
     Default of `tiles`: the tiles of the launch table.
 
@@ -225,12 +224,13 @@ def neighbours(
     """
     on_device = shaped_tensors(q, k)
     given = shaped_lse(lse, on_device[0])
-    check_sinks(sinks, q)
-    read = [*on_device] if given is None else [*on_device, given]
+    check_sinks(sinks, q, read=False)
+    beside = single_sinks(sinks, on_device[0].device)
+    read = [*on_device, *(x for x in (given, beside) if x is not None)]
     largest = torch.stack([torch.linalg.vector_norm(x, ord=float("inf"), dtype=torch.float32) for x in read])
     size = next_power_of_2(q.shape[2]), on_device[0].element_size()
     tiles = tiles or launch.attention_tiles(*size, INTERPRETED)
-    result = _attended(*on_device, parameters, scaling, softcap, tiles, given, sinks)
+    result = _attended(*on_device, parameters, scaling, softcap, tiles, given, beside)
     S, intra, intra_weight, cross, cross_weight = (result[name] for name in RESULTS)
     finite = (largest < math.inf).all()[None]  # false for NaN too; `isfinite` is four operators
     return Neighbours(S.double(), intra, intra_weight.double(), cross, cross_weight.double()), finite
@@ -238,7 +238,7 @@ def neighbours(
 
 def _attended(
     q: Tensor, k: Tensor, p: CrystalCacheParameters, scaling: float, softcap: float | None, tiles: AttentionTiles,
-    lse: Tensor | None, sinks: DeviceArray | None,
+    lse: Tensor | None, sinks: Tensor | None,
 ) -> dict[str, Tensor]:
     """Run the kernels, and return the results by name. Calls with equal shapes and parameters share a plan.
 
@@ -248,9 +248,6 @@ def _attended(
     for name in ("k_intra", "k_cross"):
         if getattr(p, name) > LONGEST_LIST:
             raise SpecError(name, getattr(p, name), f"must be at most {LONGEST_LIST} with the backend triton")
-    if isinstance(sinks, np.ndarray):
-        sinks = upload(sinks, np.float32, q.device)
-    beside = None if sinks is None else sinks.to(q.device, torch.float32)
     plan = _plan(
         (*q.shape, *k.shape), (*q.stride(), *k.stride()), None if lse is None else lse.stride(), p, scaling, softcap,
         tiles, launch.SCRATCH, launch.SLACK,
@@ -258,4 +255,4 @@ def _attended(
     # The interpreter computes with NumPy, which would warn of values that are not finite. They raise an error later.
     quiet: Any = catch_warnings(action="ignore", category=RuntimeWarning) if INTERPRETED else nullcontext()
     with torch.cuda.device_of(q), quiet:  # type: ignore[no-untyped-call]
-        return plan.run(q, k, lse, beside)
+        return plan.run(q, k, lse, sinks)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from spec.validate import check_shapes
 
 __all__ = [
     "INTERPRETED", "WIDEST_HEAD", "accepts_tensor", "attention_tensors", "default_device", "download", "key_tensor",
-    "lse_tensor", "require_device", "shaped_lse", "shaped_tensors", "shared_memory", "upload",
+    "refuse", "require_device", "shaped_lse", "shaped_tensors", "shared_memory", "single_sinks", "upload",
 ]
 
 # Triton reads the variable when a kernel is decorated, so the variable applies to the whole process.
@@ -101,7 +102,7 @@ def attention_tensors(q: DeviceArray, k: DeviceArray) -> tuple[Tensor, Tensor]:
 
 
 def shaped_lse(lse: DeviceArray | None, q: Tensor) -> Tensor | None:
-    """Return the tensor of `lse_tensor`, whose values are not checked.
+    """Return lse (H, n) as a float32 tensor on the device of q (H, n, d), whose values are not checked, or None.
 
     Raises:
         SpecError: if the kernels do not accept the type, shape, dtype or device.
@@ -120,18 +121,24 @@ def shaped_lse(lse: DeviceArray | None, q: Tensor) -> Tensor | None:
     return lse
 
 
-def lse_tensor(lse: DeviceArray | None, q: Tensor) -> Tensor | None:
-    """Return lse (H, n) as a float32 tensor on the device of q (H, n, d), or None if lse is None.
+def single_sinks(sinks: DeviceArray | None, device: torch.device) -> Tensor | None:
+    """Return the sinks in float32 on the device."""
+    if isinstance(sinks, np.ndarray):
+        return upload(sinks, np.float32, device)
+    return None if sinks is None else sinks.to(device, torch.float32, non_blocking=True)
 
-    A tensor is not copied.
+
+def refuse(q: DeviceArray, k: DeviceArray, lse: DeviceArray | None, sinks: DeviceArray | None) -> NoReturn:
+    """Name the value that is not finite.
 
     Raises:
-        SpecError: if the kernels do not accept the type, shape, dtype, device or a value.
+        SpecError: always.
     """
-    given = shaped_lse(lse, q)
-    if given is not None:
-        _check_finite("lse", given, given)
-    return given
+    queries, _ = attention_tensors(q, k)
+    for name, x in (("lse", shaped_lse(lse, queries)), ("sinks", single_sinks(sinks, queries.device))):
+        if x is not None:
+            _check_finite(name, x, x)
+    raise AssertionError("q, k, lse and sinks are finite, but the device found a value that is not")
 
 
 def key_tensor(k: DeviceArray) -> Tensor:

@@ -5,7 +5,7 @@ import torch
 from accelerated.torch_device.crystal import decide, retention_of
 from accelerated.triton_gpu.activation import inverse_norms
 from accelerated.triton_gpu.coattention import neighbours
-from accelerated.triton_gpu.device import attention_tensors, lse_tensor, shaped_tensors
+from accelerated.triton_gpu.device import refuse, shaped_tensors
 from spec.arrays import BoolVector, IntVector
 from spec.parameters import CrystalCacheParameters
 from spec.policy import DeviceArray
@@ -30,6 +30,5 @@ def prefill(
     decided = decide(S1, token_ids, ends, protected, budget, parameters)
     retention = retention_of(S1, decided, inverse_norms(pair[1]), finite, budget)
     if retention is None:
-        lse_tensor(lse, attention_tensors(q, k)[0])
-        raise AssertionError("q, k and lse are finite, but the device found a value that is not")
+        refuse(q, k, lse, sinks)
     return retention

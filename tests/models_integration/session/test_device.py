@@ -134,6 +134,23 @@ def test_a_breath_reads_ids_and_norms_of_all_rows_at_once(monkeypatch: pytest.Mo
     assert max(map(len, stored[0])) < 40
 
 
+@pytest.mark.law("the-model-stays-as-it-was")
+def test_crystalcache_reads_a_prompt_with_attention_sinks_once() -> None:
+    """Read the results of S1 to S6 and the check of all values together. A value that is not finite is named."""
+    rng, at, prefill = np.random.default_rng(0), np.arange(40), BACKEND.prefill
+    q, k, sinks = (torch.from_numpy(rng.normal(size=shape)) for shape in ((4, 40, 8), (2, 40, 8), (4,)))
+    given = at % 9, at % 7 == 0, at > 35, 20, TINY, 0.25, None, None
+    assert prefill is not None
+    expected = prefill(q, k, *given, sinks)
+    assert len(expected.kept) == 20
+    with HostReads() as reads:
+        on = [DeviceTensor(tensor) for tensor in (q, k, sinks)]
+        assert prefill(*on[:2], *given, on[2]).kept.tolist() == expected.kept.tolist()
+        assert reads.of_kvspec() == 1
+        with pytest.raises(SpecError, match=r"sinks = .*inf.*: must be finite"):
+            prefill(*on[:2], *given, DeviceTensor(sinks / 0))
+
+
 @pytest.mark.law("parts-equal-the-whole")
 @pytest.mark.parametrize("budget", [0.3, 0.9, 1.0])
 @pytest.mark.parametrize("name", ["snapkv", "adakv", "adakv block", "nestedkv-without-continuum", "pyramidkv", "tova"])
