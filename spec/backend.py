@@ -263,7 +263,8 @@ class Backend:
     (n,) of the protected tokens, the budget B in tokens, and then parameters, scaling, softcap, lse and sinks as for
     `CrystalStages.coattention`. The stages of `crystal` give the
     same retention: if you replace stages of `crystal`, replace `prefill` too, or set it to None. `inverse_norms` of the
-    retention has the results of `BreathStages.inverse_key_norms`."""
+    retention has the results of `BreathStages.inverse_key_norms`. The function may have an attribute `rows`: a function
+    of the arguments of several prompts that returns all retentions and reads the device once."""
     decoding: "Backend | None" = None
     """Backend that sessions use for data of the host, or None if sessions use this backend for that data too.
 

@@ -5,8 +5,6 @@ queries are float64. The working memory contains two blocks of weights (for `blo
 float32, and four (C, C) matrices for a chunk.
 """
 
-from typing import NoReturn
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -44,24 +42,22 @@ def coattention(
     """
     result = to_host(*neighbours(q, k, parameters, scaling, softcap, lse, sinks), positions)
     if result is None:
-        refuse(q, k, sinks)
+        refuse(q, k, lse, sinks)
+        raise AssertionError("all values are finite, but the device found a value that is not")
     return result
 
 
-def refuse(q: DeviceArray, k: DeviceArray, sinks: DeviceArray | None) -> NoReturn:
-    """Name the value that is not finite. The host waits for each tensor.
-
-    Raises:
-        SpecError: always.
-    """
+def refuse(
+    q: DeviceArray, k: DeviceArray, lse: DeviceArray | None = None, sinks: DeviceArray | None = None,
+) -> None:
+    """Raise a SpecError about a value that is not finite. The host waits for each tensor."""
     check_attention_tensors(q, k)
     check_sinks(sinks, q)
-    raise AssertionError("q, k and sinks are finite, but the device found a value that is not")
 
 
 def neighbours(
     q: DeviceArray, k: DeviceArray, parameters: CrystalCacheParameters, scaling: float, softcap: float | None,
-    lse: DeviceArray | None, sinks: DeviceArray | None,
+    lse: DeviceArray | None = None, sinks: DeviceArray | None = None,
 ) -> tuple[Neighbours, Tensor]:
     """Return the result of S1 as tensors, and a mask (1,) that is True if q, k and sinks are finite.
 

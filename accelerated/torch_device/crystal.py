@@ -1,5 +1,6 @@
 """Stages S2 to S6 of CrystalCache on the device: each stage for NumPy arrays, and all of them after S1 for tensors."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from spec.arrays import BoolVector, IntVector, Vector
 from spec.parameters import CrystalCacheParameters
 from spec.records import CoAttention, CrystalRetention, Dissolution, TrunkGraph, Trunks
 
-__all__ = ["CrystalStages", "Decided", "decide", "retention_of"]
+__all__ = ["CrystalStages", "Decided", "decide", "retentions_of"]
 
 
 class Decided(NamedTuple):
@@ -73,17 +74,24 @@ def mean_impact(descending: Tensor, offsets: Tensor, parameters: CrystalCachePar
     return s3.unit_trunk_impact(M_bar, offsets.diff(), parameters.epsilon) if unit else M_bar
 
 
-def retention_of(
-    S1: Neighbours, decided: Decided, norms: Tensor, finite: Tensor, B: int,
-) -> CrystalRetention | None:
-    """Copy the results to the host with a single wait, or return None if `finite` (1,) is False.
+def retentions_of(
+    prompts: Sequence[tuple[Neighbours, Decided, Tensor, Tensor, int]],
+) -> list[CrystalRetention | None]:
+    """Copy the results of all prompts to the host with a single wait. None replaces a result that is not finite.
 
-    The result of S1 remains on the device until it is read. `norms` are the inverse norms of the keys.
+    A prompt has the result of S1, which remains on the device until it is read, the result of `decide`, the inverse
+    norms of the keys, a mask (1,) that is True if all values are finite, and the budget.
     """
-    *arrays, inverse_norms, usable = download_together(*decided, norms, finite)
-    if not usable[0]:
+    arrays = iter(download_together(*(x for _, decided, *rest, _ in prompts for x in (*decided, *rest))))
+    return [_retention(S1, B, *(next(arrays) for _ in (*decided, 0, 0))) for S1, decided, *_, B in prompts]
+
+
+def _retention(S1: Neighbours, B: int, *arrays: Any) -> CrystalRetention | None:
+    """Return the retention of a prompt from the arrays of the host."""
+    *values, inverse_norms, finite = arrays
+    if not finite[0]:
         return None
-    host: Any = Decided(*arrays)
+    host: Any = Decided(*values)
     n, m = len(host.M), int((host.offsets < len(host.M)).sum())
     graph = _graph(host.indptr, host.indices.astype(np.int64), host.weights, host.degree, host.D, m)
     kept, ratio = np.flatnonzero(host.keep), host.ratio[:m].copy()

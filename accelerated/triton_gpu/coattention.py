@@ -206,12 +206,13 @@ def coattention(
     result = to_host(*neighbours(q, k, parameters, scaling, softcap, lse, sinks), positions)
     if result is None:
         refuse(q, k, lse, sinks)
+        raise AssertionError("all values are finite, but the device found a value that is not")
     return result
 
 
 def neighbours(
     q: DeviceArray, k: DeviceArray, parameters: CrystalCacheParameters, scaling: float, softcap: float | None,
-    lse: DeviceArray | None, sinks: DeviceArray | None, tiles: AttentionTiles | None = None,
+    lse: DeviceArray | None = None, sinks: DeviceArray | None = None, tiles: AttentionTiles | None = None,
 ) -> tuple[Neighbours, Tensor]:
     """Return the result of S1 as tensors, and a mask (1,) that is True if q, k, lse and sinks are finite.
 

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Sequence
-from typing import NoReturn
 
 import numpy as np
 import torch
@@ -16,8 +15,8 @@ from spec.policy import DeviceArray
 from spec.validate import check_shapes
 
 __all__ = [
-    "INTERPRETED", "WIDEST_HEAD", "accepts_tensor", "attention_tensors", "default_device", "download", "key_tensor",
-    "refuse", "require_device", "shaped_lse", "shaped_tensors", "shared_memory", "single_sinks", "upload",
+    "INTERPRETED", "WIDEST_HEAD", "accepts_tensor", "default_device", "download", "key_tensor", "refuse",
+    "require_device", "shaped_lse", "shaped_tensors", "shared_memory", "single_sinks", "upload",
 ]
 
 # Triton reads the variable when a kernel is decorated, so the variable applies to the whole process.
@@ -70,7 +69,9 @@ def accepts_tensor(x: DeviceArray) -> bool:
 
 
 def shaped_tensors(q: DeviceArray, k: DeviceArray) -> tuple[Tensor, Tensor]:
-    """Return the tensors of `attention_tensors`, whose values are not checked.
+    """Return q (H, n, d) and k (H_kv, live, d) as tensors of one device and dtype, whose values are not checked.
+
+    Tensors are not copied. If NumPy arrays q and k have different dtypes, both are converted to float32.
 
     Raises:
         SpecError: if the kernels do not accept the type, shape, dtype or device.
@@ -84,21 +85,6 @@ def shaped_tensors(q: DeviceArray, k: DeviceArray) -> tuple[Tensor, Tensor]:
         raise SpecError("k", (keys.dtype, str(keys.device)), wanted)
     check_shapes(queries, keys)
     return queries, keys
-
-
-def attention_tensors(q: DeviceArray, k: DeviceArray) -> tuple[Tensor, Tensor]:
-    """Return q (H, n, d) and k (H_kv, live, d) as tensors of one device and dtype. Tensors are not copied.
-
-    If NumPy arrays q and k have different dtypes, both are converted to float32.
-
-    Raises:
-        SpecError: if the kernels do not accept the type, shape, dtype, device or a value.
-    """
-    pair = shaped_tensors(q, k)
-    if not bool(torch.stack([_largest(x) for x in pair]).isfinite().all()):
-        for name, x, given in zip("qk", pair, (q, k), strict=True):
-            _check_finite(name, x, given)
-    return pair
 
 
 def shaped_lse(lse: DeviceArray | None, q: Tensor) -> Tensor | None:
@@ -128,17 +114,15 @@ def single_sinks(sinks: DeviceArray | None, device: torch.device) -> Tensor | No
     return None if sinks is None else sinks.to(device, torch.float32, non_blocking=True)
 
 
-def refuse(q: DeviceArray, k: DeviceArray, lse: DeviceArray | None, sinks: DeviceArray | None) -> NoReturn:
-    """Name the value that is not finite.
-
-    Raises:
-        SpecError: always.
-    """
-    queries, _ = attention_tensors(q, k)
-    for name, x in (("lse", shaped_lse(lse, queries)), ("sinks", single_sinks(sinks, queries.device))):
-        if x is not None:
-            _check_finite(name, x, x)
-    raise AssertionError("q, k, lse and sinks are finite, but the device found a value that is not")
+def refuse(
+    q: DeviceArray, k: DeviceArray, lse: DeviceArray | None = None, sinks: DeviceArray | None = None,
+) -> None:
+    """Raise a SpecError about a value that is not finite. The host waits for each tensor."""
+    queries, keys = shaped_tensors(q, k)
+    given = ("lse", shaped_lse(lse, queries)), ("sinks", single_sinks(sinks, queries.device))
+    for name, x, shown in (("q", queries, q), ("k", keys, k), *((name, x, x) for name, x in given)):
+        if x is not None and shown is not None:
+            _check_finite(name, x, shown)
 
 
 def key_tensor(k: DeviceArray) -> Tensor:

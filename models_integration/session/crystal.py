@@ -1,6 +1,6 @@
 """CrystalCache on the rows of a cache: first prompts, later segments, decode steps and spliced chunks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,12 +16,14 @@ from models_integration.session.observed import ObservedSegment
 from reference.crystalcache import decode_step, empty_state, extend, start_state
 from reference.crystalcache.tail import append, join_chunk
 from reference.policies import retain
+from reference.policies.budgets import tokens_of
+from reference.policies.crystalcache import CrystalScorer
 from spec.arrays import Float64, Int64, IntVector, Matrix, Vector
 from spec.backend import Backend
 from spec.decode import DecodeState
 from spec.errors import SpecError
 from spec.parameters import PAPER, CrystalCacheParameters
-from spec.policy import LayerView, Observation
+from spec.policy import LayerView, Observation, Policy
 from spec.printing import short
 from spec.records import CrystalRetention
 from spec.retention import Retention
@@ -62,15 +64,30 @@ class CrystalMethod(Method):
     def decide_prompt(self, observed: ObservedSegment) -> Decision:
         """Apply S1 to S6 to first prompts, and make the states for later decisions."""
         retentions, states = [], []
-        for row in observed.prompts:
-            observation = observed.prompt(row, self.policy.granularity)
-            retention = retain(self.policy, self.budget, observation)
+        observations = (observed.prompt(row, self.policy.granularity) for row in observed.prompts)
+        for policy, observation in self._begun(observations):
+            retention = retain(policy, self.budget, observation)
             assert isinstance(retention, CrystalRetention)
             state = self.started(retention, observation)
             retentions.append(retention)
             states += [] if state is None else [state]
         known = CrystalStates(tuple(states), observed.columns) if states else Continuation()
         return Decision(tuple(retentions), known)
+
+    def _begun(self, observations: Iterable[Observation]) -> Iterator[tuple[Policy, Observation]]:
+        """Yield the policy and the observation of each prompt.
+
+        If the backend can, it runs the stages of all prompts before the host waits for a result.
+        """
+        policy, scorer = self.policy, self.policy.scorer
+        assert isinstance(scorer, CrystalScorer)
+        if (rows := getattr(scorer.prefill, "rows", None)) is None:
+            yield from ((policy, one) for one in observations)
+            return
+        prompts = [replace(one, B=tokens_of(policy, self.budget, one.seen)) for one in observations]
+        every = rows([scorer.prompt(one, policy.protection(one.seen)) for one in prompts])
+        for decided, one in zip(every, prompts, strict=True):
+            yield replace(policy, scorer=replace(scorer, decided=decided)), one
 
     def started(self, retention: CrystalRetention, observation: Observation) -> DecodeState | None:
         """Return the state after a first prompt, or None if the backend has no decode stages."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -40,20 +40,21 @@ class CrystalScorer:
     parameters: CrystalCacheParameters
     needs: Needs
     prefill: Callable[..., CrystalRetention] | None = None
+    decided: CrystalRetention | None = None
+    """Result of `prefill` for the next prompt, if it is known."""
     provided: ClassVar[Provided] = Provided("trunks", MODEL_SETS)
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
-        (view,) = observation.layers.values()
-        ids = check_token_ids(observation.token_ids, observation.seen)
-        if self.prefill is not None and observation.B is not None:
-            decided = self.prefill(
-                view.q, view.k, ids, np.isin(ids, sorted(self.sentence_ends)), protected, observation.B,
-                self.parameters, view.scaling, view.softcap, view.lse, view.sinks,
-            )
+        decided = self.decided
+        if decided is None and self.prefill is not None and observation.B is not None:
+            decided = self.prefill(*self.prompt(observation, protected))
+        if decided is not None:
             return _scores_of(CrystalRecords(
                 decided.coattention, decided.impact, decided.trunks, decided.graph, decided.scores, decided.protected,
                 decided, self.parameters,
             ))
+        (view,) = observation.layers.values()
+        ids = check_token_ids(observation.token_ids, observation.seen)
         coattention, M, trunks, graph = observe(
             self.stages, view.q, view.k, ids, self.sentence_ends, self.parameters, view.scaling, view.softcap,
             view.lse, view.sinks,
@@ -61,6 +62,15 @@ class CrystalScorer:
         pinned = touched_units(protected, trunks.offsets)
         scores = self.stages.score(graph.D, trunks.impact, pinned, self.parameters)
         return _scores_of(CrystalRecords(coattention, M, trunks, graph, scores, pinned))
+
+    def prompt(self, observation: Observation, protected: BoolVector) -> tuple[Any, ...]:
+        """Return the arguments of `prefill` for a prompt."""
+        (view,) = observation.layers.values()
+        ids = check_token_ids(observation.token_ids, observation.seen)
+        return (
+            view.q, view.k, ids, np.isin(ids, sorted(self.sentence_ends)), protected, observation.B, self.parameters,
+            view.scaling, view.softcap, view.lse, view.sinks,
+        )
 
 
 def _scores_of(records: CrystalRecords) -> Scores:

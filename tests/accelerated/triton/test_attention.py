@@ -21,7 +21,7 @@ from accelerated.torch_device.records import to_host
 from accelerated.triton_gpu import coattention as stage
 from accelerated.triton_gpu import device, kernels, launch
 from accelerated.triton_gpu.coattention import coattention, neighbours
-from accelerated.triton_gpu.device import INTERPRETED, attention_tensors, default_device
+from accelerated.triton_gpu.device import INTERPRETED, default_device, shaped_tensors
 from accelerated.triton_gpu.launch import AttentionTiles, Shape
 from conformance.checks import stage_checks
 from conformance.oracles import s1
@@ -86,14 +86,14 @@ def test_bfloat16_on_the_device() -> None:
 @given(inputs=attention_inputs())
 def test_strides_are_read_as_they_are(inputs: AttentionInputs) -> None:
     """Check that views with any strides are not copied, and have the same result, bit for bit."""
-    q, k = attention_tensors(inputs.q, inputs.k)
+    q, k = shaped_tensors(inputs.q, inputs.k)
     plain = run(inputs, q, k)
     views = [
         (q.transpose(0, 1).contiguous().transpose(0, 1), k.transpose(0, 1).contiguous().transpose(0, 1)),
         (q.repeat_interleave(2, dim=1)[:, ::2], k.repeat_interleave(2, dim=2)[:, :, ::2]),
     ]
     for view_q, view_k in views:
-        taken = attention_tensors(view_q, view_k)
+        taken = shaped_tensors(view_q, view_k)
         assert (taken[0].data_ptr(), taken[1].data_ptr()) == (view_q.data_ptr(), view_k.data_ptr())
         assert same_edges(run(inputs, view_q, view_k), plain)
 

@@ -119,7 +119,7 @@ def run(inputs: AttentionInputs, q: Any, k: Any, lse: Any = None) -> CoAttention
 @given(inputs=st.one_of(attention_inputs(), later_segments()), with_lse=st.booleans())
 def test_attention_stays_inside_its_arrays(inputs: AttentionInputs, with_lse: bool) -> None:
     """Check S1 with each array between bands: the result equals the result without bands, bit for bit."""
-    q, k = device.attention_tensors(inputs.q, inputs.k)
+    q, k = device.shaped_tensors(inputs.q, inputs.k)
     # Any numbers do: what is asked is where they are read.
     lse = torch.linspace(0, 9, q.shape[0] * q.shape[1], device=q.device).view(q.shape[:2]) if with_lse else None
     with poisoned_allocations(coattention) as fields:
@@ -135,7 +135,7 @@ def test_attention_stays_inside_its_arrays(inputs: AttentionInputs, with_lse: bo
 @given(inputs=attention_inputs())
 def test_a_run_repeats_to_the_bit_and_leaves_its_inputs(inputs: AttentionInputs) -> None:
     """Check that tensors are neither copied nor written."""
-    q, k = device.attention_tensors(inputs.q, inputs.k)
+    q, k = device.shaped_tensors(inputs.q, inputs.k)
     before = q.clone(), k.clone()
     first = run(inputs, q, k)
     assert same(run(inputs, q, k), first)
