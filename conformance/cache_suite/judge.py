@@ -36,8 +36,8 @@ PROMPT = 40
 """Default number of tokens of a prompt: enough for different kept sets, and few enough to print."""
 LENGTHS = (2, 65, 130, 600)
 """Numbers of tokens of prompts: the shortest prompt, and more tokens than blocks of 64, 128 and 512."""
-BLOCKS = (16, 64, 128, 512)
-"""Numbers of tokens that fill blocks, pages and tiles."""
+BLOCKS = (16, 17, 64, 128, 129, 256, 257, 512, 513)
+"""Numbers of tokens that fill blocks, pages and tiles, or leave one token for the last block."""
 LONG = 2_050
 """Number of tokens of a long prompt, above 2 048."""
 LONGER = 4_100
@@ -58,7 +58,7 @@ _SIZES: dict[str, Any] = {
 _GROUPED = {**_SIZES, "num_key_value_heads": 2, "head_dim": 64}
 _EIGHT = {**_SIZES, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
 _ONE = {
-    **_SIZES, "vocab_size": 70_000, "hidden_size": 56, "initializer_range": 1.2 / 56**0.5, "num_hidden_layers": 5,
+    **_SIZES, "vocab_size": 70_000, "hidden_size": 56, "initializer_range": 1.2 / 56**0.5, "num_hidden_layers": 12,
     "num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 32,
 }
 TINY: Mapping[str, Callable[[], PreTrainedConfig]] = {
@@ -66,7 +66,7 @@ TINY: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "qwen3": lambda: Qwen3Config(**_EIGHT),
     "gpt_neox": lambda: GPTNeoXConfig(**_SIZES),
     "gemma2": lambda: Gemma2Config(**{
-        **_ONE, "layer_types": ["full_attention"] * 5, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 4.0,
+        **_ONE, "layer_types": ["full_attention"] * 12, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 4.0,
     }),
     "gemma3_text": lambda: Gemma3TextConfig(**{
         **_GROUPED, "sliding_window": 16, "query_pre_attn_scalar": 64,
@@ -80,7 +80,7 @@ TINY: Mapping[str, Callable[[], PreTrainedConfig]] = {
 """Configurations of tiny models, by family.
 
 "llama" has grouped queries. "qwen3" has eight wide KV heads and normalised keys. "gpt_neox" has separate keys for each
-query head, which are partly rotated. "gemma2" has one KV head for seven query heads, five layers, token ids above 2^16,
+query head, which are partly rotated. "gemma2" has one KV head for seven query heads, 12 layers, token ids above 2^16,
 logits with a soft cap, and a scaling that is not d^-0.5. "gemma3_text" has sliding layers. "gpt_oss" has attention
 sinks.
 """

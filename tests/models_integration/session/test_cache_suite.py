@@ -266,9 +266,11 @@ MISTAKES: list[tuple[Callable[..., Any], str, list[Call], str]] = [
     # Engines that are wrong on shapes of real models.
     (whole_if(lambda prompt, kept: len(prompt) % 16 == 0), "llama", ALL_BLOCKS, AWAY),
     (whole_if(lambda prompt, kept: len(prompt) == 512), "llama", ALL_BLOCKS, AWAY),
+    (whole_if(lambda prompt, kept: len(prompt) % 128 == 1), "llama", ALL_BLOCKS, AWAY),
     *((engine, "gemma2", [ONE], AWAY) for engine in (
         whole_if(lambda prompt, kept: len(kept[0]) == 1),
         with_sets(lambda _, kept: {layer: kept[min(layer, 2)] for layer in kept}), short_ids,
+        with_sets(lambda _, kept: dict(zip(sorted(kept, key=str), kept.values(), strict=True))),
     )),
     (whole_if(lambda prompt, kept: len(prompt) > 4096), "llama", [("one set for all", 3, LONGER)], AWAY),
     (with_sets(lambda prompt, kept: dict.fromkeys(kept, kept[0]) if len(prompt) > 1024 else kept),
