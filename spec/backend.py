@@ -339,5 +339,5 @@ def resolve(backend: str | Backend) -> Backend:
         remedy = f"; pip install 'kvspec[{backend}]' brings what it needs" if backend in BUILT_IN else ""
         raise BackendUnavailable(f"backend {backend!r} ({target}) cannot be loaded here: {error}{remedy}") from error
     if not isinstance(engine, Backend):
-        raise SpecError("backend", backend, f"{target} is a {type(engine).__name__}, not a spec.backend.Backend")
+        raise SpecError("backend", backend, f"must be a spec.backend.Backend; the type is {type(engine).__name__}")
     return engine

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import sys
+import traceback
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,9 +15,13 @@ from pathlib import Path, PurePath
 from types import ModuleType
 
 from spec.errors import SpecError
-from spec.validate import bound_of_names
+from spec.validate import LISTED_MOST, bound_of_names, did_you_mean
 
 __all__ = ["Plugin", "current_folder_last", "find_plugin", "load", "load_from_folder", "search_path", "target_of"]
+
+
+_COMMANDS = {"kvspec.policies": "kvspec policies", "kvspec.tasks": "kvspec tasks"}
+"""Commands that list the names of a group of entry points."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +55,10 @@ def target_of(argument: str, name: str, group: str, built_in: Collection[str] = 
         return name
     brought = {point.name: point.value for point in entry_points(group=group)}
     if name not in brought:
-        known = bound_of_names(name, [*built_in, *brought])
-        raise SpecError(argument, name, f"{known} (your own: 'module:ATTRIBUTE')")
+        if not (known := [*built_in, *brought]):
+            raise SpecError(argument, name, "must be 'module:ATTRIBUTE', because no installed package has such a name")
+        bound = bound_of_names(name, known, _COMMANDS.get(group, ""))
+        raise SpecError(argument, name, f"{bound} (your own: 'module:ATTRIBUTE')")
     return brought[name]
 
 
@@ -60,19 +67,45 @@ def load(target: str) -> Plugin:
 
     Raises:
         ImportError: if the object cannot be loaded, if the target names a file instead of a module, or if the module
-            raises any exception during the import.
+            raises any exception during the import. The message has the file and the line of the exception.
     """
     name, _, attribute = target.partition(":")
     if name.endswith(".py") or "/" in name:
         stem = PurePath(name).name.removesuffix(".py")
         raise ImportError(f"{name} is a file: write the name of the module, {stem}:{attribute}, in the file's folder")
+    if not name.strip(".") or not attribute:
+        raise ImportError("write the name of the module and of the object, such as my_module:MY_OBJECT")
     try:
         module = import_module(name)
-        return Plugin(getattr(module, attribute), _digest(module))
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ImportError(str(error)) from error
     except Exception as error:  # the import can raise anything
+        raise ImportError(_reason(name, error)) from error
+    try:
+        return Plugin(getattr(module, attribute), _digest(module))
+    except AttributeError as error:
+        raise ImportError(f"{error}{_hint(module, attribute)}") from error
+    except Exception as error:  # a module can compute its attributes
         raise ImportError(f"{type(error).__name__}: {error}") from error
+
+
+def _reason(name: str, error: Exception) -> str:
+    """Return why the module `name` cannot be imported: no such module, or the error and its place in the module."""
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing and f"{name}.".startswith(f"{missing}."):
+        return f"{error}; install the module, or start kvspec in the folder that contains {name.partition('.')[0]}"
+    message = f"the module raises {type(error).__name__}: {error}"
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first frame is in this file
+    own = [frame for frame in frames if "importlib" not in frame.filename]
+    return message if isinstance(error, SyntaxError) or not own else (
+        f"{message} ({PurePath(own[-1].filename).name}, line {own[-1].lineno})"
+    )
+
+
+def _hint(module: ModuleType, attribute: str) -> str:
+    """Return the end of an error text with the public names of a module, or with similar names if there are many."""
+    public = [name for name in vars(module) if not name.startswith("_")]
+    if len(public) > LISTED_MOST:
+        return did_you_mean(attribute, public)
+    return f"; it has {', '.join(public)}" if public else "; it is empty"
 
 
 def load_from_folder(target: str) -> Plugin:

@@ -14,14 +14,15 @@ from spec.arrays import BoolVector, IntVector, Matrix, Vector
 from spec.errors import SpecError
 
 __all__ = [
-    "MOST_TOKENS", "bound_of_names", "check_attention_inputs", "check_attention_tensors", "check_choices",
-    "check_diversity", "check_keys", "check_lse", "check_penalty", "check_scaling", "check_sentence_ends",
-    "check_shapes", "check_sinks", "check_token_ids", "check_types", "check_whole", "did_you_mean",
+    "LISTED_MOST", "MOST_TOKENS", "bound_of_names", "check_attention_inputs", "check_attention_tensors",
+    "check_choices", "check_diversity", "check_keys", "check_lse", "check_penalty", "check_scaling",
+    "check_sentence_ends", "check_shapes", "check_sinks", "check_token_ids", "check_types", "check_whole",
+    "did_you_mean",
 ]
 
 MOST_TOKENS = 2**24
 """Largest number of tokens that a constant of a policy may have. No prompt is longer."""
-_LISTED_MOST = 12
+LISTED_MOST = 12
 """Largest number of valid names that an error message lists. If more names are valid, only similar names are listed."""
 
 
@@ -36,16 +37,21 @@ def check_choices(argument: str, given: Iterable[str], known: Collection[str]) -
             raise SpecError(argument, name, bound_of_names(str(name), known))
 
 
-def bound_of_names(name: str, known: Collection[str]) -> str:
-    """Return the error text for an unknown name: all known names, or only similar names if there are many."""
-    if len(known) <= _LISTED_MOST:
+def bound_of_names(name: str, known: Collection[str], command: str = "") -> str:
+    """Return the error text for an unknown name: all known names, or only similar names if there are many.
+
+    If there are many names, the text also has the command that lists the names, if any.
+    """
+    if len(known) <= LISTED_MOST:
         return f"must be one of {', '.join(known)}"
-    return f"is none of the {len(known)} known names" + did_you_mean(name, known)
+    listed = f", see `{command}`" if command else ""
+    return f"is none of the {len(known)} known names{listed}" + did_you_mean(name, known)
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """Return the end of an error text with the known names that are similar to a name, or "" if there are none."""
-    near = get_close_matches(name.lower(), sorted(known), n=3, cutoff=0.6)
+    """Return the end of an error text with the known names that are similar to a name, or "". Case does not matter."""
+    folded = {one.lower(): one for one in sorted(known)}
+    near = [folded[one] for one in get_close_matches(name.lower(), folded, n=3, cutoff=0.6)]
     return f"; did you mean {', '.join(near)}?" if near else ""
 
 

@@ -46,6 +46,7 @@ from experiments.tasks.ruler_words import cwe_samples, fwe_samples, vt_samples
 from spec.errors import SpecError
 from spec.files import parse_toml
 from spec.plugins import find_plugin
+from spec.validate import did_you_mean
 
 __all__ = [
     "CHAINS",
@@ -326,7 +327,12 @@ def _constants(text: str, rest: str, known: Collection[str]) -> dict[str, Any]:
 
 
 def _user_task(name: str, known: Collection[str]) -> Task:
-    result = find_plugin("task", name, ENTRY_POINTS, known)
+    try:
+        result = find_plugin("task", name, ENTRY_POINTS, known)
+    except SpecError as error:
+        if near := did_you_mean(name.partition(":")[0], FILES):  # rulerfile:x.jsonl
+            raise SpecError(error.argument, error.value, f"{error.bound}{near}") from error
+        raise
     if not callable(result.value):
         kind = type(result.value).__name__
         raise SpecError("task", name, f"must be a function of ground, length, index, seed; is {kind}")

@@ -299,7 +299,7 @@ def user_policy(name: str, argument: str = "name") -> Plugin:
     plugin = find_plugin(argument, name, ENTRY_POINTS, NAMES)
     if not isinstance(plugin.value, Policy):
         kind = type(plugin.value).__name__
-        bound = f"must be a Policy, such as kvspec.policy_from_score returns, not a {kind}"
+        bound = f"must be a Policy, such as kvspec.policy_from_score returns; the type is {kind}"
         raise SpecError(argument, name, bound)
     return plugin
 

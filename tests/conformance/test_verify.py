@@ -446,9 +446,9 @@ NUMBER = 1
 @pytest.mark.law("one-line-with-the-way-out")
 @pytest.mark.parametrize(("asked", "complaint"), [
     ("--backend absent:MINE", "No module named 'absent'"), ("--backend engines:NONE", "has no attribute 'NONE'"),
-    ("--backend engines:NUMBER", "is a int, not a spec.backend.Backend"),
+    ("--backend engines:NUMBER", "must be a spec.backend.Backend; the type is int"),
     ("--backend engines:EMPTY", "kvspec cannot test the backend"),
-    ("--backend raises:X", "cannot be loaded here: ZeroDivisionError: no"),
+    ("--backend raises:X", "cannot be loaded here: the module raises ZeroDivisionError: no (raises.py, line 1)"),
     ("--backend leaves:X", "raises SystemExit: 3"), ("--backend skips:X", "raises Skipped: no"),
     ("--backend bogus", "must be one of numpy, numba, torch, triton"),
     ("--command ./absent", "must begin with the name of an executable file"),
@@ -467,12 +467,12 @@ NUMBER = 1
     ("--cache a:B --positions absolute", "invalid choice: 'absolute'"),
     ("--backend numpy --profile weekly", "invalid choice: 'weekly'"), ("--backend numpy --seed x", "invalid int value"),
     ("--backend numpy", "TRITON_INTERPRET = '1'"), ("--policy absent:MINE", "No module named 'absent'"),
-    ("--policy engines:NONE", "has no attribute 'NONE'"), ("--policy engines:NUMBER", "not a int"),
+    ("--policy engines:NONE", "has no attribute 'NONE'"), ("--policy engines:NUMBER", "the type is int"),
     ("--policy engines:SILENT", "must declare at least one promise"), ("--policy bogus", "policy = 'bogus'"),
     ("--policy leaves:X", "raises SystemExit: 3"), ("--policy snapkv --model x", "model = 'x': can be given only with"),
     ("--policy snapkv --precision float32", "only with --backend or --command"),
     ("--cache absent:run", "No module named 'absent'"), ("--cache engines:NUMBER", "must be a function"),
-    ("--cache run", "'module:ATTRIBUTE'"),
+    ("--cache run", "must be 'module:ATTRIBUTE', because no installed package has such a name"),
 ])
 def test_what_cannot_be_judged_is_refused_in_one_line(
     asked: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],

@@ -147,7 +147,8 @@ def test_an_unknown_policy_is_answered_with_its_nearest(name: str, near: str) ->
 
 
 def test_a_name_that_looks_like_none_has_no_suggestion() -> None:
-    with pytest.raises(SpecError, match=rf"'zzzz': is none of the {len(NAMES)} known names \(your own"):
+    listed = f"{len(NAMES)} known names, see `kvspec policies`"
+    with pytest.raises(SpecError, match=rf"'zzzz': is none of the {listed} \(your own"):
         check_name("zzzz")
 
 
@@ -175,7 +176,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     work.mkdir()
     monkeypatch.chdir(work)
     (work / "users_own.py").write_text(OWN_MODULE, encoding="utf-8")
-    for name in ("users_own", "wrong"):
+    for name in ("users_own", "wrong", "many"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return work
 
@@ -222,13 +223,23 @@ def test_a_digest_is_of_the_code_that_runs(here: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("their", "did you mean theirs"), ("users_own:YOURS", "no attribute 'YOURS'"),
-        ("nowhere:MINE", "No module named 'nowhere'"), ("users_own:NUMBER", "must be a Policy"),
-        ("users_own:knorm", "policy_from_score"), ("wrong:MINE", "SyntaxError"), (":MINE", "cannot be loaded"),
+        ("their", "did you mean theirs"), ("users_own:YOURS", "no attribute 'YOURS'; it has .*MINE, NUMBER"),
+        ("many:MINE_1", "no attribute 'MINE_1'; did you mean mine_1, "), ("users_own:NUMBER", "the type is int$"),
+        ("nowhere:MINE", "No module named 'nowhere'; install the module, or start kvspec in the folder that contains"),
+        ("json.no:MINE", "No module named 'json.no'; install the module, or .* contains json$"),
+        ("users_own:knorm", "policy_from_score"), ("wrong:MINE", r"raises SyntaxError: .*\(wrong\.py, line 1\)$"),
+        ("broken:MINE", r"the module raises ModuleNotFoundError: No module named 'absent' \(broken\.py, line 2\)$"),
+        ("fails:MINE", r"the module raises ZeroDivisionError: division by zero \(fails\.py, line 2\)$"),
+        (":MINE", "cannot be loaded: write the name of the module and of the object"), ("users_own:", "such as my_mod"),
     ],
 )
 def test_what_is_no_policy_is_one_line(name: str, words: str, here: Path) -> None:
-    (here / "wrong.py").write_text("MINE = (", encoding="utf-8")
+    sources = {
+        "wrong": "MINE = (", "broken": "import json\nimport absent", "fails": "def f():\n    1 / 0\nf()",
+        "many": "\n".join(f"mine_{at} = {at}" for at in range(20)),
+    }
+    for module, text in sources.items():
+        (here / f"{module}.py").write_text(text, encoding="utf-8")
     with pytest.raises(SpecError, match=words) as caught:
         check_name(name, "policy")
     assert (caught.value.argument, caught.value.value) == ("policy", name)
