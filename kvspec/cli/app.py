@@ -27,6 +27,17 @@ __all__ = ["app", "judge", "verify_here"]
 
 _PACKAGES = ("spec", "reference", "accelerated", "conformance", "models_integration", "experiments", "kvspec")
 
+_REQUEST = """
+Example of a server, and of a request with a different policy:
+
+\b
+kvspec serve pocket --policy snapkv --budget 0.3
+curl localhost:8000/v1/completions -H 'content-type: application/json' -d '
+  {"model": "pocket", "prompt": "The river runs past the old mill.",
+   "vllm_xargs": {"kvspec": "{\\"policy\\": \\"knorm\\", \\"budget\\": 0.5}"}}'
+"""
+"""End of `kvspec serve --help`. The lines after a backspace are not wrapped."""
+
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -175,11 +186,12 @@ def lm_eval(context: typer.Context) -> None:
     command(context.args)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, epilog=_REQUEST)
 def serve(
     context: typer.Context,
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Model: pocket, chat, smollm2, or a name or folder for vLLM.")
+        str, typer.Argument(metavar="MODEL", help="Model: pocket, chat, smollm2, a folder, or a name in the cache of"
+                            " the hub. To download a model from the hub, add --download.")
     ],
     policy: Annotated[
         str, typer.Option(help="Policy of requests that name no policy, such as snapkv or 'snapkv(W=16)'.")
@@ -195,15 +207,20 @@ def serve(
     on_unserved: Annotated[
         str, typer.Option(help="Answer to a policy that vLLM cannot serve: refuse (HTTP 400), or full (full cache).")
     ] = "refuse",
+    download: Annotated[
+        bool, typer.Option("--download", help="Let vLLM download the model from the hub. Default: kvspec does not"
+                           " contact the hub, and a missing model is an error.")
+    ] = False,
 ) -> None:
     """Serve a model with vLLM, with tokens evicted from the cache. All options of `vllm serve` are accepted too.
 
     The policy, the budget and the constants of a single request are JSON text in "vllm_xargs", under the key "kvspec".
+    The example below the options sends such a request.
     """
     from kvspec.cli.serve import run_serve, server_settings
 
     settings = server_settings(policy, budget, allow_budget, allow_policies, on_unserved)
-    run_serve(model, settings, context.args)
+    run_serve(model, settings, context.args, download)
 
 
 def verify_here(arguments: Sequence[str]) -> int:

@@ -5,10 +5,12 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
 
 from models_integration.engines.vllm.arguments import Settings
 from models_integration.engines.vllm.plugin import register
 from models_integration.engines.vllm.statement import KEY
+from models_integration.model.hub import downloaded, is_hub_name
 from models_integration.pocket import model_folder
 from models_integration.policies.methods import parse_policy
 from spec.errors import SpecError
@@ -20,6 +22,10 @@ _SET_HERE = (_CONFIG, "--scheduler-cls", "--worker-cls")
 """Options of `vllm serve` that this command sets."""
 _NAME = "--served-model-name"
 _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+_CONFIGS = ("config.json", "params.json")
+"""Files of which vLLM needs one in the folder of a model."""
+_FAILED = "initialization failed"
+"""Words of the error of `vllm serve` after the engine, in a different process, has printed the reason."""
 
 
 def server_settings(
@@ -38,17 +44,18 @@ def server_settings(
     })
 
 
-def run_serve(model: str, settings: Settings, options: Sequence[str]) -> None:
+def run_serve(model: str, settings: Settings, options: Sequence[str], download: bool = False) -> None:
     """Run vLLM's server in this process.
 
     Args:
-        model: name or folder of the model. A name of kvspec, such as smollm2, is also the name in the server.
+        model: name or folder of the model. A name, such as smollm2, is also the name in the server.
         settings: settings of the server.
         options: options of `vllm serve`.
+        download: if True, vLLM may download the model from the hub.
 
     Raises:
-        SpecError: if vLLM is not installed, if an option of vLLM conflicts with kvspec, or if the model is not
-            downloaded.
+        SpecError: if vLLM is not installed, if an option of vLLM conflicts with kvspec, if the model is not on this
+            machine, or if the engine does not start.
     """
     if find_spec("vllm") is None:
         raise SpecError("vllm", None, "is not installed; install vLLM 0.30 to 0.32 for your device in this environment")
@@ -57,7 +64,7 @@ def run_serve(model: str, settings: Settings, options: Sequence[str]) -> None:
     for name, option in zip(names, options, strict=True):
         if name.startswith("--") and len(name) > 2 and any(one.startswith(name) for one in _SET_HERE):
             raise SpecError(name, option, "is set by kvspec serve; leave this option out")
-    folder = str(model_folder(model))
+    folder = _folder(model, _value("--revision", names, options), download)
     os.environ.setdefault(_RUNNER, "0")  # kvspec was tested with vLLM's first model runner alone
     from vllm.entrypoints.cli.main import main
 
@@ -69,4 +76,42 @@ def run_serve(model: str, settings: Settings, options: Sequence[str]) -> None:
     config = json.dumps({KEY: json.loads(settings.text())})
     named = [] if folder == model or _NAME in names else [_NAME, model]
     sys.argv = ["vllm", "serve", folder, _CONFIG, config, *named, *options]
-    main()
+    try:
+        main()
+    except RuntimeError as error:
+        if _FAILED not in str(error):
+            raise
+        raise SpecError("MODEL", model, "the engine did not start; the log above has the reason") from error
+
+
+def _folder(model: str, revision: str | None, download: bool) -> str:
+    """Return the folder of a model on this machine, or a name or address that vLLM resolves.
+
+    Raises:
+        SpecError: if the model is not on this machine, and must not be downloaded.
+    """
+    folder, path = str(model_folder(model)), Path(model)
+    if folder != model or ":" in model or path.is_file():  # an address, NAME:QUANTIZATION, or a GGUF file
+        return folder
+    if path.is_dir():
+        if not any((path / name).is_file() for name in _CONFIGS):
+            raise SpecError("MODEL", model, "is a folder without config.json, and so no model; give a different folder")
+        return folder
+    if not is_hub_name(model):
+        reason = "is no folder on this machine; give a folder, or a name of the hub such as Qwen/Qwen3-8B"
+        raise SpecError("MODEL", model, reason)
+    if download:
+        return model
+    cached = downloaded(model, revision)
+    if cached is None:
+        reason = "is neither a folder nor a whole model in the cache of the hub; to download the model, add --download"
+        raise SpecError("MODEL", model, reason)
+    return str(cached)
+
+
+def _value(name: str, names: Sequence[str], options: Sequence[str]) -> str | None:
+    """Return the value of an option of vLLM, which is in the same or in the next text, or None."""
+    if name not in names:
+        return None
+    at = names.index(name)
+    return options[at].partition("=")[2] or "".join(options[at + 1 : at + 2]) or None

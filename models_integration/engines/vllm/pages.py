@@ -8,7 +8,7 @@ from torch import Tensor
 
 from spec.errors import SpecError
 
-__all__ = ["LAYOUTS", "Pages", "adjacent", "column_major_keys"]
+__all__ = ["LAYOUTS", "Pages", "adjacent", "check_pool", "column_major_keys"]
 
 Views: TypeAlias = tuple[Tensor, Tensor]
 
@@ -72,3 +72,30 @@ class Pages:
     def _at(self, blocks: Tensor, slots: Tensor) -> Views:
         slots = slots.expand(self.heads, slots.shape[-1])
         return blocks[slots // self.size], slots % self.size
+
+
+def check_pool(available: int, block_bytes: int, size: int, longest: int, blocks: int | None = None) -> None:
+    """Check that the pool of blocks stores one request of the longest length. vLLM reserves one block.
+
+    Args:
+        available: bytes of the pool.
+        block_bytes: bytes of a block in all layers.
+        size: number of tokens in a block.
+        longest: largest number of tokens of a request.
+        blocks: number of blocks, if an option sets the number. None: `available` determines the number.
+
+    Raises:
+        SpecError: if the pool is too small. The message has the options to type instead.
+    """
+    room = max(0, (available // block_bytes if blocks is None else blocks) - 1) * size
+    if available <= 0 and blocks is None:
+        reason = "is left for the cache beside the model: raise --gpu-memory-utilization, or use a smaller model"
+        raise SpecError("pool", "no memory", reason)
+    if room < longest:
+        needed = -(-longest // size) + 1
+        option = f"--kv-cache-memory-bytes {needed * block_bytes}" if blocks is None else (
+            f"--num-gpu-blocks-override {needed}"
+        )
+        shorter = f", or --max-model-len {room}" if room else ""
+        reason = f"one request can have {longest} tokens: type {option}{shorter}"
+        raise SpecError("pool", f"{room} tokens", reason)

@@ -2,8 +2,10 @@
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from multiprocessing import parent_process
 from typing import Any
 
 import numpy as np
@@ -14,14 +16,17 @@ from models_integration.engines.vllm import seams
 from models_integration.engines.vllm.arguments import Settings, parse_request
 from models_integration.engines.vllm.learned import ModelPolicies
 from models_integration.engines.vllm.manager import evicting_spec
-from models_integration.engines.vllm.pages import Pages
+from models_integration.engines.vllm.pages import Pages, check_pool
 from models_integration.engines.vllm.plan import Compaction, Report, Step
 from models_integration.engines.vllm.selection import Decider, complement
 from models_integration.engines.vllm.statement import KEY
 from spec.errors import SpecError
+from spec.printing import printable
 from spec.retention import Granularity
 
 __all__ = ["EvictingWorker"]
+
+_REFUSED = 2  # exit code of an engine that cannot start
 
 
 class _Model:
@@ -202,8 +207,24 @@ class _Evicting:
         return output
 
 
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """Context manager that ends a process of vLLM with one line instead of a traceback, after a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        if parent_process() is None:  # the process of the user
+            raise
+        print(f"kvspec: {printable(str(error))}", file=sys.stderr, flush=True)
+        sys.exit(_REFUSED)
+
+
 class EvictingWorker(seams.Worker):
     """Worker of vLLM whose model runner evicts."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with _one_line_errors():
+            super().__init__(*args, **kwargs)
 
     def init_device(self) -> None:
         """Make the model runner of the platform, and give it the methods that evict."""
@@ -213,3 +234,16 @@ class EvictingWorker(seams.Worker):
         assert issubclass(kind, seams.GPUModelRunner)
         # vLLM 0.32 has no option for the class of the model runner: `init_device` of the worker constructs it.
         self.model_runner.__class__ = type(f"Evicting{kind.__name__}", (_Evicting, kind), {})
+
+    def determine_available_memory(self) -> int:
+        """Return the bytes of the pool, which must store one request of the longest length."""
+        with _one_line_errors():
+            available: int = super().determine_available_memory()
+            config, specs = self.vllm_config, list(self.get_kv_cache_spec().values())
+            model, blocks = config.model_config, config.cache_config.num_gpu_blocks_override
+            # If the user types --max-model-len -1, vLLM chooses the length that fits.
+            automatic = getattr(model, "original_max_model_len", None) == -1
+            longest = 1 if automatic else model.max_model_len
+            block_bytes = sum(spec.page_size_bytes for spec in specs)
+            check_pool(available, block_bytes, specs[0].block_size, longest, blocks)
+        return available

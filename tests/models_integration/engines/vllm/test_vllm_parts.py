@@ -6,6 +6,7 @@ import tracemalloc
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,18 +16,21 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from conformance.paths import SPEC
 from conformance.server_suite.reading import policy_of
 from conformance.witness.statement import parse_statement
 from kvspec.cli import serve
+from kvspec.cli.app import app
 from kvspec.cli.serve import run_serve, server_settings
-from models_integration.engines.vllm.arguments import RequestPolicy, Settings, parse_request
-from models_integration.engines.vllm.pages import LAYOUTS, Pages
+from models_integration.engines.vllm.arguments import RequestPolicy, Settings, not_text, parse_request
+from models_integration.engines.vllm.pages import LAYOUTS, Pages, check_pool
 from models_integration.engines.vllm.plan import Plan
 from models_integration.engines.vllm.selection import Decider, LayerFacts
 from models_integration.engines.vllm.statement import MOST_RANGES, Statement
 from models_integration.model.cache_argument import cache_name
+from models_integration.model.hub import downloaded
 from models_integration.pocket import ASSETS, load_pocket
 from models_integration.policies.methods import RetentionPolicy, constants_of, policy_from_name
 from reference.policies import names
@@ -129,6 +133,48 @@ def test_bad_arguments_are_one_sentence(given: Any, told: str) -> None:
     """A window of 100 million tokens once took the memory of the server, and deep JSON was an HTTP 500."""
     with pytest.raises(SpecError, match=told):
         parse_request(given, DEFAULT)
+
+
+@pytest.mark.law("one-line-with-the-way-out")
+@pytest.mark.parametrize(("given", "told"), [
+    ({"polcy": "knorm"}, "did you mean policy"), ({"W": 8}, "must have a policy, because the server has no default"),
+    ({}, "must have a policy"), ("{}", 'send {"policy": "snapkv", "budget": 0.3}$'), ("null", "must be an object"),
+    ([1], "must be an object"), (3, "must be an object"),
+])
+def test_a_server_without_a_default_says_that_a_policy_is_needed(given: Any, told: str) -> None:
+    with pytest.raises(SpecError, match=told) as refused:
+        parse_request(given, OPEN)
+    assert "None" not in str(refused.value)
+
+
+@pytest.mark.law("one-line-with-the-way-out")
+@pytest.mark.parametrize(("given", "example"), [
+    ({"policy": "knorm", "budget": 0.5}, {"budget": 0.5, "policy": "knorm"}),
+    ({"policy": "x" * 300}, {"policy": "snapkv", "budget": 0.3}), (None, {"policy": "snapkv", "budget": 0.3}),
+])
+def test_an_object_in_a_request_is_answered_with_its_text(given: Any, example: dict[str, Any]) -> None:
+    message = str(not_text(given))
+    before, _, sent = message.partition("must be JSON text: send ")
+    assert before == f"vllm_xargs.kvspec = '{type(given).__name__}': "
+    ((key, text),) = json.loads(sent).items()
+    assert (key, json.loads(text)) == ("kvspec", example)
+
+
+@pytest.mark.law("one-line-with-the-way-out")
+@pytest.mark.parametrize(("pool", "told"), [
+    ((0, 10, 16, 1), "pool = 'no memory': is left for the cache .* raise --gpu-memory-utilization"),
+    ((10, 10, 16, 16), "pool = '0 tokens': one request can have 16 tokens: type --kv-cache-memory-bytes 20$"),
+    ((59, 10, 16, 65), "pool = '64 tokens': .* type --kv-cache-memory-bytes 60, or --max-model-len 64$"),
+    ((900, 10, 16, 65, 5), "pool = '64 tokens': .* type --num-gpu-blocks-override 6, or --max-model-len 64$"),
+])
+def test_a_pool_that_is_too_small_is_named_with_what_to_type(pool: tuple[int, ...], told: str) -> None:
+    with pytest.raises(SpecError, match=told):
+        check_pool(*pool)
+
+
+@pytest.mark.parametrize("pool", [(20, 10, 16, 16), (60, 10, 16, 65), (0, 10, 16, 64, 5)])
+def test_a_pool_for_one_request_is_accepted(pool: tuple[int, ...]) -> None:
+    check_pool(*pool)
 
 
 CRYSTAL = {"policy": "crystalcache", "sentence_ends": [5]}
@@ -529,6 +575,14 @@ def test_the_command_refuses_before_vllm_starts() -> None:
         run_serve("model", settings, ["--scheduler-cls", "mine"])
 
 
+def test_the_help_of_the_command_has_a_request_that_the_server_accepts() -> None:
+    shown = CliRunner().invoke(app, ["serve", "--help"])
+    assert shown.exit_code == 0
+    body = json.loads(shown.output.split("-d '")[1].split("'")[0])
+    assert request(body["vllm_xargs"]["kvspec"], DEFAULT).name == "knorm"
+    assert "--download" in shown.output
+
+
 @pytest.mark.law("one-line-with-the-way-out")
 def test_no_spelling_of_an_option_replaces_the_settings_of_kvspec_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "find_spec", lambda name: name)
@@ -553,9 +607,65 @@ def test_a_model_of_kvspec_has_the_same_name_in_the_server(monkeypatch: pytest.M
     monkeypatch.setattr(serve, "register", lambda: None)
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    monkeypatch.setattr(serve, "downloaded", lambda name, revision: Path("/cache", name, revision or "main"))
     for options in (["--port", "1"], ["--served-model-name=mine"]):
         run_serve("pocket", DEFAULT, options)
     assert called == ["version", "end"] * 2
     assert [one[2] for one in started] == [str(ASSETS)] * 2
     assert started[0][5:] == ["--served-model-name", "pocket", "--port", "1"]
     assert started[1][5:] == ["--served-model-name=mine"]
+    for options, download in ([], False), (["--revision", "r"], False), (["--revision=r"], False), ([], True):
+        run_serve("org/name", DEFAULT, options, download)
+    run_serve("s3://bucket/name", DEFAULT, [])
+    folders = ["/cache/org/name/main", *["/cache/org/name/r"] * 2, "org/name", "s3://bucket/name"]
+    assert [one[2] for one in started[2:]] == folders
+    assert started[2][5:] == ["--served-model-name", "org/name"]
+    assert started[5][5:] == []
+
+
+def _fail(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.law("one-line-with-the-way-out")
+def test_an_engine_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = [RuntimeError("Engine core initialization failed. See root cause above."), RuntimeError("a bug")]
+    start = SimpleNamespace(main=lambda: _fail(errors.pop(0)))
+    seams = SimpleNamespace(check_version=lambda: None, end_promptly=lambda: None)
+    monkeypatch.setitem(sys.modules, "vllm.entrypoints.cli.main", start)
+    monkeypatch.setitem(sys.modules, "models_integration.engines.vllm.seams", seams)
+    monkeypatch.setattr(serve, "find_spec", lambda name: name)
+    monkeypatch.setattr(serve, "register", lambda: None)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(SpecError, match="MODEL = 'pocket': the engine did not start; the log above has the reason"):
+        run_serve("pocket", DEFAULT, [])
+    with pytest.raises(RuntimeError, match="a bug"):
+        run_serve("pocket", DEFAULT, [])
+
+
+@pytest.mark.law("one-line-with-the-way-out")
+@pytest.mark.parametrize(("model", "told"), [
+    ("no/model", "is neither a folder nor a whole model in the cache of the hub; to download .* add --download"),
+    ("part/model", "is neither a folder nor a whole model in the cache"), ("./no", "is no folder on this machine"),
+    ("no/such/model", "is no folder on this machine"), ("empty", "is a folder without config.json"),
+])
+def test_a_model_that_is_not_on_this_machine_is_named_at_once(
+    model: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Check a cache with a model without weights, and a whole model. Neither is the hub asked, nor vLLM started."""
+    monkeypatch.setattr(serve, "find_spec", lambda name: name)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    for name, file in (("part", "config.json"), ("whole", "model.safetensors")):
+        folder = tmp_path / f"models--{name}--model"
+        (folder / "snapshots" / "abc").mkdir(parents=True)
+        (folder / "snapshots" / "abc" / file).write_text("{}", encoding="utf-8")
+        (folder / "refs").mkdir()
+        (folder / "refs" / "main").write_text("abc", encoding="utf-8")
+    assert downloaded("whole/model") == tmp_path / "models--whole--model" / "snapshots" / "abc"
+    assert downloaded("whole/model", "other") is None
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SpecError, match=f"MODEL = '{model}': {told}"):
+        run_serve(model, DEFAULT, [])
