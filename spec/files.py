@@ -19,8 +19,8 @@ from typing import Any, BinaryIO
 from spec.errors import SpecError
 
 __all__ = [
-    "ARCHIVE_ERRORS", "check_no_links", "check_output", "check_output_folder", "check_regular", "check_results",
-    "check_unpacked", "parse_toml", "read_bytes", "read_text", "regular",
+    "ARCHIVE_ERRORS", "check_no_links", "check_output", "check_output_folder", "check_readable", "check_regular",
+    "check_results", "check_unpacked", "decode_text", "parse_toml", "read_bytes", "read_file", "read_text", "regular",
 ]
 
 MOST_UNPACKED = 2**28
@@ -97,6 +97,50 @@ def check_regular(path: str | os.PathLike[str]) -> None:
         pass
 
 
+def check_readable(argument: str, path: Path) -> None:
+    """Check that a file of the user is a regular file that can be opened.
+
+    Raises:
+        SpecError: if not.
+    """
+    try:
+        check_regular(path)
+    except (OSError, ValueError) as error:
+        raise _unreadable(argument, path, error) from error
+
+
+def read_file(argument: str, path: Path) -> bytes:
+    """Return all bytes of a file of the user.
+
+    Raises:
+        SpecError: if the file cannot be read.
+    """
+    try:
+        return read_bytes(path)
+    except (OSError, ValueError) as error:
+        raise _unreadable(argument, path, error) from error
+
+
+def decode_text(argument: str, path: Path, data: bytes, encoding: str = "utf-8") -> str:
+    """Return the text of a UTF-8 file with this content.
+
+    Raises:
+        SpecError: if the content is not UTF-8.
+    """
+    try:
+        return data.decode(encoding)
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        reason = f"is not UTF-8 (byte {data[error.start]:#x} in line {line}): save the file with the encoding UTF-8"
+        raise SpecError(argument, str(path), reason) from error
+
+
+def _unreadable(argument: str, path: Path, error: Exception) -> SpecError:
+    """Return the error about a path with which the file system or Python raised an error."""
+    reason = getattr(error, "strerror", None) or error
+    return SpecError(argument, str(path), f"cannot be read ({reason}): give the path of a file")
+
+
 def read_text(argument: str, path: Path) -> str:
     r"""Return the text of a UTF-8 file, plain or .xz. Line ends stay as they are in the file, such as \r\n.
 
@@ -107,16 +151,21 @@ def read_text(argument: str, path: Path) -> str:
     """
     try:
         with open(path, "rb", opener=_regular_or_pipe) as file:
-            return (_unpacked(file) if path.suffix == ".xz" else file.read()).decode("utf-8")
-    except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
-        raise SpecError(argument, str(path), f"must be a readable text file: {error}") from error
+            data = _unpacked(argument, path, file) if path.suffix == ".xz" else file.read()
+    except SpecError:
+        raise
+    except (EOFError, lzma.LZMAError) as error:
+        raise SpecError(argument, str(path), f"is not a whole .xz file ({error}): make the file again") from error
+    except (OSError, ValueError) as error:
+        raise _unreadable(argument, path, error) from error
+    return decode_text(argument, path, data)
 
 
-def _unpacked(packed: BinaryIO) -> bytes:
+def _unpacked(argument: str, path: Path, packed: BinaryIO) -> bytes:
     with lzma.open(packed) as file:
         data = file.read(MOST_UNPACKED + 1)
     if len(data) > MOST_UNPACKED:
-        raise ValueError(f"it has more than {MOST_UNPACKED} bytes; unpack the file first")
+        raise SpecError(argument, str(path), f"has more than {MOST_UNPACKED} bytes of text: unpack the file first")
     return data
 
 

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from experiments.studies.columns import check_row, missing_column
 from spec.errors import SpecError
-from spec.files import regular
+from spec.files import read_bytes, regular
 
 __all__ = [
     "AGAIN", "ERROR", "START", "STUDY", "Place", "Row", "append_row", "check_columns", "load_rows", "load_study",
@@ -54,27 +54,36 @@ def load_study(path: Path) -> list[Row]:
         SpecError: as in `load_rows`, or if a row is not the row of a sample.
     """
     rows = load_rows(path)
-    for number, row in enumerate(rows, 1):
+    for row in rows:
         if name := check_row(row) or missing_column(row):
-            raise _invalid(f"{path}", f"entry {number} ", name)
+            raise _invalid(_line_of(row, path), name)
     return rows
 
 
-def check_columns(rows: Sequence[object], columns: Mapping[str, type], path: Path) -> None:
-    """Check that each row has these columns, with values of these types.
+def check_columns(rows: Sequence[Row], columns: Mapping[str, type], path: Path) -> None:
+    """Check that each row of a file has these columns, with values of these types.
 
     Raises:
         SpecError: if a column is missing, or if a value has a different type. The message has the first such column.
     """
-    for number, row in enumerate(rows, 1):
+    for row in rows:
         for name, kind in columns.items():
-            if not (isinstance(row, dict) and name in row and isinstance(row[name], kind)):
-                raise _invalid(f"{path}", f"entry {number} ", name)
+            if not (name in row and isinstance(row[name], kind)):
+                raise _invalid(_line_of(row, path), name)
 
 
-def _invalid(where: str, entry: str, name: str) -> SpecError:
-    reason = f"{entry}lacks a valid {name}: remove the line, or run the study in a different folder"
-    return SpecError("results", where, reason)
+_REMEDY = "remove the line, and the next run measures the sample again"
+
+
+def _invalid(where: str, name: str) -> SpecError:
+    return SpecError("results", where, f"has no valid value of {name!r}: {_REMEDY}")
+
+
+def _line_of(row: Row, path: Path) -> str:
+    """Return the path and the number of the line in which a row of a file is."""
+    text = json.dumps(row)
+    lines = enumerate(read_bytes(path).split(b"\n"), 1)
+    return f"{path}:{next(number for number, line in lines if _is_row(line) and json.dumps(json.loads(line)) == text)}"
 
 
 def parse_rows(text: str, path: Path) -> list[Row]:
@@ -182,11 +191,11 @@ def _row(line: bytes, path: Path, number: int) -> Row:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise SpecError("results", f"{path}:{number}", f"is not JSON: {error}") from error
+        raise SpecError("results", f"{path}:{number}", f"is not JSON ({error}): {_REMEDY}") from error
     if not isinstance(row, dict):
-        raise SpecError("results", f"{path}:{number}", "must be a JSON object")
+        raise SpecError("results", f"{path}:{number}", f"must be a JSON object: {_REMEDY}")
     if {"rules", "sample"} <= row.keys() and (name := check_row(row)):
-        raise _invalid(f"{path}:{number}", "", name)
+        raise _invalid(f"{path}:{number}", name)
     return row
 
 

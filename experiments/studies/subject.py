@@ -17,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 from experiments.tasks import Sample
 from models_integration.model.architecture import check_positions
 from models_integration.model.gguf import read_gguf
+from models_integration.model.hub import is_hub_name
 from models_integration.model.identity import ModelIdentity, identify
 from models_integration.model.published_weights import WEIGHTS, located
 from models_integration.pocket import SHIPPED, load_pocket_tokenizer
@@ -227,6 +228,8 @@ def model_errors(model: str) -> Iterator[None]:
         raise SpecError("model", model, f"is a file, but not a GGUF file; {way_out}")
     if not known and path.is_dir() and not any((path / name).is_file() for name in _CONFIGS):
         raise SpecError("model", model, f"is a folder without config.json, and so no model; {way_out}")
+    if not known and not path.exists() and not is_hub_name(model):
+        raise SpecError("model", model, f"is no folder on this machine, and no name that the hub can have; {way_out}")
     try:
         yield
     except (SpecError, ModuleNotFoundError):

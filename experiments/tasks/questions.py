@@ -19,7 +19,7 @@ from experiments.tasks.context import Ground, Span
 from experiments.tasks.metrics import GRADES, REGEX
 from experiments.tasks.needle import QUESTION_FRAME, Sample
 from spec.errors import SpecError
-from spec.files import read_bytes
+from spec.files import decode_text, read_file
 from spec.validate import check_choices
 
 __all__ = ["USER", "QuestionTask", "question_task", "read_questions"]
@@ -112,7 +112,7 @@ def read_questions(file: Path, text: Path | None, grade: str) -> dict[str, list[
     Raises:
         SpecError: if a file cannot be read, if the file has no rows, if a column is missing, or if a row is invalid.
     """
-    rows, document = _rows(file), None if text is None else _decoded("text", text, _bytes("text", text))
+    rows, document = _rows(file), None if text is None else _text("text", text)
     if document is not None and not document.strip():
         raise SpecError("text", str(text), "is empty: give a file with the text")
     if not rows:
@@ -183,29 +183,15 @@ def _texts(where: str, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
 def _rows(file: Path) -> list[dict[str, Any]]:
     if file.suffix.lower() not in FORMS:
         raise SpecError("questions", str(file), f"must end in {' or '.join(FORMS)}")
-    data = _bytes("questions", file)
-    text = _decoded("questions", file, data)
+    text = _text("questions", file)
     if not text.strip():
         raise SpecError("questions", str(file), "is empty: write a header question,answer and a row for each question")
     return _csv(file, text) if file.suffix.lower() == ".csv" else _jsonl(file, text)
 
 
-def _bytes(argument: str, file: Path) -> bytes:
-    try:
-        return read_bytes(file)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", error)
-        raise SpecError(argument, str(file), f"cannot be read ({reason}): give the path of a file") from error
-
-
-def _decoded(argument: str, file: Path, data: bytes) -> str:
+def _text(argument: str, file: Path) -> str:
     """Return the text of a file in UTF-8, with or without the mark that spreadsheets put at the start."""
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
-        reason = f"is not UTF-8 (byte {data[error.start]:#x} in line {line}): save the file with the encoding UTF-8"
-        raise SpecError(argument, str(file), reason) from error
+    return decode_text(argument, file, read_file(argument, file), "utf-8-sig")
 
 
 def _csv(file: Path, text: str) -> list[dict[str, Any]]:

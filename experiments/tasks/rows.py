@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, cast
 from experiments.tasks.context import Ground, Maker
 from experiments.tasks.needle import Sample
 from spec.errors import SpecError
-from spec.files import read_bytes
+from spec.files import read_file
 
 __all__ = ["File", "OfFile", "Row", "check_fields", "open_rows", "read_setting", "texts"]
 
@@ -67,13 +67,6 @@ def _without(sample: Sample, start: int, stop: int) -> Sample:
     return replace(sample, context_ids=(*sample.context_ids[:start], *sample.context_ids[stop:]))
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return read_bytes(path)
-    except OSError as error:
-        raise SpecError("path", str(path), f"must be a readable file: {error}") from error
-
-
 def _json(where: str, text: bytes, fields: Mapping[str, type]) -> Row:
     """Parse a JSON object, and check that it has all these fields."""
     try:
@@ -97,7 +90,7 @@ def check_fields(where: str, actual: object, fields: Mapping[str, type]) -> Row:
 
 def open_rows(path: Path, fields: Mapping[str, type]) -> File:
     """Read the objects of a jsonl file, one per line."""
-    data = _read(path)
+    data = read_file("path", path)
     lines = enumerate(data.split(b"\n"), 1)
     rows = [_json(f"{path}, line {number}", line, fields) for number, line in lines if line.strip()]
     if not rows:
@@ -107,7 +100,7 @@ def open_rows(path: Path, fields: Mapping[str, type]) -> File:
 
 def read_setting(path: Path, dataset: str) -> str | int:
     """Return the value of a data set from a JSON file."""
-    return cast("str | int", _json(str(path), _read(path), {dataset: object})[dataset])
+    return cast("str | int", _json(str(path), read_file("path", path), {dataset: object})[dataset])
 
 
 def texts(answer: object) -> tuple[str, ...]:

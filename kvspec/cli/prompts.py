@@ -34,7 +34,7 @@ from models_integration.policies.prefill import prefill
 from models_integration.policies.values import repeat_template, sentence_ends
 from reference.calibration import Calibration, save_calibration
 from spec.errors import SpecError
-from spec.files import check_output
+from spec.files import check_output, check_readable
 from spec.records import CrystalRetention
 from spec.validate import check_choices
 
@@ -69,11 +69,12 @@ def run_keep(prompt: Path, budget: str, policy: str, form: str, model: str, back
     parse_policy(policy)  # an unknown policy is an error before a model is read
     folder, shipped = Path(model_folder(model)), model in SHIPPED
     with model_errors(model):
+        if not folder.is_dir():  # the rest reads only parts of the weights, and a model of the hub has no such folder
+            names = ", ".join(map(repr, (*SHIPPED, *WEIGHTS)))
+            reason = f"is no folder on this machine; for kvspec keep give {names}, or a folder with safetensors files"
+            raise SpecError("model", model, reason)
         tokenizer = load_pocket_tokenizer(folder) if shipped else AutoTokenizer.from_pretrained(folder)
         AutoConfig.from_pretrained(folder)
-    if not folder.is_dir():  # the rest reads only parts of the weights, and a model of the hub has no such folder
-        names = ", ".join(map(repr, (*SHIPPED, *WEIGHTS)))
-        raise SpecError("model", model, f"must be {names}, or a folder with safetensors files, for kvspec keep")
     method = policy_with(policy, budget, backend=backend, sentence_ends=sentence_ends(tokenizer))
     stored = "float32" if shipped else None
     given = tokenizer(text).input_ids
@@ -108,7 +109,11 @@ def run_calibrate(
     if threshold is not None and text.suffix != ".tsv":
         raise SpecError("threshold", threshold, f"can be used only with a head pattern (.tsv), not with {text.name}")
     check_output("out", out, (text,), force)
+    if text.suffix == ".npz":
+        raise SpecError("TEXT", str(text), "is a calibration file, which this command writes; give the text to read")
     published = is_published_file(text)
+    if published:
+        check_readable("TEXT", text)  # before the model is loaded
     if covariance and published:
         raise SpecError("covariance", covariance, f"is measured on a text, not read from {text.name}; give a text")
     calibration = _read(text, loading, threshold) if published else _measure(text, tokens, loading, covariance)

@@ -36,7 +36,7 @@ from reference.policies.qfilters import query_filters
 from reference.triattention import band_statistics
 from spec.arrays import Cube, Float64, Matrix, Vector
 from spec.errors import SpecError
-from spec.files import ARCHIVE_ERRORS, check_unpacked, read_bytes
+from spec.files import ARCHIVE_ERRORS, check_unpacked, decode_text, read_file
 from spec.policy import Policy
 
 __all__ = [
@@ -364,10 +364,11 @@ def _head(stats: Mapping[str, Any], key: str, half: int, name: str) -> list[Floa
 
 
 def _table(path: Path, architecture: Architecture) -> Float64[Matrix, "L H_kv"]:
+    text = decode_text("path", path, read_file("path", path))
     try:
-        rows = [line.split("\t") for line in read_bytes(path).decode().splitlines() if line.strip()]
+        rows = [line.split("\t") for line in text.splitlines() if line.strip()]
         table = np.array([[float(cell) for cell in row] for row in rows])
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise SpecError("path", str(path), f"must be lines of numbers between tabs: {error}") from error
     config, L = architecture.config, len(layer_types(architecture.config))
     H_kv = layer_config_value(config, "num_key_value_heads", architecture.full_layers[0])

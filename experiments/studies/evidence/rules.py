@@ -31,7 +31,7 @@ from models_integration.policies.sizes import is_size
 from reference.calibration import Calibration, load_calibration
 from reference.policies.names import AT_PROMPT, is_built_in
 from spec.errors import SpecError
-from spec.files import parse_toml, read_bytes
+from spec.files import decode_text, parse_toml, read_file
 from spec.validate import check_choices, did_you_mean
 
 __all__ = [
@@ -254,10 +254,7 @@ def load_rules(path: Path, plugins: bool = True) -> Rules:
         SpecError: if the file cannot be read or is not TOML, if a key is missing, unknown or of a wrong type, or as in
             `Rules`. Without `plugins`, also if a policy or task is not part of kvspec.
     """
-    try:
-        text = read_bytes(path).decode()
-    except (OSError, ValueError) as error:
-        raise SpecError("rules", str(path), f"must be a TOML file: {error}") from error
+    text = decode_text("rules", path, read_file("rules", path))
     return replace(_read(text, str(path), plugins), source=str(path))
 
 

@@ -18,7 +18,7 @@ from experiments.studies.report import format_p
 from models_integration.policies.methods import parse_policy
 from reference.confirmation import BONFERRONI, Cell, branch_of, choose_lambda, paired_difference
 from spec.errors import SpecError
-from spec.files import parse_toml, read_bytes
+from spec.files import decode_text, parse_toml, read_file
 from spec.validate import check_choices
 
 __all__ = [
@@ -184,9 +184,10 @@ def load_paper(name: str) -> Paper:
     if not name.endswith(".toml"):
         check_choices("NAME", (name,), (*PAPERS, INJECTION))
     path = Path(name) if name.endswith(".toml") else Path(__file__).with_name(f"{name}.toml")
+    text = decode_text("NAME", path, read_file("NAME", path))
     try:
-        read = parse_toml(read_bytes(path).decode())
-    except (OSError, ValueError) as error:
+        read = parse_toml(text)
+    except ValueError as error:
         raise SpecError("NAME", name, f"must be a TOML file: {error}") from error
     parts = [_record(Part, _part(entry)) for entry in read.pop("part", ())]
     tables = [_record(Table, entry) for entry in read.pop("table", ())]

@@ -121,17 +121,28 @@ def test_the_audit_names_a_malformed_row(row: str, words: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("row", "words"), [
-    ({}, "lacks a valid rules"), ({"cells": 3}, "lacks a valid cells"), ({"cells": [{"policy": "x"}]}, "valid budget"),
-    ({"rules": "", "sample": "", "error": "x"}, "entry 1 lacks a valid task"),
+    ({}, "rules"), ({"cells": 3}, "cells"), ({"cells": [{"policy": "x"}]}, "budget"),
+    ({"rules": "", "sample": "", "error": "x"}, "task"),
 ])
 def test_the_report_and_the_status_name_a_malformed_row(row: Row, words: str, tmp_path: Path) -> None:
     about = {"rules": "", "model": "", "task": "", "part": "", "placement": "", "length": 3, "metadata": {}}
+    append_row(tmp_path / "study.jsonl", {"again": True})  # the report leaves out this row, which counts as a line
     append_row(tmp_path / "study.jsonl", {**about, **row} if "cells" in row else row)
-    with pytest.raises(SpecError, match=rf"study\.jsonl.*{words}"):
+    told = rf"study\.jsonl:2': has no valid value of '{words}': remove the line, and the next run measures"
+    with pytest.raises(SpecError, match=told):
         write_page(tmp_path, [])
     if "error" in row:
-        with pytest.raises(SpecError, match=words):
+        with pytest.raises(SpecError, match=told):
             list(status(tmp_path))
+
+
+@pytest.mark.parametrize(("line", "words"), [
+    ("{", r"is not JSON \(.*\)"), ("", r"is not JSON \(.*\)"), ("3", "must be a JSON object"),
+])
+def test_a_line_that_is_no_row_is_named_with_what_to_do(line: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "study.jsonl").write_text(f'{{"again": true}}\n{line}\n', encoding="utf-8")
+    with pytest.raises(SpecError, match=rf"study\.jsonl:2': {words}: remove the line, and the next run measures"):
+        write_page(tmp_path, [])
 
 
 def places_in(value: Any, before: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -183,7 +194,7 @@ def test_a_wrong_value_in_a_row_is_one_sentence_or_is_shown(tmp_path: Path, one_
 ])
 def test_the_status_names_a_line_with_a_wrong_value(row: Row, words: str, tmp_path: Path) -> None:
     append_row(tmp_path / "study.jsonl", {"rules": "", "sample": "", **row})
-    with pytest.raises(SpecError, match=rf"study\.jsonl:1'.*lacks a valid {words}"):
+    with pytest.raises(SpecError, match=rf"study\.jsonl:1'.*has no valid value of '{words}'"):
         list(status(tmp_path))
 
 

@@ -328,6 +328,7 @@ def test_the_best_keeps_as_many_prompt_tokens_however_long_its_answers(
     page = page_of(tmp_path, rules=(), study=compared(**patterns))
     assert page.table("Highest recovery").line("Needle")[1].startswith(best)
     assert not any("off the median" in table.caption for table in page.tables)
+    assert "Excluded" not in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_samples_that_lack_a_policy_are_left_out_of_its_figures_alone(tmp_path: Path) -> None:

@@ -65,7 +65,10 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         (("--policies", "snapkw"), ("policy = 'snapkw'", "did you mean snapkv")),
         (("--tasks", "ruler-file:/nope.jsonl"), ("tasks = 'ruler-file:/nope.jsonl'", "has no file '/nope.jsonl'")),
         (("--policies", "mym.py:POLICY"), ("policy = 'mym.py:POLICY'", "mym.py is a file", "write", "mym:POLICY")),
-        (("--tasks", "haystack"), ("task = 'haystack'",)), (("--placements", "before"), ("placements = 'before'",)),
+        (("--tasks", "haystack"), ("task = 'haystack'", "known names, see `kvspec tasks`")),
+        (("--tasks", "NEDLE"), ("task = 'NEDLE'", "did you mean needle?")),
+        (("--tasks", "rulerfile:x"), ("task = 'rulerfile:x'", "named 'rulerfile'", "did you mean ruler-file")),
+        (("--placements", "before"), ("placements = 'before'",)),
         (("--policies", "snapkv,triattention"), ("calibration", "triattention", "kvspec calibrate")),
         (("--policies", "snapkv,kvzap"), ("calibration", "kvzap", "kvspec calibrate KVzap/model.safetensors")),
         (("--policies", "fast-kvzip"), ("calibration", "fast-kvzip", "kvspec calibrate gates.safetensors")),
@@ -128,7 +131,8 @@ def test_a_mistake_in_the_call_is_one_line_too(
 @pytest.mark.parametrize(
     ("model", "words"),
     [("none", "is a folder without config.json"), ("x.txt", "is a file, but not a GGUF file"),
-     ("broken", "cannot be loaded ("), ("no/such/model", "is no folder on this machine, and the hub")],
+     ("broken", "cannot be loaded ("), ("no/model", "is no folder on this machine"),
+     ("./no", "is no folder on this machine")],
 )
 def test_a_model_that_is_none_is_named_with_what_to_type(
     command: str, model: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Refusal,
@@ -254,7 +258,44 @@ def test_files_that_cannot_be_written_are_refused_first(tmp_path: Path, refusal:
     ):
         message = refusal([*arguments, "--model", "/nowhere"])
         assert re.search("must be a file, but is a folder|cannot be created as a folder", message)
-    assert "must be a readable text file" in refusal(["compress", str(tmp_path / "b.txt")])
+    message = refusal(["compress", str(tmp_path / "b.txt")])
+    assert "cannot be read (No such file or directory): give the path of a file" in message
+
+
+@pytest.mark.parametrize(("name", "content", "words"), [
+    ("no.txt", None, "TEXT = '{}': cannot be read (No such file or directory): give the path of a file"),
+    ("no.pt", None, "TEXT = '{}': cannot be read (No such file or directory): give the path of a file"),
+    ("no.safetensors", None, "TEXT = '{}': cannot be read (No such file or directory): give the path of a file"),
+    ("no.toml", None, "rules = '{}': cannot be read (No such file or directory): give the path of a file"),
+    ("a.txt", b"one\ntw\xf6", "TEXT = '{}': is not UTF-8 (byte 0xf6 in line 2): save the file with the encoding UTF-8"),
+    ("a.toml", b"\xf6", "rules = '{}': is not UTF-8 (byte 0xf6 in line 1): save the file with the encoding UTF-8"),
+    ("a.npz", b"PK", "TEXT = '{}': is a calibration file, which this command writes; give the text to read"),
+])
+def test_a_wrong_file_to_calibrate_is_named_before_the_model_is_loaded(
+    name: str, content: bytes | None, words: str, refusal: Refusal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(Loading, "subject", lambda loading: pytest.fail("the model was loaded"))
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    assert words.format(path) in refusal(["calibrate", str(path), "--out", str(tmp_path / "c.npz")])
+
+
+def test_a_head_pattern_that_is_no_table_is_named(refusal: Refusal, tmp_path: Path) -> None:
+    path = tmp_path / "a.tsv"
+    path.write_bytes(b"\xf6")
+    assert f"path = '{path}': is not UTF-8 (byte 0xf6 in line 1)" in refusal(["calibrate", str(path)])
+
+
+@pytest.mark.parametrize("model", ["no/model", "./no", "/no", "no/such/model"])
+def test_no_command_asks_the_hub_in_vain(model: str, refusal: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path that does not exist was looked up on the hub, for 47 s without a network."""
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: pytest.fail("the hub is asked"))
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("the hub"))
+    for command in ["keep"] if model == "no/model" else ["keep", "compress"]:
+        message = refusal([command, __file__, "--model", model])
+        assert f"model = '{model}': is no folder on this machine" in message
+        assert "'pocket', 'chat', 'smollm2', or a folder" in message or "'smollm2', a folder" in message
 
 
 @pytest.mark.law("figures-are-counted-right")
