@@ -250,7 +250,7 @@ def not_text(given: Any) -> SpecError:
     """Return the error about arguments in an HTTP request that are neither text nor a list."""
     text = json.dumps(_as_json(given)) if isinstance(given, Mapping) else ""
     example = text if 0 < len(text) <= _LONGEST_REPEATED else json.dumps(_EXAMPLE)
-    return SpecError("vllm_xargs.kvspec", type(given).__name__, f'must be JSON text: send {{"{KEY}": {example}}}')
+    return SpecError("vllm_xargs.kvspec", type(given).__name__, f'must be JSON text, so send {{"{KEY}": {example}}}')
 
 
 def _served_policy(asked: Mapping[str, Any], settings: Settings, ends: Collection[int] | None) -> RequestPolicy:

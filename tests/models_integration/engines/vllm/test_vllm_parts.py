@@ -154,7 +154,7 @@ def test_a_server_without_a_default_says_that_a_policy_is_needed(given: Any, tol
 ])
 def test_an_object_in_a_request_is_answered_with_its_text(given: Any, example: dict[str, Any]) -> None:
     message = str(not_text(given))
-    before, _, sent = message.partition("must be JSON text: send ")
+    before, _, sent = message.partition("must be JSON text, so send ")
     assert before == f"vllm_xargs.kvspec = '{type(given).__name__}': "
     ((key, text),) = json.loads(sent).items()
     assert (key, json.loads(text)) == ("kvspec", example)
