@@ -94,9 +94,9 @@ def _reason(name: str, error: Exception) -> str:
         return f"{error}; install the module, or start kvspec in the folder that contains {name.partition('.')[0]}"
     message = f"the module raises {type(error).__name__}: {error}"
     frames = traceback.extract_tb(error.__traceback__)[1:]  # the first frame is in this file
-    own = [frame for frame in frames if "importlib" not in frame.filename]
-    return message if isinstance(error, SyntaxError) or not own else (
-        f"{message} ({PurePath(own[-1].filename).name}, line {own[-1].lineno})"
+    in_module = [frame for frame in frames if "importlib" not in frame.filename]
+    return message if isinstance(error, SyntaxError) or not in_module else (
+        f"{message} ({PurePath(in_module[-1].filename).name}, line {in_module[-1].lineno})"
     )
 
 

@@ -87,15 +87,15 @@ def check_pool(available: int, block_bytes: int, size: int, longest: int, blocks
     Raises:
         SpecError: if the pool is too small. The message has the options to type instead.
     """
-    room = max(0, (available // block_bytes if blocks is None else blocks) - 1) * size
+    fitting = max(0, (available // block_bytes if blocks is None else blocks) - 1) * size
     if available <= 0 and blocks is None:
         reason = "is left for the cache beside the model: raise --gpu-memory-utilization, or use a smaller model"
         raise SpecError("pool", "no memory", reason)
-    if room < longest:
+    if fitting < longest:
         needed = -(-longest // size) + 1
         option = f"--kv-cache-memory-bytes {needed * block_bytes}" if blocks is None else (
             f"--num-gpu-blocks-override {needed}"
         )
-        shorter = f", or --max-model-len {room}" if room else ""
+        shorter = f", or --max-model-len {fitting}" if fitting else ""
         reason = f"one request can have {longest} tokens: type {option}{shorter}"
-        raise SpecError("pool", f"{room} tokens", reason)
+        raise SpecError("pool", f"{fitting} tokens", reason)
