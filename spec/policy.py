@@ -130,6 +130,8 @@ class Repeat:
 class LayerView:
     """Attention inputs of one layer, after RoPE: q (H, n_q, d), k (H_kv, n, d), and v (H_kv, n, d) or None.
 
+    A scorer must not change the arrays in place, because k and v can be the tensors of the cache.
+
     q contains the last n_q queries. k and v contain the n cached keys and values. q, k and v are sorted by position.
     lse (H, n_q) is described in `spec.backend.CrystalStages.coattention`. lse is None if the model's attention does
     not return lse.

@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from conformance.abstentions import abstain
-from conformance.cache_suite.judge import PROMPT, Case, Run, call, compare, load_model, masked_model, visible_case
+from conformance.cache_suite.judge import (
+    PROMPT,
+    WHOLE,
+    Case,
+    Run,
+    call,
+    compare,
+    load_model,
+    masked_model,
+    visible_case,
+)
 
 BATCH, PADDED, SAVED = "a batch", "left padding", "save and load"
 ABILITIES: Mapping[str, Sequence[str]] = {BATCH: ["batch"], PADDED: ["batch"], SAVED: ["save_to", "load_from"]}
@@ -36,7 +46,11 @@ def check_ability(
     refused = []
     for kind in ABILITY_KINDS:
         lengths = ROWS[ability] if "batch" in names and (ability, kind) != (SAVED, ABILITY_KINDS[1]) else (PROMPT,)
-        cases = [visible_case(folder, kind, 5, seed + row, renumbered, n, 3) for row, n in enumerate(lengths)]
+        of_row = {1: WHOLE} if kind == ABILITY_KINDS[0] else {}  # padding must be hidden without an eviction too
+        cases = [
+            visible_case(folder, of_row.get(row, kind), 5, seed + row, renumbered, n, 3)
+            for row, n in enumerate(lengths)
+        ]
         try:
             if ability == SAVED:
                 _check_saved(run, folder, cases[0], place / f"saved {len(kind)}", renumbered)

@@ -1,9 +1,11 @@
 """Tests that the kept sets of a subject satisfy the equation of a published method."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
@@ -17,7 +19,7 @@ from conformance.policy_suite.slips import reasons
 from conformance.policy_suite.test_promises import DRAWN_SHAPES, LONG, SHORT, TYING, Draw, with_examples
 from conformance.strategies.model_shapes import SHAPES, Shape
 from conformance.strategies.policy_inputs import Inputs, Kept, in_chunks, until_step
-from spec.policy import Rehearsal
+from spec.policy import LayerView, Rehearsal
 
 LONG_SPAN = 100
 """Length of a window from which an input has at most one window. All attention of 300 tokens takes a second."""
@@ -127,8 +129,10 @@ def compared(
     Raises:
         AssertionError: if the subject keeps different tokens, or returns different scores.
     """
+    layers = copy.deepcopy(given[0].layers)
     with boundary("the subject"):
         kept = keeps(method, *given)
+    check_unchanged(layers, given[0].layers)
     try:
         wanted = method.wanted(*given, unit)
     except Undecided:
@@ -142,6 +146,17 @@ def compared(
     elif not (message := other_score(method, kept, wanted, scored)):
         return True
     raise AssertionError(f"not {method} with {described}: {message}{advised}")
+
+
+def check_unchanged(before: Sequence[LayerView], after: Sequence[LayerView]) -> None:
+    """Check that the subject changed no array that it received. In a session, k and v are the cache of the model."""
+    for layer, (one, other) in enumerate(zip(before, after, strict=True)):
+        for name, array in vars(one).items():
+            if isinstance(array, np.ndarray) and not np.array_equal(array, vars(other)[name], equal_nan=True):
+                raise AssertionError(
+                    f"the subject changed {name} of layer {layer} in place; compute with a copy, because a session "
+                    "passes the queries, keys and values of the model"
+                )
 
 
 def first_step(method: Method, keeps: Subject, given: tuple[Inputs, int], unit: float) -> str:

@@ -139,6 +139,21 @@ def test_a_right_score_passes_and_a_snapkv_of_key_norms_does_not() -> None:
     )
 
 
+def halved_keys(observation: Observation) -> Any:
+    """Return the right scores, and halve the keys of the caller."""
+    result = key_norms(observation)
+    for view in observation.layers.values():
+        view.k[...] *= 0.5
+    return result
+
+
+@pytest.mark.spec("PO-KNORM")
+def test_a_policy_that_changes_the_keys_of_the_caller_is_refused() -> None:
+    halved = policy_from_score(halved_keys, needs=Needs("all"))
+    with pytest.raises(AssertionError, match="the subject changed k of layer 0 in place"):
+        on_fixed_inputs(Method("knorm"), subject(lambda inputs: halved))
+
+
 @pytest.mark.spec("PO-H2O", "PO-STEP")
 @pytest.mark.parametrize(("first", "words"), [
     (0, "after the prompt, kept set 0 of 2"), (2, "after decode step 2 of 3, kept set 0 of 2"),

@@ -330,6 +330,16 @@ def padding_counts(prompt: Any, kept: Any, following: Any, folder: str, batch: b
     return after_eviction(prompt, kept, following, folder, batch)
 
 
+def padding_of_whole_rows(prompt: Any, kept: Any, following: Any, folder: str, batch: bool = False) -> Tensor:
+    """Treat padding tokens as tokens of the text in rows of which no token is evicted."""
+    longest = max(map(len, prompt)) if batch else 0
+    for row in range(len(prompt) if batch else 0):
+        if all(len(own) == len(prompt[row]) for sets in kept[row].values() for own in sets):
+            prompt[row] = [0] * (longest - len(prompt[row])) + prompt[row]
+            kept[row] = {layer: [list(range(longest))] * len(sets) for layer, sets in kept[row].items()}
+    return after_eviction(prompt, kept, following, folder, batch)
+
+
 def loaded_at_the_last_kept(
     prompt: Any, kept: Any, following: Any, folder: str, save_to: str | None = None, load_from: str | None = None,
 ) -> Tensor:
@@ -370,6 +380,7 @@ def loaded_at_one_length(
 
 @pytest.mark.parametrize(("engine", "ability", "words"), [
     (rows_share_sets, BATCH, "a batch, row 1 of"), (padding_counts, PADDED, "left padding, row 0 of"),
+    (padding_of_whole_rows, PADDED, "left padding, row 1 of"),
     (loaded_at_the_last_kept, SAVED, "a cache that was loaded"), (nothing_saved, SAVED, "there is no file"),
     (loaded_at_one_length, SAVED, r"a batch that was loaded, row 1 of \[40, 7\]"),
 ])
