@@ -30,12 +30,11 @@ from spec.policy import Policy
 from spec.retention import Granularity
 from spec.validate import bound_of_names, check_choices, check_sentence_ends, did_you_mean
 
-__all__ = ["RequestPolicy", "Settings", "make", "not_text", "parse_request"]
+__all__ = ["RequestPolicy", "Settings", "make", "parse_request"]
 
 _SERVER_ONLY = {"backend": "is chosen by the server", "calibration": "is a file of the server: name it in the default"}
 _LONGEST = 65536  # characters of a request's arguments
 _LONGEST_VALUE = 4096  # characters of a key or a value, except sentence ends: an error repeats the value
-_LONGEST_REPEATED = 200  # characters of arguments that an error repeats
 _MOST_KEYS = 64
 _ENDS = "sentence_ends"
 _KEYS = ("policy", "budget")
@@ -244,13 +243,6 @@ def parse_request(given: Any, settings: Settings) -> RequestPolicy | None:
         low, high = map(float, bounds)
         raise SpecError("budget", str(policy.budget), f"must be a share between {low} and {high}")
     return None if name == "fullcache" else policy
-
-
-def not_text(given: Any) -> SpecError:
-    """Return the error about arguments in an HTTP request that are neither text nor a list."""
-    text = json.dumps(_as_json(given)) if isinstance(given, Mapping) else ""
-    example = text if 0 < len(text) <= _LONGEST_REPEATED else json.dumps(_EXAMPLE)
-    return SpecError("vllm_xargs.kvspec", type(given).__name__, f'must be JSON text, so send {{"{KEY}": {example}}}')
 
 
 def _served_policy(asked: Mapping[str, Any], settings: Settings, ends: Collection[int] | None) -> RequestPolicy:

@@ -3,16 +3,13 @@
 import inspect
 import json
 import logging
-import sys
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from functools import wraps
-from itertools import pairwise
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any, ClassVar
 
 from prometheus_client import Counter
 from transformers import AutoTokenizer
 
-from models_integration.engines.vllm.arguments import RequestPolicy, Settings, not_text, parse_request
+from models_integration.engines.vllm.arguments import RequestPolicy, Settings, parse_request
 from models_integration.engines.vllm.seams import AdapterLogitsProcessor, replace_front_end
 from models_integration.engines.vllm.statement import KEY, Statement
 from models_integration.policies.values import sentence_ends
@@ -25,8 +22,6 @@ SEEN = Counter("kvspec_seen_tokens", "Prompt and answer tokens of finished reque
 KEPT = Counter("kvspec_kept_tokens", "Prompt and answer tokens of finished requests that were not evicted.")
 FREED = Counter("kvspec_freed_blocks", "Blocks that requests no longer held after evictions.")
 FULL = Counter("kvspec_full_cache_requests", "Finished requests that kept their full cache.", ["reason"])
-_SERVERS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
-"""Modules that start the HTTP server, in vLLM 0.32 and in older versions."""
 _NO_BEAMS = "makes a new request for each token, and evicts nothing with"
 
 
@@ -66,49 +61,6 @@ def install(settings: Settings) -> None:
         "completion_stream_generator": _stream, "chat_completion_stream_generator": _stream,
         "to_beam_search_params": _beam_search_params, "beam_search": _beam_search,
     })
-    _explain_invalid_arguments(_explanation)
-
-
-def _explain_invalid_arguments(explain: Callable[[Sequence[Any]], str | None]) -> None:
-    """Let the server answer HTTP 400 with the message that `explain` returns for the errors of FastAPI in a request.
-
-    If the message is None, the answer is vLLM's own.
-    """
-    # vLLM 0.32 checks the fields of a request before `validate_params`, and prints each type that a field may have.
-    # The command `vllm serve` has imported the module before. `vllm.LLM` has no server.
-    modules: Iterator[Any] = filter(None, map(sys.modules.get, _SERVERS))
-    for server in modules:
-        original = getattr(server, "build_app", None)
-        if original is not None and not hasattr(original, KEY):
-            server.build_app = _explaining(original, explain)
-
-
-def _explaining(original: Callable[..., Any], explain: Callable[[Sequence[Any]], str | None]) -> Callable[..., Any]:
-    @wraps(original)
-    def build_app(*args: Any, **kwargs: Any) -> Any:
-        from fastapi.exceptions import RequestValidationError
-
-        app = original(*args, **kwargs)
-        of_fields, of_values = (app.exception_handlers.get(kind) for kind in (RequestValidationError, ValueError))
-
-        async def handler(request: Any, error: Any) -> Any:
-            message = explain(error.errors())
-            return await (of_fields(request, error) if message is None else of_values(request, ValueError(message)))
-
-        if of_fields is not None and of_values is not None:
-            app.exception_handler(RequestValidationError)(handler)
-        return app
-
-    setattr(build_app, KEY, True)
-    return build_app
-
-
-def _explanation(errors: Iterable[Mapping[str, Any]]) -> str | None:
-    """Return the message about a value under the key "kvspec" that vLLM does not accept, or None for other errors."""
-    for error in errors:
-        if ("vllm_xargs", KEY) in pairwise(error["loc"]):
-            return f"kvspec: {not_text(error['input'])}"
-    return None
 
 
 def _asked(given: Mapping[str, Any] | None, settings: Settings) -> RequestPolicy | None:

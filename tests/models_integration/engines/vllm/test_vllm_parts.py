@@ -24,7 +24,7 @@ from conformance.witness.statement import parse_statement
 from kvspec.cli import serve
 from kvspec.cli.app import app
 from kvspec.cli.serve import run_serve, server_settings
-from models_integration.engines.vllm.arguments import RequestPolicy, Settings, not_text, parse_request
+from models_integration.engines.vllm.arguments import RequestPolicy, Settings, parse_request
 from models_integration.engines.vllm.pages import LAYOUTS, Pages, check_pool
 from models_integration.engines.vllm.plan import Plan
 from models_integration.engines.vllm.selection import Decider, LayerFacts
@@ -145,19 +145,6 @@ def test_a_server_without_a_default_says_that_a_policy_is_needed(given: Any, tol
     with pytest.raises(SpecError, match=told) as refused:
         parse_request(given, OPEN)
     assert "None" not in str(refused.value)
-
-
-@pytest.mark.law("one-line-with-the-way-out")
-@pytest.mark.parametrize(("given", "example"), [
-    ({"policy": "knorm", "budget": 0.5}, {"budget": 0.5, "policy": "knorm"}),
-    ({"policy": "x" * 300}, {"policy": "snapkv", "budget": 0.3}), (None, {"policy": "snapkv", "budget": 0.3}),
-])
-def test_an_object_in_a_request_is_answered_with_its_text(given: Any, example: dict[str, Any]) -> None:
-    message = str(not_text(given))
-    before, _, sent = message.partition("must be JSON text, so send ")
-    assert before == f"vllm_xargs.kvspec = '{type(given).__name__}': "
-    ((key, text),) = json.loads(sent).items()
-    assert (key, json.loads(text)) == ("kvspec", example)
 
 
 @pytest.mark.law("one-line-with-the-way-out")
