@@ -98,6 +98,8 @@ class Brute:
     """Numbers of tokens that parts add to the constants."""
     parts: Parts | None = None
     """Parts of the policy, if its scorer may be combined with different parts."""
+    longest: int = 1 << 13
+    """Maximum number of tokens of an input that the brute force evaluates in seconds."""
     scored: bool = True
     """True if the `scores` of a kept set are those of the item.
 

@@ -1,6 +1,6 @@
 """H2O by brute force: the attention that each key received from all queries, and the newest tokens."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from conformance.methods.brute import Brute, Parts, W, by_layer, newest, newest_half, plain
@@ -34,10 +34,18 @@ def rows(inputs: Inputs, B: int) -> list[Score]:
     return [unheld(dict(enumerate(row)), range(inputs.n), B, "all", "half") for row in result]
 
 
-def of_head(layer: Layer, steps: int, B: int, sums: str, recent: str, decode: str) -> Answer:
+def as_is(row: Score, live: Sequence[int]) -> Score:
+    return row
+
+
+def of_head(
+    layer: Layer, steps: int, B: int, sums: str, recent: str, decode: str,
+    score_of: Callable[[Score, Sequence[int]], Score] = as_is,
+) -> Answer:
     """Return the kept set of one KV head.
 
-    The sums start with the prompt. Each decode step adds the attention of its queries to the live keys.
+    The sums start with the prompt. Each decode step adds the attention of its queries to the live keys. `score_of`
+    returns the scores of live tokens from their sums. The sums do not change.
     """
     prompt = len(layer["k"][0]) - steps
     there = {**layer, "k": [layer["k"][0][:prompt]], "q": [rows[:prompt] for rows in layer["q"]]}
@@ -46,9 +54,9 @@ def of_head(layer: Layer, steps: int, B: int, sums: str, recent: str, decode: st
     def score(at: int, live: list[int]) -> Score:
         given = column_sums(seen_by(layer, at, live))
         got.update({p: got[p] + x if p in got else x for p, x in zip(live, given, strict=True)})
-        return unheld(got, live, B, sums, recent)
+        return score_of(unheld(got, live, B, sums, recent), live)
 
-    first = top(unheld(got, range(prompt), B, sums, recent), B)
+    first = top(score_of(unheld(got, range(prompt), B, sums, recent), range(prompt)), B)
     return decoded(first, range(prompt, prompt + steps), B, score, decode)
 
 

@@ -142,14 +142,15 @@ def sinks_and_newest(head_scores: Sequence[float], n: int, B: int, N_sink: int, 
 PUBLISHED = {"template": None, "N_sink": 4, "N_recent": 0, "chunk": 2000, "overlap": 8}
 BRUTES = [
     Brute("PO-KVZIP", "kvzip", kept(global_shares), REHEARSED, SINK + W, both_ends, published=PUBLISHED,
-          parts=Parts("sink=N_sink/recent=N_recent/layers=global", rows=all_rows())),
+          longest=1_100, parts=Parts("sink=N_sink/recent=N_recent/layers=global", rows=all_rows())),
     Brute(
         "PO-KVZIP", "kvzip-uniform", kept(lambda rows, B: [B] * len(rows)), REHEARSED, SINK + W, both_ends,
-        published=PUBLISHED, parts=Parts("sink=N_sink/recent=N_recent", rows=all_rows()),
+        published=PUBLISHED, longest=1_100, parts=Parts("sink=N_sink/recent=N_recent", rows=all_rows()),
     ),
     Brute(
         "PO-KVZIP-PLUS", "kvzip-plus", kept(global_shares, plus=True), REHEARSED, SINK + W, both_ends,
-        published=PUBLISHED, parts=Parts("sink=N_sink/recent=N_recent/layers=global", rows=all_rows(plus=True)),
+        published=PUBLISHED, longest=1_100,
+        parts=Parts("sink=N_sink/recent=N_recent/layers=global", rows=all_rows(plus=True)),
     ),
     Brute(
         "PO-KVZIP-HEADS", "kvzip-heads", streaming_heads, {"N_sink": SINK, "N_recent": W}, SINK + W, both_ends,

@@ -1,4 +1,4 @@
-"""Published methods as `--as` names them: kept sets by brute force in boxes, and explanations of different kept sets.
+"""Published methods as `--as` names them: kept sets by brute force in boxes.
 
 `snapkv(W=16, pooling="average")` gives constants and readings by name. `snapkv:W=16/layers=pyramid` is the text of a
 policy, and its parts are combined by the oracle of compositions. A reading is a choice on which published codes
@@ -8,12 +8,11 @@ attention have the reading `sinks`.
 
 import json
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from functools import cache, cached_property
-from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -25,8 +24,8 @@ from conformance.methods.brute import Brute
 from conformance.methods.composed import composed_brute
 from conformance.methods.composed_text import fields_of_parameters
 from conformance.methods.crystalcache import BRUTE as CRYSTALCACHE
-from conformance.oracles.box import DOUBLE, Undecided, rounding
-from conformance.oracles.choices import Answer, fits
+from conformance.oracles.box import DOUBLE, rounding
+from conformance.oracles.choices import Answer
 from conformance.strategies.policy_inputs import (
     Inputs,
     Kept,
@@ -60,15 +59,8 @@ TIES = {"ties": ("lower", "any")}
 """Choice between two equal scores: the lower position is kept, or either of them."""
 SINKS = {"sinks": ("softmax", "none")}
 """Attention sinks of a model such as gpt-oss in the softmax: counted, or not. Without sinks, no input has any."""
-ALTERNATIVES: Mapping[str, Sequence[Any]] = {
-    "W": (8, 16, 32, 64, 128), "kernel": (1, 3, 5, 7, 9, 13), "N_sink": (1, 2, 4, 8, 16, 64), "lam": (0.05, 0.1, 0.5),
-    "c": (8, 10, 16, 20), "lag": (64, 128, 256), "beta": (10, 20), "fusion": ("sum", "max"), "block": (8, 16, 32),
-    "safeguard": (Fraction(0), Fraction(1, 5), Fraction(1, 2)), "share": (Fraction(1, 4), Fraction(1, 2)),
-    "gamma": (0.0, 1.0, 200.0), "N_future": (128, 512), "N_recent": (128, 256),
-}
-"""Values of constants in published codes. They are tried if the kept sets differ."""
-MODEL_CHUNK, MODEL_STEPS = 150, 2
-"""Number of tokens of a repeated chunk, and number of decoded tokens, of an input of a model's size."""
+MODEL_CHUNK = 150
+"""Number of tokens of a repeated chunk of an input of a model's size."""
 EXTENTS = {"W": 1, "W_recent": 1, "N_sink": 1, "N_recent": 1, "lag": 3, "c": 1, "block": 1}
 """Constants that are a number of tokens, each with the multiple of it that an input needs to show a difference."""
 
@@ -100,6 +92,11 @@ class Method:
     def decodes(self) -> bool:
         """Return True if the kept sets after decode steps are compared."""
         return self.name in DECODED or self.brute.decoded
+
+    @property
+    def longest(self) -> int:
+        """Return the maximum number of tokens of an input that the brute force evaluates in seconds."""
+        return self.brute.longest
 
     @property
     def item(self) -> str:
@@ -145,7 +142,7 @@ class Method:
         known = needs.query_rows is not None or self.brute.turns
         return known and needs.rehearsal is None and policy.cadence.every is None
 
-    def adapted(self, inputs: Inputs) -> Inputs:
+    def adapted(self, inputs: Inputs, steps: int = 2) -> Inputs:
         """Return the inputs of a model, reduced or extended to the inputs that this method reads.
 
         These are sinks, repeated chunks and decoded tokens.
@@ -155,7 +152,7 @@ class Method:
         if "chunk" in self.constants:
             inputs = in_chunks(inputs, Rehearsal(**{**self.constants, "chunk": MODEL_CHUNK}))
         exact = inputs.layers[0].k.dtype == np.float64  # In float32, rounding would decide a step and all later steps.
-        return replace(inputs, steps=MODEL_STEPS if self.decodes and exact else 0)
+        return replace(inputs, steps=steps if self.decodes and exact else 0)
 
     def __str__(self) -> str:
         """Return the method as `--as` accepts it: every constant, and the given readings."""
@@ -201,12 +198,26 @@ def _text(value: Any) -> str:
     return json.dumps(str(value) if isinstance(value, Fraction) else value)
 
 
+PROMPT_ONLY: Mapping[str, str] = {
+    "rkv": "a decision comes after 128 decoded tokens", "vase": "a decision comes after 64 decoded tokens",
+    "triattention": "a decision comes at 128 tokens beyond the budget",
+    "triattention-by-head": "as triattention", "triattention-by-layer-and-head": "as triattention",
+}
+"""Methods that evict while decoding and are compared only after the prompt, with the reason."""
+
+
+def on_engine(method: Method, inputs: Inputs) -> Inputs:
+    """Return the inputs as an engine can receive them: all tokens are of the prompt if the operation has no steps."""
+    return inputs if method.name in DECODED else replace(inputs, steps=0)
+
+
 def asked(engine: Engine, method: Method, inputs: Inputs, B: int) -> Kept:
     """Return the kept sets of an engine, with scores if the engine returns scores.
 
     Raises:
         SpecError, EngineFailure: as `ask_method`.
     """
+    inputs = on_engine(method, inputs)
     if method.name == CRYSTALCACHE.name:  # The stages of CrystalCache are operations, but CrystalCache is not.
         return _by_stages(engine, method, inputs, B)
     policy = method.reference(inputs)
@@ -347,53 +358,3 @@ def rounded(inputs: Inputs) -> Inputs:
                 sinks=None if view.sinks is None else near(view.sinks)) for view in inputs.layers
     ]
     return replace(inputs, layers=layers, W_o=[near(W_o) for W_o in inputs.W_o])
-
-
-def explanations(
-    decide: Decide, method: Method, unit: float = DOUBLE, failing: tuple[Inputs, int] | None = None,
-) -> list[str]:
-    """Return the methods with other documented values or readings that explain the kept sets.
-
-    One or two values are changed at a time. A method explains the kept sets if it agrees on all of some inputs, and on
-    the failing input.
-    """
-    values = {name: choices for name, choices in ALTERNATIVES.items() if name in method.constants}
-    values |= method.choices
-    there = {**method.constants, **{name: choices[0] for name, choices in method.choices.items()}, **method.given}
-    single = [(name, value) for name, choices in values.items() for value in choices if value != there[name]]
-    inputs = [*telling(method), *([failing] if failing else [])]
-    decided_once = cache(lambda index, B: decide(inputs[index][0], B))
-    for number in (1, 2):
-        result = [
-            str(method.changed(**dict(change))) for change in combinations(single, number)
-            if len(dict(change)) == number and _explains(decided_once, method.changed(**dict(change)), inputs, unit)
-        ]
-        if result:
-            return result
-    return []
-
-
-def telling(method: Method) -> Iterator[tuple[Inputs, int]]:
-    """Yield inputs of one layer on which different constants give different kept sets.
-
-    The inputs are short, and some tokens are outside any window.
-    """
-    span = span_of(method)
-    for seed, n in enumerate((span + 14, 2 * span + 22, 4 * span + 30)):
-        inputs = rounded(method.add_sinks(drawn(4 * seed + 1, n, 1 + seed % 2, (1 + seed % 2, 2)), 3 * seed))
-        yield replace(inputs, steps=seed if method.decodes else 0), (n + span) // 2
-
-
-def _explains(
-    decide: Callable[[int, int], Kept], method: Method, inputs: Sequence[tuple[Inputs, int]], unit: float,
-) -> bool:
-    """Return True if the method agrees with the decisions, which are of the input with an index."""
-    try:
-        for index, (each, B) in enumerate(inputs):
-            kept = decide(index, B)
-            wanted = method.wanted(each, max(B, method.floor(each)), unit)
-            if len(kept) != len(wanted) or not all(map(fits, kept, wanted)):
-                return False
-    except (SpecError, Undecided, ValueError):
-        return False
-    return True

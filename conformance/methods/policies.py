@@ -83,6 +83,8 @@ def weights_on(layer: Layer, head: int, query: Row, keys: Sequence[Row], visible
     return result
 
 
+AT_ONCE = 256
+"""Number of queries whose attention is in memory at once."""
 MASKS = ("causal", "none")
 GROUPS = ("mean", "maximum", "first head")
 """Combinations of a group's query heads."""
@@ -150,13 +152,15 @@ def padded(row: Row, n: int) -> Score:
 
 
 def accumulated(layer: Layer) -> list[Score]:
-    """Return the attention that each key received from all queries of its group."""
+    """Return the attention that each key received from all queries of its group, summed over AT_ONCE queries first."""
     result: list[Score] = []
     for group in groups(layer):
-        rows = [
-            row for h in group for row in rows_of(layer, h, layer["q"][h], range(1, len(layer["q"][h]) + 1))
+        sums = [
+            column_sums(rows_of(layer, h, layer["q"][h][first : first + AT_ONCE], range(first + 1, last + 1)))
+            for h in group for first in range(0, len(layer["q"][h]), AT_ONCE)
+            for last in [min(first + AT_ONCE, len(layer["q"][h]))]
         ]
-        result.append(list(column_sums(rows)))
+        result.append(list(column_sums(sums)))
     return result
 
 

@@ -39,6 +39,6 @@ def rkv_redundancy(keys: Sequence[Row]) -> Row:
 
 BRUTES = [
     Brute("PO-RKV", "rkv", by_layer(rkv), {"W": W, "kernel": KERNEL, "lam": 0.1}, W, newest,
-          published={"W": 8, "kernel": 7, "lam": 0.1, "every": 128},
+          published={"W": 8, "kernel": 7, "lam": 0.1, "every": 128}, longest=1_100,
           parts=Parts("recent=W/every=every", rkv)),
 ]

@@ -96,5 +96,6 @@ BRUTES = [
         "PO-VASE", "vase", of_prompt,
         {"W": W, "kernel": KERNEL, "N_sink": N_SINK, "share": HALF, "seed": SEED}, N_SINK + W,
         lambda n, B: newest(n, B) | set(range(min(N_SINK, n))),
-        published={"W": 64, "kernel": 5, "N_sink": 4, "share": Fraction(1, 4), "seed": 0}, scored=False),
+        published={"W": 64, "kernel": 5, "N_sink": 4, "share": Fraction(1, 4), "seed": 0}, longest=1_100,
+        scored=False),
 ]

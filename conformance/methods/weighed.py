@@ -9,7 +9,18 @@ from typing import Any
 
 from conformance.methods.adakv import adakv
 from conformance.methods.brute import KERNEL, SAFEGUARD, SINK, Brute, Parts, W, newest, newest_half, plain, sinks
-from conformance.methods.policies import Layer, Row, Score, accumulated, adaptive_shares, groups, top
+from conformance.methods.h2o import of_head
+from conformance.methods.policies import (
+    DECODE,
+    Layer,
+    Row,
+    Score,
+    accumulated,
+    adaptive_shares,
+    groups,
+    top,
+    with_heads,
+)
 from conformance.methods.snapkv import READINGS, SLIPS, snapkv
 from conformance.oracles.boxes import columns, fsum, leaves, projected
 from conformance.oracles.choices import surely
@@ -51,11 +62,22 @@ def critical(layer: Layer, W_o: Projection, rows: list[Score], shares: Sequence[
     return result
 
 
-def of_vatp(inputs: Inputs, B: int, N_sink: int) -> Kept:
-    """Return the kept sets of VATP. The sinks and the newest half have no score."""
-    held = {*range(min(N_sink, inputs.n)), *newest_half(inputs.n, B)}
-    rows = [row for view in inputs.layers for row in vatp(plain(view))]
-    return [top([None if at in held else x for at, x in enumerate(row)], B) for row in rows]
+def of_vatp(inputs: Inputs, B: int, N_sink: int, decode: str = DECODE[0]) -> Kept:
+    """Return the kept sets of VATP. The sinks and the newest half have no score.
+
+    A decode step adds attention to the sums, and then multiplies the sums by the magnitudes of the values.
+    """
+    def of_values(values: Sequence[Row]) -> Callable[[Score, Sequence[int]], Score]:
+        sizes = [fsum(map(abs, value)) for value in values]
+        return lambda row, live: [
+            None if x is None or at < N_sink else x * sizes[at] for at, x in zip(live, row, strict=True)
+        ]
+
+    return [
+        of_head({**with_heads(layer, group), "k": [keys]}, inputs.steps, B, "all", "half", decode, of_values(values))
+        for layer in map(plain, inputs.layers)
+        for keys, values, group in zip(layer["k"], layer["v"], groups(layer), strict=True)
+    ]
 
 
 def of_criticalkv(
@@ -76,6 +98,7 @@ BRUTES = [
     Brute(
         "PO-VATP", "vatp", of_vatp,
         {"N_sink": SINK}, 2 * SINK, lambda n, B: sinks(n, B) | newest_half(n, B), published={"N_sink": 4},
+        readings={"decode": DECODE}, decoded=True,
         parts=Parts("select=half/every=1/values=N_sink/floor=2N_sink", accumulated, carried=True)),
     Brute(
         "PO-CRITICALKV", "criticalkv", of_criticalkv(snapkv, lambda rows, B, safeguard: [B] * len(rows)),

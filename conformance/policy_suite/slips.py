@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from conformance.methods.method import Decide, Method, explanations, telling
+from conformance.methods.method import Decide, Method
 from conformance.oracles.box import DOUBLE, Undecided
+from conformance.policy_suite.explanations import explanations, telling
 from conformance.strategies.policy_inputs import Inputs, Kept
 from spec.errors import SpecError
 from spec.policy import LayerView

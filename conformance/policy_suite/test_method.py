@@ -6,15 +6,16 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
-from hypothesis import given, reject
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from conformance.checks.failing_input import listed, made_by
 from conformance.checks.refusals import boundary
-from conformance.methods.method import Method, method_of, rounded, span_of
+from conformance.methods.method import Method, asked, method_of, on_engine, rounded, span_of
 from conformance.oracles.box import DOUBLE, SINGLE, Undecided
 from conformance.oracles.choices import fits, holds
 from conformance.plugin import with_rejections
+from conformance.policy_suite.sizes import compared_shapes
 from conformance.policy_suite.slips import reasons
 from conformance.policy_suite.test_promises import DRAWN_SHAPES, LONG, SHORT, TYING, Draw, with_examples
 from conformance.strategies.model_shapes import SHAPES, Shape
@@ -96,7 +97,7 @@ def code(function: str, method: Method, draw: Draw | Shape) -> str:
 def on_shape(method: Method | str, shape: Shape) -> tuple[Inputs, int]:
     """Return the input of a method with the sizes of a model, and a budget."""
     method = method_of(method) if isinstance(method, str) else method
-    inputs = method.adapted(shape.inputs())
+    inputs = method.adapted(shape.inputs(), shape.steps)
     floor = method.floor(inputs)
     return inputs, floor + int(shape.share * max(0, inputs.n - floor))
 
@@ -115,7 +116,7 @@ def test_the_kept_sets_are_those_of_the_method_at_sizes_of_models(
         with made_by(code("on_shape", method, shape)):
             return compared(method, keeps, (inputs, B), unit, explained, scored, f"{shape}, B = {B}")
 
-    for shape in SHAPES:
+    for shape in compared_shapes(method, settings().max_examples, SHAPES):
         if not judged(shape) and (precision == "float64" or method.decodes):
             judged(shape._replace(dtype=precision))
 
@@ -129,6 +130,8 @@ def compared(
     Raises:
         AssertionError: if the subject keeps different tokens, or returns different scores.
     """
+    if isinstance(keeps, partial) and keeps.func is asked:
+        given = on_engine(method, given[0]), given[1]
     layers = copy.deepcopy(given[0].layers)
     with boundary("the subject"):
         kept = keeps(method, *given)

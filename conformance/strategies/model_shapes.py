@@ -51,10 +51,21 @@ class Shape(NamedTuple):
 
     exp of a level of 1 000 or -1 000 is infinite or 0 in every floating type.
     """
+    uneven: float = 1.0
+    """Factor by which the queries of a layer are longer than those of the next layer, and likewise of KV heads.
+
+    Budgets of layers or heads then differ much. A first part is full, and then a second one.
+    """
+    steps: int = 2
+    """Number of decoded tokens, for a method that evicts while decoding."""
+    indexes: tuple[int, ...] = ()
+    """Indexes of the layers in the model. Empty: 0 to layers - 1."""
 
     def __str__(self) -> str:
         capped = f", softcap {self.softcap:g}" if self.softcap else ""
         capped += f", keys and values times {self.size:g}" if self.size != 1 else ""
+        capped += f", queries {self.uneven:g} times longer in each layer and head before" if self.uneven != 1 else ""
+        capped += f", layers {', '.join(map(str, self.indexes))} of the model" if self.indexes else ""
         capped += f", logits near {self.level:g} and {-self.level:g}" if self.level else ""
         return (
             f"{self.tokens} tokens, layers x KV heads = {self.layers} x {self.kv_heads}, groups of {self.group},"
@@ -66,16 +77,18 @@ class Shape(NamedTuple):
         """Return the inputs. They are the same in every call."""
         rng = np.random.default_rng([self.tokens, self.layers, self.kv_heads, self.width])
         n, d, H = self.tokens, self.width, self.kv_heads * self.group
-        layers = [self._layer(rng, H) for _ in range(self.layers)]
+        layers = [self._layer(rng, H, at) for at in range(self.layers)]
         W_o = [rng.standard_normal((H, d, 5)).astype(np.float32).astype(np.float64) for _ in range(self.layers)]
         ids = rng.integers(0, n // 5, n) + WORD * rng.integers(0, 3, n)
         ids[rng.random(n) < 0.05] = 0  # Id 0 ends a sentence.
         inv_freq = 10_000.0 ** -(np.arange(d // 2) / (d // 2))
-        return Inputs(layers, inv_freq, W_o, ids, factor=1.0 + (self.layers == 3) / 4)
+        return Inputs(layers, inv_freq, W_o, ids, factor=1.0 + (self.layers == 3) / 4, indexes=self.indexes)
 
-    def _layer(self, rng: np.random.Generator, H: int) -> LayerView:
+    def _layer(self, rng: np.random.Generator, H: int, at: int) -> LayerView:
         n, d, H_kv = self.tokens, self.width, self.kv_heads
         q, k = 2 * rng.standard_normal((H, n, d)) / self.size, self.size * rng.standard_normal((H_kv, n, d))
+        if self.uneven != 1:
+            q *= self.uneven ** -(at + np.arange(H) // self.group)[:, None, None].astype(float)
         if self.level:
             self._add_level(q, k)
         return LayerView(
@@ -122,6 +135,16 @@ class Shape(NamedTuple):
 
 LARGE_LOGITS = Shape(270, 1, 2, 2, 32, 0.2, None, "float64", False, 0.5, level=1000.0)
 """Logits whose exp overflows or is 0 in float64, unless the largest visible logit of each query is subtracted first."""
+MANY_LAYERS = Shape(160, 12, 1, 1, 32, 0.2, None, "float64", False, 0.4)
+"""Layers whose indexes have one or two digits. As texts, "10" is before "2"."""
+SPARSE = Shape(160, 4, 1, 1, 32, 0.2, None, "float64", False, 0.4, steps=0, indexes=(3, 7, 11, 15))
+"""Layers of a model whose other layers have a sliding window."""
+UNEVEN = Shape(170, 6, 2, 1, 32, 0.3, None, "float64", False, 0.7, uneven=2.0)
+"""Layers and heads of very different preference, so that a second share is full after a first one."""
+DECODED = Shape(180, 1, 2, 2, 8, 0.5, None, "float64", False, 0.3, steps=24)
+"""Decode steps, each of which adds to the records of the step before."""
+LONG = Shape(4300, 1, 1, 1, 8, 0.5, None, "float64", False, 0.2)
+"""A prompt beyond 4 096 tokens, and beyond 2 048 tokens, above which float16 cannot represent all whole numbers."""
 SHAPES = (
     Shape(300, 1, 8, 4, 64, 0.2, None, "float64", False, 0.3),
     Shape(520, 1, 8, 1, 128, 0.5, 50.0, "bfloat16", False, 0.5, size=LONG_KEYS),
@@ -130,6 +153,12 @@ SHAPES = (
     Shape(600, 3, 4, 1, 64, 0.25, 50.0, "float32", False, 0.2),
     Shape(1031, 1, 2, 2, 128, 0.05, None, "float64", True, 0.4),
     LARGE_LOGITS,
+    MANY_LAYERS,
+    SPARSE,
+    UNEVEN,
+    UNEVEN._replace(layers=4, kv_heads=1, share=0.6, uneven=4.0),
+    DECODED,
+    LONG,
 )
 """Shapes for which a method takes a few seconds at most.
 

@@ -46,6 +46,13 @@ class Inputs:
     """Networks of KVzap. None: those of `networks_of`."""
     gates: Gates | None = None
     """Gates of Fast KVzip. None: those of `gates_of`."""
+    indexes: Sequence[int] = ()
+    """Indexes of the layers in the model. Empty: 0 to L - 1."""
+
+    @property
+    def of_model(self) -> list[int]:
+        """Indexes of the layers in the model."""
+        return list(self.indexes or range(len(self.layers)))
 
     @property
     def places(self) -> list[int]:
@@ -221,14 +228,13 @@ def calibrated(inputs: Inputs) -> Calibration:
     """Return a calibration, as if the queries of the inputs were the unrotated queries of a calibration text."""
     if inputs.networks is not None or inputs.gates is not None:
         nothing = np.empty((len(inputs.layers), 1, 0))
-        layers = tuple(range(len(nothing)))
         return Calibration(
-            identity(inputs), layers, nothing, nothing, networks=inputs.networks, gates=inputs.gates,
+            identity(inputs), tuple(inputs.of_model), nothing, nothing, networks=inputs.networks, gates=inputs.gates,
         )
     result = [band_statistics(view.q) for view in inputs.layers]
     mean, magnitude = (np.stack([pair[at] for pair in result]) for at in (0, 1))
     of_heads = np.stack([np.abs(view.k).max(axis=(1, 2)) for view in inputs.layers])
-    layers = tuple(range(len(inputs.layers)))
+    layers = tuple(inputs.of_model)
     covariance = np.stack([[np.cov(q.T, bias=True) for q in view.q] for view in inputs.layers])
     shape = (*mean.shape, mean.shape[2])
     return Calibration(
@@ -243,8 +249,9 @@ TEMPLATE = ((1, 2, 3), (4, 5), (6,))
 """Token ids of the template of a rehearsal."""
 
 _OF_MODEL: Mapping[str, Callable[[Inputs], Any]] = {
-    "W_o": lambda inputs: dict(enumerate(inputs.W_o)), "inv_freq": lambda inputs: inputs.inv_freq,
-    "factor": lambda inputs: inputs.factor, "served": identity, "calibration": calibrated,
+    "W_o": lambda inputs: dict(zip(inputs.of_model, inputs.W_o, strict=False)),
+    "inv_freq": lambda inputs: inputs.inv_freq, "factor": lambda inputs: inputs.factor, "served": identity,
+    "calibration": calibrated,
     "sentence_ends": lambda inputs: SENTENCE_ENDS, "template": lambda inputs: TEMPLATE,
 }
 
@@ -313,13 +320,14 @@ def in_chunks(inputs: Inputs, rehearsal: Rehearsal) -> Inputs:
 
 def observation(policy: Policy, inputs: Inputs) -> Observation:
     """Return the observation that a session would make: the layers, query rows and ids that the scorer needs."""
-    needs, layers = policy.scorer.needs, range(len(inputs.layers))
+    needs, layers = policy.scorer.needs, inputs.of_model
+    by_index = dict(zip(layers, inputs.layers, strict=True))
     first = 0 if needs.query_rows is None else max(0, inputs.n - needs.query_rows - inputs.steps)
     watched = {"all": layers, "observed": layers[needs.observed :][:1], "none": ()}[needs.layers]
-    views = {at: replace(inputs.layers[at], q=inputs.layers[at].q[:, first:]) for at in watched}
+    views = {at: replace(by_index[at], q=by_index[at].q[:, first:]) for at in watched}
     if needs.rehearsal is not None:
         views = {
-            at: replace(view, repeats=repeats(inputs, inputs.layers[at], needs.rehearsal)) for at, view in views.items()
+            at: replace(view, repeats=repeats(inputs, by_index[at], needs.rehearsal)) for at, view in views.items()
         }
     if needs.hidden:
         views = {at: replace(view, hidden=hidden_states(view)) for at, view in views.items()}

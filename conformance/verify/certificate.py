@@ -18,6 +18,7 @@ import numpy as np
 
 from conformance.methods.method import method_of
 from conformance.plugin import EXAMPLES, POSITIONS, PROFILES
+from conformance.policy_suite.sizes import extent
 from conformance.verify.outcomes import ABSTAINED, PROMISES, STATES, WORDS, Outcome, Verdicts, families_of
 from conformance.verify.request import ENGINES, KINDS, PRECISIONS, Request
 from conformance.verify.subject import Subject
@@ -105,6 +106,8 @@ def covered(request: Request, verdicts: Verdicts) -> str:
     if request.kind in (*ENGINES, "policy"):
         words += f", at most {EXAMPLES[request.profile]} random examples of each property"
         words += ", no full-size inputs" if request.quick and not request.method and request.kind != "policy" else ""
+    if request.method:
+        words += f"; {extent(request.method, request.kind == 'command', EXAMPLES[request.profile])}"
     others = [
         f"{verdict}: {', '.join(names[:_LISTED])}" + (f" and {len(names) - _LISTED} more" * (len(names) > _LISTED))
         for verdict, names in rows.items()

@@ -23,12 +23,13 @@ from conformance.engine.methods import DECODED, FAMILY, method_ops
 from conformance.engine.process import Engine, hello_of, outcome
 from conformance.engine.serve import answer
 from conformance.methods import brutes
-from conformance.methods.method import METHODS, Method, asked, explanations, method_of, on_backend, rounded, span_of
+from conformance.methods.method import METHODS, Method, asked, method_of, on_backend, rounded, span_of
 from conformance.oracles.box import DOUBLE, SINGLE, Box, Undecided, rounding
 from conformance.oracles.boxes import dot, fsum, largest, least, leaves
 from conformance.oracles.choices import fits, ordered, places, surely
 from conformance.paths import SPEC
 from conformance.policy_suite import test_method
+from conformance.policy_suite.explanations import explanations
 from conformance.strategies.policy_inputs import (
     Inputs,
     Kept,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -9,11 +10,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from conformance.methods.method import METHODS, Method
+from conformance.methods.method import METHODS, PROMPT_ONLY, Method
 from conformance.policy_suite import test_method, test_turn
+from conformance.policy_suite.sizes import extent
 from conformance.policy_suite.test_promises import OF_MODELS, Draw
 from conformance.strategies.model_shapes import LARGE_LOGITS, SHAPES, Shape
 from conformance.strategies.policy_inputs import Inputs, decided, drawn
+from reference import nestedkv
+from reference.directions import unit_keys
+from reference.policies.budgets import largest_remainder, spread
+from reference.policies.cake import Preferred
+from spec.parameters import NESTEDKV
 from spec.policy import LayerView, Needs, Observation, Policy, Scores
 
 pytestmark = [pytest.mark.law("the-proof-has-teeth"), pytest.mark.usefixtures("reference_items")]
@@ -109,6 +116,27 @@ def of_last_query(values: Any, seen: Observation, dtype: type, beside: Callable[
     return np.array(rows)
 
 
+def of_128(values: Any, seen: Observation) -> Any:
+    """Return NestedKV's scores with episodes of 128 tokens, whatever the length of the prompt."""
+    if seen.positions is not None:
+        return values
+    rows = []
+    for view in seen.layers.values():
+        unit = unit_keys(np.asarray(view.k, dtype=np.float64))
+        memories = nestedkv.stable_memory(unit), nestedkv.episodic_memory(unit, 128), nestedkv.current_memory(
+            unit, NESTEDKV.W)
+        a = np.stack([nestedkv.min_max(nestedkv.anomalies(unit, memory)) for memory in memories])
+        blended = nestedkv.blend(a, nestedkv.gap(a, NESTEDKV.p), NESTEDKV)
+        rows.append(nestedkv.routed_score(a, blended, nestedkv.rectified_surprise(a), NESTEDKV))
+    return np.where(np.arange(seen.seen) < NESTEDKV.N_sink, values, np.concatenate(rows))
+
+
+def by_name(values: Any, seen: Observation) -> Any:
+    """Return the scores with the layers in the order of their indexes as text."""
+    names = [str(at) for at, view in seen.layers.items() for _ in view.k]
+    return values[np.argsort(names, kind="stable")]
+
+
 WRONG: list[tuple[str, str, View, Table]] = [
     ("knorm", "of the first 4 channels", lambda view, seen: replace(view, k=view.k[..., :4]), same_table),
     ("knorm", "of sums of squares in float16", same_view, lambda values, seen: np.maximum(values, -(65_504.0**0.5))),
@@ -143,6 +171,11 @@ WRONG: list[tuple[str, str, View, Table]] = [
      lambda values, seen: values if len(seen.layers) != 3 else values[::-1].copy()),
     ("streamingllm", "that keeps the oldest beyond 512 tokens", same_view,
      lambda values, seen: -values if seen.seen > 512 else values),
+    ("streamingllm", "that ranks positions in float16", same_view, lambda values, seen: values.astype(np.float16)),
+    ("h2o", "that forgets the queries after 2 048", lambda view, seen: replace(
+        view, q=np.where(np.arange(view.q.shape[1])[:, None] < 2048, np.asarray(view.q), 0.0)), same_table),
+    ("nestedkv", "with episodes of 128 tokens", same_view, of_128),
+    ("knorm", "with the layers in the order of their names", same_view, by_name),
     ("h2o", "with shared sums at 4 KV heads", same_view,
      lambda values, seen: np.broadcast_to(values.mean(axis=0), values.shape).copy()
      if len(seen.layers[0].k) == 4 else values),
@@ -203,6 +236,73 @@ def test_a_right_policy_passes_on_large_logits(name: str, monkeypatch: pytest.Mo
     test_method.test_the_kept_sets_are_those_of_the_method_at_sizes_of_models(
         method, lambda _, inputs, B: decided(method.reference(inputs), inputs, B), "float64", {name: []}, set()
     )
+
+
+def poured_once(preferences: Sequence[Fraction], total: int, most: int) -> list[Fraction]:
+    """Return shares in which the excess of full layers is divided once, and a second excess is lost."""
+    whole = sum(preferences)
+    full = [x * total > most * whole for x in preferences]
+    left, rest = sum(x for x, f in zip(preferences, full, strict=True) if not f), total - most * sum(full)
+    return [Fraction(most) if f else min(Fraction(most), x * rest / left)
+            for x, f in zip(preferences, full, strict=True)]
+
+
+class Once(Preferred):
+    def __call__(self, total: int, scores: Scores, /) -> Any:
+        assert scores.preferences is not None
+        L, n = len(scores.preferences), int(scores.offsets[-1])
+        preferences = [Fraction(float(x)) for x in scores.preferences]
+        shares = [
+            self.W + largest_remainder(poured_once(preferences, share - L * self.W, n - self.W))
+            for share in spread(total, scores.heads)
+        ]
+        return np.stack(shares, axis=1).ravel()
+
+
+@dataclass(frozen=True)
+class WeighedTwice(Wrong):
+    """VATP with the weighted sums as records, so that each step weighs old attention again."""
+
+    def __call__(self, seen: Observation, protected: Any, /) -> Scores:
+        actual = super().__call__(seen, protected)
+        return replace(actual, carry=actual.values)
+
+    def step(self, records: Any, seen: Observation, /) -> Scores:
+        actual = super().step(records, seen)
+        return replace(actual, carry=actual.values)
+
+
+@pytest.mark.parametrize(("name", "part"), [
+    ("cake", {"budgets": lambda right: Once(32)}),
+    ("vatp", {"scorer": lambda right: WeighedTwice(right.scorer, same_view, same_table)}),
+], ids=["cake that divides an excess once", "vatp that weighs records twice"])
+def test_a_wrong_part_dies_on_the_fixed_inputs(name: str, part: dict[str, Callable[[Policy], Any]]) -> None:
+    method = Method(name)
+
+    def make(inputs: Inputs) -> Policy:
+        right = method.reference(inputs)
+        return replace(right, **{field: of(right) for field, of in part.items()})
+
+    with pytest.raises(AssertionError, match=f"^not {name}"):
+        fixed(method, make)
+
+
+def test_every_method_that_evicts_while_decoding_is_compared_or_a_documented_exception() -> None:
+    decoding = {name for name in METHODS if Method(name).reference(drawn(0, 40)).cadence.every is not None}
+    assert {name for name in decoding if not Method(name).decodes} == PROMPT_ONLY.keys()
+
+
+def test_the_sizes_that_a_certificate_names_are_those_of_the_inputs() -> None:
+    assert extent(["h2o", "vatp", "rkv"], True, 150).split("; ") == [
+        "h2o: prompts of up to 4,300 tokens, up to 12 layers, decoding compared for up to 24 steps",
+        "vatp: prompts of up to 4,300 tokens, up to 12 layers, decoding not compared (the protocol sends no decoded "
+        "tokens)",
+        "rkv: prompts of up to 1,100 tokens (its equation is too slow for 4,300), up to 12 layers, decoding not "
+        "compared (the protocol sends no decoded tokens)",
+    ]
+    assert extent(["rkv"], False, 150).endswith("(a decision comes after 128 decoded tokens)")
+    assert extent(["snapkv"], False, 12) == (
+        "snapkv: prompts of up to 1,100 tokens, up to 6 layers, decoding does not evict")
 
 
 @given(draw=test_method.DRAWS)
