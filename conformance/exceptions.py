@@ -86,10 +86,14 @@ def _entry(where: str, entry: dict[str, object], known: dict[str, frozenset[str]
         raise pytest.UsageError(f"{where}: name either an item, a test or a vector")
     if entry.get("kind") not in ("skip", "xfail"):
         raise pytest.UsageError(f"{where}: kind must be 'skip' or 'xfail'")
-    kind, reason, issue = (str(entry.get(key, "")).strip() for key in _TEXTS)
+    texts = [entry.get(key, "") for key in (*_TEXTS, grains[0])]
+    for key, text in zip((*_TEXTS, grains[0]), texts, strict=True):
+        if not isinstance(text, str):
+            raise pytest.UsageError(f'{where}: {key} = {text!r}: must be text in quotes: type {key} = "..."')
+    kind, reason, issue, subject = (str(text).strip() for text in texts)
     if not (reason and issue):
         raise pytest.UsageError(f"{where}: needs a reason and an issue")
-    expiry, subject = entry.get("expiry"), str(entry[grains[0]])
+    expiry = entry.get("expiry")
     if type(expiry) is not date:
         raise pytest.UsageError(f"{where}: needs an expiry date without quotes, such as expiry = 2027-03-31")
     if expiry <= date.today():

@@ -14,7 +14,6 @@ import os
 import platform
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -206,12 +205,12 @@ def engine_of(config: pytest.Config) -> "Engine | None":
     # Imported late: it imports the reference, which jaxtyping's hook checks only if it is imported after the hook.
     from conformance.engine.process import Engine
     from spec.errors import SpecError
+    from spec.validate import check_seconds
 
     if config.getoption("--backend"):
         raise pytest.UsageError("give either --backend or --kvspec-command, but not both")
-    if not 0 < seconds < threading.TIMEOUT_MAX:
-        raise pytest.UsageError(f"--kvspec-timeout = {seconds}: must be a positive number of seconds")
     try:
+        check_seconds("--kvspec-timeout", seconds)
         return Engine(command, seconds)
     except SpecError as error:
         raise pytest.UsageError(str(error)) from error

@@ -21,6 +21,7 @@ from spec.errors import SpecError
 __all__ = [
     "ARCHIVE_ERRORS", "check_no_links", "check_output", "check_output_folder", "check_readable", "check_regular",
     "check_results", "check_unpacked", "decode_text", "parse_toml", "read_bytes", "read_file", "read_text", "regular",
+    "replace_text",
 ]
 
 MOST_UNPACKED = 2**28
@@ -48,6 +49,8 @@ _MARKS: dict[str, tuple[bytes, ...]] = {
 A .toml file is recognised if it is a certificate, and a .txt file if it is a log of `kvspec verify`. A .csv file with
 answers is recognised by `_ANSWERS`.
 """
+_END = 2**16
+"""Number of bytes at the start and at the end of a file that may contain the bytes in _MARKS."""
 _ANSWERS = b"policy,budget,text,question,expected,answer,score,"
 """First bytes of a .csv file with the answers to the user's own questions."""
 
@@ -85,6 +88,21 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
     """
     with open(path, "rb", opener=regular) as file:
         return file.read()
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a text file. If the disk is full, an existing file is unchanged.
+
+    Raises:
+        OSError: from the file system.
+    """
+    temporary = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
@@ -144,7 +162,8 @@ def _unreadable(argument: str, path: Path, error: Exception) -> SpecError:
 def read_text(argument: str, path: Path) -> str:
     r"""Return the text of a UTF-8 file, plain or .xz. Line ends stay as they are in the file, such as \r\n.
 
-    The path may also be a pipe with a writer, such as `<(pdftotext paper.pdf -)` in a shell.
+    The byte order mark at the start, which some editors of Windows write, is no part of the text. The path may also be
+    a pipe with a writer, such as `<(pdftotext paper.pdf -)` in a shell.
 
     Raises:
         SpecError: if the file cannot be read as text, or if a .xz file has a text of more than MOST_UNPACKED bytes.
@@ -158,7 +177,7 @@ def read_text(argument: str, path: Path) -> str:
         raise SpecError(argument, str(path), f"is not a whole .xz file ({error}): make the file again") from error
     except (OSError, ValueError) as error:
         raise _unreadable(argument, path, error) from error
-    return decode_text(argument, path, data)
+    return decode_text(argument, path, data, "utf-8-sig")
 
 
 def _unpacked(argument: str, path: Path, packed: BinaryIO) -> bytes:
@@ -170,7 +189,9 @@ def _unpacked(argument: str, path: Path, packed: BinaryIO) -> bytes:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Return the table of a TOML text. Python's parser needs quadratic time for a key with many dots.
+    """Return the table of a TOML text, without the byte order mark that some editors of Windows write.
+
+    Python's parser needs quadratic time for a key with many dots.
 
     Raises:
         ValueError: if the text is not TOML, is nested too deeply, or has a key with more than 32 parts.
@@ -178,7 +199,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     if _LONG_KEY.search(text):
         raise ValueError("a key has more than 32 parts")
     try:
-        return tomllib.loads(text)
+        return tomllib.loads(text.removeprefix("\ufeff"))
     except RecursionError as error:
         raise ValueError(str(error)) from error
 
@@ -286,12 +307,28 @@ def _exists(option: str, path: Path) -> bool:
 def _is_ours(path: Path) -> bool:
     """Return True if kvspec made a file."""
     marks = _MARKS.get(path.suffix)
-    if marks is None or not path.is_file():
+    if marks is None:
         return False
-    data = path.read_bytes()
+    try:
+        data = _ends(path)
+    except OSError:  # a folder, a FIFO, a device, or a file that must not be read
+        return False
     if path.suffix == ".csv" and data.startswith(_ANSWERS):
         return True
     return all(mark in (data.partition(b"\n")[0] if path.suffix == ".csv" else data) for mark in marks)
+
+
+def _ends(path: Path) -> bytes:
+    """Return the first and the last _END bytes of a regular file. The file may be larger than the memory.
+
+    Raises:
+        OSError: as in `regular`.
+    """
+    with open(path, "rb", opener=regular) as file:
+        first = file.read(_END)
+        at = max(len(first), os.fstat(file.fileno()).st_size - _END)
+        file.seek(at)
+        return first + file.read(_END)
 
 
 def check_output_folder(option: str, folder: Path) -> None:

@@ -6,7 +6,7 @@ An error message contains the name of the argument, the given value and the rule
 import math
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -14,12 +14,14 @@ from spec.arrays import BoolVector, IntVector, Matrix, Vector
 from spec.errors import SpecError
 
 __all__ = [
-    "LISTED_MOST", "MOST_TOKENS", "bound_of_names", "check_attention_inputs", "check_attention_tensors",
-    "check_choices", "check_diversity", "check_keys", "check_lse", "check_penalty", "check_scaling",
-    "check_sentence_ends", "check_shapes", "check_sinks", "check_token_ids", "check_types", "check_whole",
-    "did_you_mean",
+    "LISTED_MOST", "MOST_SECONDS", "MOST_TOKENS", "bound_of_names", "check_attention_inputs", "check_attention_tensors",
+    "check_choices", "check_diversity", "check_keys", "check_lse", "check_once", "check_penalty", "check_scaling",
+    "check_seconds", "check_sentence_ends", "check_shapes", "check_sinks", "check_token_ids", "check_types",
+    "check_whole", "did_you_mean",
 ]
 
+MOST_SECONDS = 10**6
+"""Largest number of seconds to wait, eleven days. Python's locks, sockets and processes accept this number."""
 MOST_TOKENS = 2**24
 """Largest number of tokens that a constant of a policy may have. No prompt is longer."""
 LISTED_MOST = 12
@@ -35,6 +37,30 @@ def check_choices(argument: str, given: Iterable[str], known: Collection[str]) -
     for name in given:
         if name not in known:
             raise SpecError(argument, name, bound_of_names(str(name), known))
+
+
+def check_once(argument: str, given: Iterable[object]) -> None:
+    """Check that a list has no entry twice.
+
+    Raises:
+        SpecError: if an entry is given twice.
+    """
+    seen = set[object]()
+    for one in given:
+        if one in seen:
+            raise SpecError(argument, one, "is given twice: leave out one of the two")
+        seen.add(one)
+
+
+def check_seconds(argument: str, seconds: object) -> None:
+    """Check that a timeout is a positive number of seconds, and neither infinite nor NaN.
+
+    Raises:
+        SpecError: if the value is not such a number.
+    """
+    if type(seconds) not in (int, float) or not 0 < cast(float, seconds) <= MOST_SECONDS:
+        reason = f"must be a positive number of seconds, at most {MOST_SECONDS}, such as 60"
+        raise SpecError(argument, seconds, reason)
 
 
 def bound_of_names(name: str, known: Collection[str], command: str = "") -> str:

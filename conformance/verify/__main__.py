@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 
+from conformance.methods.method import method_of
 from conformance.verify import certificate as certificate_module
 from conformance.verify.certificate import PASSED, badge, certificate, entries_of, excepted, write
 from conformance.verify.outcomes import Verdicts, verdicts_of
 from conformance.verify.page import junit, markdown, page, summary
-from conformance.verify.request import ENGINES, SEEDS, Request, parsed
+from conformance.verify.request import ENGINES, KINDS, SEEDS, Request, parsed
 from conformance.verify.runs import judged, prepared, selected
 from conformance.verify.subject import Subject
 from spec.errors import BackendUnavailable, SpecError
-from spec.files import check_output, check_results
+from spec.files import check_output, check_results, replace_text
 from spec.printing import printable, printable_lines
 
 FILES = ("certificate.toml", "certificate.html", "quick.toml", "summary.md", "junit.xml", "badge.svg", "log.txt")
@@ -74,12 +75,35 @@ def check_out(request: Request) -> None:
     """Check that the files of the run replace no file of the user, and no file that the run reads.
 
     Raises:
-        SpecError: as in `check_results` and `check_output`.
+        SpecError: as in `check_subject`, `check_results` and `check_output`.
     """
     names = CHECKS if request.check else FILES
+    if not (request.check or request.force):
+        check_subject(request)
     check_results("out", request.out, names, force=request.force)
     for name in names:
         check_output("out", request.out / name, [request.exceptions] if request.exceptions else [], force=True)
+
+
+def check_subject(request: Request) -> None:
+    """Check that a run replaces no certificate of a different subject. A damaged certificate is not checked.
+
+    Raises:
+        SpecError: if the folder has the certificate of a different subject, or of different methods.
+    """
+    path = request.out / "certificate.toml"
+    try:
+        there = certificate_module.read(path)
+    except SpecError:
+        return
+    cleared: dict[str, Any] = dict.fromkeys(KINDS)
+    again = certificate_module.repeated(replace(request, **cleared), path, there)
+    methods = tuple(str(method_of(text)) for text in request.method)
+    same = all(getattr(request, name) == getattr(again, name) for name in ("kind", "named", "model", "positions"))
+    if not same or methods != again.method:
+        subject = shlex.join([f"--{again.kind}", again.named, *(f"--as={one}" for one in again.method)])
+        reason = f"is the certificate of {subject}: choose a different folder, or add --force to replace it"
+        raise SpecError("out", str(path), reason)
 
 
 def seeded(request: Request) -> Request:
@@ -111,7 +135,7 @@ def written(request: Request, record: Mapping[str, Any], verdicts: Verdicts) -> 
         write(record, request.out / "certificate.toml")
         texts |= {"certificate.html": page(record), "badge.svg": badge(record)}
     for name, text in texts.items():
-        (request.out / name).write_text(text, encoding="utf-8")
+        replace_text(request.out / name, text)
     return ["quick.toml" if request.quick or stopped else "certificate.toml", *texts]
 
 

@@ -24,8 +24,9 @@ from conformance.verify.request import ENGINES, KINDS, PRECISIONS, Request
 from conformance.verify.subject import Subject
 from spec import SPEC_VERSION
 from spec.errors import SpecError
-from spec.files import parse_toml, read_bytes
+from spec.files import parse_toml, read_bytes, replace_text
 from spec.printing import counted
+from spec.validate import MOST_SECONDS
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -207,7 +208,7 @@ def excepted(entry: Mapping[str, Any]) -> str:
 
 def write(record: Mapping[str, Any], path: Path) -> None:
     """Write a certificate to a file."""
-    path.write_text(written(record), encoding="utf-8")
+    replace_text(path, written(record))
 
 
 _Types = Mapping[str, tuple[type, ...]]
@@ -279,6 +280,7 @@ def _wrong_values(record: Mapping[str, Any]) -> list[str]:
         "schema": record.get("schema") in (1, SCHEMA), "subject.kind": record["subject"]["kind"] in KINDS,
         "run.methods": all(isinstance(method, str) for method in run.get("methods", ())),
         "run.precision": run.get("precision") in (None, *PRECISIONS), "run.seed": run.get("seed", 0) >= 0,
+        "run.timeout": 0 < run.get("timeout", 1) <= MOST_SECONDS,
         "run.positions": run.get("positions") in (None, *POSITIONS),
         "exception": all(isinstance(entry, dict) for entry in record.get("exception", ())),
     }

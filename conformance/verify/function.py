@@ -85,7 +85,7 @@ def verify(
         fail_fast: stop at the first failed test.
         exceptions: TOML file that lists known failures.
         out: folder for the certificate, the log and the reports.
-        force: replace files in the folder `out` that kvspec did not make.
+        force: replace files in the folder `out` that kvspec did not make, and the certificate of a different subject.
 
     Returns:
         The verdict. If a test fails, `verify` raises no error, and `passed` of the verdict is False.

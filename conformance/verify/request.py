@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from conformance.plugin import POSITIONS, PROFILES
 from spec.errors import SpecError
+from spec.validate import check_once, check_seconds
 
 ENGINES = ("backend", "command")
 KINDS = (*ENGINES, "policy", "cache", "server")
@@ -176,7 +177,8 @@ def parser(complete: bool = True) -> argparse.ArgumentParser:
                         help="folder for certificate.toml, certificate.html, badge.svg, summary.md, "
                              "junit.xml and log.txt. Default: results/verify")
     created.add_argument("--force", action="store_true",
-                      help="replace files in the folder --out that kvspec did not make")
+                      help="replace files in the folder --out that kvspec did not make, and the certificate of a "
+                           "different subject")
     return created
 
 
@@ -220,6 +222,8 @@ def parsed(arguments: Sequence[str]) -> Request:
         raise SpecError("yes", True, "can be given only with --check")
     if result.seed is not None and result.seed < 0:
         raise SpecError("seed", result.seed, "must be 0 or more")
+    if result.timeout is not None:
+        check_seconds("timeout", result.timeout)
     for option, kinds in _ONLY_FOR.items():
         value = getattr(result, option)
         if option == "precision" and result.method:
@@ -228,6 +232,7 @@ def parsed(arguments: Sequence[str]) -> Request:
             named, shown = ("as", ",".join(value)) if option == "method" else (option, value)
             raise SpecError(named, shown, f"can be given only with {' or '.join(f'--{kind}' for kind in kinds)}")
     result.method = tuple(one for text in result.method or () for one in _METHODS.split(text))
+    check_once("as", result.method)
     dtypes = PRECISIONS[1:] if result.server else PRECISIONS[:2]
     if result.precision not in (None, *dtypes):
         raise SpecError("precision", result.precision, f"must be one of {', '.join(dtypes)} for this subject")

@@ -13,6 +13,7 @@ from typing import Any
 from conformance.witness.statement import MalformedStatement, Statement, parse_statement
 from conformance.witness.transport import open_limited, read_all
 from spec.errors import SpecError
+from spec.validate import check_seconds
 
 __all__ = ["Answer", "Server", "most_at_once"]
 
@@ -101,11 +102,17 @@ class Server:
         url: address, such as http://127.0.0.1:8000 (with or without /v1).
         model: name of the model, as the server lists it.
         timeout: maximum number of seconds from a request to the last byte of its answer.
+
+    Raises:
+        SpecError: if the timeout is not a positive, finite number.
     """
 
     url: str
     model: str
     timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        check_seconds("timeout", self.timeout)
 
     @classmethod
     def of(cls, url: str, model: str) -> "Server":

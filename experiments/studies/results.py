@@ -126,12 +126,17 @@ def append_row(path: Path, row: Row) -> None:
         OSError: from the file system.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+b", opener=regular) as file:
-        _lock(file, alone=True)
-        _end_last_line(file, path)
-        file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(path, "a+b", opener=regular) as file:
+            _lock(file, alone=True)
+            _end_last_line(file, path)
+            file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)  # a full disk has no name of its own
+        raise
 
 
 def lock_at_once(file: BinaryIO) -> bool:

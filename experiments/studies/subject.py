@@ -230,6 +230,8 @@ def model_errors(model: str) -> Iterator[None]:
         raise SpecError("model", model, f"is a folder without config.json, and so no model; {way_out}")
     if not known and not path.exists() and not is_hub_name(model):
         raise SpecError("model", model, f"is no folder on this machine, and no name that the hub can have; {way_out}")
+    if not known and path.is_dir() and (pipes := sorted(one.name for one in path.iterdir() if one.is_fifo())):
+        raise SpecError("model", model, f"has the pipe {pipes[0]!r} in place of a file; {way_out}")
     try:
         yield
     except (SpecError, ModuleNotFoundError):

@@ -118,11 +118,17 @@ def read_questions(file: Path, text: Path | None, grade: str) -> dict[str, list[
     if not rows:
         raise SpecError("questions", str(file), "has no question: write a row with question and answer for each one")
     result: dict[str, list[Question]] = {}
+    first: dict[tuple[object, ...], int] = {}
     for number, row in enumerate(rows, 1):
         _check_columns(file, number, row, document is not None)
         where = f"{file}, row {number}"
         text_name = _single(where, "text", row) if document is None else document
-        result.setdefault(text_name, []).append(_question(where, number, row, text_name, grade))
+        asked = _question(where, number, row, text_name, grade)
+        before = first.setdefault((text_name, asked.question, asked.answers), number)
+        if before != number:
+            reason = f"is the same as row {before}, and would count twice: remove one of the two rows"
+            raise SpecError("questions", where, reason)
+        result.setdefault(text_name, []).append(asked)
     return result
 
 

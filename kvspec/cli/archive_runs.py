@@ -9,6 +9,7 @@ from time import perf_counter
 import typer
 
 from experiments.studies.answers import answered, next_token
+from experiments.studies.evidence.rules import check_budget
 from experiments.studies.subject import Loading, Subject
 from kvspec.cli.checks import calibration_of, check_counts
 from models_integration.archive.errors import ForeignVersion, NoSuchChunk, OtherDtype, OtherFrequencies, WrongModel
@@ -18,8 +19,9 @@ from models_integration.archive.retrieval import dense, lexical, reranked, retri
 from models_integration.archive.store import Archive
 from models_integration.cache.retained_cache import RetainedCache
 from spec.errors import SpecError
-from spec.files import read_text
+from spec.files import check_output_folder, read_text
 from spec.printing import printable, printable_lines
+from spec.validate import check_once
 
 __all__ = ["existing", "file_name", "run_find", "run_get", "run_inject", "run_put", "run_verify"]
 
@@ -32,8 +34,12 @@ def run_put(
 ) -> None:
     """Store one text file as a chunk, and print the key of the chunk."""
     chunk = read_text("TEXT", text)
+    if not folder.is_dir():
+        check_output_folder("archive", folder)
     if policy is None and budget is not None:
         raise SpecError("budget", budget, "needs a policy: give --policy too")
+    if budget is not None:
+        check_budget("budget", budget, memory=True)
     statistics = calibration_of([policy] if policy else [], calibration)
     subject = replace(loading.subject(), calibration=statistics)
     if wrapper == "auto":
@@ -102,6 +108,7 @@ def run_inject(
 ) -> None:
     """Print the answer of the model after inserted chunks. If `text` is True, also print the answer after the texts."""
     check_counts(new_tokens=new_tokens)
+    check_once("KEY", keys)
     subject = loading.subject()
     before, after = subject.tokenizer(session).input_ids, _plain_ids(subject, ask)
     if not after:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from spec.errors import SpecError
+from spec.validate import check_once
 
 __all__ = [
     "Address", "Again", "Answers", "Attention", "Backend", "Bare", "BatchSize", "Budget", "Device", "Dtype", "Engine",
@@ -105,12 +106,13 @@ Force = Annotated[bool, typer.Option("--force", help="Replace an existing file t
 
 
 def names_of(option: str, text: str) -> tuple[str, ...]:
-    """Split a comma-separated list, and remove duplicates. Commas inside parentheses do not separate entries.
+    """Split a comma-separated list. Commas inside parentheses do not separate entries.
 
     Raises:
-        SpecError: if the list is empty.
+        SpecError: if the list is empty, or has an entry twice.
     """
-    names = tuple(dict.fromkeys(part.strip() for part in re.split(r",(?![^(]*\))", text) if part.strip()))
+    names = tuple(part.strip() for part in re.split(r",(?![^(]*\))", text) if part.strip())
     if not names:
         raise SpecError(option, text, "must have at least one entry; separate entries by commas")
+    check_once(option, names)
     return names

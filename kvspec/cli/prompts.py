@@ -38,7 +38,7 @@ from spec.files import check_output, check_readable
 from spec.records import CrystalRetention
 from spec.validate import check_choices
 
-__all__ = ["run_calibrate", "run_compress", "run_keep"]
+__all__ = ["is_published_file", "run_calibrate", "run_compress", "run_keep"]
 
 
 def run_compress(prompt: Path, budget: str, loading: Loading) -> None:

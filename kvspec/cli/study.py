@@ -222,6 +222,7 @@ def demo(
 
 
 def study(
+    context: typer.Context,
     rules: Annotated[
         Path | None,
         typer.Option(help="Rules file that describes the study. A run needs --rules and --out. --status and --audit do"
@@ -260,8 +261,13 @@ def study(
     from experiments.studies.subject import Loading
     from experiments.studies.workers import Launch
     from experiments.studies.workers import status as progress_of
+    from kvspec.cli.checks import check_defaults
     from kvspec.cli.study_runs import Running, print_audit, rules_in, run
 
+    for option, folder in (("audit", audit), ("status", status)):
+        if folder is not None:
+            others = [name for name in context.params if name != option]
+            check_defaults(context, others, f"cannot be used with --{option}: leave out one of the two")
     if audit is not None:
         raise typer.Exit(int(print_audit(audit)))
     if status is not None:
@@ -296,6 +302,7 @@ def report(
 
 
 def calibrate(
+    context: typer.Context,
     text: Annotated[Path, typer.Argument(metavar="TEXT", help="Text file, rules file (.toml), TriAttention statistics"
                                                               " (.pt), DuoAttention head pattern (.tsv), or filters,"
                                                               " query statistics, networks or gates (.safetensors).")],
@@ -334,7 +341,10 @@ def calibrate(
     To use the calibration file, run kvspec compare --policies triattention --calibration calibration.npz
     """
     from experiments.studies.subject import Loading
-    from kvspec.cli.prompts import run_calibrate
+    from kvspec.cli.checks import check_defaults
+    from kvspec.cli.prompts import is_published_file, run_calibrate
 
+    if is_published_file(text):
+        check_defaults(context, ("tokens",), f"is the length of a text, but {text.name} has none: leave it out")
     loading = Loading(model, device=device, dtype=dtype, attn=attn)
     run_calibrate(text, out, tokens, loading, threshold, force, covariance)

@@ -146,7 +146,12 @@ def save_rules(study: Mapping[str, Any], path: Path, force: bool = False) -> Non
     """
     rules = rules_of(**study)
     check_output("write_rules", path, _files_of(rules, None), force)
-    publish_readable(path, rules_text(**study).encode())
+    try:
+        data = rules_text(**study).encode()
+    except UnicodeEncodeError as error:
+        reason = f"cannot contain the name {error.object[error.start - 9 : error.end]!r}, which is not UTF-8: rename it"
+        raise SpecError("write_rules", str(path), reason) from error
+    publish_readable(path, data)
     say(f"{path}; run it with: kvspec study --rules {path} --out results --part all")
 
 

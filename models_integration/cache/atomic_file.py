@@ -72,7 +72,9 @@ def publish(
             os.replace(temporary, path)
         else:
             _link(temporary, path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # a full disk has no name of its own
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise

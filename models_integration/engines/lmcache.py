@@ -17,6 +17,7 @@ from models_integration.cache.renumbering import LayerNumbering, numbering_of
 from models_integration.model.architecture import Architecture, describe
 from spec.errors import SpecError
 from spec.retention import Retention
+from spec.validate import check_seconds
 
 __all__ = ["RequestStream", "evict"]
 
@@ -48,9 +49,11 @@ def evict(stream: RequestStream, retention: Retention, model: PreTrainedModel, t
         timeout: seconds to wait for the stored keys.
 
     Raises:
-        SpecError: if the kept tokens do not fill whole chunks, if two sets have different sizes, if the retention is
-            about a different number of tokens, or if keys of the model cannot be turned. The request is unchanged.
+        SpecError: if the timeout is not a positive, finite number, if the kept tokens do not fill whole chunks, or if
+            two sets have different sizes. Also if the retention is about a different number of tokens, or if keys of
+            the model cannot be turned. The request is unchanged.
     """
+    check_seconds("timeout", timeout)
     _check_sizes(retention, next(iter(stream._contexts.values())).chunk_size, len(stream.tokens))
     architecture = describe(model)
     if architecture.latent or len(architecture.full_layers) != architecture.config.num_hidden_layers:

@@ -4,7 +4,6 @@ kvspec also reads the calibration files of TriAttention (.pt, statistics), DuoAt
 Q-Filters, Expected Attention, KVzap and Fast KVzip (.safetensors), and writes files of TriAttention.
 """
 
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
@@ -25,6 +24,7 @@ from models_integration.model.layer_kinds import layer_config_value, layer_types
 from models_integration.policies.networks import has_learned_scores, read_gates, read_networks
 from models_integration.policies.served import heads_served_by, served_by
 from models_integration.policies.tensor_files import STATISTICS, filters_of, load_tensors, statistics_of
+from models_integration.policies.torch_files import load_torch_file
 from models_integration.session.inputs import check_ids, check_input_ids
 from models_integration.session.verbs import observe
 from reference.calibration import Calibration, Identity, load_calibration
@@ -36,7 +36,7 @@ from reference.policies.qfilters import query_filters
 from reference.triattention import band_statistics
 from spec.arrays import Cube, Float64, Matrix, Vector
 from spec.errors import SpecError
-from spec.files import ARCHIVE_ERRORS, check_unpacked, decode_text, read_file
+from spec.files import decode_text, read_file
 from spec.policy import Policy
 
 __all__ = [
@@ -188,11 +188,15 @@ def read_statistics(
     """
     architecture, name = describe(model), str(path)
     metadata, stats = _payload(path)
-    if metadata.get("rope_style") != "half":
-        raise SpecError("rope_style", metadata.get("rope_style"), f"in {name} must be 'half'; {INSTEAD}")
+    style = metadata.get("rope_style")
+    if not (isinstance(style, str) and style == "half"):
+        shown = style if isinstance(style, str) or style is None else type(style).__name__
+        raise SpecError("rope_style", shown, f"in {name} must be 'half'; {INSTEAD}")
     served, layers = served_by(model, identity), architecture.full_layers
     H = layer_config_value(architecture.config, "num_attention_heads", layers[0])
     half = len(served.inv_freq)
+    if other := [type(key).__name__ for key in stats if not isinstance(key, str)]:
+        raise SpecError("stats", other[0], f"in {name} must have only keys such as {_key(0, 0)!r}; {INSTEAD}")
     if unknown := sorted(stats.keys() - _keys(range(len(layer_types(architecture.config))), H)):
         raise SpecError("stats", unknown[0], f"in {name} is a head that the model does not have; {INSTEAD}")
     rows = [[_head(stats, key, half, name) for key in _keys((layer,), H)] for layer in layers]
@@ -338,12 +342,9 @@ def _keys(layers: Any, H: int) -> dict[str, None]:
 
 def _payload(path: str | PathLike[str]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     try:
-        check_unpacked(path)
-        payload = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, EOFError, KeyError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError, *ARCHIVE_ERRORS) \
-            as error:
-        reason = "it contains code, which is not run" if "nsupported" in str(error) else str(error).split("\n")[0]
-        raise SpecError("path", str(path), f"must be a .pt file of tensors ({reason}); {INSTEAD}") from error
+        payload = load_torch_file(path)
+    except ValueError as error:
+        raise SpecError("path", str(path), f"must be a .pt file of tensors ({error}); {INSTEAD}") from error
     metadata, stats = (payload.get(part) if isinstance(payload, dict) else None for part in ("metadata", "stats"))
     if not isinstance(metadata, dict) or not isinstance(stats, dict):
         raise SpecError("path", str(path), f"must have `metadata` and `stats` as in TriAttention; {INSTEAD}")
@@ -355,16 +356,28 @@ def _head(stats: Mapping[str, Any], key: str, half: int, name: str) -> list[Floa
     rows, head = [], stats.get(key)
     for part in PARTS:
         row = head.get(part) if isinstance(head, dict) else None
-        if not isinstance(row, Tensor):
-            raise SpecError(f"{key}.{part}", row, f"is missing in {name}; {INSTEAD}")
+        if row is None:
+            raise SpecError(f"{key}.{part}", None, f"is missing in {name}; {INSTEAD}")
+        if not isinstance(row, Tensor) or not _is_plain(row):
+            shown = str(row.dtype) if isinstance(row, Tensor) else type(row).__name__
+            raise SpecError(f"{key}.{part}", shown, f"in {name} must be a dense tensor of floats; {INSTEAD}")
         if tuple(row.shape) != (half,):
             raise SpecError(f"{key}.{part}", tuple(row.shape), f"in {name} must have the shape ({half},); {INSTEAD}")
-        rows.append(row.double().numpy())
+        numbers = row.detach().double().numpy()
+        if not np.isfinite(numbers).all():
+            raise SpecError(f"{key}.{part}", numbers[~np.isfinite(numbers)][0], f"in {name} must be finite; {INSTEAD}")
+        rows.append(numbers)
     return rows
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    """Return True for a dense tensor of floating-point numbers, whose values are in the file."""
+    dense = tensor.layout is torch.strided and not tensor.is_nested and tensor.device.type == "cpu"
+    return bool(dense and tensor.is_floating_point())
+
+
 def _table(path: Path, architecture: Architecture) -> Float64[Matrix, "L H_kv"]:
-    text = decode_text("path", path, read_file("path", path))
+    text = decode_text("path", path, read_file("path", path), "utf-8-sig")
     try:
         rows = [line.split("\t") for line in text.splitlines() if line.strip()]
         table = np.array([[float(cell) for cell in row] for row in rows])

@@ -149,7 +149,11 @@ def _tensors(path: Path) -> dict[str, Float64[Matrix, "_ _"]]:
     try:
         check_regular(path)
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name).double().numpy() for name in file.keys()}  # noqa: SIM118  # no dict
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
     except (OSError, SafetensorError) as error:
         reason = f"must be a safetensors file: {str(error).splitlines()[0]}"
         raise SpecError("calibration", str(path), reason) from error
+    if other := [name for name, tensor in tensors.items() if not tensor.is_floating_point()]:
+        reason = f"has {tensors[other[0]].dtype} in {other[0]}, but must have floating-point numbers"
+        raise SpecError("calibration", str(path), reason)
+    return {name: tensor.double().numpy() for name, tensor in tensors.items()}

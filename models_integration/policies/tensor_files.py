@@ -72,4 +72,6 @@ def _rows(
         kind = "KV heads" if heads == "key_value" else "query heads"
         size = "" if d is None else f" of {d} channels"
         raise SpecError(name, shape, f"must have {first[0]} layers of {first[1]} {kind}{size}; {INSTEAD}")
+    if not tensor.is_floating_point():
+        raise SpecError(name, str(tensor.dtype), f"must have floating-point numbers; {INSTEAD}")
     return tensor[list(layers)].double().numpy()

@@ -48,6 +48,8 @@ class NamedPolicy:
     """Stage family that the policy needs from the backend."""
     positions: str
     """Rule of rotary positions in the publication: "kept" or "renumbered" (spec/positions.md)."""
+    unused: frozenset[str] = frozenset()
+    """Fields of `parameters` that the policy does not use, so that they are no constants of the policy."""
 
     @cached_property
     def constants(self) -> frozenset[str]:
@@ -57,12 +59,13 @@ class NamedPolicy:
 
     @cached_property
     def parameters(self) -> dict[str, object]:
-        """Return the fields of the maker's argument `parameters`, with defaults.
+        """Return the used fields of the maker's argument `parameters`, with defaults.
 
         If the maker has no such argument, the result is {}.
         """
         given = signature(self.make).parameters.get("parameters")
-        return {} if given is None else {one.name: getattr(given.default, one.name) for one in fields(given.default)}
+        names = [] if given is None else [one.name for one in fields(given.default) if one.name not in self.unused]
+        return {name: getattr(given.default, name) for name in names} if given else {}
 
     @cached_property
     def defaults(self) -> dict[str, Any]:
@@ -117,13 +120,13 @@ def _shown(default: object) -> object:
 def named(
     name: str, paper: str, keeps: str, *, decided: Mapping[str, Any] | None = None,
     model_constants: frozenset[str] = frozenset(), diverse: bool = True, blocks: bool = True,
-    family: str = "policies", positions: str = "kept",
+    family: str = "policies", positions: str = "kept", unused: frozenset[str] = frozenset(),
 ) -> Callable[[Maker], Maker]:
     """Return a decorator that gives a policy's maker function a name. The arguments are the fields of `NamedPolicy`."""
     def register(make: Maker) -> Maker:
         assert name not in REGISTERED, f"two makers are named {name}"
         REGISTERED[name] = NamedPolicy(
-            paper, keeps, make, decided or {}, model_constants, diverse, blocks, family, positions
+            paper, keeps, make, decided or {}, model_constants, diverse, blocks, family, positions, unused
         )
         return make
 

@@ -1,7 +1,7 @@
 """NestedKV keeps keys that differ from mean keys of the prompt. The heads of a layer compete for the layer's budget."""
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from fractions import Fraction
 from functools import partial
 
@@ -90,6 +90,7 @@ def nestedkv(parameters: NestedKVParameters = NESTEDKV, backend: str | Backend =
 @named(
     "nestedkv-without-continuum", "NestedKV, ablation",
     "tokens with the best KeyDiff scores; the heads of a layer share one budget",
+    unused=frozenset(one.name for one in fields(NestedKVParameters)) - {"alpha_s"},
 )
 def nestedkv_without_continuum(parameters: NestedKVParameters = NESTEDKV) -> Policy:
     """Return the ablation "w/o continuum": NestedKV with KeyDiff's score and no protected sinks.
@@ -104,6 +105,7 @@ def nestedkv_without_continuum(parameters: NestedKVParameters = NESTEDKV) -> Pol
 @named(
     "nestedkv-without-adaptive", "NestedKV, ablation",
     "tokens with the best NestedKV scores; each head keeps the same number of tokens", family="nestedkv",
+    unused=frozenset({"alpha_s"}),
 )
 def nestedkv_without_adaptive(
     parameters: NestedKVParameters = NESTEDKV, backend: str | Backend = "numpy",

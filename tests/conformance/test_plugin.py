@@ -222,6 +222,9 @@ def test_one_vector_can_be_excepted(tmp_path: Path) -> None:
         (f'kind = "skip"\n{WHY}', "either an item, a test or a vector"),
         (f'item = "CC-SCORE"\ntest = "a.py::b"\nkind = "skip"\n{WHY}', "either an item, a test or a vector"),
         (f'item = "CC-SCORE"\nkind = "skip"\n{WHY}\nuntil = "2030"', "unknown keys until"),
+        (f'item = 3\nkind = "skip"\n{WHY}', r'item = 3: must be text in quotes: type item = "\.\.\."'),
+        ('item = "CC-SCORE"\nkind = "skip"\nreason = true\nissue = "#7"', "reason = True: must be text in quotes"),
+        ('item = "CC-SCORE"\nkind = ["skip"]', r"kind = \['skip'\]: must be text in quotes: type kind|kind must be"),
         ("item = ", "known.toml"),
     ],
 )

@@ -460,6 +460,8 @@ NUMBER = 1
     ("--check {deep}", "must be a certificate"),
     ("--check c.toml --quick", "can be combined only with --seed, --yes, --force and --out"),
     ("--policy snapkv --yes", "can be given only with --check"),
+    *((f"--command ./absent --timeout={seconds}", "timeout = ") for seconds in ("nan", "inf", "-1", "0", "1e300")),
+    ("--backend numpy --as snapkv,h2o,snapkv", "as = 'snapkv': is given twice"),
     ("--backend numpy --seed -1", "must be 0 or more"), ("--backend numpy --timeout 1", "only with --command"),
     ("", "one of the arguments --backend --command --policy --cache --server --check is required"),
     ("--backend numpy -k x", "after --"), ("--polcy snapkv", "--polcy snapkv; did you mean --policy?"),

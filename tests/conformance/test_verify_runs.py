@@ -458,7 +458,8 @@ def test_another_version_of_the_specification_is_named_before_anything_runs(
 
 
 WRONG_OPTIONS: list[dict[str, Any]] = [
-    {"methods": 5}, {"methods": [5]}, {"methods": "knorm"}, {"timeout": "1"}, {"seed": -1}, {"seed": True},
+    {"methods": 5}, {"methods": [5]}, {"methods": "knorm"}, {"timeout": "1"}, {"timeout": 1e300},
+    {"timeout": -1.0}, {"seed": -1}, {"seed": True},
     {"precision": "float8"}, {"model": 5}, {"positions": "text"},
 ]
 WRONG_SUBJECTS: list[dict[str, Any]] = [{"kind": []}, {"named": 5}, {"digest": {}}]

@@ -1,8 +1,10 @@
 """Files and texts of other people: compressed files, control characters on a terminal, and cells of CSV files."""
 
+import errno
 import io
 import json
 import lzma
+import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +45,52 @@ def test_a_key_with_many_dots_is_no_toml(key: str) -> None:
     assert parse_toml(f"x = '{'a' * 1_000_000}'\n{'a.' * 31}a = 1\n")["x"][:2] == "aa"
     with pytest.raises(ValueError, match="recursion"):
         parse_toml("x = " + "[" * 100_000)
+
+
+def test_a_byte_order_mark_is_no_key_and_no_text(tmp_path: Path) -> None:
+    assert parse_toml("\ufeffx = 1\r\ny = 2") == {"x": 1, "y": 2}
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"\xef\xbb\xbfA river.\r\n")
+    assert read_text("PROMPT", path) == "A river.\r\n"
+
+
+def test_a_full_disk_leaves_the_old_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from conformance.verify import certificate
+
+    path = tmp_path / "certificate.toml"
+    files.replace_text(path, "old")
+
+    def write_half(path: Path, text: str, **_: object) -> None:
+        path.write_bytes(text[: len(text) // 2].encode())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", write_half)
+        for write in (files.replace_text, lambda path, text: certificate.write({"a": text}, path)):
+            with pytest.raises(OSError, match="No space left"):
+                write(path, "a new text")
+    assert [(one.name, one.read_text(encoding="utf-8")) for one in tmp_path.iterdir()] == [(path.name, "old")]
+    files.replace_text(path, "new")
+    assert path.read_text(encoding="utf-8") == "new"
+
+
+def test_only_the_ends_of_a_large_file_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sparse file of 1 TB has the marks of kvspec at an end, in the middle, or not at all."""
+    mark, path = b'<meta name="generator" content="kvspec">', tmp_path / "page.html"
+    for at, ours in ((0, True), (2**40, True), (2**39, False)):
+        with path.open("wb") as file:
+            file.truncate(2**40)
+            file.seek(at)
+            file.write(mark)
+        if ours:
+            files.check_output("out", path)
+        else:
+            with pytest.raises(SpecError, match="kvspec did not make the file"):
+                files.check_output("out", path)
+    path.unlink()
+    os.mkfifo(path)
+    monkeypatch.setattr(Path, "is_file", lambda _: True)  # replaced by a FIFO after the check
+    assert not files._is_ours(path)
 
 
 def archive(path: Path, **members: bytes) -> None:

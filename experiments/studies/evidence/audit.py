@@ -11,6 +11,7 @@ from experiments.studies.evidence.rules import Rules, load_rules
 from experiments.studies.evidence.run import merged
 from experiments.studies.evidence.samples import Samples
 from experiments.studies.results import Row, parse_rows
+from experiments.studies.toml_records import is_list_of
 from experiments.tasks.needle import CONFIRM, DEV
 from experiments.tasks.registry import SENTENCES, TABLE
 from spec.errors import SpecError
@@ -76,10 +77,29 @@ def _audited(path: Path, folder: Path) -> Audit:
     false = bool(rules.claims and {*commits} - {None} - commits_with_rules(rules, confirm))
     shared = shared_text(rows) if rules.claims else ()
     defects = [*([_FALSE_COMMIT] if false else []), *shared, *_pooled(rules, rows)]
-    listed = path.parent / KNOWN
-    stated = parse_toml(read_text("audit", listed)).get(path.stem, []) if listed.is_file() else []
+    stated = _stated(path)
     failures, known = ([one for one in defects if (one in stated) is kind] for kind in (False, True))
     return Audit(str(path.relative_to(folder)), first_rules, first_rows, finding, tuple(failures), tuple(known))
+
+
+def _stated(path: Path) -> Sequence[str]:
+    """Return the defects of a study that the file KNOWN lists.
+
+    Raises:
+        SpecError: if the file cannot be read, or if the value of the study is not a list of texts.
+    """
+    listed = path.parent / KNOWN
+    if not listed.is_file():
+        return ()
+    text = read_text("audit", listed)
+    try:
+        stated = parse_toml(text).get(path.stem, [])
+    except ValueError as error:
+        raise SpecError("audit", str(listed), f"must be a TOML file: {error}") from error
+    if not is_list_of(stated, str):
+        reason = f"must be a list of texts in quotes: type {path.stem} = [\"...\"] (in {listed})"
+        raise SpecError(path.stem, stated, reason)
+    return stated
 
 
 def _rows(path: Path) -> list[Row]:

@@ -6,10 +6,10 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from experiments.studies.answers import read_budget
 from experiments.studies.evidence.kept import (
@@ -23,6 +23,7 @@ from experiments.studies.evidence.kept import (
     default_controls,
 )
 from experiments.studies.subject import policy_in_rows, versioned
+from experiments.studies.toml_records import is_list_of, record_of, tables_of
 from experiments.tasks import PLACEMENTS
 from experiments.tasks.needle import CONFIRM, DEV, part_of
 from experiments.tasks.registry import imports_code, resolve_task
@@ -32,11 +33,11 @@ from reference.calibration import Calibration, load_calibration
 from reference.policies.names import AT_PROMPT, is_built_in
 from spec.errors import SpecError
 from spec.files import decode_text, parse_toml, read_file
-from spec.validate import check_choices, did_you_mean
+from spec.validate import check_choices, check_once
 
 __all__ = [
     "ALL", "AT_PROMPT", "COMPUTED", "KEPT", "MEASURES", "PARTS", "TEMPLATE", "Claim", "Rules", "Stage", "check_budget",
-    "check_fields", "load_rules", "rules_of", "rules_text",
+    "load_rules", "rules_of", "rules_text",
 ]
 
 KEPT = "kept"
@@ -45,11 +46,11 @@ MEASURES = ("recovery", "accuracy", KEPT)
 TEMPLATE = "template"
 CLUSTERS = ("", TEMPLATE)
 PARTS = (DEV, CONFIRM)
+MOST_SAMPLES = 10**6
+"""Largest number of contexts, or of questions on a context. Samples are made before the first one is measured."""
+MOST_SEED = 2**53
 ALL = "all"
 """Name for both parts, for rules without claims."""
-
-T = TypeVar("T")
-
 
 @dataclass(frozen=True)
 class Claim:
@@ -83,13 +84,22 @@ class Claim:
 
     def __post_init__(self) -> None:
         check_choices("measure", (self.measure,), MEASURES)
-        check_choices("clusters", (self.clusters,), CLUSTERS)
+        if self.clusters not in CLUSTERS:
+            reason = f"must be {TEMPLATE!r}, or leave the key out (claim {self.name!r})"
+            raise SpecError("clusters", self.clusters, reason)
+        if not self.tasks:
+            raise SpecError("tasks", (), f"must have at least one (claim {self.name!r})")
+        if not self.second_tasks:
+            check_once(f"claim {self.name!r}: tasks", self.tasks)
         if self.second_tasks and len(self.second_tasks) != len(self.tasks):
             raise SpecError("second_tasks", self.second_tasks, f"must have {len(self.tasks)} tasks, as tasks has")
         if self.second_tasks and self.measure == "recovery":
             raise SpecError("measure", self.measure, "must be accuracy or kept if the claim has second_tasks")
         if not 0 < abs(self.difference) <= 1:
             raise SpecError("difference", self.difference, f"must lie in [-1, 1] and not be 0 (claim {self.name!r})")
+
+
+_LISTS = ("models", "seeds", "lengths", "placements", "tasks", "policies", "budgets", "controls")
 
 
 @dataclass(frozen=True)
@@ -163,16 +173,25 @@ class Rules:
                     "evicts while the model reads the prompt, but a study needs one forward pass for all policies",
                 )
         check_choices("placements", self.placements, PLACEMENTS)
+        for name in _LISTS:
+            check_once(name, getattr(self, name))
         tasks = [resolve_task(task) for task in self.tasks]
         for task, placement in product(tasks, self.placements):
             task.check_placement(placement)
         for budget in self.budgets:
             check_budget("budgets", budget)
+        if self.answer_tokens < 0:
+            raise SpecError("answer_tokens", self.answer_tokens, "must be at least 1, or 0 for the number of the task")
         for name in ("contexts", "questions", "lengths"):
             value = getattr(self, name)
-            least = min(value if isinstance(value, tuple) else (value,), default=1)
-            if least < 1:
+            each = value if isinstance(value, tuple) else (value,)
+            if (least := min(each, default=1)) < 1:
                 raise SpecError(name, least, "must be at least 1")
+            if name != "lengths" and each[0] > MOST_SAMPLES:
+                raise SpecError(name, each[0], f"must be at most {MOST_SAMPLES}")
+        for seed in self.seeds:
+            if not 0 <= seed <= MOST_SEED:
+                raise SpecError("seeds", seed, f"must not be negative, and at most {MOST_SEED}")
         unlimited = all(task.entry.longest for task in tasks)
         for name in ("models", "seeds", "lengths", "placements", "tasks"):
             if not getattr(self, name) and not (name == "lengths" and unlimited):
@@ -255,13 +274,23 @@ def load_rules(path: Path, plugins: bool = True) -> Rules:
             `Rules`. Without `plugins`, also if a policy or task is not part of kvspec.
     """
     text = decode_text("rules", path, read_file("rules", path))
-    return replace(_read(text, str(path), plugins), source=str(path))
+    try:
+        read = parse_toml(text)
+    except ValueError as error:
+        raise SpecError("rules", str(path), f"must be a TOML file: {error}") from error
+    try:
+        rules = _read(read, plugins)
+        digest = hashlib.sha256(b"\0".join([text.encode(), *_user_digests(rules)])).hexdigest()
+    except SpecError as error:
+        raise SpecError(error.argument, error.value, f"{error.bound} (in {path})") from error
+    return replace(rules, digest=digest, source=str(path))
 
 
 def rules_text(**study: Any) -> str:
     """Return the text of a rules file without claims."""
+    # TOML has the escapes of JSON, and also needs an escape for the character DEL.
     lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in study.items()]
-    return "".join(["[study]\n", *lines])
+    return "".join(["[study]\n", *lines]).replace("\x7f", r"\u007f")
 
 
 def rules_of(**study: Any) -> Rules:
@@ -271,7 +300,7 @@ def rules_of(**study: Any) -> Rules:
     Raises:
         SpecError: as in `load_rules`.
     """
-    rules = _read(rules_text(**study), "the options")
+    rules = _read({"study": study})
     return replace(rules, digest=hashlib.sha256(b"\0".join([b"options", *_user_digests(rules)])).hexdigest())
 
 
@@ -280,31 +309,30 @@ COMPUTED = ("claims", "stages", "digest", "commit", "source")
 _SINGULAR = {"model": "models", "seed": "seeds"}
 
 
-def _read(text: str, where: str, plugins: bool = True) -> Rules:
-    try:
-        read = parse_toml(text)
-    except ValueError as error:
-        raise SpecError("rules", where, f"must be a TOML file: {error}") from error
+def _read(read: Mapping[str, Any], plugins: bool = True) -> Rules:
+    """Return the rules of the tables of a rules file, without a digest."""
     unknown = sorted(set(read) - {"claim", "stage", "study"})
     if unknown or "study" not in read:
         raise SpecError("rules", unknown, "must have [study], and may have [[stage]] and [[claim]], but no other table")
+    if not isinstance(read["study"], Mapping):
+        raise SpecError("study", read["study"], "must be a table: type [study], and then a line for each key")
     claims, stages = (
-        tuple(_checked(kind, entry) for entry in read.get(name, ()))
+        tuple(record_of("rules", kind, entry) for entry in tables_of(read, name))
         for name, kind in (("claim", Claim), ("stage", Stage))
     )
-    study = {_SINGULAR.get(name, name): [one] if name in _SINGULAR else one for name, one in read["study"].items()}
-    if len(study) < len(read["study"]):
-        raise SpecError("rules", where, "must have either model or models, and either seed or seeds")
+    given: Mapping[str, Any] = read["study"]
+    study = {_SINGULAR.get(name, name): [one] if name in _SINGULAR else one for name, one in given.items()}
+    if len(study) < len(given):
+        raise SpecError("rules", sorted(given), "must have either model or models, and either seed or seeds")
     if not plugins:
-        _check_built_in(study, where)
+        _check_built_in(study)
     policies = study.get("policies")
-    if "controls" not in study and isinstance(policies, list) and all(isinstance(one, str) for one in policies):
+    if "controls" not in study and is_list_of(policies, str):
         study["controls"] = list(default_controls(policies))
-    rules = _checked(Rules, {**study, "claims": claims, "stages": stages, "digest": "", "commit": ""})
-    return replace(rules, digest=hashlib.sha256(b"\0".join([text.encode(), *_user_digests(rules)])).hexdigest())
+    return record_of("rules", Rules, study, {"claims": claims, "stages": stages, "digest": ""}, COMPUTED)
 
 
-def _check_built_in(study: Mapping[str, Any], where: str) -> None:
+def _check_built_in(study: Mapping[str, Any]) -> None:
     """Check that all policies and tasks are part of kvspec. No module is imported."""
     texts = {
         name: [one for one in study.get(name, ()) if isinstance(one, str)]
@@ -313,7 +341,7 @@ def _check_built_in(study: Mapping[str, Any], where: str) -> None:
     refused = [("policies", one) for one in texts.get("policies", ()) if not is_built_in(one.removesuffix(AT_PROMPT))]
     refused += [("tasks", one) for one in texts.get("tasks", ()) if imports_code(one)]
     for argument, text in refused:
-        reason = f"is not part of kvspec, and an audit imports no other code: move {where} out of the audited folder"
+        reason = "is not part of kvspec, and an audit imports no other code: move the file out of the audited folder"
         raise SpecError(argument, text, reason)
 
 
@@ -326,48 +354,3 @@ def _user_digests(rules: Rules) -> Iterator[bytes]:
     for task in rules.tasks:
         if digest := resolve_task(task).digest:
             yield versioned(task, digest).encode()
-
-
-def check_fields(argument: str, kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the types of the fields of a dataclass by name, if the given values fit.
-
-    Raises:
-        SpecError: if a field is missing or unknown.
-    """
-    types = {field.name: field.type for field in fields(kind)}
-    needed = {one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING}
-    if not needed <= set(given) <= set(types):
-        missing, unknown = sorted(needed - set(given)), sorted(set(given) - set(types))
-        named = [name for name in types if kind is not Rules or name not in COMPUTED]
-        parts = [f"missing: {', '.join(missing)}"] if missing else []
-        parts += [f"unknown: {', '.join(unknown)}"] if unknown else []
-        hint = did_you_mean(unknown[0], named) if unknown else ""
-        raise SpecError(argument, missing + unknown, f"{'; '.join(parts)}{hint}; the keys are {', '.join(named)}")
-    return types
-
-
-def _checked(kind: type[T], given: dict[str, Any]) -> T:
-    types = check_fields("rules", kind, given)
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    for name, value in values.items():
-        if not _fits(value, types[name]):
-            raise SpecError(name, given[name], _type_bound(name, value, types[name]))
-    return kind(**values)
-
-
-def _type_bound(name: str, value: Any, wanted: Any) -> str:
-    """Return the error text for a value of a wrong type. For a list, the text has an example."""
-    if isinstance(wanted, type):
-        return f"must be of the type {wanted.__name__}"
-    (item, _), values = wanted.__args__, value if isinstance(value, tuple) else (value,)
-    example = [str(one) for one in values] if item is str else [one for one in values if type(one) is int] or [3]
-    return f"must be a list of {'texts in quotes' if item is str else 'integers'}: type {name} = {json.dumps(example)}"
-
-
-def _fits(value: object, wanted: Any) -> bool:
-    if wanted is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if isinstance(wanted, type):
-        return type(value) is wanted
-    (item, _) = wanted.__args__
-    return isinstance(value, tuple) and all(type(one) is item for one in value)

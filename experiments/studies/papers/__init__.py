@@ -5,16 +5,17 @@ changes of a quick run.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from experiments.studies.evidence.rules import Rules, check_fields, rules_of
+from experiments.studies.evidence.rules import Rules, rules_of
 from experiments.studies.report import format_p
+from experiments.studies.toml_records import record_of, tables_of
 from models_integration.policies.methods import parse_policy
 from reference.confirmation import BONFERRONI, Cell, branch_of, choose_lambda, paired_difference
 from spec.errors import SpecError
@@ -75,7 +76,6 @@ COSTS = "costs"
 MEASURES = ("score", "seconds", "MiB", "no box", "memory")
 BEST = "best baseline"
 """Name for the comparison with the best baseline instead of a named policy."""
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,12 @@ class Table:
         check_choices(f"table {self.name}: axes", (*self.rows, *self.columns), AXES)
         check_choices(f"table {self.name}: measure", (self.measure,), MEASURES)
         check_choices(f"table {self.name}: rule", (self.rule,), RULES)
+        columns = self.published.get("columns")
         for name, figures in self.published.items():
-            if name != "columns" and len(figures) != len(self.published["columns"]):
+            if not (isinstance(figures, list) and isinstance(columns, list)):
+                reason = "must be a list, as columns must be: type columns = [...] and a list for each row"
+                raise SpecError(f"table {self.name}: {name}", figures, reason)
+            if name != "columns" and len(figures) != len(columns):
                 raise SpecError(f"table {self.name}: {name}", figures, "must have a figure for each published column")
 
 
@@ -189,11 +193,19 @@ def load_paper(name: str) -> Paper:
         read = parse_toml(text)
     except ValueError as error:
         raise SpecError("NAME", name, f"must be a TOML file: {error}") from error
-    parts = [_record(Part, _part(entry)) for entry in read.pop("part", ())]
-    tables = [_record(Table, entry) for entry in read.pop("table", ())]
+    try:
+        return _paper(read)
+    except SpecError as error:
+        raise SpecError(error.argument, error.value, f"{error.bound} (in {path.name})") from error
+
+
+def _paper(read: Mapping[str, Any]) -> Paper:
+    parts = [record_of("NAME", Part, _part(entry)) for entry in tables_of(read, "part")]
+    tables = [record_of("NAME", Table, entry) for entry in tables_of(read, "table")]
     for table in tables:
         check_choices(f"table {table.name}: parts", table.parts, [part.name for part in parts])
-    return _record(Paper, {**read, "parts": parts, "tables": tables})
+    rest = {name: value for name, value in read.items() if name not in ("part", "table")}
+    return record_of("NAME", Paper, rest, {"parts": parts, "tables": tables}, ("parts", "tables"))
 
 
 def _part(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,12 +215,6 @@ def _part(entry: Mapping[str, Any]) -> dict[str, Any]:
         **{name: value for name, value in entry.items() if name in names},
         "study": {name: value for name, value in entry.items() if name not in names},
     }
-
-
-def _record(kind: Callable[..., T], entry: Mapping[str, Any]) -> T:
-    """Make a record of this kind. Raises SpecError with the name of a missing or unknown key."""
-    check_fields("NAME", kind, entry)
-    return kind(**entry)
 
 
 def rules_of_part(

@@ -300,6 +300,7 @@ def test_a_pattern_that_python_refuses_is_one_sentence(pattern: str, tmp_path: P
 
 @pytest.mark.parametrize(("name", "data", "words"), [
     ("q.csv", "text,question,answer,Answer,answer \nt,q,a,b,c\n", r"has two columns 'answer': .* a list of answers"),
+    ("q.csv", "text,question,answer\nt,q,a\nt,q,b\nt,q,a\n", "row 3.*is the same as row 1, and would count twice"),
     ("q.jsonl", '{"text": "t", "question": "q", "answer": "a", "answer": "b"}', "the key 'answer' is given twice"),
     ("q.jsonl", '{"text": "t", "question": "q", "answer": {"a": 1}}', "row 1': has {'a': 1} in 'answer': write a text"),
     ("q.jsonl", '{"text": "t", "question": "q", "answer": [["a"]]}', r"has \['a'\] in 'answer'"),

@@ -300,7 +300,7 @@ def test_shipped_papers_name_what_there_is(name: str, quick: bool) -> None:
         ((), ('rows = ["model"]', 'rows = ["mode"]'), "table by-length: axes = 'mode': must be one of model, policy"),
         ((), ("crystalcache = [0.75]", "crystalcache = []"), "must have a figure for each published column"),
         ((), ('name = "none"', 'name = "../../x"'), "table: name = '../../x': must have only letters, digits"),
-        ((), ('name = "none"', "name = 5"), "table: name = 5: must have only letters"),
+        ((), ('name = "none"', "name = 5"), "name = 5: must be text in quotes"),
         ((), ('parts = ["files"]', 'parts = ["file"]'), "table files: parts = 'file': must be one of needle, files"),
         ((), ('title = "Tiny"', ""), "missing: title; the keys are title, method"),
         ((), ("contexts = 3", "context = 3"), "unknown: context; did you mean contexts?; the keys"),

@@ -133,6 +133,11 @@ def test_the_audit_reads_the_history(tmp_path: Path) -> None:
     assert first[:8] in printed.output
     (tmp_path / KNOWN).write_text(f"forged = {list(actual['forged'].failures)}\n", encoding="utf-8")
     assert CliRunner().invoke(app, ["study", "--audit", str(tmp_path)]).exit_code == 0
+    text = actual["forged"].failures[0]
+    for wrong, words in ((f'"{text}"', "must be a list of texts in quotes"), ("3", "a list"), ("[", "TOML file")):
+        (tmp_path / KNOWN).write_text(f"forged = {wrong}\n", encoding="utf-8")
+        with pytest.raises(SpecError, match=f"{words}.*{KNOWN}|{KNOWN}.*{words}"):
+            audit(tmp_path)
 
 
 def test_a_commit_must_be_an_ancestor_with_the_rules(tmp_path: Path) -> None:
@@ -259,7 +264,7 @@ def test_the_audit_imports_no_module_that_a_rules_file_names(
     path = rules_file(tmp_path, RULES.replace(old, new, 1))
     write_rows(path.with_suffix(".jsonl.xz"), {"part": "confirm", "rules": "0" * 64})
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SpecError, match=rf"{word} = 'planted:CODE.*imports no other code: move {path} out"):
+    with pytest.raises(SpecError, match=rf"{word} = 'planted:CODE.*no other code: move the file out .*in {path}"):
         audit(tmp_path)
 
 

@@ -5,7 +5,9 @@ import pytest
 
 pytest.importorskip("transformers", reason="the study drives transformers models")
 
+import errno
 import logging
+import os
 import re
 import resource
 import signal
@@ -124,6 +126,15 @@ def test_a_row_that_its_writer_died_in_is_set_aside(room: int, tmp_path: Path) -
     append_row(path, {"n": 2})
     assert load_rows(path) == [{"n": 1}, {"n": 2}]
     assert (tmp_path / "results.jsonl.cut").stat().st_size == room + 1
+
+
+def test_a_full_disk_is_named_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: .*results\.jsonl"):
+        append_row(tmp_path / "results.jsonl", {"n": 1})
 
 
 def unit_of(row: dict[str, object]) -> str:

@@ -1,5 +1,6 @@
 """A study: rules, parts, stored rows, and estimates and claims compared with counting by hand."""
 
+import hashlib
 import json
 import math
 from dataclasses import replace
@@ -157,7 +158,8 @@ def test_policies_of_rules_may_have_constants(tmp_path: Path) -> None:
         ('budget = "0.3"', 'budget = "0.4"', "budget"),
         ('placement = "after"', 'placement = "paper"', "placement"), ("contexts = 4", "contexts = 0", "at least 1"),
         ("questions = 1", "questions = 0", "at least 1"), ("[1024]", "[0]", "at least 1"),
-        ("contexts = 4", 'contexts = "4"', "type int"), ("[1024]", "1024", r"lengths = 1024: must be a list of"),
+        ("contexts = 4", 'contexts = "4"', "must be a whole number: type contexts = 4 "),
+        ("[1024]", "1024", r"lengths = 1024: must be a list of"),
         ("contexts = 4", "context = 4", "missing: contexts; unknown: context; did you mean contexts.; the keys are"),
         ('["0.3"]', "[0.3]", r'must be a list of texts in quotes: type budgets = \["0.3"\]'),
         ("[1024]", "[]", "at least one"), ("[study]", "[studies]", "no other table"), ("[[claim]]", "claim", "TOML"),
@@ -173,14 +175,42 @@ def test_policies_of_rules_may_have_constants(tmp_path: Path) -> None:
         ('["streamingllm"]\nb', '["fullcache"]\nb', "policies"),
         ("[study]", '[[stage]]\nname = "D"\npolicy = "snapkv"\n[study]', "stage 'D': policy"),
         ('["streamingllm"]\nb', '["streamingllm(N=1)"]\nb', "N = 1: streamingllm has the constants N_sink"),
+        ("contexts = 4", "contexts = nan", "contexts = nan: must be a whole number: type contexts = 3 "),
+        ("contexts = 4", "contexts = true", "must be a whole number: type contexts = 3 "),
+        ("contexts = 4", "contexts = 4\nbare = 1", "must be true or false: type bare = true "),
+        ("contexts = 4", "contexts = 4\ncommit = 3", "unknown: commit"),
+        ("contexts = 4", "contexts = 4\nanswer_tokens = -1", "answer_tokens = -1: must be at least 1, or 0"),
+        ("title =", "title = 4 #", 'must be text in quotes: type title = "4" '),
+        ("difference = 0.2", 'difference = "0.2"', "must be a number: type difference = 0.2 "),
+        ("difference = 0.2", "difference = nan", "must lie in"),
+        ("difference = 0.2", "difference = true", "must be a number: type difference = 0.1 "),
+        ("[1024]", "[1024, 1024]", "lengths = 1024: is given twice: leave out one of the two "),
+        ('["0.3"]', '["0.3", "0.3"]', "budgets = '0.3': is given twice: leave out one of the two "),
+        ('["streamingllm"]\nb', '["streamingllm", "streamingllm"]\nb', "policies = 'streamingllm': is given twice"),
+        ('tasks = ["needle_in_prose"]', "tasks = []", "tasks = .*: must have at least one"),
+        ("seed = 3", "seed = true", r"seeds = \[True\]: must be a list of integers: type seeds = \[3\] "),
+        ("[[claim]]", "[claim]", r"claim = .* must be a list of tables: type \[\[claim\]\]"),
+        ("[[claim]]", "stage = [[1]]\n[[claim]]", r"stage = \[\[1\]\]: must be a list of tables: type \[\[stage\]\]"),
+        ("[study]", "[[study]]", r"study = .* must be a table: type \[study\]"),
     ],
 )
 def test_rules_are_refused_by_name(tmp_path: Path, old: str, new: str, words: str) -> None:
     assert old in RULES
-    with pytest.raises(SpecError, match=words):
+    with pytest.raises(SpecError, match=words) as refused:
         load_rules(rules_file(tmp_path, RULES.replace(old, new, 1)))
+    assert str(tmp_path) in str(refused.value)
     with pytest.raises(SpecError, match="TOML"):
         load_rules(tmp_path / "nowhere.toml")
+
+
+@pytest.mark.law("as-it-is-described")
+def test_a_rules_file_of_windows_has_the_same_rules(tmp_path: Path) -> None:
+    """Editors of Windows write a byte order mark and other ends of lines. The digest is that of the bytes."""
+    plain, path = load_rules(rules_file(tmp_path, RULES)), tmp_path / "windows.toml"
+    path.write_bytes(b"\xef\xbb\xbf" + RULES.replace("\n", "\r\n").encode())
+    found = load_rules(path)
+    assert replace(found, digest=plain.digest, source=plain.source) == plain
+    assert found.digest == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @pytest.mark.law("one-line-with-the-way-out")

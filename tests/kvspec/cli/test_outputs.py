@@ -103,6 +103,27 @@ def test_a_verdict_replaces_no_file_of_the_user(check: bool, tmp_path: Path) -> 
             kvspec.verify(backend="numpy", quick=True, out=tmp_path / "log-txt")
 
 
+def test_the_certificate_of_another_subject_is_not_replaced(tmp_path: Path) -> None:
+    from conformance.verify.__main__ import check_out
+    from conformance.verify.certificate import certificate, write
+    from conformance.verify.outcomes import verdicts_of
+    from conformance.verify.request import parsed
+    from conformance.verify.subject import of_backend
+
+    same = ["--backend", "numpy", "--as", "snapkv(W=16)", "--seed", "3", "--out", str(tmp_path)]
+    ran = verdicts_of([{"precision": "float64", "spec": "", "collected": {}}])
+    made = certificate(parsed(same), of_backend("numpy"), ran)
+    write(made, tmp_path / "certificate.toml")
+    check_out(parsed([*same[:4], "--seed", "4", "--out", str(tmp_path)]))
+    others = [["--backend", "numba", "--as", "snapkv(W=16)"], ["--policy", "snapkv"], ["--backend", "numpy"], same[:2]]
+    for words in [*others, [*same[:3], "snapkv"], ["--backend", "numpy", "--quick"]]:
+        with pytest.raises(SpecError, match=r"is the certificate of --backend numpy '--as=snapkv\(W=16.*add --force"):
+            check_out(parsed([*words, "--out", str(tmp_path)]))
+        check_out(parsed([*words, "--out", str(tmp_path), "--force"]))
+    with pytest.raises(SpecError, match="is the certificate of backend numpy"):
+        kvspec.verify(policy="snapkv", quick=True, out=tmp_path)
+
+
 def test_two_options_cannot_have_one_file(tmp_path: Path) -> None:
     """The answers once replaced the table."""
     outputs = {"table": tmp_path / "a.csv", "figure": None, "answers": tmp_path / "x" / ".." / "a.csv"}

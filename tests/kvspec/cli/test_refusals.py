@@ -88,6 +88,9 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         (("--attn", "flash_attention_2"), ("attn", "must be one of auto, sdpa, eager")),
         (("--batch-size", "0"), ("batch_size = 0", "at least 1")), (("--backend", "cobol"), ("cobol",)),
         (("--seed", "-1"), ("seed", "negative")), (("--samples", "0"), ("samples = 0: must be at least 1",)),
+        (("--seed", "9" * 20), ("seeds = 99999999999999999999", "at most 9007199254740992")),
+        (("--samples", "1000001"), ("contexts = 1000001: must be at most 1000000",)),
+        (("--model", "a\udcff", "--write-rules", "r.toml"), ("write_rules = 'r.toml'", "a\\udcff", "is not UTF-8")),
         (("--budgets", "1"), ("budgets = '1'", "is one token: write 1.0")),
         (("--length", "9"), ("length = 9", "need")), (("--workers", "0"), ("workers = 0", "at least 1")),
         (("--engine", "slurm"), ("engine = 'slurm'",)), (("--address", "auto"), ("address = 'auto'",)),
@@ -115,6 +118,15 @@ def test_compare_refuses_before_any_work(
         ("compare --grid b", ("grid = 'b'", "must be one of appendix-a, extensions")),
         ("compare --grid extensions --policies x", ("policies = 'x'", "cannot be used with --grid")),
         ("keep x.txt --budget 1", ("budget = '1'", "is one token: write 1.0")),
+        ("archive put x.txt --policy snapkv --budget 1", ("budget = '1'", "is one token: write 1.0")),
+        ("archive put x.txt --archive x.txt", ("archive = 'x.txt'", "cannot be created as a folder (Not a directory)")),
+        ("archive inject a b a --ask x", ("KEY = 'a'", "is given twice")),
+        ("study --audit . --part all", ("part = 'all'", "cannot be used with --audit: leave out one of the two")),
+        ("study --audit . --status .", ("status = '.'", "cannot be used with --audit")),
+        ("study --status . --rules x.txt", ("rules = 'x.txt'", "cannot be used with --status")),
+        ("study --status . --again", ("again = True", "cannot be used with --status")),
+        ("calibrate heads.tsv --tokens 300", ("tokens = 300", "heads.tsv has none: leave it out")),
+        ("compare --policies snapkv,h2o,snapkv", ("policies = 'snapkv'", "is given twice: leave out one of the two")),
         ("paper crystal", ("NAME = 'crystal'", "must be one of crystalcache, diversity, nestedkv, injection")),
     ],
 )
@@ -131,6 +143,7 @@ def test_a_mistake_in_the_call_is_one_line_too(
 @pytest.mark.parametrize(
     ("model", "words"),
     [("none", "is a folder without config.json"), ("x.txt", "is a file, but not a GGUF file"),
+     ("pipe", "has the pipe 'tokenizer.json' in place of a file"),
      ("broken", "cannot be loaded ("), ("no/model", "is no folder on this machine"),
      ("./no", "is no folder on this machine")],
 )
@@ -144,7 +157,10 @@ def test_a_model_that_is_none_is_named_with_what_to_type(
     (tmp_path / "x.txt").write_text("Some words.", encoding="utf-8")
     (tmp_path / "none").mkdir()
     (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "config.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "pipe").mkdir()
+    for name in ("broken", "pipe"):
+        (tmp_path / name / "config.json").write_text("{}", encoding="utf-8")
+    os.mkfifo(tmp_path / "pipe" / "tokenizer.json")
     arguments = [*SHORT, "--out", "out"] if command == "compare" else ["x.txt"]
     message = refusal([*command.split(), *arguments, "--model", model])
     assert f"model = '{model}': {words}" in message

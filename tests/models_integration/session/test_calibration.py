@@ -4,6 +4,7 @@ Such files are read without executing code, and give the same decisions as kvspe
 """
 
 import sys
+import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -38,6 +39,7 @@ from models_integration.engines.vllm.arguments import RequestPolicy
 from models_integration.model.architecture import describe
 from models_integration.pocket import load_pocket
 from models_integration.policies.calibration import (
+    PARTS,
     calibrate,
     read_head_pattern,
     read_statistics,
@@ -364,9 +366,20 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any], Path], Any], str, str]] = {
         r"\(8,\).*must have the shape \(6,\)",
     ),
     "infinite": (
-        lambda payload, _: payload["stats"][HEAD].update(q_mean_imag=torch.full((6,), torch.inf)), "calibration.mean",
-        "must be finite",
+        lambda payload, _: payload["stats"][HEAD].update(q_mean_imag=torch.full((6,), torch.inf)),
+        f"{HEAD}.q_mean_imag", "must be finite",
     ),
+    "list": (lambda payload, _: payload["stats"].update({HEAD: [1]}), f"{HEAD}.q_mean_real", "is missing in"),
+    "number": (edit("stats", "layer00_head00", dict.fromkeys(PARTS, 1.0)), "layer00_head00.q_mean_real", "of floats"),
+    "keys": (lambda payload, _: payload["stats"].update({1: {}}), "stats", "must have only keys such as 'layer00_head"),
+    "style of two": (edit("metadata", "rope_style", torch.ones(2)), "rope_style", "must be 'half'"),
+    **{
+        name: (edit("stats", HEAD, dict.fromkeys(PARTS, one)), f"{HEAD}.q_mean_real", "a dense tensor of floats")
+        for name, one in {
+            "complex": torch.ones(6, dtype=torch.complex64), "integers": torch.ones(6, dtype=torch.int32),
+            "bool": torch.ones(6) > 0, "sparse": torch.ones(6).to_sparse(), "meta": torch.ones(6, device="meta"),
+        }.items()
+    },
 }
 
 
@@ -380,6 +393,29 @@ def test_other_files_are_refused_and_not_run(name: str, payload: dict[str, Any],
         read_statistics(tmp_path / "stats.pt", build("llama"))
     assert caught.value.argument == argument
     assert not (tmp_path / "was run").exists()
+
+
+@pytest.mark.law("an-object-proves-itself")
+@pytest.mark.parametrize("as_key", [True, False])
+def test_a_tuple_of_itself_many_times_takes_no_time(as_key: bool, payload: dict[str, Any], tmp_path: Path) -> None:
+    """Sixty tuples, each with the one before twice. As a key of a dict, the last has 2^60 items to hash."""
+    pairs = b"".join(b"q%ch%c\x86" % (at, at) for at in range(60))
+    program = b"\x80\x02}(" + b")" + pairs + b"K\x01u." if as_key else b"\x80\x02)" + pairs + b"."
+    torch.save(payload, tmp_path / "base.pt")
+    with zipfile.ZipFile(tmp_path / "base.pt") as base, zipfile.ZipFile(tmp_path / "stats.pt", "w") as changed:
+        for name in base.namelist():
+            changed.writestr(name, program if name.endswith("data.pkl") else base.read(name))
+    with pytest.raises(SpecError, match="its tuples have more than 10000000 items"):
+        read_statistics(tmp_path / "stats.pt", build("llama"))
+
+
+@pytest.mark.spec("TA-CALIBRATION")
+def test_statistics_that_need_gradients_are_read(payload: dict[str, Any], tmp_path: Path) -> None:
+    torch.save(payload, tmp_path / "a.pt")
+    payload["stats"][HEAD] = {part: torch.nn.Parameter(row) for part, row in payload["stats"][HEAD].items()}
+    torch.save(payload, tmp_path / "b.pt")
+    first, second = (read_statistics(tmp_path / name, build("llama")) for name in ("a.pt", "b.pt"))
+    assert first.digest == second.digest
 
 
 def pattern(path: Path, values: Any) -> Path:

@@ -145,6 +145,9 @@ REFUSED: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any], str]
     *((BY_NAME, (name,), {"positions": "relative"}, 'positions = \'relative\': must be "kept" or "renumbered"')
       for name in ("snapkv", "streamingllm", "diverse-knorm", "snapkv/layers=pyramid")),
     (BY_NAME, ("fullcache",), {"positions": "renumbered"}, "fullcache has the constants none"),
+    *((BY_NAME, (f"{prefix}nestedkv-without-{part}",), {key: 0.5}, f"{key} = 0.5: {prefix}nestedkv-without-{part} has ")
+      for prefix in ("", "diverse-") for part, key in (("adaptive", "alpha_s"), ("continuum", "tau"))),
+    (parse_policy, ("nestedkv-without-continuum:N_sink=8",), {}, "the constants are alpha_s, backend"),
     (NamedPolicy, ("snapkv",), {"pool": 8}, "snapkv has the constants W, backend, block, kernel"),
     (NamedPolicy, ("snapkv", 1.5), {}, "budget"),
     (NamedPolicy, ("expected-attention",), {"inv_freq": [1.0]}, "inv_freq"),
