@@ -1,6 +1,6 @@
 """Test of the kept sets of a policy at the end of a later turn, over the tokens that the cache still stores."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,20 +35,23 @@ def on_turn(method: Method | str, seed: int) -> tuple[Inputs, Array, int, int]:
 
 
 def test_the_kept_sets_after_a_later_turn_are_those_of_the_method(
-    method: Method, judged_policy: Callable[[Inputs], Policy],
+    method: Method, judged_policy: Callable[[Inputs], Policy], explained: dict[str, list[str]],
 ) -> None:
     """Check that the scorer reads the stored tokens as one sequence (PO-TURN).
 
-    Protection depends on the positions of the tokens in the text.
+    Protection depends on the positions of the tokens in the text. If the policy is already wrong at the end of a
+    prompt, the failure has the reasons that were found there.
     """
+    reasons = explained.get(str(method), [])
     for seed in range(len(HEADS)):
         made = f"inputs, live, seen, B = on_turn({str(method)!r}, seed={seed})"
         with made_by(f"from conformance.policy_suite.test_turn import on_turn\n{made}"):
-            compare(method, judged_policy, *on_turn(method, seed))
+            compare(method, judged_policy, *on_turn(method, seed), reasons=reasons)
 
 
 def compare(
     method: Method, policy: Callable[[Inputs], Policy], stored: Inputs, live: Array, seen: int, B: int,
+    reasons: Sequence[str] = (),
 ) -> None:
     """Compare the kept sets of a policy with the method, unless rounding decides the kept sets.
 
@@ -65,4 +68,5 @@ def compare(
     slots[live] = np.arange(len(live))
     if message := difference([slots[tokens].tolist() for tokens in kept], wanted, len(stored.layers)):
         left = f"{len(live)} tokens left of {seen}, numbered from 0"
-        raise AssertionError(f"not {method} at the end of a later turn, with {left}, B = {B}: {message}")
+        advised = "".join(f"\n{reason}" for reason in reasons)
+        raise AssertionError(f"not {method} at the end of a later turn, with {left}, B = {B}: {message}{advised}")

@@ -21,7 +21,8 @@ BROUGHT_BY = {
 } | dict.fromkeys(
     ("typer", "pytest", "hypothesis"), "conformance"
 ) | dict.fromkeys(
-    ("torch", "transformers", "safetensors", "tokenizers", "regex", "rich", "tqdm", "pandas", "pandera"), "models"
+    ("huggingface_hub", "pandas", "pandera", "regex", "rich", "safetensors", "tokenizers", "torch", "tqdm",
+     "transformers"), "models"
 )
 
 

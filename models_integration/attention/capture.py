@@ -32,7 +32,7 @@ from models_integration.cache.dense_layer import RetainedLayer, on_host
 from models_integration.cache.positions import EMPTY, select_columns
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.model.architecture import IMPLEMENTATIONS, OURS, Architecture
+from models_integration.model.architecture import ELSEWHERE, IMPLEMENTATIONS, OURS, Architecture
 from models_integration.model.seams import attention_of, eager_attention, replace_attention
 from spec.errors import SpecError
 from spec.policy import LayerView, Needs, Repeat
@@ -274,6 +274,8 @@ def observing(
     """Context manager that installs kvspec's attention and masks in a model, with a watcher for some layers."""
     config = architecture.config
     stock = attention_of(config)
+    if stock.startswith(OURS):
+        raise SpecError("model", architecture.name, ELSEWHERE)
     ours = _register(stock)
     # The public setter would also write to sub-configs, whose attention kvspec does not observe (transformers 5.24).
     replace_attention(config, ours)

@@ -15,7 +15,7 @@ from conformance.policy_suite import test_method, test_turn
 from conformance.policy_suite.sizes import extent
 from conformance.policy_suite.test_promises import OF_MODELS, Draw
 from conformance.strategies.model_shapes import LARGE_LOGITS, SHAPES, Shape
-from conformance.strategies.policy_inputs import Inputs, decided, drawn
+from conformance.strategies.policy_inputs import Inputs, decided, drawn, named
 from reference import nestedkv
 from reference.directions import unit_keys
 from reference.policies.budgets import largest_remainder, spread
@@ -185,10 +185,19 @@ WRONG: list[tuple[str, str, View, Table]] = [
 def fixed(method: Method, make: Callable[[Inputs], Policy]) -> None:
     """Run the tests of a policy that have no random inputs."""
     if method.decides_in_turns:
-        test_turn.test_the_kept_sets_after_a_later_turn_are_those_of_the_method(method, make)
+        test_turn.test_the_kept_sets_after_a_later_turn_are_those_of_the_method(method, make, {})
     test_method.test_the_kept_sets_are_those_of_the_method_at_sizes_of_models(
         method, lambda _, inputs, B: decided(make(inputs), inputs, B), "float64", {str(method): []}, set()
     )
+
+
+@pytest.mark.spec("PO-KNORM", "PO-TURN")
+def test_a_failure_in_a_turn_has_the_reasons_that_were_found_at_the_prompt() -> None:
+    method = Method("knorm")
+    with pytest.raises(AssertionError, match=r"at the end of a later turn.*\nthe step that differs: x"):
+        test_turn.test_the_kept_sets_after_a_later_turn_are_those_of_the_method(
+            method, lambda inputs: named("keydiff", inputs), {str(method): ["the step that differs: x"]},
+        )
 
 
 @pytest.mark.parametrize(("name", "how", "view", "table"), WRONG, ids=[f"{row[0]} {row[1]}" for row in WRONG])

@@ -539,6 +539,7 @@ def test_the_command_measures_covariances_of_a_text(tmp_path: Path) -> None:
     said = CliRunner().invoke(app, ["calibrate", str(text), "--covariance", "--tokens", "256", "--out", str(made)])
     assert said.exit_code == 0, said.output
     assert load_calibration(made).covariance is not None
+    (tmp_path / "x.pt").write_bytes(b"no statistics")
     published = ["calibrate", str(tmp_path / "x.pt"), "--covariance", "--out", str(tmp_path / "other.npz")]
     wrong = CliRunner().invoke(app, published)
     assert "is measured on a text, not read from x.pt" in str(wrong.exception)

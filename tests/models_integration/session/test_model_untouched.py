@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from conformance.verify.function import Verdict
 from models_integration import CrystalCache, FullCache, RetainedCache, RetentionPolicy, StreamingLLM, prefill
+from models_integration.attention import capture
 from models_integration.model.architecture import DECODERS_IN_SESSION, attention_modules, describe
 from reference.crystalcache import prefill as decided
 from reference.crystalcache.coattention import attention
@@ -339,6 +340,15 @@ def test_a_second_thread_in_a_forward_pass_is_told_of_the_first() -> None:
     (text,) = actual
     assert "is in a forward pass of a different thread: join the thread" in text
     assert "kvspec_" not in text
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_a_second_thread_that_enters_at_the_same_time_is_told_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check a model that another thread begins to read after the first check of this thread."""
+    model = build("llama")
+    monkeypatch.setattr(capture, "attention_of", lambda config: "kvspec_sdpa")
+    with pytest.raises(SpecError, match="is in a forward pass of a different thread: join the thread"):
+        StreamingLLM(0.5)(model)
 
 
 @pytest.mark.law("figures-are-counted-right")
