@@ -61,10 +61,12 @@ POLICIES_ARE_MADE = ("brute.py", "method.py")
 """Files that make a policy of the reference for a comparison."""
 # Boxes of large inputs are computed in rows: `box` creates their tags, the remaining modules of boxes their numbers.
 # The method `crystalcache` is checked with the oracles of full sizes, which take arrays. `caote` creates a row of
-# zeros. `compactor` and `capkv` take leverages from an orthogonal factor.
+# zeros. `compactor` and `capkv` take leverages from an orthogonal factor. `expected_attention_stats` takes mean squares
+# along each key.
 WITH_ARRAYS = {*(SUITE / "oracles" / "scale").glob("*.py"), *map(SUITE.joinpath, (
     "oracles/box.py", "oracles/box_rows.py", "oracles/boxes.py", "oracles/box_attention.py",
     "methods/crystalcache.py", "methods/caote.py", "methods/compactor.py", "methods/capkv.py",
+    "methods/expected_attention_stats.py",
     "strategies/numbers.py", "checks/scale_checks.py", "vectors/codec.py",
 )), ROOT / "lab/vector_writer/expected_large.py"}
 IN_PLAIN_PYTHON = {

@@ -284,7 +284,7 @@ def test_a_right_policy_is_certified_for_what_it_promises_and_the_check_notices_
         "certified", "the equations of methods, and its promises", ["knorm"], "pass",
     )
     assert "conforms to knorm" in (folder / "found/badge.svg").read_text(encoding="utf-8")
-    assert asked(monkeypatch, "--policy", "promisers:RIGHT") == 0
+    assert asked(monkeypatch, "--policy", "promisers:RIGHT", "--force") == 0
     outcome, shown = "promisers:RIGHT keeps its 4 promises; not compared with any method", capsys.readouterr().out
     assert outcome in shown
     assert "properties that the policy promises and keeps: budget exact, " in shown

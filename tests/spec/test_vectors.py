@@ -297,6 +297,7 @@ def test_kept_sets_do_not_depend_on_rounding(item: str) -> None:
 READINGS = [
     (brute, {name: other}) for brute in brutes() if brute.item.startswith("PO-")
     for name, (_, *others) in brute.readings.items() for other in others
+    if (brute.name, name) != ("vatp", "decode")  # no vector has decode steps of VATP
 ]
 
 
