@@ -4,7 +4,6 @@ A layer is a dict of q (H lists of rows), k and v (H_kv lists of rows), scaling,
 numbers, or is None. A score is a list per kept set, with None for a protected token. Kept sets are sorted lists.
 """
 
-
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from math import inf
@@ -83,8 +82,7 @@ def weights_on(layer: Layer, head: int, query: Row, keys: Sequence[Row], visible
     return result
 
 
-AT_ONCE = 256
-"""Number of queries whose attention is in memory at once."""
+AT_ONCE = 256  # queries whose attention is in memory at once
 MASKS = ("causal", "none")
 GROUPS = ("mean", "maximum", "first head")
 """Combinations of a group's query heads."""
@@ -153,15 +151,14 @@ def padded(row: Row, n: int) -> Score:
 
 def accumulated(layer: Layer) -> list[Score]:
     """Return the attention that each key received from all queries of its group, summed over AT_ONCE queries first."""
-    result: list[Score] = []
-    for group in groups(layer):
-        sums = [
-            column_sums(rows_of(layer, h, layer["q"][h][first : first + AT_ONCE], range(first + 1, last + 1)))
-            for h in group for first in range(0, len(layer["q"][h]), AT_ONCE)
-            for last in [min(first + AT_ONCE, len(layer["q"][h]))]
-        ]
-        result.append(list(column_sums(sums)))
-    return result
+    n = len(layer["q"][0])
+    return [
+        list(column_sums([
+            column_sums(rows_of(layer, h, layer["q"][h][at : at + AT_ONCE], range(at + 1, n + 1)[:AT_ONCE]))
+            for h in group for at in range(0, n, AT_ONCE)
+        ]))
+        for group in groups(layer)
+    ]
 
 
 def epicache(layer: Layer) -> list[Score]:
