@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import ArrayLike
 
-__all__ = ["MOST_LISTED", "code_of", "differing_set", "listed", "made_by", "unequal"]
+__all__ = ["MOST_LISTED", "code_of", "differing_set", "exchanged", "listed", "made_by", "unequal"]
 
 MARK = "to make this input again:\n"
 MOST_LISTED = 8
@@ -54,6 +54,20 @@ def differing_set(actual: Sequence[Sequence[int]], expected: Sequence[Sequence[i
         return f"there are {len(actual)} kept sets in place of {len(expected)}"
     for g, (kept, right) in enumerate(zip(actual, expected, strict=True)):
         if list(kept) != list(right):
-            more, less = sorted({*kept} - {*right}), sorted({*right} - {*kept})
-            return f"kept set {g} of {len(actual)} keeps {listed(more)} in place of {listed(less)}"
+            return f"kept set {g} of {len(actual)} {exchanged(kept, right)}"
     return ""
+
+
+def exchanged(kept: Sequence[int], right: Sequence[int]) -> str:
+    """Return a description of a kept set that differs from the right one: first a different size, then tokens."""
+    more, less = sorted({*kept} - {*right}), sorted({*right} - {*kept})
+    if len({*kept}) < len(kept):
+        return f"is {listed(kept)}, and must have each position once"
+    if not more and not less:
+        return f"is {listed(kept)}, and must be in the order {listed(right)}"
+    tokens = f"keeps {listed(more)} in place of {listed(less)}" if more and less else f"lacks {listed(less)}"
+    tokens = tokens if less else f"also keeps {listed(more)}"
+    if len(kept) == len(right):
+        return tokens
+    size = "1 token" if len(kept) == 1 else f"{len(kept)} tokens"
+    return f"has {size}, and must have {len(right)}: it {tokens}"

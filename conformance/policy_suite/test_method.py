@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from conformance.checks.failing_input import listed, made_by
+from conformance.checks.failing_input import exchanged, made_by
 from conformance.checks.refusals import boundary
 from conformance.methods.method import Method, asked, method_of, on_engine, rounded, span_of
 from conformance.oracles.box import DOUBLE, SINGLE, Undecided
@@ -24,6 +24,7 @@ from spec.policy import LayerView, Rehearsal
 
 LONG_SPAN = 100
 """Length of a window from which an input has at most one window. All attention of 300 tokens takes a second."""
+ONLY_SIZES = "all differences are of size, so check the budgets before the scores"
 Subject = Callable[[Method, Inputs, int], Kept]
 
 DRAWS = st.builds(
@@ -180,19 +181,27 @@ def first_step(method: Method, keeps: Subject, given: tuple[Inputs, int], unit: 
 
 
 def difference(kept: Kept, wanted: Kept, layers: int = 1) -> str:
-    """Return a description of the first kept set that differs, or an empty string if no kept set differs."""
+    """Return a description of the first kept set that differs, or an empty string if no kept set differs.
+
+    If all differences are of size, the description has the advice to look at the budgets.
+    """
     if len(kept) != len(wanted):
         return f"it has {len(kept)} kept sets, and must have {len(wanted)}"
     g = next((g for g, pair in enumerate(zip(kept, wanted, strict=True)) if not fits(*pair)), None)
     if g is None:
         return ""
-    more, less = sorted(set(kept[g]) - set(wanted[g])), sorted(set(wanted[g]) - set(kept[g]))
-    if not more and not less:
-        return f"kept set {g} is {kept[g]}, and must have each position once"
-    which = f"kept set {g} of {len(kept)}{place_of(g, len(kept), layers)}"
-    if not more:
-        return f"{which} lacks {listed(less)}"
-    return f"{which} keeps {listed(more)} " + (f"in place of {listed(less)}" if less else "besides those of the method")
+    which = f"kept set {g} of {len(kept)}{place_of(g, len(kept), layers)} {exchanged(kept[g], wanted[g])}"
+    return f"{which}; {ONLY_SIZES}" if differ_in_size(kept, wanted) else which
+
+
+def differ_in_size(kept: Kept, wanted: Kept) -> bool:
+    """Return True if each kept set that differs is a part of the method's, or contains it: right scores can do this."""
+    def cut_or_extended(tokens: Sequence[int], right: Sequence[int]) -> bool:
+        free: frozenset[int] = getattr(right, "open", frozenset())
+        inside = set(tokens) <= {*right} | free or set(tokens) >= {*right} - free
+        return inside and len(set(tokens)) == len(tokens) != len(right)
+
+    return all(fits(*pair) or cut_or_extended(*pair) for pair in zip(kept, wanted, strict=True))
 
 
 def place_of(g: int, sets: int, layers: int) -> str:

@@ -1,5 +1,6 @@
 """Tests that the report of a rejected policy names the step that differs, and no step that does not differ."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -149,4 +150,4 @@ def test_crystalcache_by_name_passes_and_another_one_fails() -> None:
     assert not test_method.difference(decided(method.reference(inputs), inputs, B), wanted)
     for constants in ({"s": 1.0}, {"M_max": 2.0}, {"T_max": 8}):
         other = decided(method.changed(**constants).reference(inputs), inputs, B)
-        assert test_method.difference(other, wanted).startswith("kept set 0 of 1 keeps ")
+        assert re.match(r"kept set 0 of 1 (has|keeps) ", test_method.difference(other, wanted))

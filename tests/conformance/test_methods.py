@@ -127,17 +127,33 @@ def test_a_right_score_passes_and_a_snapkv_of_key_norms_does_not() -> None:
     assert (again["inputs"].n, again["B"]) == (36, 34)
     sentences = test_method.difference([[0], [1]], [[0]]), test_method.difference([[0, 0]], [[0]])
     assert sentences == (
-        "it has 2 kept sets, and must have 1", "kept set 0 is [0, 0], and must have each position once",
+        "it has 2 kept sets, and must have 1", "kept set 0 of 1 is [0, 0], and must have each position once",
     )
     sets = [[0], [1], [2], [3]]
     assert test_method.difference(sets, [*sets[:3], [4]], 2) == (
         "kept set 3 of 4 (layer 1, KV head 1) keeps [3] in place of [4]"
     )
-    assert test_method.difference([[0]], [[0, 5]]) == "kept set 0 of 1 lacks [5]"
-    assert test_method.difference([[0, 5]], [[0]]) == "kept set 0 of 1 keeps [5] besides those of the method"
+    assert test_method.difference([[0]], [[0, 5]]) == (
+        f"kept set 0 of 1 has 1 token, and must have 2: it lacks [5]; {test_method.ONLY_SIZES}"
+    )
+    assert test_method.difference([[0, 5], [3]], [[0], [4]], 2) == (
+        "kept set 0 of 2 (layer 0) has 2 tokens, and must have 1: it also keeps [5]"
+    )
     assert test_method.difference(sets, [[0], [2], *sets[2:]], 4) == (
         "kept set 1 of 4 (layer 1) keeps [1] in place of [2]"
     )
+
+
+@pytest.mark.spec("PO-SNAPKV")
+def test_budgets_that_differ_by_layer_are_told_before_the_tokens() -> None:
+    """Check SnapKV with the layer budgets of PyramidKV: the scores are right, so only the sizes differ."""
+    def pyramid(method: Method, inputs: Inputs, B: int) -> Kept:
+        return decided(Method("snapkv/layers=pyramid").reference(inputs), inputs, B)
+
+    method, inputs = Method("snapkv"), rounded(drawn(1, 60, 2, (2, 1)))
+    words = r"kept set 0 of 4 \(layer 0, KV head 0\) has (\d+) tokens, and must have 40: it also keeps .*; all differ"
+    with pytest.raises(AssertionError, match=words):
+        test_method.compared(method, pyramid, (inputs, 40), DOUBLE, {str(method): []}, set(), "60 tokens")
 
 
 def halved_keys(observation: Observation) -> Any:

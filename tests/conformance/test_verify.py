@@ -289,6 +289,10 @@ def test_of_two_long_results_the_number_that_differs_is_shown() -> None:
     assert unequal("W", np.diag(right[:4]), np.zeros((4, 4))) == "W[3, 3] is 3.0, not 0.0 (3 of 16 numbers differ)"
     assert unequal("D", [1.0, 2.0], [1.0]) == "D is [1.0, 2.0], not [1.0]"
     assert differing_set([[0, 1], [1, 5]], [[0, 1], [1, 3]]) == "kept set 1 of 2 keeps [5] in place of [3]"
+    assert differing_set([[0, 1, 5]], [[0, 3]]) == (
+        "kept set 0 of 1 has 3 tokens, and must have 2: it keeps [1, 5] in place of [3]"
+    )
+    assert differing_set([[1, 0]], [[0, 1]]) == "kept set 0 of 1 is [1, 0], and must be in the order [0, 1]"
 
 
 def test_the_recorded_input_is_the_code_that_makes_it_again() -> None:
