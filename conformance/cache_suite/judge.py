@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from conformance.abstentions import abstain
-from conformance.cache_suite.mistakes import Kept, mistakes_of_positions, mistakes_of_sets
+from conformance.cache_suite.mistakes import Kept, mistakes_of_blocks, mistakes_of_positions, mistakes_of_sets
 from conformance.cache_suite.oracle import Masked, PositionRule, UnknownRotation, check_rotation
 from conformance.checks.failing_input import made_by
 from conformance.checks.refusals import boundary
@@ -44,8 +44,10 @@ LONGER = 4_100
 """Number of tokens of a longer prompt, above 4 096. Only one model reads it: attention takes four times longer."""
 TRIALS = 8
 """Largest number of kept sets that are drawn until the eviction changes the log-probabilities visibly."""
-POSITION_TRIES = 300
-"""Largest number of mixtures of position rules that are tried to explain a failure."""
+TRIES = 300
+"""Largest number of lost blocks, and of mixtures of position rules, that are tried to explain a failure."""
+CLOSER = 4
+"""Factor by which a mistake must be closer to the result than the right kept sets to be reported."""
 WHOLE = "nothing is evicted"
 Run = Callable[..., Any]
 """run(prompt_ids, kept, next_ids, model), with additional parameters for the abilities in `abilities.ABILITIES`."""
@@ -313,21 +315,26 @@ def compare(case: Case, actual: Tensor, kind: str, folder: str, renumbered: bool
 
 
 def site(case: Case, result: Tensor, folder: str, renumbered: bool) -> str:
-    """Return a description of the first mistake that explains the log-probabilities, or an empty string.
+    """Return the mistakes that explain the log-probabilities, or a sentence that none of those tried explains them.
 
-    Mistakes of kept sets come first, then mistakes of positions.
+    If a lost block and a mistake of kept sets explain them, both are returned. Mistakes of positions are tried last.
     """
-    n = len(case.prompt)
-    right: Mapping[int, PositionRule] = dict.fromkeys(case.kept, PositionRule(renumbered))
-    tries = [(words, kept, right) for words, kept in mistakes_of_sets(case.kept, n) if kept != case.kept]
-    if not _unknown_rotation(folder):
-        mixed = islice(mistakes_of_positions(case.kept, renumbered, n), POSITION_TRIES)
-        tries += [(words, case.kept, rules) for words, rules in mixed]
+    n, apart = len(case.prompt), _apart(result, case.expected)
     _, masked = masked_model(load_model(folder), case.prompt, case.following, renumbered)
-    for words, kept, rules in tries:
-        if _apart(masked(kept, rules), result) <= MASKED_LOGITS:
-            return f"it is as if {words}"
-    return ""
+
+    def explains(kept: Kept, rules: Mapping[int, PositionRule] | None = None) -> bool:
+        return _apart(masked(kept, rules), result) <= min(MASKED_LOGITS, apart / CLOSER)
+
+    lost, sets = [*islice(mistakes_of_blocks(case.kept, n), TRIES)], [*mistakes_of_sets(case.kept, n)]
+    found = [
+        next((words for words, kept in tries if kept != case.kept and explains(kept)), "") for tries in (lost, sets)
+    ]
+    most = 0 if any(found) or _unknown_rotation(folder) else TRIES
+    mixed = [*islice(mistakes_of_positions(case.kept, renumbered, n), most)]
+    found.append(next((words for words, rules in mixed if explains(case.kept, rules)), ""))
+    if any(found):
+        return f"it is as if {', or as if '.join(filter(None, found))}"
+    return f"none of {len(lost) + len(sets) + len(mixed)} mistakes that were tried explains it"
 
 
 def masked_model(

@@ -1,13 +1,49 @@
-"""Mistakes of a cache that can explain its log-probabilities: wrong kept sets, and mixed position rules."""
+"""Mistakes of a cache that can explain its log-probabilities: lost blocks, wrong kept sets, mixed position rules."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 
 from conformance.cache_suite.oracle import PositionRule
 
-__all__ = ["Kept", "mistakes_of_positions", "mistakes_of_sets"]
+__all__ = ["Kept", "mistakes_of_blocks", "mistakes_of_positions", "mistakes_of_sets"]
 
 Kept = dict[int, list[list[int]]]
 """Kept positions, ascending, by full-attention layer and KV head."""
+
+
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+"""Numbers of tokens of the blocks and pages of caches."""
+
+
+def mistakes_of_blocks(kept: Kept, n: int) -> Iterator[tuple[str, Kept]]:
+    """Yield lost blocks as a description and the remaining kept sets: in the whole cache, a layer, or one head.
+
+    A block is a number of stored tokens, or of positions of the text. The last stored block can be partly filled.
+    """
+    heads = [(layer, head) for layer, sets in kept.items() for head in range(len(sets))]
+    places = [("every layer", heads), *((f"layer {at}", [pair for pair in heads if pair[0] == at]) for at in kept)]
+    places += [(f"layer {layer}, KV head {head}", [(layer, head)]) for layer, head in heads]
+    for (where, some), size in product(places, BLOCK_SIZES):
+        longest = max(len(kept[layer][head]) for layer, head in some)
+        for what, lost in _blocks(size, longest, n):
+            yield f"{where} lost {what}", {
+                layer: [lost(own) if (layer, head) in some else own for head, own in enumerate(sets)]
+                for layer, sets in kept.items()
+            }
+
+
+def _blocks(size: int, longest: int, n: int) -> Iterator[tuple[str, Callable[[list[int]], list[int]]]]:
+    """Yield blocks of a size as a description, and a function that removes the block from a kept set."""
+    if size < 2 * longest:
+        yield f"the last block of {size}", lambda own: own[: max(0, len(own) - 1) // size * size]
+        for start in range(0, longest, size):
+            what = f"the stored tokens {start} to {start + size - 1}"
+            yield what, lambda own, start=start: [*own[:start], *own[start + size :]]  # type: ignore[misc]
+    if size < 2 * n:
+        for start in range(0, n, size):
+            what = f"the positions {start} to {start + size - 1} of the text"
+            block = range(start, start + size)
+            yield what, lambda own, block=block: [token for token in own if token not in block]  # type: ignore[misc]
 
 
 def mistakes_of_sets(kept: Kept, n: int) -> Iterator[tuple[str, Kept]]:

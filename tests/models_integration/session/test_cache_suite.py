@@ -24,6 +24,7 @@ from conformance.cache_suite.test_eviction import NEW
 from conformance.checks.failing_input import code_of
 from conformance.checks.refusals import SubjectFailure
 from conformance.paths import ROOT, SPEC
+from conformance.tolerances import MASKED_LOGITS
 from conformance.verify import __main__ as verify_main
 from models_integration.pocket import ASSETS
 from models_integration.session.verbs import after_eviction
@@ -403,12 +404,37 @@ def test_our_cache_offers_it_and_a_plain_one_need_not(ability: str, folder: str,
     (lambda kept: {**kept, 2: [kept[2][0], kept[2][0]]}, "as if layer 2, KV head 1 kept what head 0 keeps"),
     (lambda kept: {0: kept[0], **dict.fromkeys((1, 2), [list(range(PROMPT))] * 2)}, "layers 1 and later kept all"),
     (lambda kept: {**kept, 1: kept[0]}, "as if layer 1 kept what layer 0 keeps"),
+    (lambda kept: {layer: [own[:16] for own in sets] for layer, sets in kept.items()},
+     "as if every layer lost the last block of 16"),
+    (lambda kept: {**kept, 1: [[*own[:16], *own[17:]] for own in kept[1]]}, r"none of \d+ mistakes .* explains it"),
+    (lambda kept: {**kept, 2: [kept[2][0], [at for at in kept[2][1] if not 16 <= at < 32]]},
+     "as if layer 2, KV head 1 lost the positions 16 to 31 of the text"),
 ])
 def test_a_mistake_is_told_with_its_layer_head_and_step(
     change: Callable[[Kept], Kept], words: str, folder: str,
 ) -> None:
     with pytest.raises(AssertionError, match=rf"{words}\nfirst at next token 0, id \d+: expected"):
         check(lambda prompt, kept, *rest: after_eviction(prompt, change(kept), *rest), folder, EQUAL, 5)
+
+
+def test_two_mistakes_with_equal_results_are_both_told(folder: str) -> None:
+    """Lose the last block of a head that keeps all 40 tokens, after a head that keeps none."""
+    case = judge.visible_case(folder, RAGGED, 5, 0, False, PROMPT, 0)
+    layer = next(layer for layer, sets in case.kept.items() if not sets[0])
+    lost = after_eviction(case.prompt, {**case.kept, layer: [[], []]}, case.following, folder)
+    both = f"layer {layer} lost the last block of 64, or as if layer {layer}, KV head 1 kept what head 0 keeps"
+    with pytest.raises(AssertionError, match=f"it is as if {both}"):
+        judge.compare(case, lost, RAGGED, folder, False)
+
+
+def test_a_mistake_that_is_hardly_closer_is_not_told(folder: str) -> None:
+    """Check a result halfway between the bound of the right kept sets and those of a mistake."""
+    case = judge.visible_case(folder, EQUAL, 5, 0, False, PROMPT, 0)
+    _, masked = judge.masked_model(loaded(folder), case.prompt, case.following, False)
+    wrong = masked({**case.kept, 2: [case.kept[2][0]] * 2})
+    share = 1.5 * MASKED_LOGITS * float(case.expected.abs().max()) / float((wrong - case.expected).abs().max())
+    with pytest.raises(AssertionError, match="mistakes that were tried explains it"):
+        judge.compare(case, case.expected + share * (wrong - case.expected), EQUAL, folder, False)
 
 
 def test_a_prompt_that_is_read_again_is_found(folder: str) -> None:
