@@ -269,3 +269,20 @@ def verdicts_of(lines: list[dict[str, Any]], exceptions: Iterable[str] = (), eng
         sorted({method for line in lines for method in line.get("scored", ())}),
         max((line.get("at_once", 0) for line in lines), default=0), written_for,
     )
+
+
+def so_far(lines: Iterable[Mapping[str, Any]]) -> tuple[int, dict[str, str], dict[str, list[str]]]:
+    """Return the number of tests, the failing items with the failure, and the other decided items by verdict.
+
+    The run was stopped: the last test that began has no result. An item without a failure is decided by all its tests.
+    """
+    lines = [line for line in lines if "began" not in line]
+    ran, outcomes = {line["test"] for line in lines if "test" in line}, outcomes_of(lines)
+    failing, decided = dict[str, str](), dict[str, list[str]]()
+    for item in dict.fromkeys(item for one in outcomes for item in one.items):
+        tests = [one for one in outcomes if item in one.items]
+        if any(one.state == "failed" for one in tests):
+            failing[item] = _smallest(tests).found
+        elif ran.issuperset(one.test for one in tests) and (verdict := _verdict(tests)) != "not run":
+            decided.setdefault(verdict, []).append(item)
+    return len(outcomes), failing, decided

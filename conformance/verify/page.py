@@ -3,13 +3,13 @@
 import re
 import xml.etree.ElementTree as ET
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
 from conformance.checks.refusals import SubjectFailure
 from conformance.verify.certificate import COMPARED, PARTIAL, PASSED, QUICK, excepted, scope
-from conformance.verify.outcomes import ABSTAINED, COMPOSED, PROMISES, STATES, Verdicts, formula, must
+from conformance.verify.outcomes import ABSTAINED, COMPOSED, PROMISES, STATES, Verdicts, formula, must, so_far
 from spec.errors import SpecError
 from spec.printing import counted
 
@@ -113,6 +113,19 @@ def summary(record: Mapping[str, Any]) -> Iterator[str]:
     if record["judged"].endswith(COMPARED) and record["verdict"] in PASSED:
         yield "a promise does not test the score: a wrong SnapKV keeps its promises too. Add --as METHOD to compare the"
         yield "kept tokens with a published method, as in --as snapkv"
+
+
+def stopped(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the terminal output of a run that was stopped: failing items, and items of which all tests ran."""
+    tests, failing, decided = so_far(lines)
+    done = sum("test" in line for line in lines)
+    yield f"stopped after {done} of {counted(tests, 'test')}; the items decided so far:"
+    for item, found in failing.items():
+        yield f"  {item} fails: {_short((found.splitlines() or [''])[0], _WIDEST)[0]}"
+    for verdict, items in decided.items():
+        yield f"  {verdict}, in all tests of the item: {', '.join(items)}"
+    if not failing and not decided:
+        yield "  none"
 
 
 def _reasons(record: Mapping[str, Any]) -> Iterator[str]:

@@ -21,11 +21,13 @@ from conformance.methods.method import check_own_code, method_of
 from conformance.paths import ROOT
 from conformance.plugin import known_vectors
 from conformance.suite.conftest import INTERPRETERS
+from conformance.verify.page import stopped
 from conformance.verify.request import ENGINES, Request
 from conformance.verify.subject import OF_KIND, Subject
 from reference.policies.grammar import is_composition
 from spec.errors import SpecError
 from spec.plugins import current_folder_last, search_path
+from spec.printing import printable_lines
 
 SUITE = ROOT / "conformance" / "suite"
 SCALE = SUITE / "test_scale_*.py"
@@ -115,7 +117,8 @@ def judged(request: Request, log: Path) -> list[dict[str, Any]]:
     The lines come through a socket that only pytest inherits, because pytest starts the engine of a command. The engine
     could rename a file, and could open the end of a pipe in /proc. A socket has no name.
 
-    A test that ends the process is a failed test, not an error of the run.
+    A test that ends the process is a failed test, not an error of the run. If a signal stops the run, the items decided
+    so far are printed on stderr.
 
     Raises:
         pytest.UsageError: if pytest stopped before all tests ran, or if the lines contradict the exit code.
@@ -128,7 +131,13 @@ def judged(request: Request, log: Path) -> list[dict[str, Any]]:
         command = [*_command(request), option, "-rA", "--tb=short", *WHOLE, str(suite_of(request))]
         with _started([*command, *["-x"] * request.fail_fast], output, [theirs.fileno()]) as process:
             theirs.close()
-            lines = list(_received(ours, process))
+            lines = list[dict[str, Any]]()
+            try:
+                for line in _received(ours, process):
+                    lines.append(line)
+            except (KeyboardInterrupt, SystemExit):
+                print(printable_lines("\n".join(stopped(lines))), file=sys.stderr, flush=True)
+                raise
     over = {line.get("began") for line in lines} <= {line.get("test") for line in lines}
     if not lines or (over and process.returncode not in (0, 1)):
         raise pytest.UsageError(_complaint(log))

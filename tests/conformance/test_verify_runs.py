@@ -4,7 +4,7 @@ import re
 import shlex
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -119,6 +119,36 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_seeds: None) ->
 def asked(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     monkeypatch.setattr("sys.argv", ["verify", *words])
     return verify_main.main()
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), SystemExit(143)], ids=["Ctrl-C", "SIGTERM"])
+def test_a_stopped_run_prints_the_items_decided_so_far(
+    stop: BaseException, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Stop after both tests of CC-CUT, at the first test that begins after the failure of CC-SCORE."""
+    received = runs._received
+
+    def until_stop(*given: Any) -> Iterator[dict[str, Any]]:
+        ended = set[str]()
+        for line in received(*given):
+            yield line
+            ended |= {name for name in ("known[b]", "brute_force") if line.get("test", "").endswith(name)}
+            if "began" in line and len(ended) == 2:
+                raise stop
+
+    monkeypatch.setattr(runs, "_received", until_stop)
+    options = "--backend", "engines:WRONG", "--exceptions", "item.toml", "--out", "found"
+    try:
+        code: Any = asked(monkeypatch, *options)
+    except SystemExit as ended:
+        code = ended.code
+    assert code == (130 if isinstance(stop, KeyboardInterrupt) else 143)
+    printed = capsys.readouterr().err
+    assert re.search(r"stopped after \d of \d tests; the items decided so far:\n", printed)
+    assert re.search(r"\n  CC-SCORE fails: \S+", printed)
+    assert "\n  excepted, in all tests of the item: CC-CUT\n" in printed
+    assert "the process ended" not in printed
+    assert not (folder / "found/certificate.toml").exists()
 
 
 def test_a_wrong_engine_s_certificate_names_the_item_and_can_be_checked(
