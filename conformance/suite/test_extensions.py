@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.checks import stage_checks
+from conformance.checks.prefill_checks import prefill_complaints
 from conformance.oracles import s1
 from conformance.plugin import fewer_examples
 from conformance.strategies.numbers import forms, token_ids
@@ -110,7 +111,7 @@ def test_a_prefill_in_any_form_equals_its_chain(backend: Backend, prompt: Prompt
     """Check a whole prefill. Each stage is tested against the result of the stage before it."""
     formed = replace(prompt, inputs=replace(prompt.inputs, parameters=p))
     actual = prefill(backend=backend, **formed.arguments)
-    assert not list(stage_checks.retention(actual, formed, precision))
+    assert not (wrong := prefill_complaints(actual, formed, backend, precision)), wrong[0]
 
 
 @pytest.mark.spec("CC-TIERS")

@@ -1,4 +1,4 @@
-"""Tests that the report of a rejected policy names the step that differs, and no step that does not differ."""
+"""Tests that the report of a rejected subject names the step that differs, and no step that does not differ."""
 
 import re
 from collections.abc import Mapping
@@ -9,11 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from conformance.checks.prefill_checks import AGREES, prefill_complaints
 from conformance.methods.method import Method, method_of
 from conformance.oracles.box import DOUBLE
 from conformance.policy_suite import slips, test_method
 from conformance.strategies.model_shapes import SHAPES
 from conformance.strategies.policy_inputs import Inputs, Kept, altered, decided, drawn
+from conformance.strategies.prompts import random_prompt
+from reference.backend import BACKEND
+from reference.crystalcache import prefill
+from spec.parameters import TINY
 from spec.policy import LayerView
 
 pytestmark = [pytest.mark.law("the-proof-has-teeth"), pytest.mark.usefixtures("reference_items")]
@@ -151,3 +156,35 @@ def test_crystalcache_by_name_passes_and_another_one_fails() -> None:
     for constants in ({"s": 1.0}, {"M_max": 2.0}, {"T_max": 8}):
         other = decided(method.changed(**constants).reference(inputs), inputs, B)
         assert re.match(r"kept set 0 of 1 (has|keeps) ", test_method.difference(other, wanted))
+
+
+def fused(q: Array, k: Array, ids: Array, ends: Any, held: Any, B: int, p: Any, *options: Any, **ignored: Any) -> Any:
+    """Return the retention of the single stages, with other values of the arguments in `ignored`."""
+    scaling, softcap, _, sinks = options
+    given = {"scaling": scaling, "softcap": softcap, "sinks": sinks, **ignored}
+    return prefill(q, k, ids, frozenset({*ids[ends].tolist(), 99}), B, p, BACKEND, **given)
+
+
+@pytest.mark.spec("CC-PREFILL")
+@pytest.mark.parametrize(("ignored", "words"), [
+    ({"scaling": None}, f"{AGREES}; it is as if `prefill` ignored scaling"),
+    ({"softcap": None}, f"{AGREES}; it is as if `prefill` ignored softcap"),
+    ({"sinks": None}, f"{AGREES}; it is as if `prefill` ignored sinks"),
+    ({"scaling": None, "sinks": None}, f"{AGREES}; it is as if `prefill` ignored scaling and sinks"),
+    ({"scaling": 0.7}, AGREES), ({}, ""),
+])
+def test_a_fused_prefill_that_differs_from_the_stages_is_told(ignored: dict[str, Any], words: str) -> None:
+    prompt = random_prompt(np.random.default_rng(3), TINY, 20)
+    inputs = replace(prompt.inputs, scaling=1.0, softcap=2.0, sinks=np.array([1, 0, 3, -1], np.float32))
+    prompt, backend = replace(prompt, inputs=inputs), replace(BACKEND, prefill=partial(fused, **ignored))
+    result = prefill(**prompt.arguments, backend=backend)
+    assert next(iter(prefill_complaints(result, prompt, backend, "float64")), "") == words
+
+
+@pytest.mark.spec("CC-PREFILL")
+def test_wrong_stages_are_not_told_as_a_wrong_prefill() -> None:
+    """Check a result of wrong stages: with and without a fused function, the complaint is of the stage."""
+    prompt = random_prompt(np.random.default_rng(3), TINY, 20)
+    right = prefill(**prompt.arguments, backend=BACKEND)
+    wrong = replace(right, scores=right.scores + 1)
+    assert prefill_complaints(wrong, prompt, BACKEND, "float64")[0].startswith("S5: score of trunk")
