@@ -16,6 +16,7 @@ from conformance.policy_suite import slips, test_method
 from conformance.strategies.model_shapes import SHAPES
 from conformance.strategies.policy_inputs import Inputs, Kept, altered, decided, drawn
 from conformance.strategies.prompts import random_prompt
+from conformance.suite import test_diversity
 from reference.backend import BACKEND
 from reference.crystalcache import prefill
 from spec.parameters import TINY
@@ -188,3 +189,16 @@ def test_wrong_stages_are_not_told_as_a_wrong_prefill() -> None:
     right = prefill(**prompt.arguments, backend=BACKEND)
     wrong = replace(right, scores=right.scores + 1)
     assert prefill_complaints(wrong, prompt, BACKEND, "float64")[0].startswith("S5: score of trunk")
+
+
+@pytest.mark.spec("DV-GREEDY", "DV-COSINE")
+def test_signatures_in_float32_are_not_told_as_another_order_of_channels() -> None:
+    class Rounded(type(BACKEND.diversity)):  # type: ignore[misc]
+        def diverse(self, s: Array, V: Array, *given: Any) -> Any:
+            return super().diverse(s, V.astype(np.float32).astype(np.float64), *given)
+
+    order = [1.0] * 24, [1 + 2.0**-52], [1.0] + [2.0**-53] * 23
+    assert BACKEND.diversity is not None
+    test_diversity.test_products_are_added_in_the_order_of_channels(BACKEND.diversity, 3, *order)
+    with pytest.raises(AssertionError, match="rounded below float64, as in float32"):
+        test_diversity.test_products_are_added_in_the_order_of_channels(Rounded(), 3, *order)
