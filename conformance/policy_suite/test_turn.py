@@ -1,7 +1,8 @@
 """Test of the kept sets of a policy at the end of a later turn, over the tokens that the cache still stores."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,24 +15,38 @@ from conformance.strategies.model_shapes import of_turn
 from conformance.strategies.policy_inputs import Inputs, decided_in_turn, drawn
 from spec.policy import Policy
 
-PROMPT, TURN = 60, 24
-"""Numbers of tokens of the prompt and of the turn, in addition to the longest window."""
+PROMPT = 60
+"""Number of tokens of the prompt, in addition to the longest window."""
 
 
 Array = np.ndarray[Any, Any]
-HEADS = ((2, 2), (1, 4))
-"""KV heads, and query heads of each KV head, by seed."""
 
 
-def on_turn(method: Method | str, seed: int) -> tuple[Inputs, Array, int, int]:
+class Turn(NamedTuple):
+    """Sizes of a later turn. `evicted` tokens of the text, in addition to half of the prompt, are not stored."""
+
+    layers: int
+    kv_heads: int
+    group: int
+    tokens: int
+    evicted: int = 0
+
+
+TURNS = (Turn(2, 2, 2, 24), Turn(2, 1, 4, 24), Turn(1, 2, 1, 24, evicted=2**16 - 80), Turn(1, 8, 1, 9))
+"""Turns of one window and a few more tokens. In the third turn, the last positions exceed 16 bits."""
+
+
+def on_turn(method: Method | str, at: int) -> tuple[Inputs, Array, int, int]:
     """Return the stored tokens at the end of a turn, their positions in the text, the length of the text, and B."""
     method = method_of(method) if isinstance(method, str) else method
-    span = span_of(method)
-    inputs = rounded(drawn(seed, PROMPT + TURN + 2 * span, 2, HEADS[seed]))
-    first, floor = inputs.n - TURN - span, method.floor(inputs)
-    old = np.flatnonzero((np.random.default_rng(seed).random(first) < 0.5) | (np.arange(first) < floor))
+    span, turn = span_of(method), TURNS[at]
+    inputs = rounded(drawn(at, PROMPT + turn.tokens + 2 * span, turn.layers, (turn.kv_heads, turn.group)))
+    first, floor = inputs.n - turn.tokens - span, method.floor(inputs)
+    old = np.flatnonzero((np.random.default_rng(at).random(first) < 0.5) | (np.arange(first) < floor))
     live = np.concatenate([old, np.arange(first, inputs.n)])
-    return of_turn(inputs, live, first), live, inputs.n, max(floor, len(live) // 2)
+    stored = of_turn(inputs, live, first)
+    positions = live + turn.evicted * (np.arange(len(live)) >= floor)
+    return replace(stored, positions=positions), positions, inputs.n + turn.evicted, max(floor, len(live) // 2)
 
 
 def test_the_kept_sets_after_a_later_turn_are_those_of_the_method(
@@ -43,10 +58,10 @@ def test_the_kept_sets_after_a_later_turn_are_those_of_the_method(
     prompt, the failure has the reasons that were found there.
     """
     reasons = explained.get(str(method), [])
-    for seed in range(len(HEADS)):
-        made = f"inputs, live, seen, B = on_turn({str(method)!r}, seed={seed})"
+    for at in range(len(TURNS)):
+        made = f"inputs, live, seen, B = on_turn({str(method)!r}, {at})"
         with made_by(f"from conformance.policy_suite.test_turn import on_turn\n{made}"):
-            compare(method, judged_policy, *on_turn(method, seed), reasons=reasons)
+            compare(method, judged_policy, *on_turn(method, at), reasons=reasons)
 
 
 def compare(

@@ -91,11 +91,13 @@ class Shape(NamedTuple):
             q *= self.uneven ** -(at + np.arange(H) // self.group)[:, None, None].astype(float)
         if self.level:
             self._add_level(q, k)
-        return LayerView(
+        arrays = [
             self._in_dtype(q, 1 / SMALL_KEYS), self._in_dtype(k, SMALL_KEYS),
-            self._in_dtype(self.size * rng.standard_normal((H_kv, n, d))), self.scaling, self.softcap,
-            sinks=self._sinks(rng) if self.sinks else None,
-        )
+            self._in_dtype(self.size * rng.standard_normal((H_kv, n, d))),
+        ]
+        # A model computes all heads of a token together, so the arrays of a session are views with swapped axes.
+        q, k, v = (np.ascontiguousarray(x.swapaxes(0, 1)).swapaxes(0, 1) for x in arrays)
+        return LayerView(q, k, v, self.scaling, self.softcap, sinks=self._sinks(rng) if self.sinks else None)
 
     def _add_level(self, q: Array, k: Array) -> None:
         """Add a bias to the slowest rotary channel of the keys, as in Qwen2, and make the queries long in this channel.
@@ -135,10 +137,10 @@ class Shape(NamedTuple):
 
 LARGE_LOGITS = Shape(270, 1, 2, 2, 32, 0.2, None, "float64", False, 0.5, level=1000.0)
 """Logits whose exp overflows or is 0 in float64, unless the largest visible logit of each query is subtracted first."""
-MANY_LAYERS = Shape(160, 12, 1, 1, 32, 0.2, None, "float64", False, 0.4)
+MANY_LAYERS = Shape(100, 32, 1, 1, 16, 0.2, None, "float64", False, 0.4)
 """Layers whose indexes have one or two digits. As texts, "10" is before "2"."""
-SPARSE = Shape(160, 4, 1, 1, 32, 0.2, None, "float64", False, 0.4, steps=0, indexes=(3, 7, 11, 15))
-"""Layers of a model whose other layers have a sliding window."""
+SPARSE = Shape(160, 4, 1, 7, 80, 0.2, None, "float64", False, 0.4, steps=0, indexes=(3, 7, 11, 15))
+"""Layers of a model whose other layers have a sliding window. No size of a head or of a group is a power of two."""
 UNEVEN = Shape(170, 6, 2, 1, 32, 0.3, None, "float64", False, 0.7, uneven=2.0)
 """Layers and heads of very different preference, so that a second share is full after a first one."""
 DECODED = Shape(180, 1, 2, 2, 8, 0.5, None, "float64", False, 0.3, steps=24)

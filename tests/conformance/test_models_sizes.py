@@ -77,10 +77,10 @@ def group(view: LayerView) -> int:
     return len(view.q) // len(view.k)
 
 
-def without_last_head(view: LayerView, seen: Observation) -> LayerView:
+def without_last_head(view: LayerView, seen: Observation, size: int = 4) -> LayerView:
     heads = view.q.reshape(len(view.k), group(view), *view.q.shape[1:])[:, :-1].reshape(-1, *view.q.shape[1:])
     sinks = None if view.sinks is None else view.sinks.reshape(len(view.k), -1)[:, :-1].ravel()
-    return replace(view, q=heads, sinks=sinks) if group(view) == 4 else view
+    return replace(view, q=heads, sinks=sinks) if group(view) == size else view
 
 
 def of_last_chunk(view: LayerView, seen: Observation) -> LayerView:
@@ -171,11 +171,21 @@ WRONG: list[tuple[str, str, View, Table]] = [
      lambda values, seen: values if len(seen.layers) != 3 else values[::-1].copy()),
     ("streamingllm", "that keeps the oldest beyond 512 tokens", same_view,
      lambda values, seen: -values if seen.seen > 512 else values),
-    ("streamingllm", "that ranks positions in float16", same_view, lambda values, seen: values.astype(np.float16)),
+    ("streamingllm", "that ranks positions in float16", same_view,
+     lambda values, seen: np.minimum(values, 2.0**15).astype(np.float16)),
     ("h2o", "that forgets the queries after 2 048", lambda view, seen: replace(
         view, q=np.where(np.arange(view.q.shape[1])[:, None] < 2048, np.asarray(view.q), 0.0)), same_table),
     ("nestedkv", "with episodes of 128 tokens", same_view, of_128),
     ("knorm", "with the layers in the order of their names", same_view, by_name),
+    ("knorm", "with the last layers reversed beyond 16", same_view,
+     lambda values, seen: values if len(seen.layers) <= 16 else np.concatenate([values[:16], values[:15:-1]])),
+    ("snapkv", "without the last query head of groups of 7", partial(without_last_head, size=7), same_table),
+    ("random-tokens", "that counts positions in 16 bits", same_view, lambda values, seen: values
+     if seen.positions is None else np.take_along_axis(values, np.argsort(seen.positions % 2**16)[None], axis=1)),
+    ("keydiff", "with shared scores in a later turn with 8 KV heads", same_view,
+     lambda values, seen: values if seen.positions is None or len(values) < 8 else values[:1] + 0.0 * values),
+    ("knorm", "that reads the keys in the order of the memory", lambda view, seen: replace(
+        view, k=view.k.ravel(order="K").reshape(view.k.shape)), same_table),
     ("h2o", "with shared sums at 4 KV heads", same_view,
      lambda values, seen: np.broadcast_to(values.mean(axis=0), values.shape).copy()
      if len(seen.layers[0].k) == 4 else values),
@@ -303,10 +313,10 @@ def test_every_method_that_evicts_while_decoding_is_compared_or_a_documented_exc
 
 def test_the_sizes_that_a_certificate_names_are_those_of_the_inputs() -> None:
     assert extent(["h2o", "vatp", "rkv"], True, 150).split("; ") == [
-        "h2o: prompts of up to 4,300 tokens, up to 12 layers, decoding compared for up to 24 steps",
-        "vatp: prompts of up to 4,300 tokens, up to 12 layers, decoding not compared (the protocol sends no decoded "
+        "h2o: prompts of up to 4,300 tokens, up to 32 layers, decoding compared for up to 24 steps",
+        "vatp: prompts of up to 4,300 tokens, up to 32 layers, decoding not compared (the protocol sends no decoded "
         "tokens)",
-        "rkv: prompts of up to 1,100 tokens (its equation is too slow for 4,300), up to 12 layers, decoding not "
+        "rkv: prompts of up to 1,100 tokens (its equation is too slow for 4,300), up to 32 layers, decoding not "
         "compared (the protocol sends no decoded tokens)",
     ]
     assert extent(["rkv"], False, 150).endswith("(a decision comes after 128 decoded tokens)")
