@@ -16,6 +16,7 @@ import numpy as np
 
 from conformance.methods import policies as oracle
 from conformance.oracles.boxes import leaves
+from conformance.oracles.choices import Answer, surely
 from conformance.strategies.numbers import NESTED
 from conformance.strategies.policy_inputs import TEMPLATE, Inputs, Kept, model_constants
 from conformance.vectors.codec import floats
@@ -196,10 +197,10 @@ def by_layer(score: Callable[..., list[oracle.Score]]) -> Callable[..., Kept]:
     return kept
 
 
-def stepwise(score: Callable[..., list[oracle.Score]]) -> Callable[..., Kept]:
+def stepwise(score: Callable[..., list[oracle.Score]], every: int = 1) -> Callable[..., Kept]:
     """Return a function that keeps the best B tokens of each KV head by a score of the cached tokens.
 
-    The function decides at the end of the prompt and in every decode step.
+    The function decides at the end of the prompt, and in decode steps if the tokens seen are a multiple of `every`.
     """
     def kept(inputs: Inputs, B: int, decode: str = oracle.DECODE[0], **constants: Any) -> Kept:
         result, prompt = Kept(), inputs.n - inputs.steps
@@ -207,10 +208,28 @@ def stepwise(score: Callable[..., list[oracle.Score]]) -> Callable[..., Kept]:
             for g in range(inputs.H_kv):
                 of_head = partial(_score_of_head, score, layer, g, constants)
                 first = oracle.top(of_head(prompt - 1, range(prompt)), B)
-                result.append(oracle.decoded(first, range(prompt, inputs.n), B, of_head, decode))
+                result.append(oracle.decoded(first, range(prompt, inputs.n), B, of_head, decode, every))
         return result
 
     return kept
+
+
+def after_steps(
+    decide: Callable[[Sequence[Sequence[int]], int], list[Answer]], sets: int, inputs: Inputs, B: int, every: int = 1,
+    excess: int = 1,
+) -> Kept:
+    """Return the kept sets after the prompt and the decode steps. All sets are decided together.
+
+    `decide` returns the kept indices of live tokens, from the live positions of each set and the number of tokens
+    seen. A step decides if `every` divides the tokens seen, and a set has at least `excess` tokens more than B.
+    """
+    prompt = inputs.n - inputs.steps
+    kept = decide([range(prompt)] * sets, prompt)
+    for at in range(prompt, inputs.n):
+        live = [[*surely(own), at] for own in kept]
+        due = (at + 1) % every == 0 and len(live[0]) - B >= excess
+        kept = list(map(oracle.placed, decide(live, at + 1), live)) if due else list(map(Answer, live))
+    return list(kept)
 
 
 def _score_of_head(

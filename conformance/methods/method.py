@@ -198,14 +198,6 @@ def _text(value: Any) -> str:
     return json.dumps(str(value) if isinstance(value, Fraction) else value)
 
 
-PROMPT_ONLY: Mapping[str, str] = {
-    "rkv": "a decision comes after 128 decoded tokens", "vase": "a decision comes after 64 decoded tokens",
-    "triattention": "a decision comes at 128 tokens beyond the budget",
-    "triattention-by-head": "as triattention", "triattention-by-layer-and-head": "as triattention",
-}
-"""Methods that evict while decoding and are compared only after the prompt, with the reason."""
-
-
 def on_engine(method: Method, inputs: Inputs) -> Inputs:
     """Return the inputs as an engine can receive them: all tokens are of the prompt if the operation has no steps."""
     return inputs if method.name in DECODED else replace(inputs, steps=0)

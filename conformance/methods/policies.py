@@ -195,16 +195,16 @@ def placed(kept: Answer, live: Sequence[int]) -> Answer:
 
 
 def decoded(
-    kept: Answer, tokens: Sequence[int], B: int, score: Callable[[int, list[int]], Score], decode: str,
+    kept: Answer, tokens: Sequence[int], B: int, score: Callable[[int, list[int]], Score], decode: str, every: int = 1,
 ) -> Answer:
-    """Return a kept set after some tokens are decoded.
+    """Return a kept set after some tokens are decoded. A step decides if `every` divides the number of tokens seen.
 
     `score` is called with a token and the live positions, including that of the token.
     """
     for at in tokens:
         live = [*surely(kept), at]
-        row = score(at, live)
-        kept = placed(top(row, B), live) if decode == "every step" and len(live) > B else Answer(live)
+        row = [] if (at + 1) % every else score(at, live)
+        kept = placed(top(row, B), live) if row and decode == "every step" and len(live) > B else Answer(live)
     return kept
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from conformance.methods.brute import KERNEL, Brute, Parts, W, by_layer, newest
+from conformance.methods.brute import KERNEL, Brute, Parts, W, newest, stepwise
 from conformance.methods.policies import Layer, Row, Score, groups, logits_of, normalise, padded, pool, sink_of, window
 from conformance.oracles.boxes import column_extremes, directions, dots, fsum, largest, stacked
 
@@ -37,8 +37,10 @@ def rkv_redundancy(keys: Sequence[Row]) -> Row:
     return normalise([fsum(column) / n for column in zip(*C, strict=True)])
 
 
+EVERY = 128
+"""A decode step decides if the number of tokens seen is a multiple of this."""
 BRUTES = [
-    Brute("PO-RKV", "rkv", by_layer(rkv), {"W": W, "kernel": KERNEL, "lam": 0.1}, W, newest,
-          published={"W": 8, "kernel": 7, "lam": 0.1, "every": 128}, longest=1_100,
+    Brute("PO-RKV", "rkv", stepwise(rkv, EVERY), {"W": W, "kernel": KERNEL, "lam": 0.1}, W, newest,
+          published={"W": 8, "kernel": 7, "lam": 0.1, "every": EVERY}, longest=1_100, decoded=True,
           parts=Parts("recent=W/every=every", rkv)),
 ]

@@ -4,10 +4,11 @@ import cmath
 import math
 from collections.abc import Callable, Sequence
 
-from conformance.methods.brute import Brute, Parts
+from conformance.methods.brute import Brute, Parts, after_steps
 from conformance.methods.policies import Score, top
 from conformance.oracles.box import State
 from conformance.oracles.boxes import around
+from conformance.oracles.choices import Answer
 from conformance.strategies.policy_inputs import Inputs, Kept
 
 Row = Sequence[float]
@@ -93,9 +94,14 @@ def rows(
 def of_prompt(mode: str) -> Callable[..., Kept]:
     def kept(inputs: Inputs, B: int, pin_prompt: int, prompt: str = "inside") -> Kept:
         """Return the kept sets. The pinned prompt counts in B, or is added to B, as in TensorRT-LLM."""
-        places = B + (min(pin_prompt, inputs.n) if prompt == "on top" else 0)
-        result = rows(inputs, mode, lambda g: range(inputs.n), inputs.n, pin_prompt)
-        return [top(around(row, BOUND), places) for row in result]
+        places = B + (pin_prompt if prompt == "on top" else 0)
+
+        def decide(live: Sequence[Sequence[int]], seen: int) -> list[Answer]:
+            result = rows(inputs, mode, lambda g: live[g % len(live)], seen, pin_prompt)
+            return [top(around(row, BOUND), places) for row in result]
+
+        sets = 1 if mode == "global" else len(inputs.layers) * inputs.H_kv
+        return after_steps(decide, sets, inputs, places, excess=SLACK)
 
     return kept
 
@@ -108,9 +114,11 @@ def scores(mode: str) -> Callable[..., list[Score]]:
     return of_inputs
 
 
-PUBLISHED = {"mode": "global", "pin_prompt": 0, "slack": 128}
+SLACK = 128
+"""A decode step decides if a set has this many tokens more than the budget."""
+PUBLISHED = {"mode": "global", "pin_prompt": 0, "slack": SLACK}
 BRUTES = [
-    Brute("TA-POLICY", name, of_prompt(mode), {"pin_prompt": 0}, published=PUBLISHED,
+    Brute("TA-POLICY", name, of_prompt(mode), {"pin_prompt": 0}, published=PUBLISHED, decoded=True,
           readings={"prompt": ("inside", "on top")},
           parts=Parts("sink=pin_prompt/every=1:excess=slack/floor=none", rows=scores(mode)))
     for name, mode in (("triattention", "global"), ("triattention-by-head", "head"),

@@ -4,11 +4,11 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from conformance.methods.brute import HALF, KERNEL, N_SINK, SEED, Brute, W, newest, plain
-from conformance.methods.policies import Layer, Score, groups, padded, pool, rows_of, top, window
+from conformance.methods.brute import HALF, KERNEL, N_SINK, SEED, Brute, W, after_steps, newest, plain
+from conformance.methods.policies import Layer, Score, at_places, groups, padded, pool, rows_of, top, window
 from conformance.oracles.boxes import column_sums, fsum, largest, least, log, over
-from conformance.oracles.choices import surely
-from conformance.strategies.policy_inputs import Inputs
+from conformance.oracles.choices import Answer, surely
+from conformance.strategies.policy_inputs import Inputs, Kept
 
 WORD = 2**64
 
@@ -52,7 +52,7 @@ def attention(layer: Layer, W: int, kernel: int) -> list[list[float]]:
     return result
 
 
-def kept(wide: Score, A: Sequence[float], u: Sequence[float], B: int, N_sink: int, share: Fraction) -> list[int]:
+def kept(wide: Score, A: Sequence[float], u: Sequence[float], B: int, N_sink: int, share: Fraction) -> Answer:
     """Return the tokens with wide values, and the winners of a race.
 
     Each other token arrives after an exponential time, with its attention as the rate.
@@ -68,34 +68,44 @@ def kept(wide: Score, A: Sequence[float], u: Sequence[float], B: int, N_sink: in
 def vase(
     layer: Layer, first: int, seen: int, positions: Sequence[Sequence[int]], B: int, W: int, kernel: int, N_sink: int,
     share: Fraction, seed: int,
-) -> list[list[int]]:
+) -> list[Answer]:
     """Return the slots that each KV head keeps of its stored tokens.
 
     `first` is the group of the first head, and `seen` is the number of tokens seen.
     """
     rows = zip(ranges(layer, W), attention(layer, W, kernel), strict=True)
+    u = [uniforms(seed, first + g, seen, seen) for g in range(len(positions))]
     return [
-        kept(wide, A, [uniforms(seed, first + g, seen, seen)[at] for at in positions[g]], B, N_sink, share)
-        for g, (wide, A) in enumerate(rows)
+        kept(wide, A, [u[g][at] for at in positions[g]], B, N_sink, share) for g, (wide, A) in enumerate(rows)
     ]
 
 
-def of_prompt(
+def stored(layer: Layer, live: Sequence[Sequence[int]], seen: int) -> Layer:
+    """Return the layer with the queries so far, and the live keys and values of each KV head."""
+    cached = {name: [at_places(*one) for one in zip(layer[name], live, strict=True)] for name in ("k", "v")}
+    return {**layer, "q": [rows[:seen] for rows in layer["q"]], **cached}
+
+
+def of_steps(
     inputs: Inputs, B: int, W: int, kernel: int, N_sink: int, share: Fraction, seed: int,
-) -> list[list[int]]:
-    everything = [range(inputs.n)] * inputs.H_kv
-    return [
-        tokens for at, view in enumerate(inputs.layers) for tokens in vase(
-            plain(view), at * inputs.H_kv, inputs.n, everything, B, W, kernel, N_sink, share, seed
-        )
-    ]
+) -> Kept:
+    layers, H_kv = [plain(view) for view in inputs.layers], inputs.H_kv
+
+    def decide(live: Sequence[Sequence[int]], seen: int) -> list[Answer]:
+        result = list[Answer]()
+        for first, layer in zip(range(0, len(live), H_kv), layers, strict=True):
+            own = live[first : first + H_kv]
+            result += vase(stored(layer, own, seen), first, seen, own, B, W, kernel, N_sink, share, seed)
+        return result
+
+    return after_steps(decide, len(layers) * H_kv, inputs, B, every=W)
 
 
 BRUTES = [
     Brute(
-        "PO-VASE", "vase", of_prompt,
+        "PO-VASE", "vase", of_steps,
         {"W": W, "kernel": KERNEL, "N_sink": N_SINK, "share": HALF, "seed": SEED}, N_SINK + W,
         lambda n, B: newest(n, B) | set(range(min(N_SINK, n))),
         published={"W": 64, "kernel": 5, "N_sink": 4, "share": Fraction(1, 4), "seed": 0}, longest=1_100,
-        scored=False),
+        scored=False, decoded=True),
 ]

@@ -3,9 +3,10 @@
 from collections.abc import Iterable, Sequence
 
 from conformance.engine.methods import DECODED
-from conformance.methods.method import PROMPT_ONLY, Method, method_of
+from conformance.methods.method import Method, method_of
 from conformance.plugin import EXAMPLES
-from conformance.strategies.model_shapes import LONG, MANY_LAYERS, SHAPES, Shape
+from conformance.strategies.model_shapes import DECODED as DECODED_SHAPE
+from conformance.strategies.model_shapes import LONG, MANY_LAYERS, SELDOM, SHAPES, Shape
 from conformance.strategies.policy_inputs import drawn
 
 
@@ -13,12 +14,17 @@ def compared_shapes(method: Method, examples: int, shapes: Sequence[Shape] = SHA
     """Return the shapes that the brute force evaluates in seconds, in a run with so many random examples.
 
     A quick run has no input with the tokens of LONG or the layers of MANY_LAYERS. A shape with more decode steps than
-    usual is for methods that evict while decoding.
+    usual is for methods that evict while decoding. The steps of SELDOM are for methods that do so more seldom than
+    the steps of DECODED show.
     """
     if examples <= EXAMPLES["few"]:
         shapes = [shape for shape in shapes if shape.tokens < LONG.tokens and shape.layers < MANY_LAYERS.layers]
-    usual = Shape._field_defaults["steps"]
-    return [shape for shape in shapes if shape.tokens <= method.longest and (method.decodes or shape.steps <= usual)]
+    cadence = method.reference(drawn(0)).cadence
+    seldom = max(cadence.every or 0, cadence.excess) > DECODED_SHAPE.steps
+    most = Shape._field_defaults["steps"]
+    if method.decodes:
+        most = SELDOM.steps if seldom else DECODED_SHAPE.steps
+    return [shape for shape in shapes if shape.tokens <= method.longest and shape.steps <= most]
 
 
 def extent(methods: Iterable[str], engine: bool, examples: int) -> str:
@@ -44,5 +50,5 @@ def _decoding(method: Method, shapes: Sequence[Shape], engine: bool) -> str:
     if engine and method.name not in DECODED:
         return "not compared (the protocol sends no decoded tokens)"
     if not method.decodes:
-        return f"not compared ({PROMPT_ONLY.get(method.name, 'no oracle computes the steps of these parts')})"
+        return "not compared (no oracle computes the steps of these parts)"
     return f"compared for up to {max(shape.steps for shape in shapes)} steps"

@@ -145,6 +145,8 @@ UNEVEN = Shape(170, 6, 2, 1, 32, 0.3, None, "float64", False, 0.7, uneven=2.0)
 """Layers and heads of very different preference, so that a second share is full after a first one."""
 DECODED = Shape(180, 1, 2, 2, 8, 0.5, None, "float64", False, 0.3, steps=24)
 """Decode steps, each of which adds to the records of the step before."""
+SELDOM = Shape(304, 2, 2, 2, 8, 0.5, None, "float64", False, 0.1, steps=264)
+"""Decode steps for two decisions of a policy that decides once in 128 tokens, and a few steps after the second."""
 LONG = Shape(4300, 1, 1, 1, 8, 0.5, None, "float64", False, 0.2)
 """A prompt beyond 4 096 tokens, and beyond 2 048 tokens, above which float16 cannot represent all whole numbers."""
 SHAPES = (
@@ -160,6 +162,7 @@ SHAPES = (
     UNEVEN,
     UNEVEN._replace(layers=4, kv_heads=1, share=0.6, uneven=4.0),
     DECODED,
+    SELDOM,
     LONG,
 )
 """Shapes for which a method takes a few seconds at most.

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from conformance.methods.method import METHODS, PROMPT_ONLY, Method
+from conformance.methods.method import METHODS, Method
 from conformance.policy_suite import test_method, test_turn
 from conformance.policy_suite.sizes import extent
 from conformance.policy_suite.test_promises import OF_MODELS, Draw
-from conformance.strategies.model_shapes import LARGE_LOGITS, SHAPES, Shape
+from conformance.strategies.model_shapes import LARGE_LOGITS, SELDOM, SHAPES, Shape
 from conformance.strategies.policy_inputs import Inputs, decided, drawn, named
 from reference import nestedkv
 from reference.directions import unit_keys
 from reference.policies.budgets import largest_remainder, spread
 from reference.policies.cake import Preferred
 from spec.parameters import NESTEDKV
-from spec.policy import LayerView, Needs, Observation, Policy, Scores
+from spec.policy import Cadence, LayerView, Needs, Observation, Policy, Scores
 
 pytestmark = [pytest.mark.law("the-proof-has-teeth"), pytest.mark.usefixtures("reference_items")]
 
@@ -235,7 +235,7 @@ SMALL = SHAPES[0]._replace(kv_heads=2)
 
 
 @pytest.mark.parametrize(("name", "shapes"), [
-    *(pytest.param(name, (SMALL,), id=f"{name}-one size") for name in METHODS),
+    *(pytest.param(name, (SMALL, SELDOM), id=f"{name}-one size") for name in METHODS),
     *(pytest.param(name, SHAPES, id=f"{name}-all sizes", marks=pytest.mark.nightly) for name in METHODS),
 ])
 def test_a_right_policy_passes_on_the_fixed_inputs(
@@ -291,12 +291,87 @@ class WeighedTwice(Wrong):
         return replace(actual, carry=actual.values)
 
 
-@pytest.mark.parametrize(("name", "part"), [
-    ("cake", {"budgets": lambda right: Once(32)}),
-    ("vatp", {"scorer": lambda right: WeighedTwice(right.scorer, same_view, same_table)}),
-], ids=["cake that divides an excess once", "vatp that weighs records twice"])
-def test_a_wrong_part_dies_on_the_fixed_inputs(name: str, part: dict[str, Callable[[Policy], Any]]) -> None:
+@dataclass(frozen=True)
+class FirstQueries(Wrong):
+    """Scorer that scores decode steps with the last queries of the prompt."""
+
+    def step(self, records: Any, seen: Observation, /) -> Scores:
+        layers = {at: replace(view, q=view.q[:, :0]) for at, view in seen.layers.items()}
+        return super().step(records, replace(seen, layers=layers))
+
+
+@dataclass(frozen=True)
+class At(Cadence):
+    """Cadence of the numbers of tokens seen, and of tokens beyond the budget, for which `when` returns True."""
+
+    every: int | None = 1
+    when: Callable[[int, int], bool] = lambda seen, more: True
+
+    def due(self, seen: int, live: int, B: int) -> bool:
+        return live > B and self.when(seen, live - B)
+
+
+@dataclass(frozen=True)
+class AtPrompt(Wrong):
+    """Scorer that scores decode steps as if no token was seen after the prompt."""
+
+    def step(self, records: Any, seen: Observation, /) -> Scores:
+        return super().step(records, replace(seen, seen=PROMPT))
+
+
+PROMPT = SELDOM.tokens - SELDOM.steps
+SLACKS: dict[str, Callable[[int, int], bool]] = {
+    "that decides at 127 tokens beyond the budget": lambda seen, more: more >= 127,
+    "that decides beyond 128 more tokens": lambda seen, more: more > 128,
+    "that decides every 128 tokens": lambda seen, more: seen % 128 == 0,
+    "that decides once": lambda seen, more: seen < 200 and more >= 128,
+}
+CADENCES: list[tuple[str, str, Callable[[int, int], bool]]] = [
+    ("rkv", "that decides every 127 tokens", lambda seen, more: seen % 127 == 0),
+    ("rkv", "that decides every 64 tokens", lambda seen, more: seen % 64 == 0),
+    ("rkv", "that counts decoded tokens only", lambda seen, more: (seen - PROMPT) % 128 == 0),
+    ("rkv", "that decides at 128 tokens beyond the budget", lambda seen, more: more >= 128),
+    ("rkv", "that decides one step late", lambda seen, more: seen % 128 == 1),
+    ("rkv", "that decides first one step late", lambda seen, more: seen in (129, 256)),
+    ("rkv", "that decides once", lambda seen, more: seen == 128),
+    ("rkv", "that never decides in a step", lambda seen, more: False),
+    ("vase", "that decides every 63 tokens", lambda seen, more: seen % 63 == 0),
+    ("vase", "that decides every 128 tokens", lambda seen, more: seen % 128 == 0),
+    ("vase", "that counts decoded tokens only", lambda seen, more: (seen - PROMPT) % 64 == 0),
+    ("vase", "that decides at 64 tokens beyond the budget", lambda seen, more: more >= 64),
+    ("vase", "that decides first one step late", lambda seen, more: seen in (129, 192, 256)),
+    *((name, how, when) for name in ("triattention", "triattention-by-head", "triattention-by-layer-and-head")
+      for how, when in SLACKS.items()),
+]
+"""Wrong times of decisions after the prompt, with numbers of tokens in SELDOM."""
+
+
+def with_cadence(when: Callable[[int, int], bool]) -> dict[str, Callable[[Policy], Any]]:
+    return {"cadence": lambda right: At(when=when)}
+
+
+PARTS: list[tuple[str, str, Sequence[Shape], dict[str, Callable[[Policy], Any]]]] = [
+    ("cake", "that divides an excess once", SHAPES, {"budgets": lambda right: Once(32)}),
+    ("vatp", "that weighs records twice", SHAPES, {
+        "scorer": lambda right: WeighedTwice(right.scorer, same_view, same_table)}),
+    ("rkv", "with the last queries of the prompt", (SELDOM,), {
+        "scorer": lambda right: FirstQueries(right.scorer, same_view, same_table)}),
+    ("vase", "with the last queries of the prompt", (SELDOM,), {
+        "scorer": lambda right: FirstQueries(right.scorer, same_view, same_table)}),
+    ("triattention", "with the distances at the end of the prompt", (SELDOM,), {
+        "scorer": lambda right: AtPrompt(right.scorer, same_view, same_table)}),
+    *((name, how, (SELDOM,), with_cadence(when)) for name, how, when in CADENCES),
+]
+
+
+@pytest.mark.parametrize(("name", "shapes", "part"), [
+    pytest.param(name, shapes, part, id=f"{name} {how}") for name, how, shapes, part in PARTS
+])
+def test_a_wrong_part_dies_on_the_fixed_inputs(
+    name: str, shapes: Sequence[Shape], part: dict[str, Callable[[Policy], Any]], monkeypatch: pytest.MonkeyPatch,
+) -> None:
     method = Method(name)
+    monkeypatch.setattr(test_method, "SHAPES", shapes)
 
     def make(inputs: Inputs) -> Policy:
         right = method.reference(inputs)
@@ -306,9 +381,9 @@ def test_a_wrong_part_dies_on_the_fixed_inputs(name: str, part: dict[str, Callab
         fixed(method, make)
 
 
-def test_every_method_that_evicts_while_decoding_is_compared_or_a_documented_exception() -> None:
+def test_every_method_that_evicts_while_decoding_is_compared_after_decode_steps() -> None:
     decoding = {name for name in METHODS if Method(name).reference(drawn(0, 40)).cadence.every is not None}
-    assert {name for name in decoding if not Method(name).decodes} == PROMPT_ONLY.keys()
+    assert decoding == {name for name in METHODS if Method(name).decodes}
 
 
 def test_the_sizes_that_a_certificate_names_are_those_of_the_inputs() -> None:
@@ -319,7 +394,7 @@ def test_the_sizes_that_a_certificate_names_are_those_of_the_inputs() -> None:
         "rkv: prompts of up to 1,100 tokens (its equation is too slow for 4,300), up to 32 layers, decoding not "
         "compared (the protocol sends no decoded tokens)",
     ]
-    assert extent(["rkv"], False, 150).endswith("(a decision comes after 128 decoded tokens)")
+    assert extent(["rkv"], False, 150).endswith("decoding compared for up to 264 steps")
     assert extent(["snapkv"], False, 12) == (
         "snapkv: prompts of up to 1,100 tokens, up to 6 layers, decoding does not evict")
 
