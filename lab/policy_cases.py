@@ -88,7 +88,7 @@ def shown(policy: Policy, inputs: Inputs, live: Any, seen: int, first: int) -> O
 
 def decoded(policy: Policy, inputs: Inputs, B: int) -> list[list[list[int]]]:
     """Return the live positions of every group after the prompt and after each step."""
-    return methods.decoded(policy, inputs.layers, groups_of(policy, inputs), B, PROMPT)
+    return list(methods.decoded(policy, inputs.layers, groups_of(policy, inputs), B, PROMPT))
 
 
 def long(seed: int) -> Inputs:

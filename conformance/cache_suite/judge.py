@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -64,15 +64,18 @@ _ONE = {
     "num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 32,
 }
 TINY: Mapping[str, Callable[[], PreTrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**_GROUPED),
+    "llama": lambda: LlamaConfig(**_GROUPED, rope_parameters={
+        "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 1024,
+    }),
     "qwen3": lambda: Qwen3Config(**_EIGHT),
     "gpt_neox": lambda: GPTNeoXConfig(**_SIZES),
     "gemma2": lambda: Gemma2Config(**{
         **_ONE, "layer_types": ["full_attention"] * 12, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 4.0,
     }),
     "gemma3_text": lambda: Gemma3TextConfig(**{
-        **_GROUPED, "sliding_window": 16, "query_pre_attn_scalar": 64,
-        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        **_GROUPED, "sliding_window": 16, "query_pre_attn_scalar": 64, "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
     }),
     # Both experts of each token: a choice of one expert could depend on the rounding of an engine.
     "gpt_oss": lambda: GptOssConfig(**{
@@ -81,10 +84,10 @@ TINY: Mapping[str, Callable[[], PreTrainedConfig]] = {
 }
 """Configurations of tiny models, by family.
 
-"llama" has grouped queries. "qwen3" has eight wide KV heads and normalised keys. "gpt_neox" has separate keys for each
-query head, which are partly rotated. "gemma2" has one KV head for seven query heads, 12 layers, token ids above 2^16,
-logits with a soft cap, and a scaling that is not d^-0.5. "gemma3_text" has sliding layers. "gpt_oss" has attention
-sinks.
+"llama" has grouped queries, and the frequencies of Llama 3.1. "qwen3" has eight wide KV heads and normalised keys.
+"gpt_neox" has separate keys for each query head, which are partly rotated. "gemma2" has one KV head for seven query
+heads, 12 layers, token ids above 2^16, logits with a soft cap, and a scaling that is not d^-0.5. "gemma3_text" has
+sliding layers before and between full layers. "gpt_oss" has attention sinks.
 """
 
 
@@ -203,12 +206,21 @@ class Case:
     unmasked: Tensor
 
 
+def _special_ids(config: Any, count: int) -> list[int]:
+    """Return ids of padding and of the ends of a text. In a prompt, such tokens are as visible as all others."""
+    given = (getattr(config, f"{name}_token_id", None) for name in ("pad", "eos", "bos"))
+    ids = dict.fromkeys([0, *(one for one in given if isinstance(one, int))])
+    return list(islice(cycle(ids), count))
+
+
 def _case(folder: str, kind: str, new: int, seed: int, renumbered: bool, length: int, again: int) -> Case:
     """Return a case. The prompt and the following tokens do not depend on `kind` and `again`."""
     model, rng = load_model(folder), np.random.default_rng([seed, new, length])
     config = model.config.get_text_config(decoder=True)
     length = min(length, config.max_position_embeddings - new)
-    prompt, following = (rng.integers(3, config.vocab_size, n).tolist() for n in (length, new))
+    prompt, following = (rng.integers(config.vocab_size, size=n).tolist() for n in (length, new))
+    for part in (prompt, following):
+        part[1 : len(part) - 1 : 4] = _special_ids(config, len(part[1 : len(part) - 1 : 4]))
     rng = np.random.default_rng([seed, new, length, list(KINDS).index(kind), again])
     heads, masked = masked_model(model, prompt, following, renumbered)
     unmasked = masked(_nothing(rng, heads, length))

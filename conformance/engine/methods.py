@@ -3,7 +3,7 @@
 A method with decode-time eviction also has kept sets after each decode step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
@@ -171,7 +171,7 @@ def answered(op: str, given: Mapping[str, Any], backend: Backend) -> KeptSets:
     policy = make_policy(name, {**_constants_from(name, given), **engine})
     if given.get("steps"):
         layers = list(_observation(policy, given).layers.values())
-        kept = decoded(policy, layers, given["g"], given["B"], given["n"])[-1]
+        *_, kept = decoded(policy, layers, given["g"], given["B"], given["n"])
         return KeptSets(np.concatenate(kept), np.cumsum([0, *map(len, kept)]))
     observed = _observation(policy, given)
     result = policies.retain(policy, Budget(count=given["B"]), observed)
@@ -255,8 +255,8 @@ def shown(layers: Sequence[LayerView], live: Live, seen: int, first: int) -> Obs
 
 def decoded(
     policy: Policy, layers: Sequence[LayerView], groups: int, B: int, prompt: int,
-) -> list[list[list[int]]]:
-    """Return the live positions of every group, after the prompt of `prompt` tokens and after each decode step.
+) -> Iterator[list[list[int]]]:
+    """Yield the live positions of every group, after the prompt of `prompt` tokens and after each decode step.
 
     A policy that decides only at the end of a prompt keeps every decoded token.
     """
@@ -266,11 +266,11 @@ def decoded(
     if policy.cadence.every is None:
         result = policies.retain(policy, budget, seen)
         kept = [result.group(g).tolist() for g in range(groups)]
-        return [[[*head, *range(prompt, at)] for head in kept] for at in range(prompt, n + 1)]
+        yield from ([[*head, *range(prompt, at)] for head in kept] for at in range(prompt, n + 1))
+        return
     _, running = policies.start(policy, budget, seen)
-    history = [running.live.tolist()]
+    yield running.live.tolist()
     for at in range(prompt + 1, n + 1):
         live = np.column_stack([running.live, np.full(groups, at - 1)]).tolist()
         _, running = policies.advance(policy, budget, running, shown(layers, live, at, at - 1))
-        history.append(running.live.tolist())
-    return history
+        yield running.live.tolist()

@@ -61,6 +61,10 @@ class Parts:
     preference: Callable[..., Any] | None = None
 
 
+SLOW = 1 << 13
+"""Maximum number of tokens for a brute force whose time grows with the square of the number of tokens."""
+
+
 @dataclass(frozen=True)
 class Brute:
     """A policy of `reference.policies.names`, with its kept sets by brute force.
@@ -99,7 +103,7 @@ class Brute:
     """Numbers of tokens that parts add to the constants."""
     parts: Parts | None = None
     """Parts of the policy, if its scorer may be combined with different parts."""
-    longest: int = 1 << 13
+    longest: int = 1 << 17
     """Maximum number of tokens of an input that the brute force evaluates in seconds."""
     scored: bool = True
     """True if the `scores` of a kept set are those of the item.

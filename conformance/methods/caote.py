@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from conformance.methods.brute import Brute, Parts, stepwise
+from conformance.methods.brute import SLOW, Brute, Parts, stepwise
 from conformance.methods.policies import DECODE, Layer, Row, Score, at_places, groups, last_rows
 from conformance.oracles.box_rows import Row as BoxRow
 from conformance.oracles.boxes import (
@@ -62,5 +62,6 @@ def caote(layer: Layer) -> list[Score]:
 
 
 BRUTES = [
-    Brute("PO-CAOTE", "caote", stepwise(caote), readings={"decode": DECODE}, parts=Parts("every=1", caote)),
+    Brute("PO-CAOTE", "caote", stepwise(caote), readings={"decode": DECODE}, parts=Parts("every=1", caote),
+          longest=SLOW),
 ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from conformance.methods.brute import FUTURE, SINK, Brute, Parts, sinks
+from conformance.methods.brute import FUTURE, SINK, SLOW, Brute, Parts, sinks
 from conformance.methods.compactor import BOUND, Vectors, before_rope, leverage_of
 from conformance.methods.policies import Score, top
 from conformance.oracles.box import State
@@ -65,5 +65,6 @@ def kept(inputs: Inputs, B: int, tau: float, N_sink: int, N_future: int) -> Kept
 
 BRUTES = [
     Brute("PO-CAPKV", "capkv", kept, {"tau": TAU, "N_sink": SINK, "N_future": FUTURE}, SINK, sinks,
-          published={"factor": 1.0, "tau": 5.0, "N_sink": 4, "N_future": 512}, parts=Parts("sink=N_sink", rows=rows)),
+          published={"factor": 1.0, "tau": 5.0, "N_sink": 4, "N_future": 512}, parts=Parts("sink=N_sink", rows=rows),
+          longest=SLOW),
 ]

@@ -1,6 +1,6 @@
 """ChunkKV by brute force: complete chunks, chosen by the sums of their tokens' scores."""
 
-from conformance.methods.brute import C_CHUNK, Brute, Parts, W, newest, plain
+from conformance.methods.brute import C_CHUNK, SLOW, Brute, Parts, W, newest, plain
 from conformance.methods.policies import Layer, Score, accumulated, chunk_selection, last_rows, window
 from conformance.oracles.boxes import column_sums
 from conformance.strategies.policy_inputs import Inputs, Kept
@@ -36,5 +36,5 @@ BRUTES = [
           published={"c": 10, "W": 32, "N_reuse": 1}, readings={"totals": ("sum", "mean")},  # kvpress uses the mean
           parts=Parts("recent=W", rows=members, chunks=True)),
     Brute("PO-CHUNKKV-DESCRIBED", "chunkkv-described", described, {"c": C_CHUNK}, published={"c": 10},
-          parts=Parts("", all_members, chunks=True)),
+          parts=Parts("", all_members, chunks=True), longest=SLOW),
 ]

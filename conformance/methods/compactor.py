@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from conformance.methods.brute import C_CHUNK, SINK, Brute, Parts, W, both_ends, by_layer, plain
+from conformance.methods.brute import C_CHUNK, SINK, SLOW, Brute, Parts, W, both_ends, by_layer, plain
 from conformance.methods.policies import Layer, Score, groups, over_group, pool, rows_on, top
 from conformance.oracles.box import Box, State
 from conformance.oracles.boxes import around, column_sums, dot, sqrt
@@ -113,7 +113,7 @@ BRUTES = [
     Brute("PO-LEVERAGE", "leverage", leverage, published={"factor": 1.0}, least=3,
           parts=Parts("", rows=leverage_rows)),
     Brute("PO-NONCAUSAL", "noncausal", by_layer(noncausal), {"c": C_CHUNK}, published={"c": 256},
-          parts=Parts("", noncausal)),
+          parts=Parts("", noncausal), longest=SLOW),
     Brute("PO-COMPACTOR", "compactor", compactor, {"c": C_CHUNK, "N_sink": SINK, "N_recent": W}, SINK + W, both_ends,
           published={"factor": 1.0, "c": 256, "N_sink": 8, "N_recent": 4},
           parts=Parts("sink=N_sink/recent=N_recent", rows=compactor_rows)),

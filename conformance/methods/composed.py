@@ -13,7 +13,7 @@ from typing import Any
 
 from conformance.methods import brutes
 from conformance.methods import policies as oracle
-from conformance.methods.brute import Brute, Parts, plain
+from conformance.methods.brute import SLOW, Brute, Parts, plain
 from conformance.methods.cake import preferred_shares
 from conformance.methods.chunks import chunk_sets, chunked, head_sums
 from conformance.methods.composed_text import (
@@ -136,7 +136,7 @@ def composed_brute(name: str) -> Brute:
     assert scored_again.parts is not None
     return replace(
         host, item="PO-COMPOSE", name=name, small={**host.small, **added}, kept=partial(composed, found, host),
-        readings=readings, slips=slips, scored=False,
+        readings=readings, slips=slips, scored=False, longest=min(host.longest, SLOW),
         lengths={key: int(own[part]) for part, key in LENGTHS.items() if own.get(part, "").isdigit()},
         decoded=own.get("every", "none") != "none" and scored_again.parts.layer is not None
         and not host.name.startswith("triattention"),  # calibrated with all tokens of the inputs in tests

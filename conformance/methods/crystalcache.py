@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from conformance.methods.brute import Brute
+from conformance.methods.brute import SLOW, Brute
 from conformance.oracles import pipeline
 from conformance.oracles.box import State, Undecided
 from conformance.oracles.scale import s1, stages
@@ -86,5 +86,6 @@ def kept(inputs: Inputs, B: int, parameters: CrystalCacheParameters) -> Kept:
     return [result]
 
 
-BRUTE = Brute("CC-PREFILL", "crystalcache", kept, {"parameters": PAPER}, published={"parameters": PAPER}, scored=False)
+BRUTE = Brute("CC-PREFILL", "crystalcache", kept, {"parameters": PAPER}, published={"parameters": PAPER}, scored=False,
+              longest=SLOW)
 """Brute force of CrystalCache. It is not in BRUTES, because its vectors and promises are on pages of CrystalCache."""

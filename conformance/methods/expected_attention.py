@@ -1,7 +1,7 @@
 """Expected Attention by brute force: the attention of Gaussian queries at later positions."""
 
 
-from conformance.methods.brute import FUTURE, SINK, Brute, Parts, plain, sinks
+from conformance.methods.brute import FUTURE, SINK, SLOW, Brute, Parts, plain, sinks
 from conformance.methods.policies import Layer, Row, Score, groups, normalise, sink_of, top
 from conformance.oracles.box_rows import Table
 from conformance.oracles.boxes import (
@@ -91,5 +91,6 @@ BRUTES = [
     Brute(
         "PO-EXPECTED-ATTENTION", "expected-attention", kept,
         {"N_sink": SINK, "N_future": FUTURE}, SINK, sinks,
-        published={"factor": 1.0, "N_sink": 4, "N_future": 512}, turns=True, parts=Parts("sink=N_sink", rows=scores)),
+        published={"factor": 1.0, "N_sink": 4, "N_future": 512}, turns=True, longest=SLOW,
+        parts=Parts("sink=N_sink", rows=scores)),
 ]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from conformance.methods.brute import Brute, Parts, W, by_layer, newest, newest_half, plain
+from conformance.methods.brute import SLOW, Brute, Parts, W, by_layer, newest, newest_half, plain
 from conformance.methods.policies import (
     DECODE,
     Layer,
@@ -76,8 +76,8 @@ def described(layer: Layer, W: int) -> list[Score]:
 BRUTES = [
     Brute("PO-H2O", "h2o", h2o, guaranteed=newest_half,
           readings={"sums": ("all", "mean"), "recent": ("half", "none"), "decode": DECODE},
-          parts=Parts("select=half/every=1", accumulated, carried=True)),
+          parts=Parts("select=half/every=1", accumulated, carried=True), longest=SLOW),
     # The reading "mean" is kvpress's: the mean over the queries that see a key.
     Brute("PO-H2O-DESCRIBED", "h2o-described", by_layer(described), {"W": W}, W, newest, published={"W": 128},
-          parts=Parts("recent=W", accumulated, unscored="")),
+          parts=Parts("recent=W", accumulated, unscored=""), longest=SLOW),
 ]

@@ -5,7 +5,7 @@ Some blocks are kept as representatives of evicted blocks.
 
 from fractions import Fraction
 
-from conformance.methods.brute import BLOCK, HALF, KERNEL, Brute, Parts, W, newest, plain
+from conformance.methods.brute import BLOCK, HALF, KERNEL, SLOW, Brute, Parts, W, newest, plain
 from conformance.methods.policies import crushed
 from conformance.methods.snapkv import snapkv
 from conformance.strategies.policy_inputs import Inputs, Kept
@@ -25,5 +25,5 @@ BRUTES = [
         "PO-KVCRUSH", "kvcrush", kept,
         {"W": W, "kernel": KERNEL, "block": BLOCK, "share": HALF}, BLOCK, newest,
         published={"W": 32, "kernel": 7, "block": 16, "share": Fraction(1, 4), "anchor": "alternating"},
-        parts=Parts("recent=W/crush=share:block=block:anchor=anchor", snapkv)),
+        longest=SLOW, parts=Parts("recent=W/crush=share:block=block:anchor=anchor", snapkv)),
 ]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
-from conformance.methods.brute import SINK, Brute, Parts, by_layer, shared, sinks
+from conformance.methods.brute import SINK, SLOW, Brute, Parts, by_layer, shared, sinks
 from conformance.methods.keydiff import keydiff
 from conformance.methods.policies import Score, best, competition_shares, top
 from conformance.oracles.box import Undecided
@@ -76,7 +76,8 @@ def without_continuum(inputs: Inputs, B: int, parameters: NestedKVParameters) ->
 BRUTES = [
     Brute(
         "NK-NESTEDKV", "nestedkv", of_prompt(True), {"parameters": NESTED}, SINK, sinks,
-        published={"parameters": NESTEDKV}, parts=Parts("sink=N_sink/heads=quota:safeguard=alpha_s", rows=sinks_apart),
+        published={"parameters": NESTEDKV}, longest=SLOW,
+        parts=Parts("sink=N_sink/heads=quota:safeguard=alpha_s", rows=sinks_apart),
     ),
     Brute(
         "NK-ABLATIONS", "nestedkv-without-continuum", without_continuum, {"parameters": NESTED},
@@ -85,7 +86,7 @@ BRUTES = [
     Brute(
         "NK-ABLATIONS", "nestedkv-without-adaptive", of_prompt(False),
         {"parameters": NESTED}, SINK, sinks, published={"parameters": NESTEDKV},
-        parts=Parts("sink=N_sink", rows=sinks_apart),
+        longest=SLOW, parts=Parts("sink=N_sink", rows=sinks_apart),
     ),
     Brute("NK-ABLATIONS", "nestedkv-without-both", by_layer(keydiff), parts=Parts("", keydiff)),
 ]

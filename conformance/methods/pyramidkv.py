@@ -4,7 +4,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from conformance.methods.brute import KERNEL, Brute, Parts, W, newest, plain
+from conformance.methods.brute import KERNEL, SLOW, Brute, Parts, W, newest, plain
 from conformance.methods.h2o import described
 from conformance.methods.policies import Score, accumulated, pyramid_shares, top
 from conformance.methods.snapkv import READINGS, SLIPS, snapkv
@@ -30,5 +30,5 @@ BRUTES = [
     Brute(
         "PO-PYRAMIDKV-DESCRIBED", "pyramidkv-described", pyramid(described),
         {"W": W, "beta": 20}, W, newest, published={"W": 128, "beta": 20},
-        parts=Parts("recent=W/layers=pyramid:beta=beta", accumulated, unscored="")),
+        parts=Parts("recent=W/layers=pyramid:beta=beta", accumulated, unscored=""), longest=SLOW),
 ]

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from conformance.methods.adakv import adakv
-from conformance.methods.brute import KERNEL, SAFEGUARD, SINK, Brute, Parts, W, newest, newest_half, plain, sinks
+from conformance.methods.brute import KERNEL, SAFEGUARD, SINK, SLOW, Brute, Parts, W, newest, newest_half, plain, sinks
 from conformance.methods.h2o import of_head
 from conformance.methods.policies import (
     DECODE,
@@ -99,7 +99,7 @@ BRUTES = [
         "PO-VATP", "vatp", of_vatp,
         {"N_sink": SINK}, 2 * SINK, lambda n, B: sinks(n, B) | newest_half(n, B), published={"N_sink": 4},
         readings={"decode": DECODE}, decoded=True,
-        parts=Parts("select=half/every=1/values=N_sink/floor=2N_sink", accumulated, carried=True)),
+        parts=Parts("select=half/every=1/values=N_sink/floor=2N_sink", accumulated, carried=True), longest=SLOW),
     Brute(
         "PO-CRITICALKV", "criticalkv", of_criticalkv(snapkv, lambda rows, B, safeguard: [B] * len(rows)),
         {"W": W, "kernel": KERNEL}, W, newest, published={"W": 32, "kernel": 7}, readings=READINGS, slips=SLIPS,

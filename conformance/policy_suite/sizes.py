@@ -5,8 +5,7 @@ from collections.abc import Iterable, Sequence
 from conformance.engine.methods import DECODED
 from conformance.methods.method import Method, method_of
 from conformance.plugin import EXAMPLES
-from conformance.strategies.model_shapes import DECODED as DECODED_SHAPE
-from conformance.strategies.model_shapes import LONG, MANY_LAYERS, SELDOM, SHAPES, Shape
+from conformance.strategies.model_shapes import FAR, LONG, MANY_LAYERS, SHAPES, Shape
 from conformance.strategies.policy_inputs import drawn
 
 
@@ -14,17 +13,12 @@ def compared_shapes(method: Method, examples: int, shapes: Sequence[Shape] = SHA
     """Return the shapes that the brute force evaluates in seconds, in a run with so many random examples.
 
     A quick run has no input with the tokens of LONG or the layers of MANY_LAYERS. A shape with more decode steps than
-    usual is for methods that evict while decoding. The steps of SELDOM are for methods that do so more seldom than
-    the steps of DECODED show.
+    usual is for methods that evict while decoding.
     """
     if examples <= EXAMPLES["few"]:
-        shapes = [shape for shape in shapes if shape.tokens < LONG.tokens and shape.layers < MANY_LAYERS.layers]
-    cadence = method.reference(drawn(0)).cadence
-    seldom = max(cadence.every or 0, cadence.excess) > DECODED_SHAPE.steps
-    most = Shape._field_defaults["steps"]
-    if method.decodes:
-        most = SELDOM.steps if seldom else DECODED_SHAPE.steps
-    return [shape for shape in shapes if shape.tokens <= method.longest and shape.steps <= most]
+        shapes = [one for one in shapes if one.tokens < LONG.tokens and one.layers < MANY_LAYERS.layers]
+    usual = Shape._field_defaults["steps"]
+    return [one for one in shapes if one.tokens <= method.longest and (method.decodes or one.steps <= usual)]
 
 
 def extent(methods: Iterable[str], engine: bool, examples: int) -> str:
@@ -37,8 +31,8 @@ def extent(methods: Iterable[str], engine: bool, examples: int) -> str:
         shapes = compared_shapes(method, examples)
         tokens, layers = (max(getattr(shape, name) for shape in shapes) for name in ("tokens", "layers"))
         words = f"{method.name}: prompts of up to {tokens:,} tokens"
-        if method.longest < LONG.tokens:
-            words += f" (its equation is too slow for {LONG.tokens:,})"
+        if method.longest < FAR.tokens:
+            words += f" (its equation is too slow for {FAR.tokens:,})"
         phrases.append(f"{words}, up to {layers} layers, decoding {_decoding(method, shapes, engine)}")
     return "; ".join(phrases)
 

@@ -1,4 +1,4 @@
-"""Test of the kept sets of a policy at the end of a later turn, over the tokens that the cache still stores."""
+"""Tests of one policy over several segments: a later turn of a sequence, and two sequences that decode in turn."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,15 +10,16 @@ from conformance.checks.failing_input import made_by
 from conformance.checks.refusals import boundary
 from conformance.methods.method import Method, method_of, rounded, span_of
 from conformance.oracles.box import DOUBLE, Undecided
-from conformance.policy_suite.test_method import difference
-from conformance.strategies.model_shapes import of_turn
-from conformance.strategies.policy_inputs import Inputs, decided_in_turn, drawn
+from conformance.oracles.choices import Answer
+from conformance.policy_suite.test_method import difference, on_shape
+from conformance.strategies.model_shapes import DECODED, of_turn
+from conformance.strategies.policy_inputs import Inputs, another, decided, decided_in_turn, decoding, drawn
 from spec.policy import Policy
 
 PROMPT = 60
 """Number of tokens of the prompt, in addition to the longest window."""
-
-
+BATCH = DECODED._replace(tokens=180, steps=140, share=0.2)
+"""Sizes of two sequences. At 128 tokens, a policy decides that does so once in 128 tokens."""
 Array = np.ndarray[Any, Any]
 
 
@@ -62,6 +63,26 @@ def test_the_kept_sets_after_a_later_turn_are_those_of_the_method(
         made = f"inputs, live, seen, B = on_turn({str(method)!r}, {at})"
         with made_by(f"from conformance.policy_suite.test_turn import on_turn\n{made}"):
             compare(method, judged_policy, *on_turn(method, at), reasons=reasons)
+
+
+def test_sequences_that_decode_in_turn_do_not_share_data(
+    method: Method, judged_policy: Callable[[Inputs], Policy],
+) -> None:
+    """Check that a policy keeps the same tokens of a sequence if it also decides for another sequence in between.
+
+    One policy object serves all rows of a batch, and all sessions.
+    """
+    inputs, B = on_shape(method, BATCH)
+    policy, rows = judged_policy(inputs), (inputs, another(inputs, 1))
+    with boundary("the policy"):
+        alone = [decided(policy, row, B) for row in rows]
+        *_, together = zip(*(decoding(policy, row, B) for row in rows), strict=True)
+    for row, (kept, wanted) in enumerate(zip(together, alone, strict=True)):
+        if message := difference(kept, [Answer(tokens) for tokens in wanted], len(inputs.layers)):
+            raise AssertionError(
+                f"{method}: two sequences that decode in turn share data of the policy. For sequence {row}, {message}; "
+                "keep no data of a sequence in the policy, but in the records that `step` and `keep` return"
+            )
 
 
 def compare(

@@ -29,6 +29,8 @@ BIAS, EXCESS = 2.0**9, 5 / 8
 """Bias of one channel of the keys of an input with a level, and the share by which one late key has more of it."""
 DIP, RARE = 1 / 8, 32
 """Share by which the level of one in RARE queries is smaller."""
+BORDER, LAST_BORDER = 128, 4_096
+"""Multiples of BORDER are borders of tiles. LAST_BORDER is the last border of tiles of any power of two."""
 
 
 class Shape(NamedTuple):
@@ -60,6 +62,8 @@ class Shape(NamedTuple):
     """Number of decoded tokens, for a method that evicts while decoding."""
     indexes: tuple[int, ...] = ()
     """Indexes of the layers in the model. Empty: 0 to layers - 1."""
+    borders: float = 1.0
+    """Factor of keys near the borders of tiles, so that tokens across a border are kept for their neighbours."""
 
     def __str__(self) -> str:
         capped = f", softcap {self.softcap:g}" if self.softcap else ""
@@ -91,6 +95,8 @@ class Shape(NamedTuple):
             q *= self.uneven ** -(at + np.arange(H) // self.group)[:, None, None].astype(float)
         if self.level:
             self._add_level(q, k)
+        for border in range(BORDER, n - BORDER, BORDER):
+            k[:, border - 2 if border < LAST_BORDER else border + 1] *= self.borders
         arrays = [
             self._in_dtype(q, 1 / SMALL_KEYS), self._in_dtype(k, SMALL_KEYS),
             self._in_dtype(self.size * rng.standard_normal((H_kv, n, d))),
@@ -143,12 +149,18 @@ SPARSE = Shape(160, 4, 1, 7, 80, 0.2, None, "float64", False, 0.4, steps=0, inde
 """Layers of a model whose other layers have a sliding window. No size of a head or of a group is a power of two."""
 UNEVEN = Shape(170, 6, 2, 1, 32, 0.3, None, "float64", False, 0.7, uneven=2.0)
 """Layers and heads of very different preference, so that a second share is full after a first one."""
-DECODED = Shape(180, 1, 2, 2, 8, 0.5, None, "float64", False, 0.3, steps=24)
-"""Decode steps, each of which adds to the records of the step before."""
-SELDOM = Shape(304, 2, 2, 2, 8, 0.5, None, "float64", False, 0.1, steps=264)
+DECODED = Shape(304, 2, 2, 2, 8, 0.5, None, "float64", False, 0.1, steps=264)
 """Decode steps for two decisions of a policy that decides once in 128 tokens, and a few steps after the second."""
-LONG = Shape(4300, 1, 1, 1, 8, 0.5, None, "float64", False, 0.2)
-"""A prompt beyond 4 096 tokens, and beyond 2 048 tokens, above which float16 cannot represent all whole numbers."""
+LONG_ANSWER = DECODED._replace(tokens=576, steps=536, share=0.06)
+"""More decode steps than a buffer of 512 tokens holds."""
+MANY_HEADS = Shape(200, 2, 32, 1, 16, 0.5, None, "float64", False, 0.5)
+"""KV heads of a model without groups, such as Llama 2."""
+FAR = Shape(66_000, 1, 1, 1, 4, 0.5, None, "float64", False, 0.2, steps=0)
+"""More tokens than 16 bits count, for methods whose time does not grow with the square of the number of tokens."""
+LONG = Shape(4300, 1, 1, 1, 8, 0.5, None, "float64", False, 0.2, borders=3.0)
+"""A prompt beyond 4 096 tokens, and beyond 2 048 tokens, above which float16 cannot represent all whole numbers.
+
+Of the long keys, all are before a border of tiles but the last. A pool over each tile alone misses these keys."""
 SHAPES = (
     Shape(300, 1, 8, 4, 64, 0.2, None, "float64", False, 0.3),
     Shape(520, 1, 8, 1, 128, 0.5, 50.0, "bfloat16", False, 0.5, size=LONG_KEYS),
@@ -162,8 +174,10 @@ SHAPES = (
     UNEVEN,
     UNEVEN._replace(layers=4, kv_heads=1, share=0.6, uneven=4.0),
     DECODED,
-    SELDOM,
+    LONG_ANSWER,
+    MANY_HEADS,
     LONG,
+    FAR,
 )
 """Shapes for which a method takes a few seconds at most.
 

@@ -1,6 +1,6 @@
 """Random attention inputs of policies, observations as a session makes them, and the resulting kept sets."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -356,10 +356,15 @@ def retained(policy: Policy, inputs: Inputs, B: int) -> Retention:
     return retain(policy, Budget(count=B), observation(policy, inputs))
 
 
+def decoding(policy: Policy, inputs: Inputs, B: int) -> Iterator[Kept]:
+    """Yield the kept sets after the prompt and after each decode step."""
+    return decoded_sets(policy, inputs.layers, groups_of(policy, inputs), B, inputs.n - inputs.steps)
+
+
 def decided(policy: Policy, inputs: Inputs, B: int) -> Kept:
     """Return the kept sets, after the decode steps if the inputs have steps."""
     if inputs.steps:
-        groups = groups_of(policy, inputs)
-        return decoded_sets(policy, inputs.layers, groups, B, inputs.n - inputs.steps)[-1]
+        *_, last = decoding(policy, inputs, B)
+        return last
     result = retained(policy, inputs, B)
     return [result.group(g).tolist() for g in range(result.groups)]

@@ -1,7 +1,7 @@
 """Tests that wrong policies that small inputs do not reveal fail on the fixed inputs of each run."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -14,10 +14,11 @@ from conformance.methods.method import METHODS, Method
 from conformance.policy_suite import test_method, test_turn
 from conformance.policy_suite.sizes import extent
 from conformance.policy_suite.test_promises import OF_MODELS, Draw
-from conformance.strategies.model_shapes import LARGE_LOGITS, SELDOM, SHAPES, Shape
+from conformance.strategies.model_shapes import DECODED, LARGE_LOGITS, LONG_ANSWER, SHAPES, Shape
 from conformance.strategies.policy_inputs import Inputs, decided, drawn, named
 from reference import nestedkv
 from reference.directions import unit_keys
+from reference.policies.attention import group_mean, max_pool, observed_attention
 from reference.policies.budgets import largest_remainder, spread
 from reference.policies.cake import Preferred
 from spec.parameters import NESTEDKV
@@ -131,6 +132,16 @@ def of_128(values: Any, seen: Observation) -> Any:
     return np.where(np.arange(seen.seen) < NESTEDKV.N_sink, values, np.concatenate(rows))
 
 
+def pooled_by_tile(values: Any, seen: Observation) -> Any:
+    """Return SnapKV's scores with pools that do not cross a border of 2 048 tokens."""
+    rows = []
+    for view in seen.layers.values():
+        past = observed_attention(view, 32)[:, :, :-32].sum(axis=1)
+        tiles = [max_pool(past[:, at : at + 2048], 7) for at in range(0, past.shape[1], 2048)]
+        rows.append(group_mean(np.concatenate(tiles, axis=1), len(view.k)))
+    return np.concatenate([np.concatenate(rows), values[:, values.shape[1] - 32 :]], axis=1)
+
+
 def by_name(values: Any, seen: Observation) -> Any:
     """Return the scores with the layers in the order of their indexes as text."""
     names = [str(at) for at, view in seen.layers.items() for _ in view.k]
@@ -184,6 +195,10 @@ WRONG: list[tuple[str, str, View, Table]] = [
      if seen.positions is None else np.take_along_axis(values, np.argsort(seen.positions % 2**16)[None], axis=1)),
     ("keydiff", "with shared scores in a later turn with 8 KV heads", same_view,
      lambda values, seen: values if seen.positions is None or len(values) < 8 else values[:1] + 0.0 * values),
+    ("knorm", "with 16 KV heads of 32", same_view,
+     lambda values, seen: values if len(values) < 64 else np.roll(values, 16, axis=0)),
+    ("snapkv", "that pools tiles of 2 048 tokens", same_view, pooled_by_tile),
+    ("streamingllm", "that ranks positions in 16 bits", same_view, lambda values, seen: values % 2**15),
     ("knorm", "that reads the keys in the order of the memory", lambda view, seen: replace(
         view, k=view.k.ravel(order="K").reshape(view.k.shape)), same_table),
     ("h2o", "with shared sums at 4 KV heads", same_view,
@@ -235,7 +250,7 @@ SMALL = SHAPES[0]._replace(kv_heads=2)
 
 
 @pytest.mark.parametrize(("name", "shapes"), [
-    *(pytest.param(name, (SMALL, SELDOM), id=f"{name}-one size") for name in METHODS),
+    *(pytest.param(name, (SMALL, DECODED), id=f"{name}-one size") for name in METHODS),
     *(pytest.param(name, SHAPES, id=f"{name}-all sizes", marks=pytest.mark.nightly) for name in METHODS),
 ])
 def test_a_right_policy_passes_on_the_fixed_inputs(
@@ -279,6 +294,37 @@ class Once(Preferred):
 
 
 @dataclass(frozen=True)
+class Late(Wrong):
+    """Scorer that is wrong in decode steps after 512 tokens."""
+
+    def step(self, records: Any, seen: Observation, /) -> Scores:
+        actual: Scores = super().step(records, seen)
+        return actual if seen.seen <= 512 else replace(actual, values=actual.values[:, ::-1].copy())
+
+
+@dataclass(frozen=True)
+class OneWorkspace(Wrong):
+    """Scorer whose records are a view into memory that all sequences share."""
+
+    memory: Any = field(default_factory=lambda: np.zeros((8, 1024)))
+
+    def keep(self, records: Any, slots: Any, /) -> object:
+        kept: Any = np.asarray(super().keep(records, slots))
+        self.memory[: len(kept), : kept.shape[1]] = kept
+        return self.memory[: len(kept), : kept.shape[1]]
+
+
+@pytest.mark.spec("PO-H2O")
+def test_records_in_memory_that_sequences_share_are_found() -> None:
+    method = Method("h2o")
+    right = method.reference(drawn(0))
+    judged = replace(right, scorer=OneWorkspace(right.scorer, same_view, same_table))
+    test_turn.test_sequences_that_decode_in_turn_do_not_share_data(method, method.reference)
+    with pytest.raises(AssertionError, match="two sequences that decode in turn share data of the policy"):
+        test_turn.test_sequences_that_decode_in_turn_do_not_share_data(method, lambda inputs: judged)
+
+
+@dataclass(frozen=True)
 class WeighedTwice(Wrong):
     """VATP with the weighted sums as records, so that each step weighs old attention again."""
 
@@ -319,7 +365,7 @@ class AtPrompt(Wrong):
         return super().step(records, replace(seen, seen=PROMPT))
 
 
-PROMPT = SELDOM.tokens - SELDOM.steps
+PROMPT = DECODED.tokens - DECODED.steps
 SLACKS: dict[str, Callable[[int, int], bool]] = {
     "that decides at 127 tokens beyond the budget": lambda seen, more: more >= 127,
     "that decides beyond 128 more tokens": lambda seen, more: more > 128,
@@ -343,7 +389,7 @@ CADENCES: list[tuple[str, str, Callable[[int, int], bool]]] = [
     *((name, how, when) for name in ("triattention", "triattention-by-head", "triattention-by-layer-and-head")
       for how, when in SLACKS.items()),
 ]
-"""Wrong times of decisions after the prompt, with numbers of tokens in SELDOM."""
+"""Wrong times of decisions after the prompt, with numbers of tokens in DECODED."""
 
 
 def with_cadence(when: Callable[[int, int], bool]) -> dict[str, Callable[[Policy], Any]]:
@@ -354,13 +400,15 @@ PARTS: list[tuple[str, str, Sequence[Shape], dict[str, Callable[[Policy], Any]]]
     ("cake", "that divides an excess once", SHAPES, {"budgets": lambda right: Once(32)}),
     ("vatp", "that weighs records twice", SHAPES, {
         "scorer": lambda right: WeighedTwice(right.scorer, same_view, same_table)}),
-    ("rkv", "with the last queries of the prompt", (SELDOM,), {
+    ("tova", "that is wrong after 512 tokens", (LONG_ANSWER,), {
+        "scorer": lambda right: Late(right.scorer, same_view, same_table)}),
+    ("rkv", "with the last queries of the prompt", (DECODED,), {
         "scorer": lambda right: FirstQueries(right.scorer, same_view, same_table)}),
-    ("vase", "with the last queries of the prompt", (SELDOM,), {
+    ("vase", "with the last queries of the prompt", (DECODED,), {
         "scorer": lambda right: FirstQueries(right.scorer, same_view, same_table)}),
-    ("triattention", "with the distances at the end of the prompt", (SELDOM,), {
+    ("triattention", "with the distances at the end of the prompt", (DECODED,), {
         "scorer": lambda right: AtPrompt(right.scorer, same_view, same_table)}),
-    *((name, how, (SELDOM,), with_cadence(when)) for name, how, when in CADENCES),
+    *((name, how, (DECODED,), with_cadence(when)) for name, how, when in CADENCES),
 ]
 
 
@@ -388,13 +436,14 @@ def test_every_method_that_evicts_while_decoding_is_compared_after_decode_steps(
 
 def test_the_sizes_that_a_certificate_names_are_those_of_the_inputs() -> None:
     assert extent(["h2o", "vatp", "rkv"], True, 150).split("; ") == [
-        "h2o: prompts of up to 4,300 tokens, up to 32 layers, decoding compared for up to 24 steps",
-        "vatp: prompts of up to 4,300 tokens, up to 32 layers, decoding not compared (the protocol sends no decoded "
-        "tokens)",
-        "rkv: prompts of up to 1,100 tokens (its equation is too slow for 4,300), up to 32 layers, decoding not "
+        "h2o: prompts of up to 4,300 tokens (its equation is too slow for 66,000), up to 32 layers, decoding compared "
+        "for up to 536 steps",
+        "vatp: prompts of up to 4,300 tokens (its equation is too slow for 66,000), up to 32 layers, decoding not "
+        "compared (the protocol sends no decoded tokens)",
+        "rkv: prompts of up to 1,100 tokens (its equation is too slow for 66,000), up to 32 layers, decoding not "
         "compared (the protocol sends no decoded tokens)",
     ]
-    assert extent(["rkv"], False, 150).endswith("decoding compared for up to 264 steps")
+    assert extent(["rkv"], False, 150).endswith("decoding compared for up to 536 steps")
     assert extent(["snapkv"], False, 12) == (
         "snapkv: prompts of up to 1,100 tokens, up to 6 layers, decoding does not evict")
 

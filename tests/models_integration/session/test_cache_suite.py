@@ -264,6 +264,9 @@ MISTAKES: list[tuple[Callable[..., Any], str, list[Call], str]] = [
     }), "gemma3_text", SMALL, ""),
     (whole_if(lambda prompt, kept: kept[min(kept)] == everything(prompt, kept)[min(kept)]), "gemma3_text", SMALL, ""),
     (the_last_1500, "gpt_neox", SMALL, ""),
+    (with_sets(lambda prompt, kept: {  # as if tokens with the id of padding were padding
+        at: [[place for place in own if prompt[place]] for own in sets] for at, sets in kept.items()
+    }), "llama", [ONE], AWAY),
     # Engines that are wrong on shapes of real models.
     (whole_if(lambda prompt, kept: len(prompt) % 16 == 0), "llama", ALL_BLOCKS, AWAY),
     (whole_if(lambda prompt, kept: len(prompt) == 512), "llama", ALL_BLOCKS, AWAY),
