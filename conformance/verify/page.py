@@ -44,6 +44,10 @@ def headline(record: Mapping[str, Any]) -> str:
     if record["verdict"] == PARTIAL:
         unproven = ", ".join(record["unproven"])
         return f"{who} conforms in part to kvspec {record['spec']} on {on}: excepted, without a passed test: {unproven}"
+    if record["undecided"] and not record["failing"] and not record["counts"]["failed"]:
+        number = len(record["undecided"])
+        items = f"{counted(number, 'item')} {'is' if number == 1 else 'are'} not decided"
+        return f"{who} is not certified: no test fails, but {items}"
     wrong = _wrong(record)
     otherwise = "tests without an item fail" if record["counts"]["failed"] else "there was nothing to judge"
     if methods:

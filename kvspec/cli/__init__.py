@@ -1,6 +1,7 @@
 """The command `kvspec`."""
 
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -31,6 +32,7 @@ def main() -> None:
     try:
         from kvspec.cli.app import app
 
+        warnings.formatwarning = _one_line
         sys.exit(_ran(app))
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
@@ -60,6 +62,11 @@ def _ran(app: Callable[..., Any]) -> Any:
         _refuse(f"{error.format_message().rstrip('.')}; {path} --help lists the options")
     except typer.Abort:
         sys.exit(_STOPPED)
+
+
+def _one_line(message: Warning | str, *_: object, **__: object) -> str:
+    """Return a warning as one line, without the file and the line of source code that Python shows."""
+    return f"warning: {printable(str(message))}\n"
 
 
 def _refuse(reason: str) -> NoReturn:

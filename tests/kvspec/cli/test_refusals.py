@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
@@ -325,6 +326,19 @@ def test_controls_that_fail_are_exit_code_1(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.law("as-it-is-described")
+def test_a_warning_of_a_command_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = list[str]()
+
+    def warned(**_: object) -> None:
+        shown.append(warnings.formatwarning(UserWarning("a short budget,\nkept whole"), UserWarning, "app.py", 3))
+
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    monkeypatch.setattr("kvspec.cli.app.app", warned)
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert shown == ["warning: a short budget, kept whole\n"]
+
+
 def test_progress_is_lines_where_there_is_no_terminal() -> None:
     stream = StringIO()
     with progress_bar(Console(file=stream, width=30), 4, every=0.0, after=0.0) as progress:
