@@ -155,8 +155,9 @@ def parser(complete: bool = True) -> argparse.ArgumentParser:
                            "Default: 60")
     created.add_argument("--precision", choices=PRECISIONS,
                         help="precision of stage S1 (co-attention). Default: float64 for the numpy backend, "
-                             "otherwise float32. An engine of --command reports its precision. For --server: "
-                             "dtype in which the server computes, float32 (default) or bfloat16")
+                             "otherwise float32. An engine of --command reports its precision. For --policy: "
+                             "float64 (default) or float32. For --server: dtype in which the server computes, "
+                             "float32 (default) or bfloat16")
     created.add_argument("--profile", choices=PROFILES,
                         help="number of random examples of each property: few (12), dev (50), ci (150) or nightly "
                              "(20 000). The certificate states the profile. Default: the environment variable "
