@@ -220,7 +220,7 @@ def _case(folder: str, kind: str, new: int, seed: int, renumbered: bool, length:
     length = min(length, config.max_position_embeddings - new)
     prompt, following = (rng.integers(config.vocab_size, size=n).tolist() for n in (length, new))
     for part in (prompt, following):
-        part[1 : len(part) - 1 : 4] = _special_ids(config, len(part[1 : len(part) - 1 : 4]))
+        part[: len(part) - 1 : 4] = _special_ids(config, len(part[: len(part) - 1 : 4]))
     rng = np.random.default_rng([seed, new, length, list(KINDS).index(kind), again])
     heads, masked = masked_model(model, prompt, following, renumbered)
     unmasked = masked(_nothing(rng, heads, length))
