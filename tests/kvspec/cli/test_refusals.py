@@ -325,7 +325,6 @@ def test_controls_that_fail_are_exit_code_1(tmp_path: Path, monkeypatch: pytest.
     assert (tmp_path / "report.html").exists()
 
 
-@pytest.mark.law("as-it-is-described")
 def test_a_warning_of_a_command_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = list[str]()
 
@@ -339,6 +338,7 @@ def test_a_warning_of_a_command_is_one_line(monkeypatch: pytest.MonkeyPatch) -> 
     assert shown == ["warning: a short budget, kept whole\n"]
 
 
+@pytest.mark.law("as-it-is-described")
 def test_progress_is_lines_where_there_is_no_terminal() -> None:
     stream = StringIO()
     with progress_bar(Console(file=stream, width=30), 4, every=0.0, after=0.0) as progress:
