@@ -320,6 +320,7 @@ def test_the_page_has_the_times_from_which_auto_chooses() -> None:
         assert cells == ["-" if one is None else f"{100 * one:.1f} %" for one in stored]
     auto = {name: float(cells[0].removesuffix(" %")) for name, cells in times.items()}
     assert all(auto[name] <= most for name, most in MOST_ADDED.items())
+    assert all(auto[name] <= 100 * min(row.values()) + 1 for name, row in rows.items())
 
 
 class Shifted(type(REFERENCE.crystal)):  # type: ignore[misc]
