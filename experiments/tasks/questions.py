@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from io import BytesIO, StringIO
 from math import isfinite
 from pathlib import Path
@@ -99,11 +100,28 @@ def _occurrences(text: str, passage: str) -> list[Span]:
 def question_task(file: str, text: str = "", grade: str = "contains") -> QuestionTask:
     """Return the task for the paths of a file of questions and of a text file. "" means no text file.
 
+    Files that have not changed are not read again.
+
     Raises:
         SpecError: if a file cannot be read, or if a row or the grade is invalid.
     """
     check_choices("grade", (grade,), GRADES)
-    return QuestionTask(grade, read_questions(Path(file), Path(text) if text else None, grade))
+    paths = Path(file), Path(text) if text else None
+    return _task(*paths, grade, tuple(map(_version, paths)))
+
+
+@lru_cache(maxsize=8)
+def _task(file: Path, text: Path | None, grade: str, versions: tuple[object, ...]) -> QuestionTask:
+    return QuestionTask(grade, read_questions(file, text, grade))
+
+
+def _version(path: Path | None) -> tuple[int, ...] | None:
+    """Return numbers that change with the content of a file. None if there is no file, which the reader reports."""
+    try:
+        now = None if path is None else path.stat()
+    except (OSError, ValueError):
+        return None
+    return now and (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)
 
 
 def read_questions(file: Path, text: Path | None, grade: str) -> dict[str, list[Question]]:

@@ -22,7 +22,7 @@ import kvspec
 from conformance.paths import ROOT
 from experiments.studies.evidence.rules import load_rules
 from experiments.studies.results import load_rows
-from experiments.tasks import Placement
+from experiments.tasks import Placement, questions
 from experiments.tasks.needle import QUESTION_FRAME
 from kvspec import cli
 from kvspec.cli.app import app
@@ -31,6 +31,7 @@ from models_integration.model.frame import decode, encode, opening_ids
 from models_integration.pocket import load_pocket
 from models_integration.policies.sizes import bytes_per_token
 from spec.errors import SpecError
+from spec.files import read_file
 from tests.experiments.studies.experiments import Page, answer
 
 pytestmark = pytest.mark.law("as-it-is-described")
@@ -299,6 +300,25 @@ def test_a_spreadsheet_s_mark_and_quoted_commas_are_no_part_of_a_question(tmp_pa
     full = actual[actual["policy"] == "fullcache"]
     assert full["question"].tolist() == ["What is it, then?", "A\nB"]
     assert full["expected"].tolist() == ["007", "NA"]
+
+
+@pytest.mark.parametrize("name", ["q.csv", "q.jsonl"])
+def test_files_of_questions_are_read_once_and_again_after_a_change(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given, read = [*put(tmp_path, CODE, name=name), "--budgets", "0.3", "--no-controls"], list[str]()
+
+    def counting(argument: str, path: Path) -> bytes:
+        read.append(argument)
+        return read_file(argument, path)
+
+    monkeypatch.setattr(questions, "read_file", counting)
+    ran(*given)
+    assert read == ["questions", "text"]
+    put(tmp_path, CODE, MONTH, name=name)
+    assert "2 samples" in ran(*given, "--out", "again")
+    assert read == ["questions", "text", "questions", "text"]
 
 
 def test_a_comparison_of_own_questions_is_written_as_rules(
