@@ -62,8 +62,9 @@ class Session:
         retentions: positions of the kept tokens after the last segment, one `Retention` for each prompt of the batch.
             `retentions[0].group(i)` returns the i-th set of kept positions. Before a prompt, the tuple is empty.
         kept: positions of the kept tokens of the last prompt. Raises `SpecError` if layers or heads differ.
-        cache: compacted cache, which you can also use after the block. Inside the block, before a prompt, `cache` is
-            None. Without a block, `cache` raises `SpecError`, because generate would evict nothing.
+        cache: compacted cache of the last segment, or the first cache that the session continues, which you can also
+            use after the block. Inside the block, before a prompt, `cache` is None. Without a block, `cache` raises
+            `SpecError`, because generate would evict nothing.
         timings: seconds for each step of the last eviction: capture, decision, compaction, rehearsal (only KVzip).
         bytes_freed: bytes of keys and values that the session has freed so far.
         sentence_ends: number of tokens of the last segment that end a sentence. None except for CrystalCache.
@@ -125,7 +126,7 @@ class Session:
 
     @property
     def cache(self) -> RetainedCache | None:
-        """Compacted cache of the last prompt. Before a prompt, None.
+        """Compacted cache. Before a prompt, None.
 
         Raises:
             SpecError: if the block was not entered.
@@ -296,6 +297,7 @@ class Session:
         if goes_on and observed.columns == 1 and observed.padding is None:
             # A single query is treated as a decode step.
             end_step(self._method, cache, observed.input_ids, observed)
+            self._cache = cache
             return
         with failing_whole(cache, "a policy failed on its prompt"):
             decision = segment.finish()
@@ -322,6 +324,8 @@ class Session:
         forward.undo.close()
         forward.cache.note_ids(forward.arguments["input_ids"])
         forward.finish()
+        if self._cache is None and self._segment is None:
+            self._cache = forward.cache
         self.bytes_freed += forward.cache.bytes_freed - forward.freed_before
         return self._stream.joined(output)
 

@@ -621,6 +621,34 @@ def test_tokens_after_the_open_segment_are_steps(generated: bool, seen: int, ste
     assert cache.stored_positions().tolist() == state.stored.tolist()
 
 
+@pytest.mark.parametrize("new", [1, 2, 20])
+@pytest.mark.parametrize("decode", [False, True])
+def test_a_stream_that_begins_with_one_token_has_a_cache(decode: bool, new: int) -> None:
+    model = build("llama")
+    with streaming(decode=decode)(model) as run:
+        greedy(model, prompt(1), new, min_new_tokens=new)
+    assert isinstance(run.cache, RetainedCache)
+    assert run.cache.get_seq_length() == run.seen == new
+    assert run.stored == run.cache.stored_length
+
+
+@pytest.mark.parametrize("first", ["step", "reading", "turn"])
+def test_a_session_that_continues_has_the_cache_that_it_continues(first: str) -> None:
+    """Check that the first forward pass of the session may be a decode step, text without eviction or a turn."""
+    model, cache = build("llama"), RetainedCache(build("llama").config)
+    with METHODS["streamingllm"]()(model):
+        at_once(model, prompt(LONG), cache)
+    with METHODS["streamingllm"]()(model) as run:
+        assert run.cache is None
+        with run.reading() if first == "reading" else nullcontext():
+            at_once(model, prompt(1 if first == "step" else 3), cache)
+        assert run.cache is cache
+        assert run.seen == LONG + (1 if first == "step" else 3)
+        with pytest.raises(SpecError, match="input_ids = 9999"):
+            at_once(model, torch.tensor([[9999, 9999]]), RetainedCache(model.config))
+    assert run.cache is cache
+
+
 @pytest.mark.parametrize(("rows", "asked"), [(1, "argument"), (2, "config"), (2, "tuple")])
 def test_all_outputs_are_of_all_pieces(rows: int, asked: str) -> None:
     """Compare outputs and losses with those of the model outside the context. No token is evicted."""
