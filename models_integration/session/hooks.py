@@ -38,6 +38,7 @@ _GENERATE = {
         "must be left out: assisted decoding removes tokens from the cache, which is not supported",
     ),
 }
+_TOGETHER = "is in a forward pass of a different thread: join the thread, or use a lock around each call of the model"
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 
 
@@ -159,9 +160,12 @@ class Hold:
         self.begun = self.is_open = False
         self._model, self._decoder, self._before, self._after, self._close = model, decoder, before, after, close
         self._block, self._hooks = ExitStack(), ExitStack()
-        self._turn, self._state = RLock(), Lock()
-        self._owner, self._caller = 0, 0
-        """Ids of the thread of the block, and of the thread that runs generate. 0 means no thread."""
+        self._turn, self._state, self._claims = RLock(), Lock(), Lock()
+        self._owner, self._caller, self._reader = 0, 0, 0
+        """Ids of the thread of the block, of the thread that runs generate, and of the thread of the last forward pass.
+
+        0 means no thread.
+        """
         self._users = 0
         """Number of users of the hooks: running calls of generate, plus 1 if the block is open."""
 
@@ -170,9 +174,35 @@ class Hold:
         return {"begun": True, "is_open": False}
 
     @property
-    def is_elsewhere(self) -> bool:
-        """True if a different thread runs generate."""
-        return self._caller not in (0, get_ident())
+    def is_claimed(self) -> bool:
+        """True if the last forward pass that `claim` admitted is of this thread."""
+        return self._reader == get_ident()
+
+    def claim(self, name: str) -> None:
+        """Check, at the start of a forward pass, that no different thread uses the model. Then record this thread.
+
+        Args:
+            name: name of the model, for the error message.
+
+        Raises:
+            SpecError: if a different thread runs generate, or is in a forward pass.
+        """
+        with self._claims:
+            if self._caller not in (0, get_ident()):
+                reason = "another thread runs generate on the model with a policy: join the thread first"
+                raise SpecError("model", name, reason)
+            if not self.is_claimed and self._is_reading(self._reader):
+                raise SpecError("model", name, _TOGETHER)
+            self._reader = get_ident()
+
+    def _is_reading(self, thread: int) -> bool:
+        """Return True if a thread is in a forward pass of the decoder. A forward pass that Ctrl-C ended is none."""
+        frame = sys._current_frames().get(thread)
+        while frame is not None:
+            if frame.f_locals.get("self") is self._decoder:
+                return True
+            frame = frame.f_back
+        return False
 
     def enter(self) -> None:
         """Open the block.

@@ -199,9 +199,7 @@ class Session:
     def _before(
         self, decoder: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object],
     ) -> tuple[tuple[()], dict[str, object]]:
-        if self._hold.is_elsewhere:
-            reason = "another thread runs generate on the model with a policy: join the thread first"
-            raise SpecError("model", self._architecture.name, reason)
+        self._hold.claim(self._architecture.name)
         # After an interrupted forward pass (for example by Ctrl-C), `_after` was not called.
         self._abandon()
         self._stream.begin()
@@ -314,7 +312,7 @@ class Session:
     def _after(
         self, decoder: nn.Module, args: tuple[object, ...], output: DecoderOutput | None,
     ) -> DecoderOutput | None:
-        if self._hold.is_elsewhere:
+        if not self._hold.is_claimed:
             return None
         forward = self._forward
         if forward is None or output is None:

@@ -343,6 +343,40 @@ def test_a_second_thread_in_a_forward_pass_is_told_of_the_first() -> None:
 
 
 @pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize("name", ["snapkv", "tova"])
+def test_a_second_thread_that_calls_the_model_of_an_open_block_is_told_of_the_first(name: str) -> None:
+    """Check that the first forward pass is as without a second thread, and that threads may call in turns."""
+    model, refused = build("llama"), list[str]()
+
+    def other() -> None:
+        with pytest.raises(SpecError) as caught:
+            at_once(model, prompt(30), RetainedCache(model.config))
+        refused.append(str(caught.value))
+
+    def during(*_: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+
+    def logits() -> torch.Tensor:
+        with method(name)(model) as run:
+            result = at_once(model, prompt(40), RetainedCache(model.config))
+            assert run.seen == 40
+            in_turn = threading.Thread(target=at_once, args=(model, prompt(30), RetainedCache(model.config)))
+            in_turn.start()
+            in_turn.join()
+            assert run.seen == 30
+        return result
+
+    expected = logits()
+    with describe(model).attention[1].register_forward_hook(during):
+        assert torch.equal(logits(), expected)
+    (text,) = refused
+    assert "is in a forward pass of a different thread: join the thread, or use a lock around each call" in text
+
+
+@pytest.mark.law("refused-before-anything-changes")
 def test_a_second_thread_that_enters_at_the_same_time_is_told_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check a model that another thread begins to read after the first check of this thread."""
     model = build("llama")
