@@ -35,10 +35,6 @@ from lab.layers import PACKAGES
 
 LONGEST = 25
 """Maximum number of words in a sentence."""
-WHOLE = ("conformance", "tests", "lab")
-"""Packages in which every docstring follows all rules. In the others, the docstrings of exported names do."""
-NAMED = ("spec", "accelerated", "models_integration", "kvspec", "experiments", "lab")
-"""Packages whose names must not contain a private word."""
 SUBJECTS = tuple(
     f"lab/measure/certificates/{name}.py" for name in ("kvpress_caches", "kvpress_policies", "transformers_caches")
 )
@@ -53,7 +49,7 @@ STORED = frozenset((
 MARK = "X"
 """Word that replaces code in a sentence. A sentence may begin with it."""
 
-_ENDS = re.compile(r"(?<!e\.g\.)(?<!i\.e\.)(?<!cf\.)(?<=[.!?])[\"')]*\s+(?=[A-Z0-9\"'(])")
+_ENDS = re.compile(r"(?<!e\.g\.)(?<!i\.e\.)(?<!cf\.)(?<=[.!?])[\"')]*\s+(?=[A-Z0-9\"'(]|kv|lse|[a-z]\s)")
 _PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 _WORD = re.compile(r"[^\s–—]*\w[^\s–—]*")
 _PAUSE = re.compile(r"[:;](?=\s)")
@@ -309,8 +305,6 @@ def _errors() -> Iterator[Passage]:
 
 
 def _docstrings(package: str) -> Iterator[Passage]:
-    if package not in WHOLE:
-        return iter(())
     return chain.from_iterable(_of_docstring(docstring, source) for source, docstring in docstrings_in(package))
 
 
@@ -334,7 +328,7 @@ def offences_in(group: str) -> list[Offence]:
 
 
 def _sources() -> Iterator[tuple[str, str]]:
-    for path in chain.from_iterable(sorted(ROOT.glob(f"{package}/**/*.py")) for package in NAMED):
+    for path in chain.from_iterable(sorted(ROOT.glob(f"{package}/**/*.py")) for package in PACKAGES):
         if (source := path.relative_to(ROOT).as_posix()) not in SUBJECTS:
             yield source, path.read_text(encoding="utf-8")
 

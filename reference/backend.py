@@ -40,7 +40,7 @@ _HEBB = {"additive": hebbian, "static": static_graph}
 
 
 class _CrystalStages:
-    """Stages S1 to S6 of CrystalCache. Each method calls the functions that implement the items of one stage."""
+    """Stages S1 to S6 of CrystalCache. Each member calls the functions that implement the items of one stage."""
 
     def coattention(
         self, q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters,
@@ -88,7 +88,7 @@ class _CrystalStages:
 
 
 class _BreathStages:
-    """Decode stages of CrystalCache. Each method calls the functions that implement the items of one stage."""
+    """Decode stages of CrystalCache. Each member calls the functions that implement the items of one stage."""
 
     def inverse_key_norms(self, k: DeviceArray, /) -> Vector:
         check_keys(k)

@@ -242,8 +242,8 @@ def load_calibration(path: str | PathLike[str]) -> Calibration:
     Implements: TA-CALIBRATION
 
     Raises:
-        SpecError: if the file is missing or has a different format, or if the hash in the file's header does not match
-            the RoPE frequencies in the file.
+        SpecError: if the file is missing or has a different format. Also if the hash in the file's header does not
+            match the RoPE frequencies in the file.
     """
     try:
         check_unpacked(path)

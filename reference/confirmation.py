@@ -49,7 +49,7 @@ def choose_lambda(differences: Mapping[float, Sequence[float]]) -> float:
         differences: for each lambda, one value per cell (model and budget): accuracy with the penalty minus accuracy
             without the penalty.
 
-    Source: Section 4.2, Phase 1; "ties within 0.5 pp are broken toward the smaller".
+    Source: "ties within 0.5 pp are broken toward the smaller" (Section 4.2, Phase 1).
 
     Raises:
         SpecError: if `differences` is empty, or if a lambda has no value.

@@ -153,8 +153,8 @@ def rectified_surprise(a: Float64[Cube, "3 H_kv n"]) -> Float64[Matrix, "H_kv n"
 
     Implements: NK-SURPRISE
 
-    Source: Eq. 13; Appendix A, Hyperparameters. Without the normalisation of the appendix the gate would never open:
-    the standard deviation of three numbers in [0, 1] is at most 0.58, and tau is 0.6.
+    Source: Eq. 13, and "Hyperparameters" in Appendix A. Without the normalisation of the appendix the gate would never
+    open. The standard deviation of three numbers in [0, 1] is at most 0.58, and tau is 0.6.
     """
     s = min_max(a.std(axis=0))
     rectified: Matrix = np.maximum(0.0, s - s.mean(axis=1, keepdims=True))

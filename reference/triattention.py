@@ -22,7 +22,7 @@ def band_statistics(q: Float64[Cube, "H m d"]) -> tuple[Float64[Matrix, "H d"], 
 
     Implements: TA-STATISTICS
 
-    Source: TriAttention, Section 4; calibration in TriAttention's official code.
+    Source: Section 4 of TriAttention, and the calibration in TriAttention's official code.
 
     Raises:
         SpecError: if there is no query, or if d is odd.
@@ -52,7 +52,7 @@ def distance_score(
 
     Implements: TA-SCORE
 
-    Source: TriAttention, Section 4; TriAttention's official code.
+    Source: Section 4 of TriAttention, and TriAttention's official code.
     """
     half = len(inv_freq)
     key, query = c[:, :half] - 1j * c[:, half:], mean[:, :half] + 1j * mean[:, half:]

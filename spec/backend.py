@@ -49,11 +49,11 @@ class CrystalStages(Protocol):
         k (H_kv, live, d) contains the keys of the cached tokens, and `positions` (live,) the positions of these
         tokens. q (H, n, d) contains the queries of the last n cached tokens.
 
-        lse (H, n) is the natural logarithm of the sum of exp(logit) over the keys that a query attends to, including
-        the query's own key. The logits in lse are scaled and soft-capped. A backend may use the given lse or compute
-        lse again. Both ways give the same result. The caller must compute the given lse from the q, k, scaling, softcap
-        and mask of this call. If lse belongs to different inputs, the attention weights of a row are scaled by a wrong
-        factor, and no check detects the error.
+        lse (H, n) is the natural logarithm of the sum of exp(logit) over the keys that a query attends to. The key of
+        the query's token is included. The logits in lse are scaled and soft-capped. A backend may use the given lse or
+        compute lse again. Both ways give the same result. The caller must compute the given lse from the q, k, scaling,
+        softcap and mask of this call. If lse belongs to different inputs, the attention weights of a row are scaled by
+        a wrong factor, and no check detects the error.
 
         sinks (H,) contains one learned logit for each query head. The logit is neither scaled nor soft-capped, and
         belongs to no token. The softmax denominator of every query includes exp(sink). lse excludes the sinks.
@@ -157,8 +157,8 @@ class DiversityStages(Protocol):
         The k tokens always include the tokens for which `retained` (n,) is True.
 
         Raises:
-            SpecError: if lam is negative or not finite, if k exceeds n, if k is below the number of retained tokens, if
-                the shapes do not match, or if a signature is not finite.
+            SpecError: if lam is negative or not finite, or if k is outside [number of retained tokens, n]. Also if the
+                shapes do not match, or if a signature is not finite.
         """
         ...
 

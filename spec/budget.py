@@ -37,8 +37,8 @@ class Budget:
     """A budget: either a fraction of the tokens processed so far (`fraction`) or a fixed number of tokens (`count`).
 
     Raises:
-        SpecError: if both or none of fraction and count are set, if the fraction is outside (0, 1], or if the count is
-            not an int from 1 to 2^63 - 1.
+        SpecError: if both or none of fraction and count are set. Also if the fraction is outside (0, 1], or if the
+            count is not an int from 1 to 2^63 - 1.
     """
 
     fraction: Fraction | None = None
@@ -81,8 +81,8 @@ def parse_budget(budget: object, argument: str = "budget") -> Budget:
     Implements: CC-BUDGET-FORMS
 
     Raises:
-        SpecError: if `budget` is a bool or NaN, if text does not match the grammar of CC-BUDGET-FORMS, if a fraction
-            is outside (0, 1], or if a count is outside [1, 2^63 - 1].
+        SpecError: if `budget` is a bool or NaN, or if text does not match the grammar of CC-BUDGET-FORMS. Also if a
+            fraction is outside (0, 1], or if a count is outside [1, 2^63 - 1].
     """
     if isinstance(budget, Budget):
         return budget

@@ -62,8 +62,8 @@ class Required:
         signatures: True if the part compares token signatures.
         window: number of tokens that budgets give each set first, or None. The protection must have the same size.
         shares: what the budgets of a layer depend on. "equal" gives every set the same share, "everything" all tokens.
-            "layer" depends on scores of this layer, "counts" on numbers of layers, heads and tokens, "preferences" on
-            the preferences, and "model" on the scores of all layers.
+            "layer" depends on scores of this layer, and "model" on the scores of all layers. "counts" depends on
+            numbers of layers, heads and tokens, and "preferences" on the preferences.
         exact: True if sets keep exactly their shares (selector), or if the shares sum to the total (budgets).
         device: True if kvspec can apply the part on the device of the model.
         sequential: True if a selector chooses a token by the tokens that it has chosen before, so that a tie can change

@@ -232,8 +232,8 @@ def check_output(option: str, path: Path, reads: Iterable[Path] = (), force: boo
         force: if True, the file may replace a file that kvspec did not make.
 
     Raises:
-        SpecError: if the path is a folder, if the file cannot be written, if the command reads the file, or if the file
-            exists, kvspec did not make the file, and `force` is False.
+        SpecError: if the path is a folder, if the file cannot be written, or if the command reads the file. Also if the
+            file exists, kvspec did not make the file, and `force` is False.
     """
     if not _exists(option, path):
         check_output_folder(option, path.parent)

@@ -66,8 +66,8 @@ def load(target: str) -> Plugin:
     """Load the object `module:ATTRIBUTE`.
 
     Raises:
-        ImportError: if the object cannot be loaded, if the target names a file instead of a module, or if the module
-            raises any exception during the import. The message has the file and the line of the exception.
+        ImportError: if the object cannot be loaded, or if the target names a file instead of a module. Also if the
+            module raises any exception during the import. The message has the file and the line of the exception.
     """
     name, _, attribute = target.partition(":")
     if name.endswith(".py") or "/" in name:

@@ -133,8 +133,8 @@ class LayerView:
     A scorer must not change the arrays in place, because k and v can be the tensors of the cache.
 
     q contains the last n_q queries. k and v contain the n cached keys and values. q, k and v are sorted by position.
-    lse (H, n_q) is described in `spec.backend.CrystalStages.coattention`. lse is None if the model's attention does
-    not return lse.
+    lse (H, n_q) is described in `spec.backend.CrystalStages.coattention`, and is None if the model's attention does not
+    return lse.
     """
 
     q: DeviceArray

@@ -24,9 +24,9 @@ class Granularity(Enum):
 class Retention:
     """Positions of the kept tokens of one sequence, group by group. A batch is a tuple of `Retention` objects.
 
-    Group g keeps the absolute positions `positions[offsets[g]:offsets[g + 1]]`, ascending. With the granularity MODEL
-    there is one group, with LAYER one group for each layer, and with HEAD one group for each KV head of each layer.
-    HEAD groups are sorted by layer, then by head.
+    Group g keeps the absolute positions `positions[offsets[g]:offsets[g + 1]]`, ascending. The granularity MODEL has
+    one group, and LAYER has one group for each layer. HEAD has one group for each KV head of each layer, sorted by
+    layer, then by head.
 
     Raises:
         SpecError: if `offsets` and `positions` do not describe subsets of range(seen).

@@ -307,8 +307,8 @@ def check_diversity(s: Vector, V: Matrix, retained: BoolVector, k: int, lam: flo
     """Check the inputs of set-conditioned selection: s (n,), signatures V (n, d), mask `retained` (n,), k and lam.
 
     Raises:
-        SpecError: if lam is negative or not finite, if the shapes do not match, if a signature is not finite, if k
-            exceeds n, or if k is below the number of retained tokens.
+        SpecError: if lam is negative or not finite, or if k is outside [number of retained tokens, n]. Also if the
+            shapes do not match, or if a signature is not finite.
     """
     check_penalty(lam)
     n, held = len(s), int(np.count_nonzero(retained))

@@ -58,7 +58,7 @@ def judged(item: pytest.Item) -> list[pytest.Mark]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Raise an error for a test without such a marker, or with an unknown law, before tests are deselected."""
     for item in items:
-        if not any(item.path.is_relative_to(HERE / room) for room in MODELS):
+        if not any(item.path.is_relative_to(HERE / package) for package in MODELS):
             continue
         if not judged(item):
             raise pytest.UsageError(f"{item.nodeid}: needs the mark spec or law (tests/laws.py)")

@@ -305,12 +305,12 @@ def options(words: Sequence[str]) -> set[str]:
         return {option for action in parser()._actions for option in action.option_strings}
     if words[0] == "lm-eval":  # This is a separate command line: nox -s lab -- extra lm-eval runs one.
         return set(words)
-    command, _ = found_command(words)
-    own = {option for parameter in command.params for option in parameter.opts}
-    return own | VLLM_OPTIONS if words[0] == "serve" else own
+    command, _ = find_command(words)
+    names = {option for parameter in command.params for option in parameter.opts}
+    return names | VLLM_OPTIONS if words[0] == "serve" else names
 
 
-def found_command(words: Sequence[str]) -> tuple[Any, list[str]]:
+def find_command(words: Sequence[str]) -> tuple[Any, list[str]]:
     """Return the command of typer's tree that the words name, and the words after its name."""
     from typer.main import get_command
 
@@ -333,7 +333,7 @@ def commands_below(command: Any) -> Iterator[Any]:
 def test_every_option_has_a_help_text() -> None:
     """Check options whose type is a union too: typer drops the text of a part of them."""
     pytest.importorskip("transformers", reason="the commands drive transformers models")
-    every = [(one.name, each.name, each.help) for one in commands_below(found_command(())[0]) for each in one.params]
+    every = [(one.name, each.name, each.help) for one in commands_below(find_command(())[0]) for each in one.params]
     assert len(every) > 100
     assert [one for one in every if not one[2]] == []
 
@@ -343,7 +343,7 @@ def parsed(words: Sequence[str]) -> None:
     if words[0] == "verify":
         request(words[1:])
         return
-    command, rest = found_command(words)
+    command, rest = find_command(words)
     command.make_context("kvspec", rest)
 
 

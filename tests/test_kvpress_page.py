@@ -62,5 +62,5 @@ def test_stars_are_the_presses_of_the_comparison() -> None:
         if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict)
         and isinstance(node.target, ast.Name) and node.target.id == "PRESSES"
     )
-    found = {name.removesuffix("Press") for name, star, _ in WITH if star}
-    assert found == {re.split(r"[ +]", name)[0] for name in measured}
+    actual = {name.removesuffix("Press") for name, star, _ in WITH if star}
+    assert actual == {re.split(r"[ +]", name)[0] for name in measured}

@@ -12,8 +12,8 @@ __all__ = ["dissolve", "kept_tokens"]
 def kept_tokens(size: int, before: int, c_0: int, N_min: int) -> int:
     """Return the number of tokens that a trunk keeps, by the closed form of Equations 32 and 33.
 
-    `before` is the number of tokens in all trunks with lower scores. In the loop of Equation 32, c_0 - before tokens
-    must still be evicted while this difference is positive, because only the last step evicts too many tokens.
+    `before` is the number of tokens in all trunks with lower scores. The loop of Equation 32 must still evict c_0 -
+    `before` tokens while this difference is positive. Only the last step evicts too many tokens.
     """
     if before >= c_0:
         return size

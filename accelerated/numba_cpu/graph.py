@@ -28,7 +28,7 @@ def trunk_graph(
 
 @compiled()
 def bucket_edges(trunk: IntVector, neighbours: IntMatrix, where: IntVector) -> None:
-    """Write to where[g + 1] the number of edges whose lower trunk is g."""
+    """Write the number of edges whose lower trunk is g to element g + 1 of `where`."""
     for i in range(neighbours.shape[0]):
         for rank in range(neighbours.shape[1]):
             j = neighbours[i, rank]

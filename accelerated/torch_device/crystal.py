@@ -79,8 +79,8 @@ def retentions_of(
 ) -> list[CrystalRetention | None]:
     """Copy the results of all prompts to the host with a single wait. None replaces a result that is not finite.
 
-    A prompt has the result of S1, which remains on the device until it is read, the result of `decide`, the inverse
-    norms of the keys, a mask (1,) that is True if all values are finite, and the budget.
+    A prompt has the result of S1, the result of `decide`, the inverse norms of the keys, a mask (1,) and the budget.
+    The mask is True if all values are finite. The result of S1 remains on the device until it is read.
     """
     arrays = iter(download_together(*(x for _, decided, *rest, _ in prompts for x in (*decided, *rest))))
     return [_retention(S1, B, *(next(arrays) for _ in (*decided, 0, 0))) for S1, decided, *_, B in prompts]

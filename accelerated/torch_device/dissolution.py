@@ -19,8 +19,8 @@ def ranked_members(M: Tensor, trunk: Tensor) -> Tensor:
 def allocated(sizes: Tensor, c_0: Tensor, N_min: int) -> Tensor:
     """Return how many tokens each trunk keeps, by the closed form of Equations 32 and 33.
 
-    The trunks are sorted by score, ascending. In the loop of Equation 32, c_0 minus the tokens of all trunks before
-    must still be evicted while this difference is positive, because only the last step evicts too many tokens.
+    The trunks are sorted by score, ascending. The loop of Equation 32 must still evict c_0 tokens, minus the tokens of
+    all earlier trunks, while this difference is positive. Only the last step evicts too many tokens.
 
     Implements: CC-ALLOCATE, CC-KEEP-COUNT
     """

@@ -1,7 +1,7 @@
 """NestedKV's score in PyTorch, on the device of the keys, in float64. Window sums are running sums of differences.
 
-The working memory is six times the keys of one head in float64, or of several heads if they have less than an eighth
-of the numbers of a block (`heads_at_once`), and eight float64 numbers per token and head.
+The working memory is six times the keys of one head in float64, and eight float64 numbers per token and head. Heads
+with less than an eighth of the numbers of a block are processed together (`heads_at_once`).
 """
 
 import math

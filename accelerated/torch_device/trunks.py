@@ -1,7 +1,7 @@
 """Stage S2: trunks, the contiguous units of eviction (Section 3.3).
 
-The merge pass of the paper runs from left to right. On a device, first compute for each sentence where the next trunk
-would start if a trunk started at this sentence. Then follow these jumps from the first sentence, by repeated doubling,
+The merge pass of the paper runs from left to right. On a device, first compute the start of the next trunk for each
+sentence, as if a trunk started at this sentence. Then follow these jumps from the first sentence, by repeated doubling,
 to mark the trunks of the merge pass.
 """
 

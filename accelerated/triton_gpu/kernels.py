@@ -1,11 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Kernels of stage S1 in float32: attention weights, column sums and neighbours, streamed over tiles of keys.
 
-An attention weight is 2 ** ((s - top) unit - log). s is a raw logit, `top` is the largest raw logit of the row, and
-`log` is the base-2 logarithm of the row's sum. The kernels subtract `top` before the multiplication by `unit`. Equal
-logits therefore have equal weights, with or without fused multiply-add, and large logits lose no precision.
+An attention weight is a power of two. The exponent is (s - top) unit - log, with the raw logit s. `top` is the largest
+raw logit of the row, and `log` is the base-2 logarithm of the row's sum. The kernels subtract `top` before the
+multiplication by `unit`. Equal logits therefore have equal weights, with or without fused multiply-add. Large logits
+lose no precision.
 
-A stripe is a range of tokens of the segment. `first` is the segment index of the stripe's first token, `rows` is the
+A stripe is a range of tokens of the segment. `first` is the segment index of the stripe's first token. `rows` is the
 number of tokens in the stripe, and n is the number of tokens in the segment. `before` is the number of keys before the
 segment, so token i of the segment has the key number before + i. A tile of rows can cover several chunks, because the
 start of the chunk is computed for each row. The tile size need not divide the chunk size.

@@ -28,7 +28,7 @@ from transformers import (
 from conformance.abstentions import abstain
 from conformance.cache_suite.mistakes import Kept, mistakes_of_blocks, mistakes_of_positions, mistakes_of_sets
 from conformance.cache_suite.oracle import Masked, PositionRule, UnknownRotation, check_rotation
-from conformance.checks.failing_input import made_by
+from conformance.checks.failing_input import note_code
 from conformance.checks.refusals import boundary
 from conformance.tolerances import MASKED_LOGITS, MASKED_VISIBLE
 
@@ -253,7 +253,7 @@ def check(
     """
     case = visible_case(folder, kind, new, seed, renumbered, length, again)
     given = (_tiny.get(folder, folder), kind, new, seed, renumbered, length, again)
-    with made_by(f"from conformance.cache_suite.judge import case_of\ncase, model = case_of{given}"):
+    with note_code(f"from conformance.cache_suite.judge import case_of\ncase, model = case_of{given}"):
         try:
             answer = call(run, case.prompt, copy.deepcopy(case.kept), case.following, folder)
         except NotImplementedError as error:
@@ -338,14 +338,14 @@ def site(case: Case, result: Tensor, folder: str, renumbered: bool) -> str:
         return _apart(masked(kept, rules), result) <= min(MASKED_LOGITS, apart / CLOSER)
 
     lost, sets = [*islice(mistakes_of_blocks(case.kept, n), TRIES)], [*mistakes_of_sets(case.kept, n)]
-    found = [
+    explanations = [
         next((words for words, kept in tries if kept != case.kept and explains(kept)), "") for tries in (lost, sets)
     ]
-    most = 0 if any(found) or _unknown_rotation(folder) else TRIES
+    most = 0 if any(explanations) or _unknown_rotation(folder) else TRIES
     mixed = [*islice(mistakes_of_positions(case.kept, renumbered, n), most)]
-    found.append(next((words for words, rules in mixed if explains(case.kept, rules)), ""))
-    if any(found):
-        return f"it is as if {', or as if '.join(filter(None, found))}"
+    explanations.append(next((words for words, rules in mixed if explains(case.kept, rules)), ""))
+    if any(explanations):
+        return f"it is as if {', or as if '.join(filter(None, explanations))}"
     return f"none of {len(lost) + len(sets) + len(mixed)} mistakes that were tried explains it"
 
 

@@ -27,7 +27,7 @@ def mistakes_of_blocks(kept: Kept, n: int) -> Iterator[tuple[str, Kept]]:
         longest = max(len(kept[layer][head]) for layer, head in some)
         for what, lost in _blocks(size, longest, n):
             yield f"{where} lost {what}", {
-                layer: [lost(own) if (layer, head) in some else own for head, own in enumerate(sets)]
+                layer: [lost(head_set) if (layer, head) in some else head_set for head, head_set in enumerate(sets)]
                 for layer, sets in kept.items()
             }
 
@@ -35,15 +35,15 @@ def mistakes_of_blocks(kept: Kept, n: int) -> Iterator[tuple[str, Kept]]:
 def _blocks(size: int, longest: int, n: int) -> Iterator[tuple[str, Callable[[list[int]], list[int]]]]:
     """Yield blocks of a size as a description, and a function that removes the block from a kept set."""
     if size < 2 * longest:
-        yield f"the last block of {size}", lambda own: own[: max(0, len(own) - 1) // size * size]
+        yield f"the last block of {size}", lambda head: head[: max(0, len(head) - 1) // size * size]
         for start in range(0, longest, size):
             what = f"the stored tokens {start} to {start + size - 1}"
-            yield what, lambda own, start=start: [*own[:start], *own[start + size :]]  # type: ignore[misc]
+            yield what, lambda head, start=start: [*head[:start], *head[start + size :]]  # type: ignore[misc]
     if size < 2 * n:
         for start in range(0, n, size):
             what = f"the positions {start} to {start + size - 1} of the text"
             block = range(start, start + size)
-            yield what, lambda own, block=block: [token for token in own if token not in block]  # type: ignore[misc]
+            yield what, lambda head, block=block: [token for token in head if token not in block]  # type: ignore[misc]
 
 
 def mistakes_of_sets(kept: Kept, n: int) -> Iterator[tuple[str, Kept]]:

@@ -6,14 +6,14 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import ArrayLike
 
-__all__ = ["MOST_LISTED", "code_of", "differing_set", "exchanged", "listed", "made_by", "unequal"]
+__all__ = ["MOST_LISTED", "code_of", "differing_set", "exchanged", "listed", "note_code", "unequal"]
 
 MARK = "to make this input again:\n"
 MOST_LISTED = 8
 
 
 @contextmanager
-def made_by(code: str) -> Iterator[None]:
+def note_code(code: str) -> Iterator[None]:
     """Add code that makes the input again to each error of the block, as a note. pytest prints notes."""
     __tracebackhide__ = True
     try:
@@ -24,7 +24,7 @@ def made_by(code: str) -> Iterator[None]:
 
 
 def code_of(error: BaseException) -> str:
-    """Return the code that `made_by` added to an error, or ""."""
+    """Return the code that `note_code` added to an error, or ""."""
     notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(MARK)]
     return notes[0].removeprefix(MARK) if notes else ""
 

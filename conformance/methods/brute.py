@@ -230,7 +230,7 @@ def after_steps(
     prompt = inputs.n - inputs.steps
     kept = decide([range(prompt)] * sets, prompt)
     for at in range(prompt, inputs.n):
-        live = [[*surely(own), at] for own in kept]
+        live = [[*surely(positions), at] for positions in kept]
         due = (at + 1) % every == 0 and len(live[0]) - B >= excess
         kept = list(map(oracle.placed, decide(live, at + 1), live)) if due else list(map(Answer, live))
     return list(kept)

@@ -44,7 +44,7 @@ def parsed(text: str) -> Text:
     for one in rest:
         part, _, value = one.partition("=")
         first, *constants = value.split(":")
-        parts[part] = first, {key: own for key, _, own in (constant.partition("=") for constant in constants)}
+        parts[part] = first, {key: option for key, _, option in (constant.partition("=") for constant in constants)}
     return Text(head.removeprefix("score="), head.startswith("score="), parts)
 
 
@@ -54,7 +54,7 @@ def number(text: str) -> Fraction:
     return Fraction(above) / Fraction(below or 1)
 
 
-def own_parts(composition: Text, parts: Parts, constants: Mapping[str, Any]) -> Values:
+def complete_parts(composition: Text, parts: Parts, constants: Mapping[str, Any]) -> Values:
     """Return the parts of a text: those of the named policy, and the parts that the text changes."""
     host = parsed(f"host/{parts.text}" if parts.text else "host").parts
     if composition.scorer_only:
@@ -62,13 +62,13 @@ def own_parts(composition: Text, parts: Parts, constants: Mapping[str, Any]) -> 
         host = parsed(f"host/{bare}").parts if bare else {
             part: value for part, value in host.items() if part in ("sink", "recent") and bare is None
         }
-    result = {part: _with_constants({"": value, **own}, constants) for part, (value, own) in host.items()}
+    result = {part: _with_constants({"": value, **words}, constants) for part, (value, words) in host.items()}
     if {"layers", "heads"} & composition.parts.keys():
         result.pop("threshold", None)
-    for part, (value, own) in composition.parts.items():
+    for part, (value, words) in composition.parts.items():
         kept = {} if part in ("layers", "heads", "every", "steps") else result.get(part, {})
-        result[part] = {**kept, **own, "": value}
-    return {part: {**DEFAULTS.get(part, {}), **RULES.get(own[""], {}), **own} for part, own in result.items()}
+        result[part] = {**kept, **words, "": value}
+    return {part: {**DEFAULTS.get(part, {}), **RULES.get(words[""], {}), **words} for part, words in result.items()}
 
 
 def _with_constants(words: Words, constants: Mapping[str, Any]) -> Words:

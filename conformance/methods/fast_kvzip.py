@@ -25,11 +25,11 @@ def logit(q: Row, k: Row) -> float:
     return math.fsum(a * b for a, b in zip(q, k, strict=True)) / math.sqrt(len(q))
 
 
-def gate(own: float, others: Row, base: str) -> float:
+def gate(logit: float, others: Row, base: str) -> float:
     """Return 1 / (1 + the sum of exp(other - own)). A base key alone is a known error."""
     others = others if base == "all" else [max(others)]
     try:
-        return 1 / (1 + math.fsum(math.exp(other - own) for other in others))
+        return 1 / (1 + math.fsum(math.exp(other - logit) for other in others))
     except OverflowError:
         return 0.0
 

@@ -84,9 +84,9 @@ class Method:
     @property
     def text(self) -> str:
         """Return the name or the text of the policy, with the constants that differ from the published values."""
-        found = parse_composition(self.name)
-        own = {name: format_value(value) for name, value in self.given.items() if name not in self.choices}
-        return str(replace(found, constants=own))
+        composition = parse_composition(self.name)
+        options = {name: format_value(value) for name, value in self.given.items() if name not in self.choices}
+        return str(replace(composition, constants=options))
 
     @property
     def decodes(self) -> bool:
@@ -156,11 +156,11 @@ class Method:
 
     def __str__(self) -> str:
         """Return the method as `--as` accepts it: every constant, and the given readings."""
-        own = {name: value for name, value in self.constants.items() if name not in ("template", "parameters")}
+        options = {name: value for name, value in self.constants.items() if name not in ("template", "parameters")}
         if is_composition(self.name):
-            words = {name: format_value(value) for name, value in {**own, **self.given}.items()}
+            words = {name: format_value(value) for name, value in {**options, **self.given}.items()}
             return str(replace(parse_composition(self.name), constants=words))
-        constants = ", ".join(f"{name}={_text(value)}" for name, value in {**own, **self.given}.items())
+        constants = ", ".join(f"{name}={_text(value)}" for name, value in {**options, **self.given}.items())
         return f"{self.name}({constants})" if constants else self.name
 
     def reference(self, inputs: Inputs) -> Policy:
@@ -236,7 +236,7 @@ def _by_stages(engine: Engine, method: Method, inputs: Inputs, B: int) -> Kept:
 
 
 @cache
-def has_own_code(backend: str, method: str) -> bool:
+def has_separate_code(backend: str, method: str) -> bool:
     """Return True if a backend has a separate stage or score for a method.
 
     Otherwise the reference would be tested again.
@@ -248,14 +248,14 @@ def has_own_code(backend: str, method: str) -> bool:
     return with_twins(policy, result) is not policy
 
 
-def check_own_code(backend: str, method: str) -> None:
+def check_separate_code(backend: str, method: str) -> None:
     """Check that a backend has separate code for a method.
 
     Raises:
         SpecError: with the methods that the backend offers, if the backend has none.
     """
-    if not has_own_code(backend, method):
-        offered = ", ".join(name for name in METHODS if has_own_code(backend, name)) or "none"
+    if not has_separate_code(backend, method):
+        offered = ", ".join(name for name in METHODS if has_separate_code(backend, name)) or "none"
         raise SpecError("as", method, f"is not offered by backend {backend}; the backend offers {offered}")
 
 
@@ -263,9 +263,9 @@ def on_backend(backend: str, method: Method, inputs: Inputs, B: int) -> Kept:
     """Return the kept sets of the reference's policy with the scores of a backend.
 
     Raises:
-        SpecError: as `check_own_code`.
+        SpecError: as `check_separate_code`.
     """
-    check_own_code(backend, method.home)
+    check_separate_code(backend, method.home)
     if is_composition(method.name):
         return decided(make_policy(method.text, {**model_constants(method.name, inputs), BACKEND: backend}), inputs, B)
     constants = {**model_constants(method.name, inputs), **method.constants, BACKEND: backend}
@@ -294,22 +294,23 @@ def method_of(text: str) -> Method:
     return Method(name, {key: _value(METHODS[name], key, value) for key, value in values.items()})
 
 
-def _composed(found: Composition) -> Method:
+def _composed(parsed: Composition) -> Method:
     """Return the method of a text with parts or constants. Readings of the scorer are given like constants."""
-    name = check_name(found.name, "as")
+    name = check_name(parsed.name, "as")
     brute = METHODS.get(name)
-    if brute is None or (brute.parts is None and (found.parts or found.scorer_only)):
+    if brute is None or (brute.parts is None and (parsed.parts or parsed.scorer_only)):
         offered = ", ".join(name for name, one in METHODS.items() if one.parts is not None)
-        raise SpecError("as", str(found), f"changes parts of {name}, which no oracle computes; choose one of {offered}")
-    plain = not found.parts and not found.scorer_only
-    bare = name if plain else str(replace(found, name=name, constants={}))
+        reason = f"changes parts of {name}, which no oracle computes; choose one of {offered}"
+        raise SpecError("as", str(parsed), reason)
+    plain = not parsed.parts and not parsed.scorer_only
+    bare = name if plain else str(replace(parsed, name=name, constants={}))
     defaults = Method(bare).constants
     like = {**brute.published, **defaults, **fields_of_parameters(defaults)}
     try:
-        own = {key: parse_value(value, like.get(key, "")) for key, value in found.constants.items()}
+        options = {key: parse_value(value, like.get(key, "")) for key, value in parsed.constants.items()}
     except (ValueError, KeyError, ZeroDivisionError):
-        raise SpecError("as", str(found), f"has a constant of the wrong type; the defaults are {like}") from None
-    result = Method(bare, {key: _value(Method(bare).brute, key, value) for key, value in own.items()})
+        raise SpecError("as", str(parsed), f"has a constant of the wrong type; the defaults are {like}") from None
+    result = Method(bare, {key: _value(Method(bare).brute, key, value) for key, value in options.items()})
     result.reference(drawn(0))
     return result
 

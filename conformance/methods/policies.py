@@ -355,10 +355,10 @@ def crushed(
     far = {run: sum((i in above) is not anchored(g, at) for g, above in enumerate(good) for at, i in enumerate(run))
            for run in free}
     result = []
-    for row, own_B in zip(rows, [B] * len(rows) if isinstance(B, int) else B, strict=True):
-        places = max(0, (own_B - open_) // b - (len(runs) - len(free)))
+    for row, B_row in zip(rows, [B] * len(rows) if isinstance(B, int) else B, strict=True):
+        places = max(0, (B_row - open_) // b - (len(runs) - len(free)))
         few = places * share // 1
-        kept = set(best_blocks(row, b, own_B - few * b))
+        kept = set(best_blocks(row, b, B_row - few * b))
         left = sorted((run for run in free if run[0] not in kept), key=lambda run: (far[run], run[0]))
         r = min(few, len(left))
         result.append(sorted(kept.union(*(left[at * len(left) // r] for at in range(r)))))

@@ -11,7 +11,7 @@ def simlayerkv(inputs: Inputs, B: int, threshold: float, N_sink: int, N_recent: 
     held = [i for i in range(n) if i < N_sink or i >= n - N_recent]
     for view in inputs.layers:
         heads = [list(row(rows[-1])) for rows in last_rows(plain(view), 1)]
-        mass = fsum(over([own[i] for own in heads for i in held], len(heads)))
+        mass = fsum(over([weights[i] for weights in heads for i in held], len(heads)))
         others = [i for i in range(n) if i not in held][::-1]
         more = [] if mass > threshold else others[: max(0, B - len(held))]
         result.append(sorted([*held, *more]))

@@ -94,8 +94,8 @@ def of_steps(
     def decide(live: Sequence[Sequence[int]], seen: int) -> list[Answer]:
         result = list[Answer]()
         for first, layer in zip(range(0, len(live), H_kv), layers, strict=True):
-            own = live[first : first + H_kv]
-            result += vase(stored(layer, own, seen), first, seen, own, B, W, kernel, N_sink, share, seed)
+            head_sets = live[first : first + H_kv]
+            result += vase(stored(layer, head_sets, seen), first, seen, head_sets, B, W, kernel, N_sink, share, seed)
         return result
 
     return after_steps(decide, len(layers) * H_kv, inputs, B, every=W)

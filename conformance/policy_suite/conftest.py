@@ -26,10 +26,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     A later turn needs a method that reads only the stored tokens and the queries of the turn.
     """
-    own: list[Any] = [item for item in items if item.path.name == "test_turn.py"]
+    turn_items: list[Any] = [item for item in items if item.path.name == "test_turn.py"]
     segments = {"test_sequences_that_decode_in_turn_do_not_share_data": "decodes"}
     others = {
-        item for item in own
+        item for item in turn_items
         if not getattr(item.callspec.params["method"], segments.get(item.originalname, "decides_in_turns"))
     }
     if others:

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from conformance.checks.failing_input import exchanged, made_by
+from conformance.checks.failing_input import exchanged, note_code
 from conformance.checks.refusals import boundary
 from conformance.methods.method import Method, asked, method_of, on_engine, rounded, span_of
 from conformance.oracles.box import DOUBLE, SINGLE, Undecided
@@ -83,7 +83,7 @@ def test_the_kept_sets_are_those_of_the_method(
     decoded += ", attention sinks" if inputs.layers[0].sinks is not None else ""
     decoded += ", capped logits" if inputs.layers[0].softcap is not None else ""
     described = f"{inputs.n} tokens{decoded}, B = {B}, layers x KV heads = {len(inputs.layers)} x {inputs.H_kv}"
-    with made_by(code("on_draw", method, draw)):
+    with note_code(code("on_draw", method, draw)):
         decided = compared(method, keeps, (inputs, B), unit, explained, scored, described)
     if not decided:
         reject()
@@ -115,7 +115,7 @@ def test_the_kept_sets_are_those_of_the_method_at_sizes_of_models(
     def judged(shape: Shape) -> bool:
         inputs, B = on_shape(method, shape)
         unit = DOUBLE if precision == shape.dtype == "float64" else SINGLE
-        with made_by(code("on_shape", method, shape)):
+        with note_code(code("on_shape", method, shape)):
             return compared(method, keeps, (inputs, B), unit, explained, scored, f"{shape}, B = {B}")
 
     for shape in compared_shapes(method, settings().max_examples, SHAPES):

@@ -11,7 +11,7 @@ from hypothesis import example, given, reject
 from hypothesis import strategies as st
 
 from conformance.abstentions import State, abstain
-from conformance.checks.failing_input import made_by
+from conformance.checks.failing_input import note_code
 from conformance.checks.promises import PROPERTIES, promised
 from conformance.checks.refusals import boundary
 from conformance.strategies.model_shapes import LARGE_LOGITS, SHAPES
@@ -139,8 +139,8 @@ def test_a_promise_holds(column: str, judged_policy: Callable[[Inputs], Policy],
         abstain("N/A", f"{column}: N/A, for no token is protected")
     inputs = draw.inputs(protected, case.fewest_layers)
     B = 1 + draw.budget % (inputs.n + 4)
-    made = f"{draw}.inputs(protected={protected}, layers={case.fewest_layers}), {B}"
-    with made_by(f"from conformance.policy_suite.test_promises import Draw\ninputs, B = {made}"):
+    code = f"{draw}.inputs(protected={protected}, layers={case.fewest_layers}), {B}"
+    with note_code(f"from conformance.policy_suite.test_promises import Draw\ninputs, B = {code}"):
         check(case, column, inputs, B, draw.seed)
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from conformance.checks.failing_input import made_by
+from conformance.checks.failing_input import note_code
 from conformance.checks.refusals import boundary
 from conformance.methods.method import Method, method_of, rounded, span_of
 from conformance.oracles.box import DOUBLE, Undecided
@@ -60,8 +60,8 @@ def test_the_kept_sets_after_a_later_turn_are_those_of_the_method(
     """
     reasons = explained.get(str(method), [])
     for at in range(len(TURNS)):
-        made = f"inputs, live, seen, B = on_turn({str(method)!r}, {at})"
-        with made_by(f"from conformance.policy_suite.test_turn import on_turn\n{made}"):
+        code = f"inputs, live, seen, B = on_turn({str(method)!r}, {at})"
+        with note_code(f"from conformance.policy_suite.test_turn import on_turn\n{code}"):
             compare(method, judged_policy, *on_turn(method, at), reasons=reasons)
 
 

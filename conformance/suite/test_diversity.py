@@ -113,8 +113,8 @@ def test_products_are_added_in_the_order_of_channels(
     smaller product than a rounded one.
     """
     close_pair = np.array([[1.0, 1.0], [1 - 2.0**-40, 1.0], [1 - 2.0**-39, 1.0]])
-    told_apart = selector.diverse(np.ones(3), close_pair, np.arange(3) < 1, 2, 0.5).tolist() == [0, 2]
-    assert told_apart, "signatures or scores are rounded below float64, as in float32: check that before the order"
+    separable = selector.diverse(np.ones(3), close_pair, np.arange(3) < 1, 2, 0.5).tolist() == [0, 2]
+    assert separable, "signatures or scores are rounded below float64, as in float32: check that before the order"
     rows = [first, *[second, third] * n]
     V = np.array([row + [0.0] * (24 - len(row)) for row in rows[:n]])
     assert selector.diverse(np.ones(n), V, np.arange(n) < 1, 2, 0.5).tolist() == [0, 2]

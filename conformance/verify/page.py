@@ -124,8 +124,8 @@ def stopped(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     tests, failing, decided = so_far(lines)
     done = sum("test" in line for line in lines)
     yield f"stopped after {done} of {counted(tests, 'test')}; the items decided so far:"
-    for item, found in failing.items():
-        yield f"  {item} fails: {_short((found.splitlines() or [''])[0], _WIDEST)[0]}"
+    for item, message in failing.items():
+        yield f"  {item} fails: {_short((message.splitlines() or [''])[0], _WIDEST)[0]}"
     for verdict, items in decided.items():
         yield f"  {verdict}, in all tests of the item: {', '.join(items)}"
     if not failing and not decided:

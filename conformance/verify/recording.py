@@ -103,7 +103,7 @@ def pytest_runtest_makereport(
 def failure(error: BaseException, fixtures: Iterable[str], params: Mapping[str, Any] = _NONE) -> dict[str, str]:
     """Return the failing input and the failure message, both cut to the maximum size.
 
-    The input is the code that the test gives with `made_by`. Otherwise the input is Hypothesis's example without the
+    The input is the code that the test gives with `note_code`. Otherwise the input is Hypothesis's example without the
     fixtures, or the parameters of the test case.
     """
     while isinstance(error, BaseExceptionGroup):

@@ -17,7 +17,7 @@ import pytest
 
 from conformance import exceptions
 from conformance.items import known_items
-from conformance.methods.method import check_own_code, method_of
+from conformance.methods.method import check_separate_code, method_of
 from conformance.paths import ROOT
 from conformance.plugin import known_vectors
 from conformance.suite.conftest import INTERPRETERS
@@ -231,7 +231,7 @@ def prepared(request: Request) -> Subject:
         check_exceptions(request.exceptions)
     for method in map(method_of, request.method):
         if request.backend is not None:
-            check_own_code(request.backend, method.home)
+            check_separate_code(request.backend, method.home)
         if request.kind == "command" and is_composition(method.name):
             raise SpecError("as", str(method), "is not a method that an engine offers; use --policy or --backend")
     further = {"policy": request.method, "server": (request.model,)}.get(request.kind, ())

@@ -196,7 +196,7 @@ def attempted(make: Callable[[], Row], leases: Leases) -> Row:
 
     If `make` raises, free the memory and return the ERROR row.
 
-    If several workers died while processing the unit, return an ERROR row without a further attempt.
+    If several workers were killed while they processed the unit, return an ERROR row without a further attempt.
     """
     if leases.deaths >= _DEATHS_MOST:
         return {ERROR: f"{leases.deaths} workers died while they made it: out of memory, or killed"}

@@ -1,7 +1,7 @@
 """Leases, with which several processes make each row of a results file exactly once.
 
 A unit of work is leased to one worker at a time. A lease is a file in the folder of the results, which the worker
-locks. If the worker dies, the operating system releases the lock, and a different worker takes the unit over. Actors of
+locks. If the worker ends, the operating system releases the lock, and a different worker takes the unit over. Actors of
 Ray on several machines need a shared folder with locks, such as a folder of NFS. A unit that fails has a row with the
 error, and is repeated only on request.
 """

@@ -81,7 +81,7 @@ class Pairs(NamedTuple):
 
 
 def format_p(p: float, bound: bool = False) -> str:
-    """Return a p value as text, never as 0.0000. With `bound`, the text says that p is at most this value."""
+    """Return a p value as text, never as 0.0000. With `bound`, the text states that p is at most this value."""
     text = "< 0.0001" if p < 0.0001 else f"{p:.4f}"
     return f"≤ {text.removeprefix('< ')}" if bound else text
 

@@ -215,7 +215,8 @@ def subject_of(
 
 @contextmanager
 def model_errors(model: str) -> Iterator[None]:
-    """Context manager for code that reads the files of a model. Any error becomes a `SpecError` that says what to type.
+    """Context manager for code that reads the files of a model. Any error becomes a `SpecError` with the command to
+    type.
 
     Raises:
         SpecError: if the name is a file or folder without a model, or if the code in the block raises an error.

@@ -1,8 +1,8 @@
 """Text sources of contexts: running text, and lists. Contexts have an exact length. Evidence can be evicted.
 
-The running text that comes with kvspec is from the King James Version of the Bible (Genesis, Joshua to 2 Kings), as in
-Debian's bible-kjv-text 4.38. Each line is a verse without its number. The copyright has expired, and the text has no
-digits. Windows of the text have no token in common.
+The running text of kvspec is from the King James Version of the Bible (Genesis, Joshua to 2 Kings), as in Debian's
+bible-kjv-text 4.38. Each line is a verse without its number. The copyright has expired, and the text has no digits.
+Windows of the text have no token in common.
 """
 
 import string

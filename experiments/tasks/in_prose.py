@@ -57,8 +57,8 @@ def keys_in_prose_samples(
         depth: depth of the fact, as a fraction of the context before the recent window. None: one of STRATA.
 
     Raises:
-        SpecError: if the depth is outside [0, 1], if `keys` is below 1 or above the number of keys of the form, or if
-            the length is too short.
+        SpecError: if the depth is outside [0, 1], or if the length is too short. Also if `keys` is below 1 or above the
+            number of keys of the form.
     """
     if depth is not None and not 0 <= depth <= 1:
         raise SpecError("depth", depth, "must lie in [0, 1]")

@@ -1,10 +1,10 @@
 """Metrics of answers, from 0 to 1: metrics of kvspec, and metrics of RULER v1 and LongBench v1.
 
-LoCoMo's F1 follows snap-research/locomo `task_eval/evaluation.py`, with the Porter stemmer of nltk.
-The benchmark metrics follow NVIDIA/RULER `scripts/eval/synthetic/constants.py` and THUDM/LongBench
-`LongBench/metrics.py`. If LongBench calls a package, kvspec computes
-the same value: summary-level ROUGE-L over sets of words as in `rouge` 1.0, and the ratio of `fuzzywuzzy` without
-python-Levenshtein (difflib, whole percents). LongBench's Chinese metrics, which need jieba, are not supported.
+LoCoMo's F1 follows snap-research/locomo `task_eval/evaluation.py`, with the Porter stemmer of nltk. The benchmark
+metrics follow NVIDIA/RULER `scripts/eval/synthetic/constants.py` and THUDM/LongBench `LongBench/metrics.py`. If
+LongBench calls a package, kvspec computes the same value. Summary-level ROUGE-L over sets of words is as in `rouge`
+1.0. The ratio is as in `fuzzywuzzy` without python-Levenshtein (difflib, whole percents). LongBench's Chinese metrics,
+which need jieba, are not supported.
 """
 
 import json

@@ -69,7 +69,7 @@ def placed_fact_samples(
         depth: place of the fact, as a fraction of the context before the recent window. None: one of FACT_DEPTHS.
         mentions: "high" (four sentences that name the topic), "low" (two hints) or "none". "": the index selects.
         value: "number" (four digits), or "words" (a place, in words that are common in the text). Facts in words have
-            no mentions, and the order of their windows begins in the middle: with half as many contexts as windows,
+            no mentions, and the order of their windows begins in the middle. With half as many contexts as windows,
             both kinds share no text.
 
     Raises:

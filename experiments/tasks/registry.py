@@ -8,6 +8,8 @@
         text = joined(ground, length, index, seed, [fact, filler])
         about = {"task": "colour", "metric": "contains"}
         return [ground.sample(text.ids, "Which colour?", "The door is", name, text.spans[:1], **about)]
+
+If the file is colour.py, the name of this task is `colour:COLOUR`.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -244,12 +246,12 @@ def resolve_task(text: str) -> Task:
 
     A name is a task of `TABLE` with or without constants, as in `needle(depth=0.5)`. `questions(file="q.csv")` reads
     your own questions, also with `text="t.txt"` and `grade="f1"`. A name can also be `KIND:PATH` for a benchmark file
-    (a kind of `FILES`), `module:ATTRIBUTE` for your own function, or the name of an entry point. The module can be
+    (a kind of `FILES`), `module:ATTRIBUTE` for your function, or the name of an entry point. The module can be
     installed or in the current folder.
 
     Raises:
-        SpecError: if the file does not have the format of its kind, if the name or a constant is unknown, if the module
-            cannot be loaded, or if the attribute is not a function.
+        SpecError: if the file does not have the format of its kind, or if the name or a constant is unknown. Also if
+            the module cannot be loaded, or if the attribute is not a function.
     """
     name, bracket, rest = text.partition("(")
     if name in TABLE:

@@ -30,7 +30,7 @@ _RULER_SEED = 42
 
 
 def order(rng: np.random.Generator, dialect: str, count: int) -> list[int]:
-    """Return a random permutation: separate for each sample, or as in v1, where it depends only on `count`."""
+    """Return a random permutation: separate for each sample, or as in v1, which depends only on `count`."""
     if dialect == UNPINNED:
         return [int(at) for at in rng.permutation(count)]
     fixed = list(range(count))

@@ -29,8 +29,8 @@ def check_folder(option: str, folder: Path, rows: str, pages: Iterable[str] = ()
         force: if True, pages may replace files that kvspec did not make.
 
     Raises:
-        SpecError: if the folder cannot be created or written, if the result file cannot be read or written, if a page
-            would replace a file that kvspec did not make, or if a file of the run is a symbolic link.
+        SpecError: if the folder cannot be created or written, or if the result file cannot be read or written. Also if
+            a page would replace a file that kvspec did not make, or if a file of the run is a symbolic link.
     """
     check_output_folder(option, folder)
     file = folder / rows

@@ -46,8 +46,8 @@ def run(asked: PaperOptions, loading: Loading, launch: Launch) -> None:
     """Ask the models all questions that have no stored answer, then print and write the tables.
 
     Raises:
-        SpecError: if a part or an option is unknown, if `out` is not a folder, if a model has no role markers, or if
-            the file is not a file of LoCoMo. The error is raised before a question is asked.
+        SpecError: if a part or an option is unknown, or if `out` is not a folder. Also if a model has no role markers,
+            or if the file is not a file of LoCoMo. The error is raised before a question is asked.
         Exit: with exit code 130 if the run is interrupted. Stored answers are kept.
     """
     if launch.workers != 1 or len(asked.files) > 1:

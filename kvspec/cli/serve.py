@@ -54,8 +54,8 @@ def run_serve(model: str, settings: Settings, options: Sequence[str], download: 
         download: if True, vLLM may download the model from the hub.
 
     Raises:
-        SpecError: if vLLM is not installed, if an option of vLLM conflicts with kvspec, if the model is not on this
-            machine, or if the engine does not start.
+        SpecError: if vLLM is not installed, or if an option of vLLM conflicts with kvspec. Also if the model is not on
+            this machine, or if the engine does not start.
     """
     if find_spec("vllm") is None:
         raise SpecError("vllm", None, "is not installed; install vLLM 0.30 to 0.32 for your device in this environment")

@@ -1,8 +1,8 @@
 """Keys of chunks and of tenants.
 
-A key of a chunk has 64 hexadecimal digits: 48 digits for the identity, 15 digits for the tenant, and one digit that is
-different for encrypted objects. A key of a different tenant is recognised by its digits, without access to the folder.
-Therefore neither the answer nor the response time reveals whether the object exists.
+A key of a chunk has 64 hexadecimal digits: 48 digits for the identity, and 15 digits for the tenant. The last digit
+shows whether the object is encrypted. A key of a different tenant is recognised by its digits, without access to the
+folder. Therefore neither the answer nor the response time reveals whether the object exists.
 
 The keys of tenants are derived from one master key and a salt for each tenant. `destroy` deletes the salt of a tenant.
 Without the master key, the folder reveals the number of tenants, but not the names.

@@ -164,8 +164,8 @@ class Library:
                 even beyond the budget.
 
         Raises:
-            SpecError: if a name is unknown, if the chunk is empty, if a marker is not one token id, or if the budget is
-                below the number of markers in a head.
+            SpecError: if a name is unknown, or if the chunk is empty. Also if a marker is not one token id, or if the
+                budget is below the number of markers in a head.
             ArchiveError: as in `Archive.put`.
         """
         check_choices("form", (form,), FORMS)

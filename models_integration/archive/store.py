@@ -95,8 +95,8 @@ class Archive(AbstractContextManager["Archive"]):
         """Store a chunk and return its key. An undamaged object with the same key is not written again.
 
         Raises:
-            SpecError: if the name of the tenant is invalid, if the manifest or the tensors cannot be stored, or if the
-                chunk is larger than the limit.
+            SpecError: if the name of the tenant is invalid, or if the chunk is larger than the limit. Also if the
+                manifest or the tensors cannot be stored.
             ArchiveError, OSError: if the write fails. Either nothing has changed, or the chunk is stored completely.
             KeyUnavailable: if the master key is missing or does not fit the keys of the tenants, or if the tenant is
                 deleted at the same time.

@@ -356,9 +356,9 @@ def _runs(layout: HeadLayout, G: int) -> tuple[np.ndarray[Any, Any], ...]:
     """Return five int32 arrays that describe the runs of all heads.
 
     The number of sequences is equal for all heads: the number of runs of the longest head, and one for spare slots. A
-    sequence that is not a run has no query. The arrays are the head of each run, the end of the G queries of each
-    sequence, the end of the keys of each sequence, the index of each run (heads, runs), and 1 if a run exists
-    (heads, runs).
+    sequence that is not a run has no query. The first array is the head of each run. The next two arrays are the end of
+    the G queries of each sequence, and the end of the keys of each sequence. The last two arrays (heads, runs) are the
+    index of each run, and 1 if a run exists.
     """
     lengths, starts = np.array(layout.lengths), np.array(layout.starts)
     first = RUN * np.arange(-(-lengths.max() // RUN))

@@ -82,9 +82,9 @@ def check_attention_uses_cache_tensors(architecture: Architecture, needs: Needs,
     The model processes a few tokens with a separate cache. The result is stored for later checks.
 
     Raises:
-        SpecError: if a layer stores nothing, if attention uses different tensors than the cache returned, if the
-            observed layer does not exist, if a template of KVzip has an id outside the model's vocabulary, or if the
-            policy needs hidden states and an attention module receives none.
+        SpecError: if a layer stores nothing, or if attention uses different tensors than the cache returned. Also if
+            the observed layer does not exist, or if a template of KVzip has an id outside the model's vocabulary. Also
+            if the policy needs hidden states and an attention module receives none.
     """
     asked = () if needs.rehearsal is None else needs.rehearsal.template or ()
     for token_id in (token_id for part in asked for token_id in part):

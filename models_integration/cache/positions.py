@@ -132,7 +132,7 @@ class SlotOffset(int):
         """Return the positions of slots for the sum of slot numbers and the offset.
 
         The mask functions of `transformers` compute this sum if they need positions. Their masks are therefore correct
-        for a compacted cache even outside the context manager, where kvspec's mask function is not registered.
+        for a compacted cache outside the context manager too. There, kvspec's mask function is not registered.
         """
         slots, offset = args
         if slots.dim() == 0:

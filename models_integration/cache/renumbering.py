@@ -56,7 +56,8 @@ class Numbering:
         return self.bases[-1]
 
     def before(self, seen: int, longest: int, tokens: int, limit: int) -> "Numbering":
-        """Return the numbering of a forward pass of `tokens` tokens. If there is no room below `limit`, no base moves.
+        """Return the numbering of a forward pass of `tokens` tokens. If too few positions are free below `limit`, no
+        base moves.
 
         Implements: POS-BASE
         """

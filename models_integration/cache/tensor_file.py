@@ -254,7 +254,7 @@ def _header(text: bytes, size: int) -> Header:
 
 
 def _place(name: str, entry: dict[str, Any]) -> tuple[int, int, str]:
-    """Return where a tensor's bytes begin and end, and the tensor's name.
+    """Return the start and the end of a tensor's bytes, and the tensor's name.
 
     Raises:
         ValueError, KeyError, TypeError: if the entry does not describe a tensor.

@@ -52,8 +52,8 @@ def keep(folder: Path, policy: RetentionPolicy, token_ids: Sequence[int], dtype:
         dtype: dtype of the weights, as for `from_pretrained`. None: the dtype of the file.
 
     Raises:
-        SpecError: if the policy reads more than the first layer, if the folder has no such files, if an id is outside
-            the vocabulary, or if the policy keeps more than a memory stores.
+        SpecError: if the policy reads more than the first layer, or keeps more than a memory stores. Also if the folder
+            has no such files, or if an id is outside the vocabulary.
     """
     return keep_and_count(folder, policy, token_ids, dtype)[0]
 

@@ -1,7 +1,7 @@
 """Eviction from the stored keys and values of a request in LMCache.
 
-LMCache 0.5.6 stores the keys and values of a text as [2, L, T, D], where D are the channels of all KV heads. An engine
-reads a stored text as the tokens 0, 1, ..., so the kept keys are turned to these positions.
+LMCache 0.5.6 stores the keys and values of a text as [2, L, T, D]. D are the channels of all KV heads. An engine reads
+a stored text as the tokens 0, 1, ..., so the kept keys are turned to these positions.
 """
 
 from collections.abc import Callable, Mapping

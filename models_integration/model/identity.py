@@ -38,11 +38,11 @@ class ModelIdentity:
     activation. The identity includes activations and replaced modules, also if a table (ACT2FN, attention, experts) has
     them under a name.
 
-    Classes and functions are identified by the name under which a module of Python has them, together with the
-    attributes of objects and the defaults of functions. Code without such a name is refused: closures, lambdas, methods
-    of objects that are not part of the model, and methods of a class that come from a different package. The identity
-    does not include the code itself: if source code, attributes of classes, global variables or functions of Python
-    modules are changed, the identity stays the same.
+    The identity contains the names under which Python modules have classes and functions. It also contains the
+    attributes of objects and the defaults of functions. kvspec refuses code without such a name, such as closures,
+    lambdas, and methods of objects that are not part of the model. kvspec also refuses methods of a class that come
+    from a different package. The identity does not include the code itself. If source code, attributes of classes,
+    global variables or functions of Python modules are changed, the identity stays the same.
 
     The identity is not computed from answers to fixed tokens. Such answers depend on device, threads and attention
     implementation, rounding could change a hash of the answers, and some experts would not be used.
@@ -81,8 +81,8 @@ def identify(model: PreTrainedModel) -> ModelIdentity:
     """Return the identity of a model. The computation takes seconds per gigabyte of parameters.
 
     Raises:
-        SpecError: if a parameter or buffer has no values (device "meta"), if a module has a forward hook or a replaced
-            `forward` of unknown effect, or if an attribute or its class cannot be read.
+        SpecError: if a parameter or buffer has no values (device "meta"), or if an attribute or its class cannot be
+            read. Also if a module has a forward hook or a replaced `forward` of unknown effect.
     """
     check_hooks(model)
     frequencies = list(starting_frequencies(model))

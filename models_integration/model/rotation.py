@@ -298,7 +298,7 @@ def explain_rotation(
     """Return the tensor, style and buffer that explain the keys of a layer best, or None.
 
     In trained models the largest channels often rotate slowly. A rotation can then change the keys by less than the
-    bound of half precision, so a layer without RoPE is one that no rotation explains better.
+    bound of half precision. Therefore a layer without RoPE is a layer that no rotation explains better.
     """
     tried: list[tuple[Mapping[str, Tensor], LayerRotary]] = [(before, LayerRotary())]
     for slot in ("keys", "values"):

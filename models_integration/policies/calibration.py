@@ -1,7 +1,7 @@
 """Calibration of a model: query statistics for TriAttention, head scores for KVzip, and filters for Q-Filters.
 
-kvspec also reads the calibration files of TriAttention (.pt, statistics), DuoAttention (.tsv, head patterns),
-Q-Filters, Expected Attention, KVzap and Fast KVzip (.safetensors), and writes files of TriAttention.
+kvspec also reads and writes the statistics of TriAttention (.pt). It reads the head patterns of DuoAttention (.tsv),
+and the files of Q-Filters, Expected Attention, KVzap and Fast KVzip (.safetensors).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -183,8 +183,8 @@ def read_statistics(
         identity: identity of the model, if known. Default: the identity is computed from all parameters of the model.
 
     Raises:
-        SpecError: if the file has a different format, if the heads, shapes or rotary style of the file differ from the
-            model, or if the rotation of the model is not supported.
+        SpecError: if the file has a different format, or if the rotation of the model is not supported. Also if the
+            heads, shapes or rotary style of the file differ from the model.
     """
     architecture, name = describe(model), str(path)
     metadata, stats = _payload(path)
@@ -284,8 +284,8 @@ def read_tensors(
         identity: identity of the model, if known. Default: the identity is computed from all parameters of the model.
 
     Raises:
-        SpecError: if the file has none of these tensors, if a shape does not fit the model, or if the statistics are
-            for a rotation that is not supported.
+        SpecError: if the file has none of these tensors, or if a shape does not fit the model. Also if the statistics
+            are for a rotation that is not supported.
     """
     architecture, tensors = describe(model), load_tensors(path)
     layers = architecture.full_layers

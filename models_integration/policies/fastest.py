@@ -35,11 +35,12 @@ def fastest(name: str, device: str, *families: str) -> Backend:
     """Return the fastest backend for a policy on a device type, such as "cpu" or "cuda".
 
     Of the backends that can run here, the backend with the least measured time is used. If the measurement has no row
-    for the policy, the backend is Numba on a CPU if Numba has code for the scores of the policy, and otherwise torch.
-    The backend is NumPy if neither Numba nor torch has the stages, and for your own policies on a CPU.
+    for the policy, Numba is used on a CPU if it has code for the scores of the policy. Otherwise torch is used. NumPy
+    is used if neither Numba nor torch has the stages, and for your own policies on a CPU.
 
-    triton, and on a GPU also torch for CrystalCache, is used only if its stages agree with the reference on small
-    inputs. kvspec compares the stages once per process. If a stage differs from the reference, a warning names it.
+    The backend triton is used only if its stages agree with the reference on small inputs. On a GPU, the same is true
+    of torch for CrystalCache. kvspec compares the stages once per process. If a stage differs from the reference, a
+    warning names the stage.
 
     Args:
         name: name of the policy. A variant `diverse-NAME` has the row of NAME.

@@ -42,7 +42,7 @@ class RetentionPolicy(ABC):
         """Raise an error, because the model is missing.
 
         Raises:
-            SpecError: always. The message says what to type.
+            SpecError: always. The message has the call to type.
         """
         raise SpecError("policy", type(self).__name__, "needs a model: type `with policy(model) as run:`")
 

@@ -20,8 +20,8 @@ def served_by(model: PreTrainedModel, identity: ModelIdentity | None = None) -> 
         identity: identity of the model, if known. Default: the identity is computed from all parameters of the model.
 
     Raises:
-        SpecError: if kvspec does not support the model, if the full-attention layers do not share one rotary embedding
-            of all channels in halves, or if the frequencies change with the length.
+        SpecError: if kvspec does not support the model, or if the frequencies change with the length. Also if the
+            full-attention layers do not share one rotary embedding of all channels in halves.
     """
     rotation = read_rotation(describe(model))
     known = identify(model) if identity is None else identity

@@ -47,8 +47,8 @@ def read_rotation(architecture: Architecture) -> dict[str, Any]:
     """Read the frequencies `inv_freq` of the full-attention layers, and the `factor` inside the rotary tables.
 
     Raises:
-        SpecError: if these layers do not share one rotation of whole heads, in pairs of the two halves of a head, with
-            the same frequencies at every length.
+        SpecError: if these layers do not share one rotation of whole heads in pairs of halves. Also if the frequencies
+            depend on the length.
     """
     name, decoder = architecture.name, architecture.decoder
     if architecture.latent:

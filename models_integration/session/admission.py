@@ -253,7 +253,7 @@ def check_axes(decoder: nn.Module, arguments: Mapping[str, object]) -> None:
 
 
 def is_text_marker(name: str, value: object) -> bool:
-    """Return True if an argument of a multimodal model says that all tokens are text."""
+    """Return True if an argument of a multimodal model states that all tokens are text."""
     return isinstance(value, Tensor) and name.endswith(_KINDS) and not bool(value.any())
 
 
@@ -288,8 +288,8 @@ def check_forward(arguments: Mapping[str, object], default_use_cache: bool) -> A
     """Check the arguments of a forward pass inside the context, and return the arguments that are not None.
 
     Raises:
-        SpecError: if embeddings replace the ids, if the ids have a wrong shape or dtype, if the cache is disabled or
-            is no RetainedCache, or if the attention is not causal.
+        SpecError: if embeddings replace the ids, or if the ids have a wrong shape or dtype. Also if the cache is
+            disabled or is no RetainedCache, or if the attention is not causal.
     """
     if arguments.get("inputs_embeds") is not None:
         raise SpecError("inputs_embeds", "given", _EMBEDDINGS)

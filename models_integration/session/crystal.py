@@ -232,7 +232,7 @@ def _followed(
 
 
 def _joined_by(method: CrystalMethod, state: DecodeState, token: int, norm: float, kind: Pending) -> DecodeState:
-    """Return the state after one token that the model processed as `kind` says."""
+    """Return the state after one token. `kind` is the kind of the forward pass that processed the token."""
     if kind is Pending.DECODED:
         return decode_step(state, token, norm, method.sentence_ends, method.parameters, method.engine)
     after = append(state, token, norm)

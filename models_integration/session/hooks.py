@@ -44,7 +44,7 @@ _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 
 @dataclass(frozen=True)
 class Call:
-    """One call of generate. The defaults describe a forward pass outside generate, where no row repeats a prompt."""
+    """One call of generate. The defaults describe a forward pass outside generate, in which no row repeats a prompt."""
 
     rows: int = sys.maxsize
     """Number of given prompts. generate repeats each prompt for beams and returned sequences."""

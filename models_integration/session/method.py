@@ -89,9 +89,9 @@ class Method:
         """Check that the policy can decide about a later segment.
 
         Raises:
-            SpecError: if the policy needs the ids or hidden states of all stored tokens, if the policy evicts in pieces
-                of a prompt, if layers or heads store different tokens than the policy's sets of kept tokens, or if the
-                scores compare neighbouring tokens and tokens in between were evicted.
+            SpecError: if the policy needs the ids or hidden states of all stored tokens, or evicts in pieces of a
+                prompt. Also if layers or heads store different tokens than the policy's sets of kept tokens. Also if
+                the scores compare neighbouring tokens, and tokens in between were evicted.
         """
         scorer = self.policy.scorer
         if scorer.needs.token_ids or scorer.needs.hidden or isinstance(scorer, PieceScores):

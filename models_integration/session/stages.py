@@ -20,10 +20,10 @@ SELECTION = "dissolve"
 
 
 def describe_stages(method: Method, on_device: bool | None = None) -> str:
-    """Return "numba" if one backend computes all, else a text such as "scores: torch, selection: numba".
+    """Return the name of the backend that computes all stages, or a text with the backend of each stage.
 
-    The text follows from the modules of the functions that the policy calls, not from the name of the asked backend.
-    Two names at a stage are joined by " + ".
+    An example of such a text is `scores: torch, selection: numba`. The text follows from the modules of the functions
+    that the policy calls, not from the name of the requested backend. Two names at a stage are joined by " + ".
 
     Args:
         method: policy prepared for a model.

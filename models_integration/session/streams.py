@@ -86,7 +86,7 @@ class Stream:
             raise SpecError("attention_mask", "zeros", "must be all ones: a stream does not support padding")
 
     def is_too_long(self, span: ForwardSpan) -> bool:
-        """Return True if a stream must split the forward pass, because the segment has too little room."""
+        """Return True if a stream must split the forward pass, because the tokens do not fit into the segment."""
         return self.endless and span.padded_seen + span.is_token.shape[1] > span.segment_end
 
     def ahead(self, decoder: nn.Module, arguments: Arguments, size: int) -> Arguments:

@@ -16,10 +16,9 @@ def inverse_key_norms(k: Float[RawCube, "H_kv n d"]) -> Float64[Vector, " n"]:
 
     Implements: CC-KEY-NORM
 
-    Source: Section 3.8(a). The paper does not say how the KV heads are combined: kvspec takes the mean. The array k
-    contains the keys of the observed layer. RoPE does not change the norm of a key.
-    If a squared channel would overflow or underflow float64, the key is first scaled by a power of two, without
-    rounding error.
+    Source: Section 3.8(a). The paper does not state how the KV heads are combined: kvspec takes the mean. The array k
+    contains the keys of the observed layer. RoPE does not change the norm of a key. If a squared channel would overflow
+    or underflow float64, the key is first scaled by a power of two, without rounding error.
     """
     wide = k.astype(np.float64)
     largest = np.abs(wide).max(axis=2)
@@ -50,8 +49,8 @@ def active_trunks(live: LiveTrunks, theta_act: float) -> Bool[BoolVector, " m"]:
 
     Implements: CC-ACTIVATION
 
-    Source: Section 3.8(a). The section also has a mean over the tokens of a trunk. kvspec uses no such mean, because
-    the majority of tokens needs one eta per token. Activation depends only on the cached keys, not on queries.
+    Source: Section 3.8(a). The section also has a mean over the tokens of a trunk. The majority of tokens needs one eta
+    per token, so kvspec uses no such mean. Activation depends only on the cached keys, not on queries.
     """
     above = normalised_inverse_norms(live.inverse_norms) > theta_act
     m = len(live.trunk_impact)

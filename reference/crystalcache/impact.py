@@ -96,7 +96,7 @@ def uniform_impact(
 def unit_impact(
     S: Float64[Vector, " n"], U: Float64[Vector, " n"], parameters: CrystalCacheParameters,
 ) -> Float64[Vector, " n"]:
-    """Return M_i of the essay: 0.5 U_i + 0.5 S_i / max(S), where max(S) is the largest S_i of the segment.
+    """Return M_i of the essay: 0.5 U_i + 0.5 S_i / max(S), with the largest S_i of the segment in the denominator.
 
     Implements: CC-UNIT-IMPACT
 

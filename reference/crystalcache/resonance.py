@@ -15,8 +15,8 @@ def hop(
     """Return the trunks that receive a pulse in the next hop, and the strongest pulse that each trunk receives.
 
     Source: Eq. 37. Pulses below tau_pulse are not sent. A trunk that has already been visited receives no further
-    pulse. The paper does not say what a trunk with several senders receives. In kvspec it is the strongest pulse, which
-    does not depend on the order of the trunks.
+    pulse. The paper does not state what a trunk with several senders receives. In kvspec it is the strongest pulse,
+    which does not depend on the order of the trunks.
     """
     reached: dict[int, float] = {}
     for g, pulse in frontier.items():

@@ -116,7 +116,7 @@ def trunk_offsets(
 
     Implements: CC-TRUNKS
 
-    Source: Section 3.3; Algorithm 2, lines 29-43.
+    Source: Section 3.3, and lines 29-43 of Algorithm 2.
     """
     pairs = zip(edges.first.tolist(), edges.second.tolist(), strict=True)
     by_pair = dict(zip(pairs, edges.weight.tolist(), strict=True))

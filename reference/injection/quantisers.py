@@ -1,6 +1,6 @@
 """Quantisation of archived keys and values: symmetric integers with float32 scales.
 
-The name of a scheme, such as "per_head", says which elements share one scale.
+The name of a scheme, such as "per_head", states which elements share one scale.
 """
 
 from collections.abc import Mapping

@@ -86,7 +86,7 @@ def first_tokens(start: int, lengths: Sequence[int], k: int) -> list[int]:
 
     Implements: IN-LEGOLINK
 
-    Source: EPIC (arXiv 2410.15332); none in the paper on injection.
+    Source: EPIC (arXiv 2410.15332). The paper on injection does not describe this choice.
 
     Raises:
         SpecError: if k is negative.
@@ -108,7 +108,7 @@ def most_deviating(
 
     Implements: IN-CACHEBLEND
 
-    Source: CacheBlend (arXiv 2405.16444), Section 4; none in the paper on injection.
+    Source: CacheBlend (arXiv 2405.16444), Section 4. The paper on injection does not describe this choice.
 
     Raises:
         SpecError: if r is outside [0, 1].

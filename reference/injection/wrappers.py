@@ -77,7 +77,7 @@ def marker_id(marker: Marker, vocabulary: Vocabulary) -> int:
 
     Implements: IN-MARKER
 
-    Source: Appendix A ("Tokens: 3"). The paper's count of 3 tokens is correct only if each marker is one token.
+    Source: Appendix A. The paper's count of 3 tokens is correct only if each marker is one token.
 
     Raises:
         SpecError: if the tokenizer encodes the marker as several ids, or as an id that decodes to different text.

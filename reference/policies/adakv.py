@@ -43,8 +43,8 @@ def adakv(W: int = 32, kernel: int = 7, safeguard: Fraction | int = Fraction(1, 
 
     The official code rounds each head's budget separately, so the sum of the head budgets can differ from the layer's
     budget (see `budgets.adakv_official`). By default the official code keeps a separate set of tokens for each query
-    head. The default safeguard of the official code is 0.5. The paper's experiments use a safeguard of 0.2. kvpress
-    treats the safeguard as a quota of tokens for each head (see `budgets.Competition`). kvpress masks tokens instead of
+    head. The default safeguard of the official code is 0.5. The paper's experiments use a safeguard of 0.2. In kvpress
+    the safeguard is a quota of tokens for each head (see `budgets.Competition`). kvpress masks tokens instead of
     evicting them.
 
     Raises:

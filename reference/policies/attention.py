@@ -48,8 +48,8 @@ def accumulated_attention(view: LayerView) -> Float64[Matrix, "H n"]:
 
     Implements: PO-OBSERVED-ATTENTION
 
-    Source: H2O, Section 4; CrystalCache, Eq. 5. Earlier keys receive attention from more queries. The sum is not
-    corrected for the number of queries.
+    Source: Section 4 of H2O, and Eq. 5 of CrystalCache. Earlier keys receive attention from more queries. The sum is
+    not corrected for the number of queries.
     """
     total = np.zeros((view.q.shape[0], view.k.shape[1]))
     for _, visible, A in _blocks(view):

@@ -23,8 +23,8 @@ def caote_error(alpha: Float64[Matrix, "H_kv n"], v: Float64[Cube, "H_kv n d"]) 
 
     Implements: PO-CAOTE
 
-    Source: CAOTE, Theorem 3.2; CrystalCache, Eq. 7. The weights alpha and the weight of an attention sink together sum
-    to 1. An attention sink has the value vector 0.
+    Source: Theorem 3.2 of CAOTE, and Eq. 7 of CrystalCache. The weights alpha and the weight of an attention sink
+    together sum to 1. An attention sink has the value vector 0.
     """
     X = (alpha[:, :, None] * v).sum(axis=1, keepdims=True)
     distance = np.sqrt(((X - v) ** 2).sum(axis=2))

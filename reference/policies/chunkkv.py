@@ -36,7 +36,7 @@ def chunk_scores(members: Float64[Vector, " n"], offsets: Int64[IntVector, " m_a
 
     Implements: PO-CHUNKKV
 
-    Source: ChunkKV, Algorithm 1; CrystalCache, Eq. 6.
+    Source: Algorithm 1 of ChunkKV, and Eq. 6 of CrystalCache.
     """
     total: Vector = np.add.reduceat(members, offsets[:-1])
     return total
@@ -100,7 +100,7 @@ def chunkkv(c: int = 10, W: int = 32, N_reuse: int = 1) -> Policy:
 
     The paper keeps only whole chunks. With N_reuse > 1 the policy uses the paper's layer-wise index reuse. kvpress has
     a version of ChunkKV by the paper's author, with c = 20 and without index reuse. The kvpress version averages the
-    token scores of a chunk. The kvpress version counts the budget in chunks.
+    token scores of a chunk, and counts the budget in chunks.
 
     Raises:
         SpecError: if c, W or N_reuse is not positive.

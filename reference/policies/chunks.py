@@ -40,8 +40,8 @@ def best_chunks(
 ) -> Int64[IntVector, " kept"]:
     """Return the protected tokens, chunks of c tokens by their mean scores, then the best tokens, up to B.
 
-    If `gate` is above 0, only the `gate` best tokens of a chunk are kept whose mean is at least the median, and whose
-    entropy is below the median.
+    The gate applies to chunks whose mean is at least the median, and whose entropy is below the median. If `gate` is
+    above 0, only the `gate` best tokens of such a chunk are kept.
 
     Implements: PO-CHUNKS
     """
@@ -130,8 +130,8 @@ def in_chunks(host: Policy, c: int = 10, gate: int = 0) -> Policy:
     Implements: PO-CHUNKS
 
     Raises:
-        SpecError: if c is below 1, if the gate is negative or not below c, or if the host does not keep single tokens
-            by their scores alone.
+        SpecError: if c is below 1, or if the gate is negative or not below c. Also if the host does not keep single
+            tokens by their scores alone.
     """
     scorer, by_head = provided_by(host.scorer), host.granularity is Granularity.HEAD
     tokens = getattr(host.selector, "func", host.selector) in (top_units, top_tokens)

@@ -175,9 +175,9 @@ class Compactor:
         if len(at[inner]):
             queries = slice(max(0, self.N_sink - n + view.q.shape[1]), view.q.shape[1] - self.N_recent)
             values = None if view.v is None else view.v[:, inner]
-            own = replace(view, q=view.q[:, queries], k=view.k[:, inner], v=values)
-            X = unrotated(wide(own.k), at[inner], self.inv_freq, self.factor)
-            scores[:, inner] = blend * _z(leverage_scores(X)) + _z(noncausal_score(own, self.c))
+            part = replace(view, q=view.q[:, queries], k=view.k[:, inner], v=values)
+            X = unrotated(wide(part.k), at[inner], self.inv_freq, self.factor)
+            scores[:, inner] = blend * _z(leverage_scores(X)) + _z(noncausal_score(part, self.c))
         return scores
 
 

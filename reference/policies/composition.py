@@ -193,15 +193,15 @@ def compose(composition: Composition, data: Constants) -> Policy:
     row = REGISTERED[name.removeprefix(DIVERSE)]
     beside = {key: data[key] for key in (row.constants | DIVERSITY.keys()) & data.keys() - DATA}
     try:
-        policy = _made(composition, data)
+        policy = _make_policy(composition, data)
         if parts or composition.scorer_only:
-            check_effects(policy, composition, data, beside, _made)
+            check_effects(policy, composition, data, beside, _make_policy)
     except SpecError as error:
         raise _pointed(error, composition) from None
     return policy
 
 
-def _made(composition: Composition, data: Constants) -> Policy:
+def _make_policy(composition: Composition, data: Constants) -> Policy:
     host = _host(composition, data)
     return _composed(host, composition, data) if composition.parts else host
 

@@ -181,13 +181,13 @@ def describe_policy(name: str) -> PolicyDescription:
     needs = policy.scorer.needs
     stepping = policy.cadence.every is not None
     given = {**{key: value for key, value in row.defaults.items() if key != "parameters"}, **_BY_NAME.get(name, {})}
-    keeps, found = row.keeps, parse_composition(whole)
+    keeps, composition = row.keeps, parse_composition(whole)
     if name.startswith(DIVERSE):
         given |= {"diversity": 0.5, "signature": "flat", "rule": "alpha"}
         keeps += "; a token similar to a kept token has a lower score"
-    given |= {**constants_from_text(row, found.constants, given), **called, **of_session}
-    if parts := ", ".join(f"{part}={value}" for part, (value, _) in found.parts.items()):
-        keeps = f"tokens by the {'scorer' if found.scorer_only else 'parts'} of {name}, with {parts}"
+    given |= {**constants_from_text(row, composition.constants, given), **called, **of_session}
+    if parts := ", ".join(f"{part}={value}" for part, (value, _) in composition.parts.items()):
+        keeps = f"tokens by the {'scorer' if composition.scorer_only else 'parts'} of {name}, with {parts}"
     required = tuple(key for key, value in given.items() if value is Parameter.empty or key == "template")
     return PolicyDescription(
         whole, row.paper, keeps, 1 + (needs.rehearsal is not None), needs.layers, _tensors(needs),
@@ -241,8 +241,8 @@ def _tensors(needs: Needs) -> tuple[str, ...]:
 def _meaning(row: NamedPolicy, constant: str) -> str:
     """Return the meaning of a policy's constant, or "" if the constant is not documented."""
     parameters = signature(row.make).parameters.get("parameters")
-    own = {} if parameters is None else field_meanings(type(parameters.default))
-    return own.get(constant) or MEANINGS.get(f"{row.make.__name__}.{constant}") or MEANINGS.get(constant, "")
+    constants = {} if parameters is None else field_meanings(type(parameters.default))
+    return constants.get(constant) or MEANINGS.get(f"{row.make.__name__}.{constant}") or MEANINGS.get(constant, "")
 
 
 def describe_parts(name: str) -> str:

@@ -193,8 +193,8 @@ def diverse(
     Implements: DV-POLICY
 
     Raises:
-        SpecError: if lam is negative or not finite, if the host policy does not keep the tokens with the best scores,
-            or if the mode requires more sets of kept tokens than the host policy has.
+        SpecError: if lam is negative or not finite, or if the host policy does not keep the tokens with the best
+            scores. Also if the mode requires more sets of kept tokens than the host policy has.
         BackendUnavailable: if the backend cannot run here, or lacks the stage family `diversity`.
     """
     engine = resolve(backend)

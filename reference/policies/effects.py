@@ -83,12 +83,12 @@ def _changed(composition: Composition, data: Data, value: object, change: Change
 
 def _has_effect(policy: Policy, changed: Iterator[Policy]) -> bool | None:
     """Return True if a changed policy differs, False if none differs, or None if there is no changed policy."""
-    found = None
+    result = None
     for one in changed:
         if not equal_parts(one, policy):
             return True
-        found = False
-    return found
+        result = False
+    return result
 
 
 def _replaces(

@@ -80,9 +80,9 @@ class ExpectedAttentionStats:
             )
         assert calibration.covariance is not None
         start = first * group % H if heads * group < H else 0
-        own, rope = slice(start, start + heads * group), calibration.identity
+        layer_heads, rope = slice(start, start + heads * group), calibration.identity
         return self.score(
-            calibration.mean[at, own], calibration.covariance[at, own], view.k[:, self.N_sink :],
+            calibration.mean[at, layer_heads], calibration.covariance[at, layer_heads], view.k[:, self.N_sink :],
             view.v[:, self.N_sink :], np.arange(seen, seen + self.N_future), rope.inv_freq, rope.factor, view.scaling,
             view.sinks,
         )

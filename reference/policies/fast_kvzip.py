@@ -61,9 +61,9 @@ def gate_score(
 def fast_kvzip(calibration: Calibration, served: Identity, N_sink: int = 4, N_recent: int = 32) -> Policy:
     """Return Fast KVzip as in kvpress's FastKVzipPress: the best scores of all layers and KV heads together.
 
-    kvpress keeps the last 2 % of a prompt below 32 000 tokens, and the last 4 096 tokens of a longer prompt: pass the
-    number as `N_recent`. kvpress computes the gates in the dtype of the model, and kvspec in float64, or on a device in
-    float32. The published files are pickles, which kvspec does not read; docs/guide/kvpress.md converts a file.
+    kvpress keeps the last 2 % of a prompt below 32 000 tokens, and the last 4 096 tokens of a longer prompt. Pass the
+    number as `N_recent`. kvpress computes the gates in the dtype of the model. kvspec uses float64, or float32 on a
+    device. The published files are pickles, which kvspec does not read; docs/guide/kvpress.md converts a file.
 
     Implements: PO-FAST-KVZIP
 

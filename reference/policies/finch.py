@@ -20,9 +20,9 @@ __all__ = ["finch", "finch_score"]
 def finch_score(view: LayerView, W: int) -> Float64[Matrix, "H_kv n"]:
     """Return the normalised attention that each key before the window receives from the last W queries.
 
-    Each weight is multiplied by the number of keys that the query sees, because the weights of a query with more keys
-    are smaller. The products are averaged over the queries and over the query heads of a group. Tokens of the window
-    have the score NaN.
+    Each weight is multiplied by the number of keys that the query attends to, because the weights of a query with more
+    keys are smaller. The products are averaged over the queries and over the query heads of a group. Tokens of the
+    window have the score NaN.
 
     Implements: PO-FINCH
 

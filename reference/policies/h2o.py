@@ -27,7 +27,7 @@ def h2o_score(view: LayerView, received: Received = received_attention) -> Float
 
     Implements: PO-H2O-DESCRIBED
 
-    Source: H2O, Section 4; CrystalCache, Eq. 5.
+    Source: Section 4 of H2O, and Eq. 5 of CrystalCache.
     """
     return received(view.q, view.k, view.scaling, view.softcap, view.sinks)
 

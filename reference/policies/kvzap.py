@@ -42,7 +42,7 @@ def kvzap_score(
 
     Implements: PO-KVZAP
 
-    Source: kvpress, KVzapModel; described in KVzap.
+    Source: KVzapModel in kvpress. The paper KVzap describes the network.
     """
     x = wide(hidden[None])[0]
     if W_1 is not None and b_1 is not None:
@@ -96,8 +96,8 @@ def kvzap(calibration: Calibration, served: Identity) -> Policy:
 
     The paper keeps the last 128 tokens and the tokens with scores above a threshold: `kvzap/threshold=-4.0/recent=128`.
     The network of a published file is a linear map, or two linear maps with GELU in between. kvpress computes it in the
-    dtype of the model, and kvspec in float64, or on a device in float32. KVzap in kvpress also evicts from generated
-    tokens. In kvspec the policy evicts from the first prompt.
+    dtype of the model. kvspec uses float64, or float32 on a device. KVzap in kvpress also evicts from generated tokens.
+    In kvspec the policy evicts from the first prompt.
 
     Implements: PO-KVZAP
 

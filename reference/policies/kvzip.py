@@ -154,9 +154,9 @@ def kvzip(
 
     The official code sets N_sink to the length of the system prompt. The official code evicts before it processes text
     after the context. The official code keeps the tokens with scores above a threshold, and keeps fewer tokens than the
-    budget allows. KVzip in kvpress has 4 sinks and chunks of 2048 tokens. kvpress evicts tokens between the sinks and
-    the context first. kvpress rounds the budget once for all heads together. The official code and kvpress compute in
-    the model's dtype. The templates of the official code and of kvpress use different words.
+    budget allows. KVzip in kvpress has 4 sinks and chunks of 2048 tokens. First, kvpress evicts tokens between the
+    sinks and the context. kvpress rounds the budget once for all heads together. The official code and kvpress compute
+    in the model's dtype. The templates of the official code and of kvpress use different words.
 
     Raises:
         SpecError: if there is no template, if a constant is too small, or if the backend is unknown.

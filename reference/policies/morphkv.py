@@ -20,8 +20,8 @@ __all__ = ["morphkv", "morphkv_score"]
 def morphkv_score(view: LayerView, W: int, fusion: str) -> Float64[Matrix, "H_kv n"]:
     """Return the attention that each key before the window receives from the last W queries.
 
-    The attention on a key is first summed (`fusion` "sum") or maximised ("max") over the queries, then averaged over
-    the query heads of a KV head. Tokens of the window have the score NaN.
+    `fusion` is "sum" or "max": the sum or the maximum of the attention on a key over the queries. The result is
+    averaged over the query heads of a KV head. Tokens of the window have the score NaN.
 
     Implements: PO-MORPHKV
 

@@ -71,7 +71,7 @@ def nestedkv(parameters: NestedKVParameters = NESTEDKV, backend: str | Backend =
 
     Implements: NK-NESTEDKV
 
-    Source: Sections 2.5 and 2.6; Appendix A.
+    Source: Sections 2.5 and 2.6, and Appendix A.
 
     Raises:
         SpecError: if the backend is unknown.

@@ -25,8 +25,8 @@ __all__ = ["QFilters", "filter_score", "q_filters", "query_filters"]
 def query_filters(q: Float64[Cube, "H m d"], H_kv: int) -> Float64[Matrix, "H_kv d"]:
     """Return the filter of each KV head: the main direction of the queries, averaged over the query heads of a group.
 
-    The main direction of a query head is the first right singular vector of its m queries after RoPE, with the sign
-    that makes the projection of the mean query positive.
+    The main direction of a query head is the first right singular vector of its m queries after RoPE. The sign of the
+    direction makes the projection of the mean query positive.
 
     Implements: PO-Q-FILTERS
 
@@ -100,9 +100,9 @@ class QFilters(WithoutRecords):
 def q_filters(calibration: Calibration, served: Identity) -> Policy:
     """Return Q-Filters: each KV head keeps the B keys with the largest projections on the head's filter.
 
-    The files of the authors store the filters with the opposite sign, and QFilterPress in kvpress keeps the keys with
-    the smallest projections on these. kvspec changes the sign while it reads such a file. The authors' code decides the
-    sign of a direction by the number of positive projections, and the paper by their sum.
+    The files of the authors store the filters with the opposite sign. QFilterPress in kvpress keeps the keys with the
+    smallest projections on these filters. kvspec changes the sign while it reads such a file. The authors' code chooses
+    the sign of a direction by the number of positive projections, and the paper by the sum of the projections.
 
     Raises:
         SpecError: if the calibration is for a different model or RoPE, or has no filters.

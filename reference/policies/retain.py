@@ -31,7 +31,7 @@ class _Absent:
         """Raise the error for reading a tensor that is not declared.
 
         Raises:
-            SpecError: always. The message says how to declare the tensor in `Needs`.
+            SpecError: always. The message explains how to declare the tensor in `Needs`.
         """
         raise SpecError(self.what, None, f"is used by the scorer, but not declared; declare Needs({self.remedy})")
 

@@ -81,9 +81,9 @@ def simlayerkv(threshold: float = 0.9, N_sink: int = 4, N_recent: int = 1024) ->
     """Return SimLayerKV: lazy layers keep the first N_sink and the last N_recent tokens, other layers all tokens.
 
     Use the budget 1.0. With a smaller budget, each layer keeps the first and the newest tokens, up to the budget.
-    kvpress recommends a threshold for each model: 0.9 for Llama 3, 0.65 for Llama 2, 0.8 for Mistral and 0.85 for Qwen.
-    The default of kvpress, 1.0, evicts nothing. SimLayerKVPress in kvpress leaves the last token out of the attention,
-    and keeps N_recent - 1 recent tokens.
+    kvpress recommends the threshold 0.9 for Llama 3, 0.65 for Llama 2, 0.8 for Mistral and 0.85 for Qwen. The default
+    threshold of kvpress is 1.0, which evicts nothing. SimLayerKVPress in kvpress leaves the last token out of the
+    attention, and keeps N_recent - 1 recent tokens.
 
     Raises:
         SpecError: if the threshold is not a number, if N_sink is negative, or if N_recent is not positive.

@@ -26,10 +26,10 @@ def capped_shares(weights: Sequence[Fraction], total: int, most: int) -> Int64[I
     while left:
         rest = total - most * (len(weights) - len(left))
         size = sum(weights[at] for at in left)
-        own = {at: rest * (weights[at] / size if size else Fraction(1, len(left))) for at in left}
-        if not (full := [at for at in left if own[at] > most]):
+        shares = {at: rest * (weights[at] / size if size else Fraction(1, len(left))) for at in left}
+        if not (full := [at for at in left if shares[at] > most]):
             for at in left:
-                targets[at] = own[at]
+                targets[at] = shares[at]
             break
         left = [at for at in left if at not in full]
     return largest_remainder(targets)

@@ -71,9 +71,9 @@ def policy_from_text(text: str | Composition, data: Constants = NO_DATA) -> Poli
     if not composition.parts and not composition.scorer_only:
         return policy
     policy = replace(policy, name="")
-    if (found := find_name(policy, data)) is not None:
-        named = _blocked(*found, data)
-        return replace(policy, name=named.name, promises=named.promises)
+    if (named := find_name(policy, data)) is not None:
+        equal = _blocked(*named, data)
+        return replace(policy, name=equal.name, promises=equal.promises)
     text = str(_split(policy, {**_data(_gathered(policy, {})), **data}))
     return replace(policy, name=text, promises=promises_of_parts(policy))
 
@@ -85,20 +85,20 @@ def find_name(policy: Policy, data: Constants = NO_DATA) -> tuple[str, dict[str,
     """
     bare, (base, transforms) = replace(policy, name="", promises=NOTHING_PROMISED), split_transforms(policy)
     kinds, given = {kind for kind, _ in transforms}, [_gathered(policy, aliases) for aliases in (ALIASES, {})]
-    prefix, found, data = DIVERSE if "diverse" in kinds else "", None, {**_data(given[1]), **data}
+    prefix, result, data = DIVERSE if "diverse" in kinds else "", None, {**_data(given[1]), **data}
     for name, row in _rows():
         if _kind_of_name(name) not in (None, _kind(base.scorer)):
             continue
-        for own in _candidates(given, row, prefix, blocks=row.blocks and not prefix and "block" in kinds):
+        for constants in _candidates(given, row, prefix, blocks=row.blocks and not prefix and "block" in kinds):
             try:
-                made = _blocked(prefix + name, own, data)
+                candidate = _blocked(prefix + name, constants, data)
             except (SpecError, TypeError):  # the policy lacks a constant of this name
                 continue
-            if equal_parts(replace(made, name="", promises=NOTHING_PROMISED), bare):
-                if made.name == policy.name:
-                    return prefix + name, own
-                found = found or (prefix + name, own)
-    return found
+            if equal_parts(replace(candidate, name="", promises=NOTHING_PROMISED), bare):
+                if candidate.name == policy.name:
+                    return prefix + name, constants
+                result = result or (prefix + name, constants)
+    return result
 
 
 def _rows() -> list[tuple[str, NamedPolicy]]:
@@ -127,38 +127,38 @@ def _candidates(
 ) -> Iterator[dict[str, Any]]:
     """Yield the constants of a maker: those of all parts, and those whose names need no translation."""
     keys = row.constants | frozenset(DIVERSITY if prefix else ()) | frozenset(("block",) if blocks else ())
-    found = None
+    result = None
     for given in gathered:
-        own = {key: given[key] for key in keys & given.keys() - DATA - {"parameters"}}
-        if found is None or found.keys() != own.keys():
-            yield own
-        found = own
+        options = {key: given[key] for key in keys & given.keys() - DATA - {"parameters"}}
+        if result is None or result.keys() != options.keys():
+            yield options
+        result = options
 
 
-def _blocked(name: str, own: Constants, data: Constants) -> Policy:
+def _blocked(name: str, constants: Constants, data: Constants) -> Policy:
     """Return the named policy with constants. The constant `block` makes the policy keep whole blocks."""
-    policy = named_policy(name, {**own, **data})
-    blocks = "block" in own and "block" not in REGISTERED[name.removeprefix(DIVERSE)].constants
-    return apply_transforms(policy, [("block", own)]) if blocks else policy
+    policy = named_policy(name, {**constants, **data})
+    blocks = "block" in constants and "block" not in REGISTERED[name.removeprefix(DIVERSE)].constants
+    return apply_transforms(policy, [("block", constants)]) if blocks else policy
 
 
 def _data(given: Constants) -> dict[str, Any]:
     """Return the constants without text among the constants of all parts."""
-    found = {key: given[key] for key in DATA & given.keys()}
-    return found | ({"served": given["calibration"].identity} if "calibration" in given else {})
+    constants = {key: given[key] for key in DATA & given.keys()}
+    return constants | ({"served": given["calibration"].identity} if "calibration" in given else {})
 
 
 def _gathered(policy: Policy, aliases: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
     """Return constants of all parts by the names that makers use. Constants of the scorer come first."""
     base, transforms = split_transforms(policy)
-    found = dict[str, Any]()
+    result = dict[str, Any]()
     for part in (base.scorer, base.budgets, base.selector, base.protection, base.cadence):
         for name, value in _leaves(part):
             for key in (name, *aliases.get(name, ())):
-                found.setdefault(key, value)
-    for _, own in transforms:
-        found |= own
-    return found
+                result.setdefault(key, value)
+    for _, constants in transforms:
+        result |= constants
+    return result
 
 
 def _leaves(part: Any) -> Iterator[tuple[str, Any]]:
@@ -166,7 +166,7 @@ def _leaves(part: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(part, partial):
         items = list(part.keywords.items())
     elif is_dataclass(part) and not isinstance(part, type):
-        items = [(own.name, getattr(part, own.name)) for own in fields(part)]
+        items = [(entry.name, getattr(part, entry.name)) for entry in fields(part)]
     else:
         return
     for name, value in items:
@@ -183,35 +183,35 @@ def text_of(policy: Policy, data: Constants = NO_DATA) -> str:
     Raises:
         SpecError: if the policy has a part that no text describes, such as a scorer of your own.
     """
-    found = find_name(policy, data)
-    if found is not None and (found[0] in WHOLE or found != find_name(replace(policy, name=""), data)):
-        return _named_text(*found)
+    named = find_name(policy, data)
+    if named is not None and (named[0] in WHOLE or named != find_name(replace(policy, name=""), data)):
+        return _named_text(*named)
     try:
         return str(_split(policy, {**_data(_gathered(policy, {})), **data}))
     except SpecError:
-        if found is None:
+        if named is None:
             raise
-        return _named_text(*found)
+        return _named_text(*named)
 
 
-def _named_text(name: str, own: Constants) -> str:
+def _named_text(name: str, constants: Constants) -> str:
     row, block = REGISTERED[name.removeprefix(DIVERSE)], dict[str, tuple[str, Words]]()
-    if "block" in own and "block" not in row.constants:
-        block["block"] = (format_value(own["block"]), {})
-    rest = {key: value for key, value in own.items() if key not in block}
+    if "block" in constants and "block" not in row.constants:
+        block["block"] = (format_value(constants["block"]), {})
+    rest = {key: value for key, value in constants.items() if key not in block}
     return str(Composition(name, False, _words(row, rest), block))
 
 
-def _words(row: NamedPolicy, own: Constants) -> Words:
+def _words(row: NamedPolicy, constants: Constants) -> Words:
     """Return constants as text. Fields of `parameters` are left out if they have the default.
 
     If fewer constants remain with the fields of a preset, such as `parameters=essay`, the preset is named.
     """
     def beside(defaults: Constants) -> dict[str, str]:
-        rest = {key: value for key, value in sorted(own.items()) if key not in defaults or defaults[key] != value}
+        rest = {key: value for key, value in sorted(constants.items()) if key not in defaults or defaults[key] != value}
         return {key: format_value(value) for key, value in rest.items()}
 
-    presets = presets_of(row) if row.parameters.keys() <= own.keys() else {}
+    presets = presets_of(row) if row.parameters.keys() <= constants.keys() else {}
     named = [{"parameters": name, **beside(of)} for name, of in presets.items()]
     return min([beside(row.parameters), *named], key=len)
 
@@ -221,8 +221,8 @@ def _split(policy: Policy, data: Constants) -> Composition:
     of_prompt = base
     if isinstance(base.scorer, FirstAndLater):
         of_prompt = replace(base, scorer=base.scorer.first, cadence=SEGMENT_END)
-    name, own = _home(of_prompt, data)
-    plain = plain_policy(named_policy(name, {**own, **data}))
+    name, constants = _home(of_prompt, data)
+    plain = plain_policy(named_policy(name, {**constants, **data}))
     parts: dict[str, tuple[str, Words]] = {}
     for part, value in _protection(base, plain):
         parts[part] = (str(value), {})
@@ -230,8 +230,8 @@ def _split(policy: Policy, data: Constants) -> Composition:
         parts["select"] = (half, {})
     parts |= _budgets(base)
     if isinstance(base.scorer, FirstAndLater):
-        second, constants = _home(replace(base, scorer=base.scorer.later), _data(data))
-        parts["steps"] = (second, _words(REGISTERED[second], constants))
+        second, of_steps = _home(replace(base, scorer=base.scorer.later), _data(data))
+        parts["steps"] = (second, _words(REGISTERED[second], of_steps))
     if base.cadence != SEGMENT_END:
         excess = {"excess": str(base.cadence.excess)} if base.cadence.excess != 1 else {}
         parts["every"] = (str(base.cadence.every).lower(), excess)
@@ -243,22 +243,22 @@ def _split(policy: Policy, data: Constants) -> Composition:
         first, defaults = TRANSFORMS[kind]
         rest = {key: format_value(given[key]) for key in defaults if key != first}
         parts[kind] = (format_value(given[first]), rest)
-    return Composition(name, True, _words(REGISTERED[name], own), parts)
+    return Composition(name, True, _words(REGISTERED[name], constants), parts)
 
 
 def _home(base: Policy, data: Constants) -> tuple[str, dict[str, Any]]:
     """Return the policy that has a scorer, and its constants that the scorer has. A record of queries is left out."""
     given = dict(_leaves(base.selector)) | dict(_leaves(base.scorer))
-    own_type, function = _kind(base.scorer)
-    for change, kind in ((_same, own_type), (with_steps, LayerScorer)):
+    scorer_type, function = _kind(base.scorer)
+    for change, kind in ((_same, scorer_type), (with_steps, LayerScorer)):
         for name, row in _rows():
             if _kind_of_name(name) not in (None, (kind, function)):
                 continue
-            own = {key: given[key] for key in row.constants & given.keys() - DATA - {"parameters"}}
+            options = {key: given[key] for key in row.constants & given.keys() - DATA - {"parameters"}}
             try:
-                host, _ = split_transforms(named_policy(name, {**own, **data}))
+                host, _ = split_transforms(named_policy(name, {**options, **data}))
                 if name != "fullcache" and equal_parts(change(host.scorer), base.scorer):
-                    return name, own
+                    return name, options
             except (SpecError, TypeError):  # the scorer lacks a constant of this name
                 continue
     raise SpecError("policy", base.name, "has a scorer without a name: only scorers of named policies have a text")
@@ -292,10 +292,10 @@ def _budgets(base: Policy) -> Iterator[tuple[str, tuple[str, Words]]]:
     if isinstance(base.budgets, Above):
         yield "threshold", (format_value(base.budgets.tau), {})
         return
-    for part, rules, own in zip(("layers", "heads"), (LAYERS, HEADS), split_budgets(base.budgets), strict=True):
-        found = [(word, rule) for word, rule in rules.items() if own is rule.kind or type(own) is rule.kind]
-        if not found or (isinstance(own, Pyramid | Preferred | Table) and base.protection.size != own.W):
+    for part, rules, budget in zip(("layers", "heads"), (LAYERS, HEADS), split_budgets(base.budgets), strict=True):
+        matches = [(word, rule) for word, rule in rules.items() if budget is rule.kind or type(budget) is rule.kind]
+        if not matches or (isinstance(budget, Pyramid | Preferred | Table) and base.protection.size != budget.W):
             raise SpecError("policy", base.name, "has budgets that no text describes")
-        ((word, rule),) = found
+        ((word, rule),) = matches
         if word != "even":
-            yield part, (word, {key: format_value(getattr(own, key)) for key in rule.constants})
+            yield part, (word, {key: format_value(getattr(budget, key)) for key in rule.constants})

@@ -1,4 +1,4 @@
-"""TOVA: at each decode step, all heads of a layer keep the same tokens: the tokens that the last query attends to."""
+"""TOVA: at each decode step, all heads of a layer keep the tokens that the last query attends to most."""
 
 from functools import partial
 

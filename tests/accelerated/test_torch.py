@@ -56,7 +56,7 @@ pytestmark = pytest.mark.usefixtures('reference_items')
 
 TWINS = [
     pytest.param(name, marks=pytest.mark.spec(case.item)) for name, case in CASES.items()
-    if with_twins(made := case.policy(drawn(1)), BACKEND) is not made
+    if with_twins(drawn_policy := case.policy(drawn(1)), BACKEND) is not drawn_policy
 ]
 
 
@@ -72,7 +72,7 @@ def test_kept_sets_are_those_of_brute_force(name: str, seed: int) -> None:
 
 ON_DEVICE = [
     pytest.param(name, marks=pytest.mark.spec(case.item)) for name, case in CASES.items()
-    if is_layerwise(made := case.policy(drawn(1))) and policy_on_device(made, BACKEND) is not None
+    if is_layerwise(drawn_policy := case.policy(drawn(1))) and policy_on_device(drawn_policy, BACKEND) is not None
 ]
 
 
@@ -143,8 +143,8 @@ def test_s1_of_tensors_lies_in_the_certified_box(seed: int, monkeypatch: pytest.
     actual = BACKEND.require_crystal().coattention(q, k, at, TINY, 0.5, None)
     assert not list(stage_checks.coattention(actual, inputs, "float32"))
     norms = REFERENCE.require_breath().inverse_key_norms(inputs.k)
-    found_norms = BACKEND.require_breath().inverse_key_norms(k)
-    assert (np.abs(found_norms - norms) <= tolerances.key_norm_error(2, 4) * norms).all()
+    actual_norms = BACKEND.require_breath().inverse_key_norms(k)
+    assert (np.abs(actual_norms - norms) <= tolerances.key_norm_error(2, 4) * norms).all()
 
 
 @pytest.mark.spec("CC-COATTENTION")
@@ -156,16 +156,16 @@ def test_tensors_of_s1_are_checked_by_name() -> None:
         ("k", q, k[..., :3], None), ("q", q, k[:, :5], None), ("lse", q, k, torch.ones(4, 5)),
         ("k", q, k.clone().index_fill_(1, torch.tensor(3), torch.nan), None),
     ]
-    for name, own, given, lse in wrong:
+    for name, queries, given, lse in wrong:
         with pytest.raises(SpecError, match=f"^{name} "):
-            run(own, given, np.arange(6), TINY, 0.5, None, lse)
+            run(queries, given, np.arange(6), TINY, 0.5, None, lse)
 
 
 def test_a_twin_has_the_name_and_the_arguments_of_a_function_of_the_reference() -> None:
     modules = [import_module(f"{policies.__name__}.{module.name}") for module in iter_modules(policies.__path__)]
     for name, twin in BACKEND.scores.items():
-        (own,) = {getattr(module, name) for module in modules if hasattr(module, name)}
-        assert list(signature(own).parameters) == list(signature(twin).parameters)
+        (function,) = {getattr(module, name) for module in modules if hasattr(module, name)}
+        assert list(signature(function).parameters) == list(signature(twin).parameters)
 
 
 def test_a_zero_key_has_no_direction() -> None:
@@ -332,7 +332,7 @@ def test_stages_of_decoding_and_diversity_read_nothing_from_the_device(seed: int
 
     with HostReads() as reads:
         neighbours = on_device(Neighbours, S1.salience, near, S1.intra_weight, far, S1.cross_weight)
-        found = [
+        actual = [
             on_device(breath.decay, D, M_bar, p), on_device(activation.active_trunks, norms, offsets, 0.3),
             on_device(resonance.resonance, D, *W, np.flatnonzero(active), p),
             *on_device(hebbian.hebbian, *W, active, p),
@@ -346,7 +346,7 @@ def test_stages_of_decoding_and_diversity_read_nothing_from_the_device(seed: int
         *stages.hebbian(W, active, p), *stages.segment_graph(S1, bounds, sizes, W, p),
         np.isin(np.arange(9), REFERENCE.require_diversity().diverse(s, V, active, 7, 0.5)),
     ]
-    assert all(scores_agree(x.held.numpy()[: len(y)], y.tolist()) for x, y in zip(found, want, strict=True))
+    assert all(scores_agree(x.held.numpy()[: len(y)], y.tolist()) for x, y in zip(actual, want, strict=True))
 
 
 MUTANTS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("mutants.toml").read_text(encoding="utf-8"))

@@ -56,8 +56,8 @@ class _Float32Stages(type(REFERENCE.require_crystal())):  # type: ignore[misc]  
         for c in range(0, n, p.C):
             rows = slice(c, min(c + p.C, n))
             A = _block(q, k, before, rows, scaling, softcap, sinks)
-            own = A[:, :, before + c :]
-            top = np.sort(own[:, ::-1].sum(1, dtype=np.float32), axis=0)[::-1][: p.k_heads]
+            segment = A[:, :, before + c :]
+            top = np.sort(segment[:, ::-1].sum(1, dtype=np.float32), axis=0)[::-1][: p.k_heads]
             S += np.clip(top.sum(0, dtype=np.float32), p.M_min, p.M_max).tolist()
             mean = A.mean(0, dtype=np.float32)
             unit = mean[:, before + c :]

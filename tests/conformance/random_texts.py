@@ -61,12 +61,12 @@ def policy_texts(seed: int, inputs: Inputs | None = None) -> Iterator[str]:
 
 def _text(rng: Random, host: str) -> str:
     """Return a random text, accepted or not."""
-    own = {key: rng.choice(SMALL[key]) for key in sorted(SMALL.keys() & POLICIES[host].constants)}
+    options = {key: rng.choice(SMALL[key]) for key in sorted(SMALL.keys() & POLICIES[host].constants)}
     names = sorted(rng.sample(list(PARTS), rng.randint(1, MOST_PARTS)), key=list(PARTS).index)
     if "steps" in names and "every" not in names:
         names.append("every")
     start, parts = rng.choice(("", "score=")), [f"{name}={rng.choice(PARTS[name])}" for name in names]
-    stay = {key: value for key, value in own.items()
+    stay = {key: value for key, value in options.items()
             if (_scored(host, key) if start else not {*REPLACED.get(key, ())} & {*names})}
     return "/".join([start + host + "".join(f":{key}={value}" for key, value in stay.items()), *parts])
 
@@ -82,10 +82,10 @@ def _scored(host: str, constant: str) -> bool:
 def any_text(rng: Random) -> str:
     """Return the text of any policy with up to four parts. A third of the values is odd, so most texts are refused."""
     host = rng.choice(sorted(POLICIES))
-    own = [f":{key}={rng.choice(ODD)}" for key in sorted(POLICIES[host].constants) if rng.random() < 0.1]
+    options = [f":{key}={rng.choice(ODD)}" for key in sorted(POLICIES[host].constants) if rng.random() < 0.1]
     parts = [f"{name}={rng.choice(ODD if rng.random() < 0.3 else PARTS[name])}"
              for name in rng.sample(list(PARTS), rng.randint(0, MOST_PARTS))]
-    return "/".join([rng.choice(("", "score=")) + host + "".join(own), *parts])
+    return "/".join([rng.choice(("", "score=")) + host + "".join(options), *parts])
 
 
 def accepted(text: str, inputs: Inputs) -> bool:

@@ -67,19 +67,19 @@ def kept(policy: Policy, inputs: Inputs, B: int) -> Any:
         raise
 
 
-def check_oracle(method: Method, inputs: Inputs, B: int, found: Kept) -> None:
+def check_oracle(method: Method, inputs: Inputs, B: int, actual: Kept) -> None:
     """Check kept sets against the oracle of parts."""
     wanted = method.brute.kept(inputs, B, **method.constants, **method.readings)
-    assert len(found) == len(wanted), str(method)
-    for g, pair in enumerate(zip(found, wanted, strict=True)):
+    assert len(actual) == len(wanted), str(method)
+    for g, pair in enumerate(zip(actual, wanted, strict=True)):
         assert fits(*pair), f"{method}, B = {B}, set {g}: {pair[0]} instead of {pair[1]}"
 
 
 def test_kept_sets_of_accepted_texts_are_those_of_the_oracle_of_parts(texts: list[str]) -> None:
     compared = 0
     for method, policy, inputs, B in cases(texts):
-        if (found := kept(policy, inputs, B)) is not None:
-            check_oracle(method, inputs, B, found)
+        if (actual := kept(policy, inputs, B)) is not None:
+            check_oracle(method, inputs, B, actual)
             compared += 1
     assert compared > 0.8 * len(texts)
 
@@ -88,21 +88,21 @@ def test_kept_sets_of_accepted_texts_are_those_of_the_oracle_of_parts(texts: lis
 @given(seed=st.integers(0, 2**32 - 1), at=st.integers(0, 99))
 def test_a_drawn_text_has_its_budget_and_its_protected_tokens(seed: int, at: int) -> None:
     method, policy, inputs, B = case(at, next(policy_texts(seed)))
-    if (found := kept(policy, inputs, B)) is None:
+    if (actual := kept(policy, inputs, B)) is None:
         return
-    check_oracle(method, inputs, B, found)
+    check_oracle(method, inputs, B, actual)
     if policy.promises.budget_exact == "yes" and not inputs.steps:
-        assert sum(map(len, found)) == B * len(found), str(method)
+        assert sum(map(len, actual)) == B * len(actual), str(method)
     held = set(np.flatnonzero(policy.protection(N)).tolist())
-    assert all(held <= set(own) for own in found), str(method)
+    assert all(held <= set(positions) for positions in actual), str(method)
 
 
 def test_a_full_budget_keeps_all_tokens(texts: list[str]) -> None:
     """Check that a budget of all tokens keeps all tokens, except for policies with a threshold."""
     for method, policy, inputs, _ in cases(texts):
-        own = parse_composition(method.name).parts
-        if "threshold" not in own and (found := kept(policy, inputs, N)) is not None:
-            assert found == [list(range(N))] * len(found), str(method)
+        composed = parse_composition(method.name).parts
+        if "threshold" not in composed and (actual := kept(policy, inputs, N)) is not None:
+            assert actual == [list(range(N))] * len(actual), str(method)
 
 
 @given(seed=st.integers(0, 2**32 - 1))

@@ -115,17 +115,17 @@ def test_the_step_that_differs_is_named(step: str) -> None:
 
 @pytest.mark.spec("PO-SNAPKV")
 @pytest.mark.usefixtures("no_reading")
-@pytest.mark.parametrize(("failing", "seen", "said"), [
+@pytest.mark.parametrize(("failing", "seen", "message"), [
     (SCALED, {"scaling": 0.5}, "scaling: 1 / sqrt(width) instead of the layer's"),
     (CAPPED, {"softcap": None}, "softcap: none instead of the layer's"),
 ])
 def test_an_error_in_what_a_method_is_shown_is_named(
-    failing: tuple[Inputs, int], seen: dict[str, Any], said: str,
+    failing: tuple[Inputs, int], seen: dict[str, Any], message: str,
 ) -> None:
     def wrong(inputs: Inputs, B: int) -> Kept:
         return snapkv(replace(inputs, layers=[replace(view, **seen) for view in inputs.layers]), B)
 
-    assert slips.reasons(wrong, SNAPKV, DOUBLE, failing) == [f"the step that differs: {said}"]
+    assert slips.reasons(wrong, SNAPKV, DOUBLE, failing) == [f"the step that differs: {message}"]
 
 
 @pytest.mark.spec("PO-SNAPKV")

@@ -204,13 +204,13 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "constants", "said"), WRONG)
-def test_another_constant_fails_and_is_named(name: str, constants: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(("name", "constants", "message"), WRONG)
+def test_another_constant_fails_and_is_named(name: str, constants: dict[str, Any], message: str) -> None:
     """Check wrong constants, with short windows, because windows of 32 queries take seconds."""
     method = Method(name, {"W": 8} if "W" in Method(name).constants else {})
     other = method.changed(**constants)
     actual = explanations(lambda inputs, B: decided(other.reference(inputs), inputs, B), method)
-    assert any(said in one for one in actual), actual
+    assert any(message in one for one in actual), actual
 
 
 @pytest.mark.parametrize("brute", brutes(), ids=lambda one: one.name)
@@ -249,7 +249,7 @@ def test_a_process_and_a_backend_are_judged_as_a_policy_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("snapkw", "as = 'snapkw'"), ("fullcache", "is not a method that kvspec can compare"),
         ("snapkv(W=16", "must be a method, such as"),
@@ -257,8 +257,8 @@ def test_a_process_and_a_backend_are_judged_as_a_policy_is() -> None:
         ('snapkv(pooling="min")', "must be one of max, average"), ('adakv(safeguard="x")', "must be a fraction"),
     ],
 )
-def test_what_is_no_method_is_refused(text: str, said: str) -> None:
-    with pytest.raises(SpecError, match=re.escape(said)):
+def test_what_is_no_method_is_refused(text: str, message: str) -> None:
+    with pytest.raises(SpecError, match=re.escape(message)):
         method_of(text)
 
 
@@ -330,15 +330,15 @@ def edited(name: str, old: str, new: str) -> Any:
 
 
 @pytest.mark.parametrize(  # These two have many readings, which take seconds each.
-    ("name", "old", "new", "said"), first_by_day(READINGS["explained"], slow=("adakv", "chunkkv")),
+    ("name", "old", "new", "message"), first_by_day(READINGS["explained"], slow=("adakv", "chunkkv")),
 )
-def test_another_reading_is_named(name: str, old: str, new: str, said: str) -> None:
+def test_another_reading_is_named(name: str, old: str, new: str, message: str) -> None:
     short = {"W": 8} if "W" in Method(name).constants else {}
     policy = edited(name, old, new)(**short)
-    policy = replace(policy, cadence=Cadence() if "never" in said else policy.cadence)
+    policy = replace(policy, cadence=Cadence() if "never" in message else policy.cadence)
     actual = explanations(lambda inputs, B: decided(policy, inputs, B), Method(name, short))
-    assert any(said in one for one in actual), actual
-    assert on_fixed_inputs(method_of(f"{name}({said})").changed(**short), subject(lambda inputs: policy))
+    assert any(message in one for one in actual), actual
+    assert on_fixed_inputs(method_of(f"{name}({message})").changed(**short), subject(lambda inputs: policy))
 
 
 def test_no_reading_is_named_that_the_failing_input_refutes() -> None:

@@ -128,7 +128,7 @@ class Drifting(Over):
 
 ATTENTION: Callable[..., None] = partial(quick.test_attention_that_keys_receive, softcap=None, precision="float32")
 NESTEDKV: Callable[..., None] = partial(quick.test_nestedkv, precision="float32")
-FOUND: dict[str, tuple[Callable[..., None], Any]] = {
+DETECTED: dict[str, tuple[Callable[..., None], Any]] = {
     "NestedKV beyond 32 767 tokens": (
         partial(scale.test_scores_of_thousands_of_keys, precision="float32", shape=(2, 33_100, 16), p=SOFT),
         ShortPrompts(BACKEND.nestedkv),
@@ -156,10 +156,10 @@ FOUND: dict[str, tuple[Callable[..., None], Any]] = {
 }
 
 
-@pytest.mark.parametrize("mistake", FOUND)
+@pytest.mark.parametrize("mistake", DETECTED)
 def test_a_mistake_at_a_shape_of_models_is_found(mistake: str) -> None:
     """Check that the reference passes the test and that the wrong backend fails it."""
-    test, wrong = FOUND[mistake]
+    test, wrong = DETECTED[mistake]
     test(wrong._right)
     with pytest.raises(AssertionError):
         test(wrong)

@@ -174,8 +174,8 @@ def test_decode(data: st.DataObject, p: Any) -> None:
         assert pairs_of(actual, list(range(m))) == after
     norms = data.draw(inverse_norms(m), label="norms")
     model = Model(0, trunks=[Trunk(g, [g], 1.0, 0.0) for g in range(m)], norm=dict(enumerate(norms.tolist())))
-    found_active = decode.activation(norms, np.arange(m + 1), p.theta_act)
-    assert set(np.flatnonzero(found_active).tolist()) == brute_decode.active(model, p)
+    actual_active = decode.activation(norms, np.arange(m + 1), p.theta_act)
+    assert set(np.flatnonzero(actual_active).tolist()) == brute_decode.active(model, p)
 
 
 @given(seed=seeds, n=st.integers(1, 20), lam=st.sampled_from([0.0, 0.5, 3.0]))

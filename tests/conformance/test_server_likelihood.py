@@ -42,9 +42,9 @@ def rounding(readings: list[Reading]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("answers", "found"), [(4, True), (2, True), (1, False), (0, False)])
+@pytest.mark.parametrize(("answers", "detected"), [(4, True), (2, True), (1, False), (0, False)])
 def test_two_answers_must_agree(
-    readings: list[Reading], rounding: list[torch.Tensor], name: str, answers: int, found: bool,
+    readings: list[Reading], rounding: list[torch.Tensor], name: str, answers: int, detected: bool,
 ) -> None:
     """Give some answers the log-probabilities of a fault, and the others those of the statement."""
     for at, (reading, error) in enumerate(zip(readings, rounding, strict=True)):
@@ -52,8 +52,8 @@ def test_two_answers_must_agree(
         logprobs = reading.read(*fault[1:]) if at < answers else reading.masked
         reading.__dict__["stated_logprobs"] = logprobs + error
     likelier_fault.cache_clear()
-    compared = readings[:answers] if found else readings
-    assert likelier_fault(tuple(compared)) == (name if found else "")
+    compared = readings[:answers] if detected else readings
+    assert likelier_fault(tuple(compared)) == (name if detected else "")
 
 
 def test_a_difference_below_the_tolerance_is_a_fault_if_a_fault_explains_it(

@@ -81,11 +81,11 @@ def keep_all(sets: Sets, n: int, before: Sets) -> Sets:
 
 def exchange_token(sets: Sets, n: int, before: Sets | None = None) -> Sets:
     """Exchange one token of the middle for one evicted token, in all sets."""
-    return [sorted({*(set(own) - {own[len(own) // 2]}), min(set(range(n)) - set(own), default=0)}) for own in sets]
+    return [sorted({*(set(p) - {p[len(p) // 2]}), min(set(range(n)) - set(p), default=0)}) for p in sets]
 
 
 def one_more(sets: Sets, n: int) -> Sets:
-    return [sorted({*own, min(set(range(n)) - set(own), default=0)}) for own in sets]
+    return [sorted({*kept, min(set(range(n)) - set(kept), default=0)}) for kept in sets]
 
 
 def swap_heads(sets: Sets, n: int, before: Sets) -> Sets:
@@ -94,7 +94,7 @@ def swap_heads(sets: Sets, n: int, before: Sets) -> Sets:
 
 def other_request(sets: Sets, n: int, before: Sets) -> Sets:
     """Return the sets of the previous request, without positions beyond this prompt."""
-    return [[position for position in own if position < n] or [0] for own in before] if before else sets
+    return [[position for position in kept if position < n] or [0] for kept in before] if before else sets
 
 
 def faults_of(layers: int, heads: int) -> Mapping[str, tuple[Fault, str]]:
@@ -149,14 +149,14 @@ class Evicting:
         config = self.model.config
         many, heads = config.num_hidden_layers, config.num_key_value_heads
         if len(sets) == many:
-            sets = [own for own in sets for _ in range(heads)]
+            sets = [positions for positions in sets for _ in range(heads)]
         sets = sets * (many * heads // len(sets))
         stated = self.fault.stated(sets, n)
         used = self.fault.used(stated, n, self.before)
         self.before = sets  # A client that leaves ends this function at one of its events.
         numbering = self.numbering()
         cache = compact(observed.cache, Decision((per_head(used, n),), numbering=numbering))
-        ranges = [[[p, p + 1] for p in own] for own in stated]
+        ranges = [[[p, p + 1] for p in positions] for positions in stated]
         layers = [[layer * heads + head for head in range(heads)] for layer in range(many)]
         digests = {"kvspec": {"witness": 1, "digests": [digest_of(n, ranges, layers)]}}
         assert observed.logits is not None
@@ -207,10 +207,10 @@ class Evicting:
 
 
 def per_head(sets: Sets, n: int) -> Retention:
-    if all(own == sets[0] for own in sets):
+    if all(kept == sets[0] for kept in sets):
         return Retention.shared(np.array(sets[0], dtype=np.int64), n)
     offsets = np.cumsum([0, *map(len, sets)]).astype(np.int64)
-    return Retention(np.concatenate([np.array(own, dtype=np.int64) for own in sets]), offsets, n, Granularity.HEAD)
+    return Retention(np.concatenate([np.array(kept, dtype=np.int64) for kept in sets]), offsets, n, Granularity.HEAD)
 
 
 @contextmanager
@@ -500,16 +500,16 @@ def test_a_certificate_of_a_server_can_be_checked(
         assert "nothing was run" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("words", "said"), [
+@pytest.mark.parametrize(("words", "message"), [
     (["--server", "http://127.0.0.1:1"], "model = None: is needed with --server"),
     (["--server", "http://127.0.0.1:1", "--model", "x"], "must answer GET /v1/models"),
     (["--server", "http://127.0.0.1:1", "--model", "x", "--precision", "float64"], "must be one of float32, bfloat16"),
 ])
-def test_what_cannot_be_judged_is_one_sentence(words: list[str], said: str, tmp_path: Path) -> None:
+def test_what_cannot_be_judged_is_one_sentence(words: list[str], message: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "conformance.verify", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 2
-    assert said in done.stderr
+    assert message in done.stderr
     assert done.stderr.count("\n") == 1
 
 

@@ -57,7 +57,7 @@ def test_each_bound_has_its_reason_and_its_use(key: tuple[str, str]) -> None:
     assert f'close("{item}"' in sources or f'relative("{item}"' in sources
 
 
-POLICIES_ARE_MADE = ("brute.py", "method.py")
+POLICY_BUILDERS = ("brute.py", "method.py")
 """Files that make a policy of the reference for a comparison."""
 # Boxes of large inputs are computed in rows: `box` creates their tags, the remaining modules of boxes their numbers.
 # The method `crystalcache` is checked with the oracles of full sizes, which take arrays. `caote` creates a row of
@@ -81,7 +81,7 @@ def test_oracles_share_nothing_with_what_they_judge() -> None:
         imports = re.findall(r"^\s*(?:from|import) ([a-z_]+)", path.read_text(encoding="utf-8"), re.MULTILINE)
         arrays = set() if path in WITH_ARRAYS else {"numpy"}
         judged = {"reference", "accelerated", "models_integration", "scipy", "numba", "torch"} | arrays
-        assert path.name in POLICIES_ARE_MADE or not judged & set(imports), path
+        assert path.name in POLICY_BUILDERS or not judged & set(imports), path
 
 
 CASES = 100

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from conformance.checks.failing_input import differing_set, made_by, unequal
+from conformance.checks.failing_input import differing_set, note_code, unequal
 from conformance.paths import SPEC
 from conformance.verify import __main__ as verify_main
 from conformance.verify import certificate as certificate_module
@@ -109,7 +109,7 @@ def test_a_family_is_certified_when_each_of_its_items_is_decided() -> None:
 def test_what_is_excepted_throughout_is_certified_in_part(
     more: dict[str, tuple[str, str]], unproven: list[str], verdict: str,
 ) -> None:
-    record = made(judged(a=("passed", "DV-GREEDY"), b=("excepted", "DV-COSINE"), **more))
+    record = certified(judged(a=("passed", "DV-GREEDY"), b=("excepted", "DV-COSINE"), **more))
     assert (record["verdict"], record["unproven"]) == (verdict, unproven)
     assert ("DV-COSINE" in headline(record)) is (verdict == "partial")
 
@@ -133,14 +133,14 @@ def test_a_vector_has_a_verdict_of_its_own() -> None:
     assert verdicts_of(lines({VECTOR: "failed"}, {VECTOR: ["CC-SCORE"]})).vectors == {"score-1": "fail"}
 
 
-def made(verdicts: Verdicts, *options: str) -> dict[str, Any]:
+def certified(verdicts: Verdicts, *options: str) -> dict[str, Any]:
     return certificate(parsed(["--backend", "mine:MINE", *options]), SUBJECT, verdicts)
 
 
 def test_the_methods_of_which_scores_were_compared_are_told() -> None:
     events = [*lines({"a": "passed"}, {"a": ["PO-KNORM"]}), {"scored": ["snapkv", "knorm"]}, {"scored": ["knorm"]}]
-    assert made(verdicts_of(events))["run"]["scores"] == ["knorm", "snapkv"]
-    assert "scores" not in made(RIGHT)["run"]
+    assert certified(verdicts_of(events))["run"]["scores"] == ["knorm", "snapkv"]
+    assert "scores" not in certified(RIGHT)["run"]
 
 
 EXCEPTION = """
@@ -159,7 +159,7 @@ def test_a_certificate_is_of_its_schema_and_is_read_as_it_was_written(
     tmp_path: Path, verdicts: Verdicts, options: list[str],
 ) -> None:
     (tmp_path / "known.toml").write_text(EXCEPTION, encoding="utf-8")
-    record = made(verdicts, "--exceptions", str(tmp_path / "known.toml"), *options)
+    record = certified(verdicts, "--exceptions", str(tmp_path / "known.toml"), *options)
     write(record, tmp_path / "certificate.toml")
     actual = certificate_module.read(tmp_path / "certificate.toml")
     assert actual == record
@@ -183,7 +183,7 @@ def test_what_is_written_is_read(table: dict[str, Any]) -> None:
 
 
 def test_counts_are_of_tests_and_of_examples() -> None:
-    assert made(RIGHT)["counts"] == {
+    assert certified(RIGHT)["counts"] == {
         "tests": 3, "failed": 0, "excepted": 0, "not_served": 0, "not_promised": 0, "N/A": 0, "passed": 2,
         "not_offered": 1, "not_run": 0, "examples": 14,
     }
@@ -224,7 +224,7 @@ class Text(HTMLParser):
 def test_the_page_says_what_the_certificate_says_and_loads_nothing(tmp_path: Path) -> None:
     (tmp_path / "known.toml").write_text(EXCEPTION, encoding="utf-8")
     reader = Text()
-    shown = page(made(WRONG, "--exceptions", str(tmp_path / "known.toml")))
+    shown = page(certified(WRONG, "--exceptions", str(tmp_path / "known.toml")))
     assert '<h1 class="fail">not certified</h1><p>mine 1.0 does not conform' in shown
     reader.feed(shown)
     assert reader.loads == []
@@ -239,7 +239,7 @@ def test_the_page_says_what_the_certificate_says_and_loads_nothing(tmp_path: Pat
     (WRONG, 0, "not certified; 2 items", RED), (WRONG, 1, "not certified; 2 items", RED),
 ])
 def test_the_badge(verdicts: Verdicts, exceptions: int, right: str, colour: str) -> None:
-    record = {**made(verdicts), "exception": [{}] * exceptions}
+    record = {**certified(verdicts), "exception": [{}] * exceptions}
     image = ET.fromstring(badge(record))
     texts = [node.text for node in image.iter() if node.text and node.text.strip()]
     assert texts == [f"kvspec {record['spec']}", right]
@@ -248,7 +248,7 @@ def test_the_badge(verdicts: Verdicts, exceptions: int, right: str, colour: str)
 
 @pytest.mark.law("as-it-is-described")
 def test_the_summary_is_short_and_tells_each_failure_once() -> None:
-    summary_lines = list(summary(made(WRONG)))
+    summary_lines = list(summary(certified(WRONG)))
     assert sum("b is wrong" in line for line in summary_lines) == 1
     assert "mine 1.0 does not conform to kvspec" in summary_lines[-1]
     assert [line.split(maxsplit=1) for line in summary_lines[1:6]] == [
@@ -257,11 +257,11 @@ def test_the_summary_is_short_and_tells_each_failure_once() -> None:
     ]
     assert len("\n".join(summary_lines).splitlines()) < 30
     skipped = judged(a=("passed", "DV-GREEDY DV-COSINE"), b=("skipped", "DV-COSINE"))
-    summary_lines = list(summary(made(skipped, "--seed", "3")))
+    summary_lines = list(summary(certified(skipped, "--seed", "3")))
     assert summary_lines[0] == "2 tests: 1 passed, 0 failed, 1 not run; 7 examples, --seed 3"
     assert summary_lines[-1] == "\nmine 1.0 is not certified: no test fails, but 1 item is not decided"
     apart = judged(a=("failed", "DV-GREEDY"), b=("not offered", "CC-CUT"), c=("skipped", "DV-COSINE"))
-    summary_lines = list(summary(made(apart)))
+    summary_lines = list(summary(certified(apart)))
     assert summary_lines[0].startswith("3 tests: 0 passed, 1 failed, 1 not run, 1 not offered; 0 examples")
     assert summary_lines[-1].endswith(": DV-GREEDY fails; 1 item not decided")
     assert "not decided, since a test was skipped or did not run: DV-COSINE" in "\n".join(summary_lines)
@@ -269,7 +269,7 @@ def test_the_summary_is_short_and_tells_each_failure_once() -> None:
 
 @pytest.mark.law("as-it-is-described")
 def test_an_error_of_the_code_under_test_comes_before_the_failed_items() -> None:
-    record = made(WRONG)
+    record = certified(WRONG)
     record["items"]["DV-COSINE"]["found"] = "SubjectFailure: the policy raised KeyError at mine.py:3\n'W'"
     text = "\n".join(summary(record))
     before, _, after = text.partition("DV-COSINE fails")
@@ -277,7 +277,7 @@ def test_an_error_of_the_code_under_test_comes_before_the_failed_items() -> None
     assert "  the policy raised KeyError at mine.py:3\n  'W'" in before
     assert "not compared, because of the error above" in after
     assert text.count("raised KeyError") == 1
-    assert "raised an error" not in "\n".join(summary(made(WRONG)))
+    assert "raised an error" not in "\n".join(summary(certified(WRONG)))
 
 
 def test_of_two_long_results_the_number_that_differs_is_shown() -> None:
@@ -295,7 +295,7 @@ def test_of_two_long_results_the_number_that_differs_is_shown() -> None:
 
 
 def test_the_recorded_input_is_the_code_that_makes_it_again() -> None:
-    with pytest.raises(AssertionError) as caught, made_by("x = 1\ny = 2"):
+    with pytest.raises(AssertionError) as caught, note_code("x = 1\ny = 2"):
         raise AssertionError(f"kept sets differ: {list(range(150))} in place of [7]")
     recorded = recording.failure(caught.value, [], {"method": object()})
     assert recorded["input"] == "x = 1\ny = 2"
@@ -305,7 +305,7 @@ def test_the_recorded_input_is_the_code_that_makes_it_again() -> None:
 
 @pytest.mark.law("as-it-is-described")
 def test_the_summary_cuts_no_value_that_differs() -> None:
-    record = made(judged(a=("failed", "DV-GREEDY")))
+    record = certified(judged(a=("failed", "DV-GREEDY")))
     record["items"]["DV-GREEDY"] |= {"input": "", "found": f"kept set 0 keeps {[*range(90)]} in place of [7]"}
     text = "\n".join(summary(record))
     assert "88, 89] in place of [7]\n" in text
@@ -314,10 +314,10 @@ def test_the_summary_cuts_no_value_that_differs() -> None:
 
 @pytest.mark.law("as-it-is-described")
 def test_an_error_about_the_scores_is_shown_once_and_without_the_rules_of_items() -> None:
-    record = made(judged(a=("failed", "DV-GREEDY"), b=("failed", "DV-COSINE")))
+    record = certified(judged(a=("failed", "DV-GREEDY"), b=("failed", "DV-COSINE")))
     for tokens, item in enumerate(record["failing"], 8):
-        found = f"SpecError: score = '(1, {tokens})': must be an array of numbers{' and more' * 30}; the kept sets"
-        record["items"][item] |= {"found": found, "input": f"tokens={tokens}"}
+        message = f"SpecError: score = '(1, {tokens})': must be an array of numbers{' and more' * 30}; the kept sets"
+        record["items"][item] |= {"found": message, "input": f"tokens={tokens}"}
     text = "\n".join(summary(record))
     assert text.count("must be an array of numbers") == text.count("; the kept sets") == text.count("tokens=") == 1
     assert text.count("not compared, because of the error above") == 2
@@ -327,7 +327,7 @@ def test_an_error_about_the_scores_is_shown_once_and_without_the_rules_of_items(
 
 @pytest.mark.law("as-it-is-described")
 def test_a_pull_request_and_a_ci_server_are_told_the_same() -> None:
-    text = "\n".join(markdown(made(WRONG)))
+    text = "\n".join(markdown(certified(WRONG)))
     assert text.startswith("**kvspec: mine 1.0 does not conform to kvspec")
     assert "| diversity | 2 fail |" in text
     assert "x=0\nb is wrong" in text
@@ -343,11 +343,13 @@ def test_a_pull_request_and_a_ci_server_are_told_the_same() -> None:
 
 
 @pytest.mark.law("as-it-is-described")
-@pytest.mark.parametrize(("kind", "said"), [
+@pytest.mark.parametrize(("kind", "message"), [
     ("policy", "mine:X keeps its 1 promise; not compared with any method"),
     ("cache", "mine conforms to kvspec"),
 ])
-def test_a_policy_keeps_promises_and_conforms_to_nothing(kind: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_keeps_promises_and_conforms_to_nothing(
+    kind: str, message: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("conformance.verify.certificate.version", lambda name: "1.0")  # torch may be missing
     rows = {"GQA": "passed", "budget exact": "not promised"}
     row = list(rows) if kind == "policy" else [f"llama: {name}" for name in rows]
@@ -355,16 +357,16 @@ def test_a_policy_keeps_promises_and_conforms_to_nothing(kind: str, said: str, m
     verdicts = verdicts_of(lines(states, {"a": row[:1], "b": row[1:]}), engine=False)
     subject = Subject(kind, "mine:X", "", "mine:X", "1 of mine", "0" * 64)
     record = certificate(parsed([f"--{kind}", "mine:X"]), subject, verdicts)
-    assert headline(record).startswith(said)
+    assert headline(record).startswith(message)
     assert record["verdict"] == ("keeps its promises" if kind == "policy" else "certified")
     assert ("keeps its" in badge(record)) is ("not compared with any method" in badge(record)) is (kind == "policy")
 
 
 def test_the_quick_profile_is_passed_and_nothing_is_certified() -> None:
-    record = made(RIGHT, "--quick")
+    record = certified(RIGHT, "--quick")
     assert record["verdict"] == "passes the quick run"
     assert headline(record) == f"mine 1.0 passes the quick run of kvspec {record['spec']} on diversity"
-    assert made(WRONG, "--quick")["verdict"] == "does not pass the quick run"
+    assert certified(WRONG, "--quick")["verdict"] == "does not pass the quick run"
 
 
 @pytest.mark.law("as-it-is-described")
@@ -373,15 +375,15 @@ def test_coverage_is_stated() -> None:
     verdicts = judged(**{f"test_{at}": (state, item) for at, (item, state) in enumerate(rows.items())})
     some = replace(verdicts, items={item: verdicts.items[item] for item in rows})
     words = "2 of 4 rows decided; N/A: GQA; not run: CC-CUT"
-    record = made(some, "--profile", "few")
+    record = certified(some, "--profile", "few")
     assert record["covers"] == f"profile few, at most 12 random examples of each property; {words}"
     full = "profile few, at most 12 random examples of each property, no full-size inputs; "
-    assert made(some, "--quick")["covers"] == full + words
+    assert certified(some, "--quick")["covers"] == full + words
     for shown in ("\n".join(summary(record)), page(record)):
         assert f"profile few, at most 12 random examples of each property; {words}" in shown
     assert "2 of 4 rows decided; N/A: GQA" in "\n".join(markdown(record))
-    assert made(RIGHT)["covers"].startswith("profile ci, at most 150 random examples of each property; 2 of ")
-    assert re.search(r"; not run: (CC-[A-Z-]+, ){11}CC-[A-Z-]+ and \d+ more; not offered: ", made(RIGHT)["covers"])
+    assert certified(RIGHT)["covers"].startswith("profile ci, at most 150 random examples of each property; 2 of ")
+    assert re.search(r"; not run: (CC-[A-Z-]+, ){11}CC-[A-Z-]+ and \d+ more; not offered: ", certified(RIGHT)["covers"])
     older = {name: value for name, value in record.items() if name != "covers"}
     assert certificate_module.differences(older, record) == []
     (line,) = certificate_module.differences({**record, "covers": "everything"}, record)

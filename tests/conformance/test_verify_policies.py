@@ -55,9 +55,9 @@ def rarest(seen: Observation) -> Array:
     return norms / np.bincount(seen.token_ids)[seen.token_ids]
 
 
-OWN = policy_from_score(value_norm, needs=Needs("all", values=True), protection=SinkAndRecent(1, 2))
+VALUE_NORM = policy_from_score(value_norm, needs=Needs("all", values=True), protection=SinkAndRecent(1, 2))
 TRUE = {
-    "head": OWN, "pure positions": policy_from_score(
+    "head": VALUE_NORM, "pure positions": policy_from_score(
         lambda seen: -np.arange(float(seen.seen))[None], needs=Needs(), granularity=Granularity.MODEL
     ),
     "one layer": policy_from_score(
@@ -114,10 +114,10 @@ def false_promises() -> Iterator[tuple[str, Policy]]:
         view = seen.layers[0]
         return actual + 2 * FAR * (len(view.q) > len(view.k))
 
-    yield "budget exact", replace(OWN, budgets=fewer, protection=SinkAndRecent(0, 0))
-    yield "protection holds", replace(OWN, selector=blind)
-    yield "no-op at full budget", replace(OWN, budgets=fewer, protection=SinkAndRecent(0, 0))
-    yield "higher score never loses", replace(OWN, selector=worst)
+    yield "budget exact", replace(VALUE_NORM, budgets=fewer, protection=SinkAndRecent(0, 0))
+    yield "protection holds", replace(VALUE_NORM, selector=blind)
+    yield "no-op at full budget", replace(VALUE_NORM, budgets=fewer, protection=SinkAndRecent(0, 0))
+    yield "higher score never loses", replace(VALUE_NORM, selector=worst)
     yield "row independence", scored(lambda seen, actual: next(turns) * actual)
     yield "head permutation", scored(by_head)
     yield "GQA", scored(by_group)
@@ -145,7 +145,7 @@ def test_a_promise_that_only_a_models_sizes_break_dies() -> None:
         r"budget exact: not so with 300 tokens, B = 121, layers x KV heads = 1 x 8: 960 tokens are kept in place of 968"
         r" = 8 sets x 121\n.* keeps 120, 120, "
     )):
-        judge("budget exact", replace(OWN, budgets=fewer, promises=ALL))
+        judge("budget exact", replace(VALUE_NORM, budgets=fewer, promises=ALL))
 
 
 @pytest.mark.usefixtures("reference_items")
@@ -196,8 +196,8 @@ def test_a_policy_that_fails_otherwise_does_not_pass() -> None:
 @pytest.mark.usefixtures("reference_items")
 @pytest.mark.spec("PO-RETAIN")
 def test_a_promise_is_of_one_composition() -> None:
-    assert OWN.promises.higher_score_never_loses == "yes"
-    assert with_adaptive_budgets(OWN).promises == NOTHING_PROMISED
+    assert VALUE_NORM.promises.higher_score_never_loses == "yes"
+    assert with_adaptive_budgets(VALUE_NORM).promises == NOTHING_PROMISED
     with pytest.raises(SpecError, match="gqa = 'perhaps': must be one of yes, no, N/A"):
         Promises(gqa="perhaps")  # type: ignore[arg-type]
 
@@ -238,7 +238,7 @@ KNORM = policy_from_score(
     lambda seen: -np.concatenate([np.linalg.norm(view.k, axis=2) for view in seen.layers.values()]), needs=Needs("all")
 )
 """
-SAID = {
+MESSAGES = {
     "budget exact": "pass", "protection holds": "pass", "no-op at full budget": "pass",
     "higher score never loses": "pass", "row independence": "not promised", "head permutation": "not promised",
     "GQA": "N/A",
@@ -294,7 +294,7 @@ def test_a_right_policy_is_certified_for_what_it_promises_and_the_check_notices_
     assert (record["verdict"], record["judged"]) == (
         "keeps its promises", "its promises; not compared with any method",
     )
-    assert verdicts(record) == SAID
+    assert verdicts(record) == MESSAGES
     assert (record["families"], record["counts"]["examples"]) == (["promises"], 4 * 12)
     for file in ("badge.svg", "certificate.html", "summary.md"):
         assert outcome.partition(" ")[2] in (folder / "found" / file).read_text(encoding="utf-8")
@@ -319,7 +319,7 @@ def test_a_broken_promise_fails_by_its_row_with_a_small_input(
 ) -> None:
     assert asked(monkeypatch, "--policy", "promisers:WRONG") == 1
     printed, record = capsys.readouterr().out, certificate()
-    assert verdicts(record) == {**SAID, "higher score never loses": "fail"}
+    assert verdicts(record) == {**MESSAGES, "higher score never loses": "fail"}
     row = record["items"]["higher score never loses"]
     assert row["repeat"] == (
         f"kvspec verify --policy promisers:WRONG --profile few --seed {record['run']['seed']}"

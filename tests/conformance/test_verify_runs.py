@@ -21,7 +21,7 @@ from conformance.verify.request import parsed
 from kvspec.cli.app import verify_here
 from spec.errors import SpecError
 from spec.files import check_results
-from tests.conformance.test_verify import EXCEPTION, RIGHT, WRONG, made
+from tests.conformance.test_verify import EXCEPTION, RIGHT, WRONG, certified
 from tests.engine import forger
 
 pytestmark = pytest.mark.law("figures-are-counted-right")
@@ -352,14 +352,14 @@ def test_a_difference_is_named(change: dict[str, Any], named: str) -> None:
     def merged(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
         return {**a, **{key: merged(a[key], value) if isinstance(value, dict) else value for key, value in b.items()}}
 
-    first = made(RIGHT)
+    first = certified(RIGHT)
     (line,) = certificate.differences(first, merged(first, change))
     assert line.partition(":")[0] == named
 
 
 @pytest.mark.law("an-identity-tells-apart")
 def test_day_machine_and_number_of_examples_are_no_difference() -> None:
-    first = made(RIGHT)
+    first = certified(RIGHT)
     other = {**first, "date": "2000-01-01", "device": {}, "counts": {**first["counts"], "examples": 1}}
     assert certificate.differences(first, other) == []
 
@@ -368,7 +368,7 @@ def test_day_machine_and_number_of_examples_are_no_difference() -> None:
 def test_a_check_repeats_the_run_that_the_certificate_tells_of(tmp_path: Path) -> None:
     (tmp_path / "known.toml").write_text(EXCEPTION, encoding="utf-8")
     options = ["--seed", "7", "--precision", "float64", "--profile", "few", "--as", "knorm"]
-    record = made(RIGHT, "--exceptions", str(tmp_path / "known.toml"), *options)
+    record = certified(RIGHT, "--exceptions", str(tmp_path / "known.toml"), *options)
     asked = parsed(["--check", "c.toml"])
     actual = certificate.repeated(asked, Path("c.toml"), record)
     assert replace(actual, check=None) == parsed(
@@ -379,8 +379,9 @@ def test_a_check_repeats_the_run_that_the_certificate_tells_of(tmp_path: Path) -
 @pytest.mark.law("an-identity-tells-apart")
 def test_other_examples_are_checked_as_well() -> None:
     """A failure only on the new examples is a difference. Fewer failures are no difference."""
-    right, wrong = made(RIGHT, "--seed", "7"), made(WRONG, "--seed", "8")
-    assert certificate.new_failures(right, made(RIGHT, "--seed", "8")) == certificate.new_failures(wrong, right) == []
+    right, wrong = certified(RIGHT, "--seed", "7"), certified(WRONG, "--seed", "8")
+    reseeded = certified(RIGHT, "--seed", "8")
+    assert certificate.new_failures(right, reseeded) == certificate.new_failures(wrong, right) == []
     actual = certificate.new_failures(right, wrong)
     assert [line.partition(" ")[0] for line in actual] == ["DV-COSINE", "DV-GREEDY"]
     assert "b is wrong\nx=0\nrepeat: kvspec verify --backend mine:MINE --seed 8 -- b" in actual[0]
@@ -393,7 +394,7 @@ STRANGER = "sh -c 'touch ran; ./engine'"
 def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Return a function that checks a certificate with a command. No part of the command may be started."""
     def asked(change: dict[str, Any], *words: str) -> int:
-        record = made(RIGHT, "--seed", "7")
+        record = certified(RIGHT, "--seed", "7")
         record["subject"] |= {"kind": "command", "named": STRANGER}
         whole = {name: value for name, value in (record | change).items() if value is not None}
         write(whole, tmp_path / "c.toml")
@@ -418,7 +419,7 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_no_file_beside_a_certificate_runs_before_the_question(
     hostile: Path, capfd: pytest.CaptureFixture[str],
 ) -> None:
-    write(made(RIGHT, "--seed", "7"), hostile / "c.toml")
+    write(certified(RIGHT, "--seed", "7"), hostile / "c.toml")
     assert verify_here(["--check", "c.toml"]) == 2
     assert "this certificate runs code on this machine" in capfd.readouterr().out
     assert not (hostile / "ran").exists()

@@ -25,24 +25,24 @@ HELLO = {
 if __name__ == "__main__":
     changes, *answers = sys.argv[1:]
     hello = json.dumps({"id": 0, "result": {**HELLO, **json.loads(changes)}})
-    for said in [hello, *answers]:
+    for line in [hello, *answers]:
         number = json.loads(sys.stdin.readline())["id"]
-        if said == "die":
+        if line == "die":
             print("a last word", file=sys.stderr)
             sys.exit(7)
-        if said in ("child", "orphan"):
+        if line in ("child", "orphan"):
             subprocess.Popen([sys.executable, "-c", "import time; time.sleep(40)"], start_new_session=True)
-        if said == "orphan":
+        if line == "orphan":
             sys.exit(0)
-        if said in ("hang", "child"):
+        if line in ("hang", "child"):
             time.sleep(1000)
-        if said == "flood":
+        if line == "flood":
             while True:
                 os.write(1, bytes(1 << 20))
-        while said == "complain":
+        while line == "complain":
             os.write(2, b"!" * (1 << 16))
-        if said == "environment":
-            found = [name for name in os.environ if name.startswith(("PYTEST", "KVSPEC", "HYPOTHESIS"))]
-            said = json.dumps({"id": number, "error": " ".join(["it sees", *found])})
-        print(said.replace("%", str(number)), flush=True)
+        if line == "environment":
+            variables = [name for name in os.environ if name.startswith(("PYTEST", "KVSPEC", "HYPOTHESIS"))]
+            line = json.dumps({"id": number, "error": " ".join(["it sees", *variables])})
+        print(line.replace("%", str(number)), flush=True)
     sys.stdin.read()

@@ -210,7 +210,7 @@ def test_a_record_has_its_members(name: str) -> None:
     """Check that a record has the fields that stages read. `records` of a selector is only for reports."""
     kind = CLASSES[name]
     names = [field.name for field in fields(kind)] if is_dataclass(kind) else list(kind._fields)
-    assert list(ops.RECORDS[name]) == [own for own in names if own != "records"]
+    assert list(ops.RECORDS[name]) == [name_of_field for name_of_field in names if name_of_field != "records"]
     for member, text in ops.RECORDS[name].items():
         annotation, wanted = kind.__annotations__[member], ops.array_of(text)
         assert wanted is not None

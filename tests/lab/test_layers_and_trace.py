@@ -11,8 +11,8 @@ pytest.importorskip("typer", reason="has the help of the commands")
 
 from griffe import Docstring
 
-from lab import quick
-from lab.layers import forbidden_imports
+from lab import quick, style
+from lab.layers import PACKAGES, forbidden_imports
 from lab.style import docstrings_in, name_offences, of_markdown, of_options, offences, opener_offences
 from lab.trace import accept, main, read_tree
 
@@ -53,11 +53,11 @@ def write(root: Path, name: str, text: str) -> None:
 def test_each_forbidden_import_and_circle_is_reported(tmp_path: Path) -> None:
     for name, text in {**ALLOWED, **{name: text for name, (text, _) in FORBIDDEN.items()}}.items():
         write(tmp_path, name, text)
-    *imports, modules, rooms = forbidden_imports(tmp_path)
+    *imports, modules, packages = forbidden_imports(tmp_path)
     assert {line.split(":")[0]: line.split(": ", 1)[1] for line in imports} == {
         name: problem for name, (_, problem) in FORBIDDEN.items()
     }
-    assert [modules, rooms] == CIRCLES
+    assert [modules, packages] == CIRCLES
 
 
 FILES = {
@@ -136,3 +136,15 @@ def test_each_broken_rule_of_style_is_reported() -> None:
     names = [one.message.partition(":")[0] for one in name_offences("a.py", code)]
     assert sorted(names) == ["SaidSo", "_made", "found", "room", "told_rows"]
     assert sum(1 for _ in docstrings_in("lab")) > 300
+
+
+def test_the_style_of_every_package_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write a private word as a name, and in a docstring that is not exported, to a file of each package."""
+    monkeypatch.setattr(style, "ROOT", tmp_path)
+    for package in PACKAGES:
+        (tmp_path / package / "part").mkdir(parents=True)
+        (tmp_path / package / "part" / "a.py").write_text('def _f(told):\n    """Return x. It says so."""\n')
+    reported = style.offences_in(style.NAMES)
+    assert sorted(one.source for one in reported) == sorted(f"{package}/part/a.py" for package in PACKAGES)
+    for package in PACKAGES:
+        assert [one.rule for one in style.offences_in(f"docstrings of {package}")] == ["verbs"]

@@ -79,7 +79,7 @@ UNTOLD = {
 """Readings that no vector of a method can reveal. Tests of decoding reveal errors in steps."""
 
 
-def tells(group: Any, test: Any) -> bool:
+def detects(group: Any, test: Any) -> bool:
     try:
         return bool(problems(group, test, ITEMS[group["operation"]], BOUNDED, "float64"))
     except Exception:
@@ -96,7 +96,7 @@ def test_a_vector_tells_each_rejected_reading_of_a_method() -> None:
     for name, mutant in MUTANTS.items():
         if mutant.item in methods and not mutant.beyond and not mutant.edit.of.endswith((".step", ".keep")):
             with replaced(mutant.edit):
-                untold |= set() if any(tells(*one) for one in tests[mutant.item]) else {name}
+                untold |= set() if any(detects(*one) for one in tests[mutant.item]) else {name}
     assert untold == UNTOLD.keys()
 
 

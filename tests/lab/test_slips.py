@@ -102,8 +102,8 @@ def any_of_equals(values: Any, shares: Any, pinned: Any) -> Any:
     return POLICIES.best_tokens(values + tilt, shares, pinned)
 
 
-Told = tuple[Any, str, Wrong, Callable[..., object], tuple[Any, ...]]
-TOLD: Mapping[str, Told] = {
+Slip = tuple[Any, str, Wrong, Callable[..., object], tuple[Any, ...]]
+SLIPS: Mapping[str, Slip] = {
     "members": (
         CRYSTAL, "dissolve", lambda score, trunks, impact, *rest: CRYSTAL.dissolve(
             score, trunks, impact.astype(np.float32).astype(np.float64), *rest
@@ -196,9 +196,9 @@ TOLD: Mapping[str, Told] = {
 
 
 @pytest.mark.law("the-proof-has-teeth")
-@pytest.mark.parametrize("name", TOLD)
+@pytest.mark.parametrize("name", SLIPS)
 def test_the_input_tells(name: str) -> None:
-    stages, stage, wrong, test, arguments = TOLD[name]
+    stages, stage, wrong, test, arguments = SLIPS[name]
     with pytest.raises(AssertionError):
         test(with_stage(stages, **{stage: wrong}), *arguments)
 

@@ -183,12 +183,12 @@ def read_by(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def compiled_reader(folder: Path) -> list[str]:
-    cc = found("cc")
+    cc = locate("cc")
     read_by(cc, "-std=c99", "-Wall", "-Wextra", "-Werror", "-pedantic", "readers/read.c", "-o", "read", cwd=folder)
     return [str(folder / "read")]
 
 
-def found(name: str) -> str:
+def locate(name: str) -> str:
     path = shutil.which(name)
     if path is None:
         pytest.skip(f"{name} is not installed")
@@ -198,7 +198,7 @@ def found(name: str) -> str:
 READERS: dict[str, Callable[[Path], list[str]]] = {
     "read.py": lambda folder: [sys.executable, "-I", "readers/read.py"],
     "read.c": compiled_reader,
-    "read.js": lambda folder: [found("node"), "readers/read.js"],
+    "read.js": lambda folder: [locate("node"), "readers/read.js"],
 }
 
 

@@ -57,7 +57,7 @@ from tests.models_integration.session.sessions import batch, published, read_pro
 pytestmark = pytest.mark.law("as-it-is-described")
 
 
-def made(name: str, budget: float = 20) -> RetentionPolicy:
+def make_policy(name: str, budget: float = 20) -> RetentionPolicy:
     if name == "crystalcache":
         return kvspec.CrystalCache(budget, ENDS, TINY, backend="numpy")
     return kvspec.FullCache() if name == "fullcache" else published(name, build("llama"), budget)
@@ -86,7 +86,7 @@ def test_every_name_is_there_and_none_loads_torch_before_it_is_used() -> None:
 def test_a_description_is_true_of_a_session(name: str) -> None:
     one, model = describe_policy(name), build("llama")
     assert one.keeps
-    policy = made(name)
+    policy = make_policy(name)
     decided = policy.on(model).policy
     with policy(model) as run, torch.no_grad():
         model(input_ids=prompt(64))
@@ -105,7 +105,7 @@ def test_a_description_is_true_of_a_session(name: str) -> None:
             with pytest.raises(SpecError):
                 at_once(model, prompt(12, seed=9), run.cache)
     ids, mask = batch([prompt(40), prompt(64)])
-    with made(name)(model), torch.no_grad():
+    with make_policy(name)(model), torch.no_grad():
         if one.padded_batches:
             model(input_ids=ids, attention_mask=mask)
         else:
@@ -315,9 +315,9 @@ def test_a_policy_by_another_spelling_is_the_policy() -> None:
     assert isinstance(kvspec.policy_from_name("full"), kvspec.FullCache)
     with pytest.raises(SpecError, match=r"W = 8: is the constant W, which is also given"):
         kvspec.policy_from_name("snapkv", 0.3, window=16, W=8)
-    own = kvspec.policy_from_name("curdkv", 0.3, window=7)
-    assert isinstance(own, NamedPolicy)
-    assert own.constants["window"] == 7
+    customised = kvspec.policy_from_name("curdkv", 0.3, window=7)
+    assert isinstance(customised, NamedPolicy)
+    assert customised.constants["window"] == 7
 
 
 @pytest.mark.law("refused-before-anything-changes")
@@ -553,7 +553,7 @@ def test_tables_show_what_is_kept_beside_the_budget() -> None:
 
 
 @pytest.mark.law("as-it-is-described")
-@pytest.mark.parametrize(("name", "budget", "said"), [
+@pytest.mark.parametrize(("name", "budget", "message"), [
     ("snapkv", 30, r"budget=30 is a number of tokens, but snapkv always keeps the last 32 tokens; write budget=0\.3 "),
     ("snapkv", "30", r"budget='30' is a number of tokens"),
     ("kvcrush", 20, r"kvcrush always keeps the last 32 tokens; write budget=0\.2 to keep 20 % of the prompt"),
@@ -562,9 +562,9 @@ def test_tables_show_what_is_kept_beside_the_budget() -> None:
     ("crystalcache", 130, r"crystalcache always keeps the first 4 and the last 128 tokens$"),
     ("snapkv", 1, r"budget=1 keeps one token; write budget=1\.0"),
 ])
-def test_a_number_below_what_is_always_kept_is_warned_of(name: str, budget: int | str, said: str) -> None:
+def test_a_number_below_what_is_always_kept_is_warned_of(name: str, budget: int | str, message: str) -> None:
     model, constants = build("llama"), {"sentence_ends": frozenset({130})} if name == "crystalcache" else {}
-    with pytest.warns(UserWarning, match=said):
+    with pytest.warns(UserWarning, match=message):
         policy_from_name(name, budget, **constants)(model)
 
 

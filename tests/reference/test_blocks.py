@@ -49,8 +49,8 @@ def lists(actual: Selection) -> list[list[int]]:
 def given_rows(values: Matrix, pinned: Matrix) -> list[list[float | None]]:
     """Return scores row by row, with None for protected tokens."""
     return [
-        [None if held else float(x) for x, held in zip(row, own, strict=True)]
-        for row, own in zip(values, pinned, strict=True)
+        [None if held else float(x) for x, held in zip(row, pinned_row, strict=True)]
+        for row, pinned_row in zip(values, pinned, strict=True)
     ]
 
 
@@ -136,10 +136,10 @@ def test_a_turn_goes_on_in_the_text_s_own_blocks(seed: int, B: int) -> None:
     ])
     for host, b in ((policies.knorm(), 2), (policies.adakv(W, KERNEL), 4)):
         policy = policies.in_blocks(host, b)
-        live = [[*own, *range(N, SEEN)] for own in decided(policy, first, B)]
-        for stored, own in zip(live, sets(turned(policy, inputs, live, Budget(count=B))), strict=True):
-            assert {i // b for i in own}.isdisjoint({i // b for i in {*stored} - {*own}})
-            assert {*range(SEEN // b * b, SEEN)} <= {*own} <= {*stored}
+        live = [[*kept, *range(N, SEEN)] for kept in decided(policy, first, B)]
+        for stored, kept in zip(live, sets(turned(policy, inputs, live, Budget(count=B))), strict=True):
+            assert {i // b for i in kept}.isdisjoint({i // b for i in {*stored} - {*kept}})
+            assert {*range(SEEN // b * b, SEEN)} <= {*kept} <= {*stored}
 
 
 @pytest.mark.spec("PO-BLOCKS", "PO-STEP")
@@ -152,9 +152,9 @@ def test_steps_evict_one_block_when_the_next_one_has_no_room() -> None:
     for seed in range(10):
         history = decoded(policy, long(seed), 8)
         for seen, groups in enumerate(history, PROMPT):
-            for own in groups:
-                assert len(own) == 8 if seen % 4 == 0 else len(own) == 4 + seen % 4
-                assert all(4 * (i // 4) + at in own for i in own for at in range(4) if 4 * (i // 4) + at < seen)
+            for kept in groups:
+                assert len(kept) == 8 if seen % 4 == 0 else len(kept) == 4 + seen % 4
+                assert all(4 * (i // 4) + at in kept for i in kept for at in range(4) if 4 * (i // 4) + at < seen)
         assert len(history) == STEPS + 1
 
 
@@ -183,7 +183,7 @@ def test_blocks_are_those_of_brute_force(seed: int, n: int, b: int, B: int, shar
     values[rng.random((4, n)) < rng.choice([0.0, 0.2])] = np.nan
     protected = rng.random(n) < rng.choice([0.0, 0.1])
     rows = given_rows(values, np.broadcast_to(protected, values.shape))
-    expected = [own for layer in (rows[:2], rows[2:]) for own in crushed(layer, b, B, share, anchor)]
+    expected = [kept for layer in (rows[:2], rows[2:]) for kept in crushed(layer, b, B, share, anchor)]
     assert chosen(values, protected, B, b, share, anchor, 2) == expected
 
 
@@ -202,14 +202,14 @@ def test_representatives_among_thousands_of_tokens(heads: int, b: int, n: int, a
     point = {"alternating": np.arange(b) % 2, "mean": words.mean(axis=1) > 0.5, "zeros": 0, "ones": 1}[anchor]
     distances = anchor_distances(values, protected, b, anchor)
     assert distances[: closed // b].tolist() == [int((words[:, at] != point).sum()) for at in range(closed // b)]
-    for row, own in zip(values, chosen(values, protected, n // 3, b, Fraction(1, 2), anchor, heads), strict=True):
+    for row, kept in zip(values, chosen(values, protected, n // 3, b, Fraction(1, 2), anchor, heads), strict=True):
         places = (n // 3 - n % b) // b - (m - closed // b)
         totals = row[:closed].reshape(-1, b).sum(axis=1)
         best = np.argsort(-totals, kind="stable")[: places - places // 2]
         left = np.setdiff1d(np.arange(closed // b), best)
         left = left[np.argsort(distances[left], kind="stable")]
         near = [left[at * len(left) // (places // 2)] for at in range(places // 2)]
-        assert {at // b for at in own if at < closed} == {*best.tolist(), *map(int, near)}
+        assert {at // b for at in kept if at < closed} == {*best.tolist(), *map(int, near)}
 
 
 @pytest.mark.spec("PO-KVCRUSH")

@@ -239,20 +239,20 @@ def test_a_head_that_is_decided_alone_has_its_own_statistics() -> None:
     policy = expected_attention_stats(taken, identity(inputs), 1, 5)
     live = [np.array([0, *range(1 + g, 20)]) for g in range(4)]
     views = [
-        replace(view, q=view.q[g % 2 * 2 :][:2], k=view.k[g % 2 :][:1, own], v=np.asarray(view.v)[g % 2 :][:1, own])
-        for g, own in enumerate(live) for view in (inputs.layers[g // 2],)
+        replace(view, q=view.q[g % 2 * 2 :][:2], k=view.k[g % 2 :][:1, group], v=np.asarray(view.v)[g % 2 :][:1, group])
+        for g, group in enumerate(live) for view in (inputs.layers[g // 2],)
     ]
     sets = [Observation(20, 1, None, {g // 2: view}, first=g) for g, view in enumerate(views)]
     kept = retain_turn(policy, Budget(count=6), live, sets, 2)
-    for g, (own, view) in enumerate(zip(live, views, strict=True)):
+    for g, (group, view) in enumerate(zip(live, views, strict=True)):
         heads, values = slice(g % 2 * 2, g % 2 * 2 + 2), np.asarray(view.v)
         (row,) = gaussian(
             view.k.tolist(), values.tolist(), taken.mean[g // 2, heads].tolist(),
             [*map(products_with, taken.covariance[g // 2, heads].tolist())], 20, inputs.inv_freq.tolist(),
             inputs.factor, view.scaling, 1, 5,
         )
-        best = sorted(range(1, len(own)), key=lambda i: -float(row[i] or 0.0))[:5]
-        assert kept.group(g).tolist() == sorted([0, *own[best].tolist()])
+        best = sorted(range(1, len(group)), key=lambda i: -float(row[i] or 0.0))[:5]
+        assert kept.group(g).tolist() == sorted([0, *group[best].tolist()])
 
 
 @QF
@@ -263,9 +263,9 @@ def test_filters_are_the_main_directions_of_the_queries(seed: int) -> None:
     G = 1 + seed % 3
     q = rng.normal(size=(2 * G, 30, 6)) + 3 * rng.normal(size=(2 * G, 1, 6))
     q[:, :, 1] += 20 * rng.normal(size=(2 * G, 30))  # the longest direction is not that of the mean
-    found, wanted = query_filters(q, 2), np.array([main_direction(head.tolist()) for head in q])
-    for row, own in zip(found, wanted.reshape(2, G, 6).mean(axis=1), strict=True):
-        assert scores_agree(row, own)
+    actual, wanted = query_filters(q, 2), np.array([main_direction(head.tolist()) for head in q])
+    for row, filter_row in zip(actual, wanted.reshape(2, G, 6).mean(axis=1), strict=True):
+        assert scores_agree(row, filter_row)
     for sign in (1.0, -1.0):
         assert (np.einsum("hmd,hd->h", sign * q[::G], query_filters(sign * q[::G], 2)) > 0).all()
 
@@ -283,12 +283,14 @@ def test_a_head_that_is_decided_alone_has_its_own_filter() -> None:
     policy, given = q_filters(calibrated(inputs), identity(inputs)), calibrated(inputs).filters
     assert given is not None
     live = [np.array([g, *range(3 + g, 20)]) for g in range(4)]
-    views = [replace(inputs.layers[g // 2], k=inputs.layers[g // 2].k[g % 2 :][:1, own]) for g, own in enumerate(live)]
+    views = [
+        replace(inputs.layers[g // 2], k=inputs.layers[g // 2].k[g % 2 :][:1, group]) for g, group in enumerate(live)
+    ]
     sets = [Observation(20, 1, None, {g // 2: view}, first=g) for g, view in enumerate(views)]
     kept = retain_turn(policy, Budget(count=6), live, sets, 2)
-    for g, own in enumerate(live):
+    for g, group in enumerate(live):
         scores = views[g].k[0] @ given[g // 2, g % 2]
-        assert kept.group(g).tolist() == sorted(own[np.argsort(-scores, kind="stable")[:6]].tolist())
+        assert kept.group(g).tolist() == sorted(group[np.argsort(-scores, kind="stable")[:6]].tolist())
 
 
 @pytest.mark.parametrize(("name", "method"), [

@@ -188,7 +188,7 @@ def test_every_accepted_cadence_evicts_in_decode_steps() -> None:
             kept = decided(policy, inputs, B)
             exact = required_by(policy.selector)
             assert exact is not None
-            assert not exact.exact or {len(own) for own in kept} == {B}, name
+            assert not exact.exact or {len(positions) for positions in kept} == {B}, name
     assert accepted > 50
 
 

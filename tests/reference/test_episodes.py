@@ -72,10 +72,10 @@ def test_prompts_and_turns_are_those_of_the_oracle(seed: int, m: int, P: int) ->
 def test_shares_are_those_of_the_oracle(eighths: list[int], M: int, power: float) -> None:
     """All weights are exact, because the range of the similarities is made a power of two."""
     similarity = [0.0, 1.0, *(one / 8 for one in eighths)]
-    found = layer_shares(np.array(similarity), M, power)
-    assert found.tolist() == oracle.shares(similarity, M, power)
-    assert found.sum() == M * len(similarity)
-    assert found.min() >= max(1, M // 4)
+    actual = layer_shares(np.array(similarity), M, power)
+    assert actual.tolist() == oracle.shares(similarity, M, power)
+    assert actual.sum() == M * len(similarity)
+    assert actual.min() >= max(1, M // 4)
 
 
 @pytest.mark.spec("PO-EPISODE-LAYERS")

@@ -48,9 +48,9 @@ def near(actual: Cube, wanted: Cube, angles: Matrix, turns: int) -> bool:
 @pytest.mark.spec("IN-SHIFT-ANGLES")
 @pytest.mark.parametrize("style", STYLES)
 @fewer_examples
-@given(made=keys(), a=st.integers(-999, 4096), b=st.integers(-999, 4096))
-def test_two_shifts_are_one(style: str, made: tuple[Cube, Vector], a: int, b: int) -> None:
-    x, theta = made
+@given(inputs=keys(), a=st.integers(-999, 4096), b=st.integers(-999, 4096))
+def test_two_shifts_are_one(style: str, inputs: tuple[Cube, Vector], a: int, b: int) -> None:
+    x, theta = inputs
     n = x.shape[1]
     twice = TURNS[style](TURNS[style](x, shift_angles(n, a, theta)), shift_angles(n, b, theta))
     assert near(twice, TURNS[style](x, shift_angles(n, a + b, theta)), shift_angles(n, abs(a) + abs(b), theta), 3)
@@ -58,9 +58,9 @@ def test_two_shifts_are_one(style: str, made: tuple[Cube, Vector], a: int, b: in
 
 @pytest.mark.parametrize("style", STYLES)
 @fewer_examples
-@given(made=keys(), start=st.integers(1, 4096))
-def test_nothing_keeps_every_bit_and_others_keep_theirs(style: str, made: tuple[Cube, Vector], start: int) -> None:
-    x, theta = made
+@given(inputs=keys(), start=st.integers(1, 4096))
+def test_nothing_keeps_every_bit_and_others_keep_theirs(style: str, inputs: tuple[Cube, Vector], start: int) -> None:
+    x, theta = inputs
     x[..., 0] = -0.0
     n, width = x.shape[1], 2 * len(theta)
     before = bits(x)
@@ -72,12 +72,12 @@ def test_nothing_keeps_every_bit_and_others_keep_theirs(style: str, made: tuple[
 @pytest.mark.spec("IN-REBASE-ANGLES")
 @pytest.mark.parametrize("style", STYLES)
 @fewer_examples
-@given(made=keys(), start=st.integers(-64, 4096), factor=st.sampled_from([1.0, 4.0, 40.0]))
+@given(inputs=keys(), start=st.integers(-64, 4096), factor=st.sampled_from([1.0, 4.0, 40.0]))
 def test_rebasing_is_turning_back_and_turning_again(
-    style: str, made: tuple[Cube, Vector], start: int, factor: float,
+    style: str, inputs: tuple[Cube, Vector], start: int, factor: float,
 ) -> None:
     """A key at position t with the archive's frequencies becomes the live session's key at start + t."""
-    x, archived = made
+    x, archived = inputs
     live, at = archived / factor, np.arange(x.shape[1], dtype=np.float64)[:, None]
     stored = TURNS[style](x, at * archived)
     actual = TURNS[style](stored, rebase_angles(x.shape[1], start, archived, live))

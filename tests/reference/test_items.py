@@ -43,7 +43,7 @@ def of(parameters: st.SearchStrategy[CrystalCacheParameters] | None = None, **in
     return st.tuples(st.fixed_dictionaries(inputs), st.just(PAPER) if parameters is None else parameters)
 
 
-def made(make: Any, p: CrystalCacheParameters = PAPER, **inputs: Any) -> st.SearchStrategy[Given]:
+def built(make: Any, p: CrystalCacheParameters = PAPER, **inputs: Any) -> st.SearchStrategy[Given]:
     """Return a strategy for inputs that a function computes from drawn values."""
     return st.tuples(st.builds(make, **inputs), st.just(p))
 
@@ -149,7 +149,7 @@ def with_memories(seed: int, n: int) -> dict[str, Any]:
     return {**unit_keys(seed, n, 1, 1), "mu": [[0.0, 2.0**-16 * (1 + seed % 2), 0.0, 0.0], *memory[1:]]}
 
 
-memories = made(unit_keys, seed=seeds, n=lengths, W=st.integers(1, 9), b=st.integers(1, 9))
+memories = built(unit_keys, seed=seeds, n=lengths, W=st.integers(1, 9), b=st.integers(1, 9))
 
 
 @st.composite
@@ -198,7 +198,7 @@ CASES = [
         n=st.integers(1, 200_000),
         budget=st.one_of(st.integers(1, 200_000), st.integers(1, 100).map(lambda percent: percent / 100)),
     )),
-    Case("CC-CUT", made(
+    Case("CC-CUT", built(
         lambda trunks, B: {"sizes": [size for size, _ in trunks], "protected": [shut for _, shut in trunks], "B": B},
         trunks=st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=10), B=st.integers(0, 60),
     )),
@@ -209,16 +209,16 @@ CASES = [
     Case("CC-TIER-COUNT", of(
         sizes=trunk_sizes, t=st.integers(-13, 13), N_min=st.sampled_from([3, 0, 1, 2, 4, 12]),
     )),
-    *(Case(item, made(
+    *(Case(item, built(
         lambda rows: {"S": [S for S, _ in rows], "U": [U for _, U in rows]}, p,
         rows=st.lists(st.tuples(st.floats(PAPER.M_min, PAPER.M_max), st.floats(0.05, 0.6)), min_size=1, max_size=16),
     )) for item, p in {"CC-IMPACT": PAPER, "CC-UNIT-IMPACT": replace(PAPER, impact="unit")}.items()),
-    Case("CC-SEEN-COUNT", made(
+    Case("CC-SEEN-COUNT", built(
         seen, before=st.lists(st.integers(0, 12), max_size=24),
         new=st.lists(st.integers(0, 12), min_size=1, max_size=6),
     )),
     Case("CC-ETA", of(inverse_norms=st.integers(0, 8).flatmap(inverse_norms).map(plain))),
-    Case("CC-RENEWAL", made(
+    Case("CC-RENEWAL", built(
         lambda rows, share: {"D": [D for D, _ in rows], "active": [on for _, on in rows], "renewal": share},
         rows=st.lists(st.tuples(st.floats(0, 1), st.booleans()), min_size=1, max_size=8), share=st.floats(0, 1),
     )),
@@ -232,14 +232,14 @@ CASES = [
     Case("PO-POOL", of(
         row=st.lists(st.integers(-8, 8).map(float), max_size=12), kernel=st.sampled_from([1, 3, 5, 7, 9]),
     )),
-    Case("PO-PYRAMID-BUDGET", made(
+    Case("PO-PYRAMID-BUDGET", built(
         lambda L, n, W, B, beta: {"L": L, "n": n, "W": min(W, n), "B": max(B, W), "beta": beta},
         L=st.integers(1, 40), n=st.integers(1, 400), W=st.integers(1, 20), B=st.integers(1, 420),
         beta=st.integers(1, 30),
     )),
     Case("PO-TOP-UNITS", scored()),
     Case("PO-FILL-UNITS", scored(c=st.integers(1, 5))),
-    Case("PO-WHOLE-SHARES", made(
+    Case("PO-WHOLE-SHARES", built(
         targets, parts=st.lists(st.integers(0, 40), min_size=1, max_size=8), divisor=st.integers(1, 7),
     )),
     Case("PO-ADAPTIVE-BUDGET", scored(safeguard=safeguards)),
@@ -260,27 +260,27 @@ CASES = [
         token_ids=st.integers(1, 40).map(lambda n: [*range(100, 100 + n)]), template=st.just(TEMPLATE),
         N_sink=st.integers(0, 5), N_recent=st.integers(0, 5), chunk=st.integers(1, 12), overlap=st.integers(0, 12),
     )),
-    Case("PO-HEAD-SCORES", made(head_scores, seed=seeds, contexts=st.integers(1, 4), heads=st.integers(1, 6))),
-    Case("PO-FULL-HEADS", made(
+    Case("PO-HEAD-SCORES", built(head_scores, seed=seeds, contexts=st.integers(1, 4), heads=st.integers(1, 6))),
+    Case("PO-FULL-HEADS", built(
         lambda scores, n, window, extra: {"head_scores": scores, "n": n, "window": window, "B": window + extra},
         scores=st.lists(st.integers(0, 2).map(float), min_size=1, max_size=8), n=st.integers(1, 30),
         window=st.integers(0, 12), extra=st.integers(0, 25),
     )),
     Case("DV-COSINE", of(u=rows)),
-    Case("DV-SIGNATURE", made(
+    Case("DV-SIGNATURE", built(
         lambda seed, mode: {"values": [np.asarray(x.v).tolist() for x in drawn(seed).layers], "mode": mode},
         seed=seeds, mode=st.sampled_from(["flat", "layer", "head"]),
     )),
-    Case("DV-SCHEDULE", made(tilted, B=st.integers(2, 200), rounds=st.integers(2, 30), share=st.floats(-1, 1))),
-    Case("TA-SCORE", made(turned_back, seed=seeds, later=st.integers(0, 50))),
+    Case("DV-SCHEDULE", built(tilted, B=st.integers(2, 200), rounds=st.integers(2, 30), share=st.floats(-1, 1))),
+    Case("TA-SCORE", built(turned_back, seed=seeds, later=st.integers(0, 50))),
     Case("NK-STABLE", memories),
     Case("NK-EPISODIC", memories),
     Case("NK-CURRENT", memories),
-    Case("NK-ANOMALY", made(with_memories, seed=seeds, n=lengths)),
+    Case("NK-ANOMALY", built(with_memories, seed=seeds, n=lengths)),
     Case("IN-SCALE", of(
         x=tensors().map(plain), scheme=st.sampled_from(sorted(SCHEMES)), bits=st.sampled_from([2, 4, 8]),
     )),
-    Case("IN-CODES", made(stepped, x=tensors(), bits=st.sampled_from([2, 4, 8]))),
+    Case("IN-CODES", built(stepped, x=tensors(), bits=st.sampled_from([2, 4, 8]))),
     Case("IN-ARMS", of(arm=st.sampled_from(sorted(HALVES)), layers=st.integers(1, 9), tokens=st.integers(0, 20))),
     Case("IN-WRAP", of(
         form=st.sampled_from(sorted(FORMS)), chunk=st.lists(st.integers(20, 99), min_size=1, max_size=9),
@@ -290,11 +290,11 @@ CASES = [
         ids=st.lists(st.integers(0, 5), max_size=40), size=st.integers(1, 9),
         ends=st.lists(st.integers(0, 5), max_size=2, unique=True),
     )),
-    Case("IN-HALF-SPLIT", made(turned, given=keys(), start=starts)),
-    Case("IN-INTERLEAVED", made(turned, given=keys(), start=starts)),
-    Case("IN-SHIFT-ANGLES", made(moved, given=keys(), start=starts)),
-    Case("IN-REBASE-ANGLES", made(moved, given=keys(), start=starts)),
-    Case("IN-PLACES", made(
+    Case("IN-HALF-SPLIT", built(turned, given=keys(), start=starts)),
+    Case("IN-INTERLEAVED", built(turned, given=keys(), start=starts)),
+    Case("IN-SHIFT-ANGLES", built(moved, given=keys(), start=starts)),
+    Case("IN-REBASE-ANGLES", built(moved, given=keys(), start=starts)),
+    Case("IN-PLACES", built(
         lambda n, hidden, start, kept: {
             "n": n, "hidden": hidden % n, "start": start, "kept": sorted(at for at in kept if at < n),
         },
@@ -305,34 +305,34 @@ CASES = [
         wrapped=st.lists(tokens, max_size=3),
     )),
     Case("POS-KEPT", of(kept=kept_sets(12), seen=st.integers(13, 40))),
-    Case("POS-RENUMBERED", made(
+    Case("POS-RENUMBERED", built(
         lambda kept, seen, share: {"kept": kept, "seen": seen, "base": share * (seen - max(map(len, kept))) // 8},
         kept=kept_sets(12), seen=st.integers(13, 40), share=st.integers(0, 8),
     )),
-    Case("POS-BASE", made(
-        lambda base, more, longest, tokens, room: {
+    Case("POS-BASE", built(
+        lambda base, more, longest, tokens, space: {
             "seen": base + longest + more, "base": base, "longest": longest, "tokens": tokens,
-            "limit": longest + tokens + room,
+            "limit": longest + tokens + space,
         },
         base=st.integers(0, 90), more=st.integers(0, 9), longest=st.integers(0, 20), tokens=st.integers(1, 9),
-        room=st.integers(0, 9),
+        space=st.integers(0, 9),
     )),
-    Case("POS-TURN", made(
+    Case("POS-TURN", built(
         renumbered, given=keys(), start=starts, style=st.sampled_from(["half_split", "interleaved"]),
     )),
     Case("IN-LEGOLINK", of(
         start=st.integers(0, 20), lengths=st.lists(st.integers(1, 6), max_size=4), k=st.integers(0, 7),
     )),
-    Case("IN-CACHEBLEND", made(
+    Case("IN-CACHEBLEND", built(
         deviating, seed=st.integers(0, 99), n=st.integers(1, 9), heads=st.integers(1, 2),
         r=st.sampled_from([0.0, 0.1, 0.25, 0.3, 0.5, 0.7, 1.0]),
     )),
     Case("IN-ENTROPY", of(weights=attentions().map(plain))),
-    Case("IN-SINK-MASS", made(
+    Case("IN-SINK-MASS", built(
         lambda weights, at: {"weights": weights.tolist(), "positions": sorted(at)[: weights.shape[2]], "sinks": 4},
         weights=attentions(), at=st.sets(st.integers(0, 12), min_size=8),
     )),
-    Case("IN-KEY-COSINE", made(
+    Case("IN-KEY-COSINE", built(
         alike, seed=seeds, d=st.integers(4, 6), start=st.integers(0, 3000),
         style=st.sampled_from(["half_split", "interleaved"]),
     )),
@@ -340,13 +340,13 @@ CASES = [
     Case("IN-MCNEMAR", st.one_of(
         of(b=st.integers(0, 40), c=st.integers(0, 40)), of(b=st.just(350), c=st.integers(100, 400)),
     )),
-    Case("IN-WILSON", made(
+    Case("IN-WILSON", built(
         lambda n, share, confidence: {"n": n, "correct": round(share * n), "confidence": confidence},
         n=st.integers(1, 500), share=st.floats(0, 1), confidence=st.sampled_from([0.5, 0.9, 0.95, 0.99]),
     )),
     Case("IN-BOOTSTRAP", clustered(clusters=False)),
     Case("IN-CLUSTER-BOOTSTRAP", clustered(clusters=True)),
-    Case("IN-POWER", made(
+    Case("IN-POWER", built(
         lambda n, halves, wins, alpha: {
             "n": n, "discordance": halves / 4, "difference": halves * wins / 16, "alpha": alpha,
         },

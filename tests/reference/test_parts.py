@@ -195,20 +195,20 @@ _scores = st.lists(st.integers(-6, 9).map(float), min_size=1, max_size=24)
 def test_choices_are_those_of_the_oracle(row: list[float], seed: int, c: int, gate: int, more: int) -> None:
     protected = np.random.default_rng(seed).random(len(row)) < 0.2
     B = int(protected.sum()) + more
-    found = best_chunks(np.array(row), B, protected, c, min(gate, c - 1)).tolist()
-    assert found == chunk_sets(
+    actual = best_chunks(np.array(row), B, protected, c, min(gate, c - 1)).tolist()
+    assert actual == chunk_sets(
         [None if pin else x for x, pin in zip(row, protected, strict=True)], B, c, min(gate, c - 1))
-    assert len(found) == min(B, len(row))
+    assert len(actual) == min(B, len(row))
 
 
 @pytest.mark.spec("PO-CHUNKS")
 @fewer_examples
 @given(_scores)
 def test_the_entropy_is_between_a_single_token_and_equal_tokens(row: list[float]) -> None:
-    found = chunk_entropy(np.array(row))
-    assert close("PO-CHUNKS", [found], [entropy(row)])
-    assert 0 <= found <= 1
-    assert found == chunk_entropy(np.array(row[::-1]))
+    actual = chunk_entropy(np.array(row))
+    assert close("PO-CHUNKS", [actual], [entropy(row)])
+    assert 0 <= actual <= 1
+    assert actual == chunk_entropy(np.array(row[::-1]))
 
 
 @pytest.mark.spec("PO-CHUNKS")
@@ -262,8 +262,8 @@ def test_a_piece_keeps_what_it_keeps_as_a_whole_prompt(text: str) -> None:
     for seed in range(4):
         inputs = drawn(seed, 24, 2, (2, 2))
         wanted = [decided(whole, piece(inputs, at, at + 8), 5) for at in (0, 8, 16)]
-        found = decided(pieces, inputs, 15)
-        assert found == [
+        actual = decided(pieces, inputs, 15)
+        assert actual == [
             [8 * at + i for at, kept in enumerate(parts) for i in kept] for parts in zip(*wanted, strict=True)
         ]
 
@@ -315,10 +315,10 @@ def test_shares_are_those_of_the_oracle(
     L, words = len(weights), [str(w) for w in weights for _ in range(heads if per_head else 1)]
     scores = Scores(np.zeros((L * heads, 1)), np.array([0, n]), heads=heads)
     total, W = max(B, W) * L * heads, min(W, n)
-    found = Table(W, "_".join(words))(total, scores)
-    assert found.tolist() == table_shares("_".join(words), total, W, L, heads, n)
-    assert found.sum() == min(total, n * L * heads)
-    assert W <= found.min() <= found.max() <= n
+    actual = Table(W, "_".join(words))(total, scores)
+    assert actual.tolist() == table_shares("_".join(words), total, W, L, heads, n)
+    assert actual.sum() == min(total, n * L * heads)
+    assert W <= actual.min() <= actual.max() <= n
 
 
 @pytest.mark.spec("PO-TABLE-BUDGET")
@@ -344,9 +344,9 @@ def test_lazy_layers_are_those_of_the_brute_force(threshold: float) -> None:
     for seed in range(8):
         inputs = drawn(seed, 8 + seed, 3, (1 + seed % 2, 1 + seed // 2 % 2))
         for B in (6, inputs.n):
-            found = decided(simlayerkv(threshold, 1, 3), inputs, B)
-            assert [sorted(own) for own in found] == brute.kept(inputs, B, threshold, 1, 3)
-        lazy += sum(len(own) == 4 for own in found)
+            actual = decided(simlayerkv(threshold, 1, 3), inputs, B)
+            assert [sorted(positions) for positions in actual] == brute.kept(inputs, B, threshold, 1, 3)
+        lazy += sum(len(positions) == 4 for positions in actual)
     assert (lazy > 0) == (threshold < 1)
 
 

@@ -159,7 +159,7 @@ def test_kept_sets_are_those_of_brute_force():
         case, inputs = CASES["loudkeys"], drawn(seed)
         assert decided(case.policy(inputs), inputs, 1 + seed) == case.expected(inputs, 1 + seed)
 '''
-FOUND = '''
+DISCOVERY = '''
 import runpy, sys
 import conformance.methods, reference.policies, spec.promises
 from pathlib import Path
@@ -228,7 +228,7 @@ def tree(tmp_path: Path) -> Path:
 @pytest.mark.law("as-it-is-described")
 def test_its_name_promises_cases_and_vectors_are_found(tree: Path) -> None:
     served = find_spec("transformers") is not None
-    command = [sys.executable, "-c", FOUND, str(tree), *["policies"] * served]
+    command = [sys.executable, "-c", DISCOVERY, str(tree), *["policies"] * served]
     completed = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
     assert completed.returncode == 0, completed.stderr
     assert ("\nloudkeys" in completed.stdout) is served

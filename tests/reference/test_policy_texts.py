@@ -44,7 +44,7 @@ def data(name: str) -> dict[str, Any]:
     return model_constants(name, INPUTS)
 
 
-def made(name: str, **constants: Any) -> Policy:
+def with_data(name: str, **constants: Any) -> Policy:
     return make_policy(name, data(name) | constants)
 
 
@@ -54,7 +54,7 @@ def from_text(text: str, name: str) -> Policy:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_text_of_a_name_makes_the_record_of_the_name(name: str) -> None:
-    policy = made(name)
+    policy = with_data(name)
     text = text_of(policy, data(name))
     again = from_text(text, name)
     for one in fields(Policy):
@@ -65,10 +65,10 @@ def test_the_text_of_a_name_makes_the_record_of_the_name(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in BY_NAME])
 def test_constants_of_a_name_are_in_its_text(name: str) -> None:
-    own = {key: SMALL[key] for key in SMALL.keys() & POLICIES[name.removeprefix("diverse-")].constants}
+    options = {key: SMALL[key] for key in SMALL.keys() & POLICIES[name.removeprefix("diverse-")].constants}
     if "parameters" in POLICIES[name.removeprefix("diverse-")].constants:
-        own = {"N_sink": 3, "alpha_s": Fraction(1, 3)} if name.endswith("nestedkv") else {}
-    policy = made(name, **own)
+        options = {"N_sink": 3, "alpha_s": Fraction(1, 3)} if name.endswith("nestedkv") else {}
+    policy = with_data(name, **options)
     again = from_text(text_of(policy, data(name)), name)
     assert equal_parts(again, policy)
     assert decided(again, INPUTS, 40) == decided(policy, INPUTS, 40)
@@ -78,7 +78,7 @@ def test_constants_of_a_name_are_in_its_text(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["snapkv", "adakv", "h2o", "pyramidkv", "triattention", "vatp", "criticalkv"])
 def test_blocks_of_a_name_are_in_its_text(name: str) -> None:
-    policy = made(name, block=4)
+    policy = with_data(name, block=4)
     text = text_of(policy, data(name))
     assert text.endswith("/block=4")
     assert equal_parts(replace(from_text(text, name), promises=policy.promises), policy)
@@ -114,7 +114,7 @@ def test_values_with_a_name_of_several_words_or_a_list_have_a_text(text: str, ag
     name = names.home_of(names.check_name(text))
     policy = from_text(text, name)
     written = text_of(policy, data(name))
-    assert equal_parts(policy, made(name)) is (again == name)
+    assert equal_parts(policy, with_data(name)) is (again == name)
     assert again in (None, written)
     assert equal_parts(from_text(written, name), policy)
 
@@ -123,7 +123,7 @@ def test_a_score_with_a_window_keeps_its_queries_between_decode_steps() -> None:
     policy = from_text("snapkv:W=5/every=4", "snapkv")
     assert isinstance(policy.scorer, QueryCache)
     assert policy.scorer.W == 5
-    host = made("snapkv", W=5).scorer
+    host = with_data("snapkv", W=5).scorer
     assert isinstance(host, LayerScorer)
     assert equal_parts(policy.scorer.score, host.score)
 
@@ -248,7 +248,7 @@ def test_a_constant_beside_a_text_is_not_replaced_by_a_part() -> None:
 
 
 def test_rules_are_joined_once() -> None:
-    assert made("snapkv").budgets is even
+    assert with_data("snapkv").budgets is even
     both = from_text("adakv:W=5/layers=pyramid", "adakv").budgets
     assert both == LayersThenHeads(Pyramid(5, 20), Adaptive(Fraction(1, 5)))
     assert from_text("adakv:W=5/heads=even", "adakv").budgets is even
@@ -257,10 +257,10 @@ def test_rules_are_joined_once() -> None:
 
 def test_a_policy_of_a_user_has_no_text() -> None:
     score = names.make_policy("knorm", {}).scorer
-    own = replace(made("knorm"), scorer=replace(score, score=lambda view: view.k[:, :, 0]))  # type: ignore[type-var]
-    assert find_name(own) is None
+    changed = replace(with_data("knorm"), scorer=replace(score, score=lambda view: view.k[:, :, 0]))  # type: ignore[type-var]
+    assert find_name(changed) is None
     with pytest.raises(SpecError, match="only scorers of named policies have a text"):
-        text_of(own)
+        text_of(changed)
 
 
 @pytest.mark.parametrize("text", ["snapkv/layers=global", "keydiff/recent=4/every=8", "snapkv/diverse=0.5/every=4"])
@@ -268,11 +268,11 @@ def test_the_name_of_a_policy_is_found_among_policies_with_the_same_kind_of_scor
     text: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Check that one call creates few policies. Creating all 65 policies with all constants took 0.2 s."""
-    policy, made_records = make_policy(text, {}), list[Policy]()
+    policy, records = make_policy(text, {}), list[Policy]()
     find_name(policy)  # the kinds of the scorers of all names are computed once
-    monkeypatch.setattr("spec.policy.check_parts", made_records.append)
+    monkeypatch.setattr("spec.policy.check_parts", records.append)
     assert find_name(policy) is None
-    assert 0 < len(made_records) <= 40
+    assert 0 < len(records) <= 40
 
 
 @pytest.mark.parametrize(("text", "shown"), [

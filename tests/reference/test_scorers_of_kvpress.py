@@ -35,22 +35,24 @@ def test_kept_sets_are_those_of_the_brute_force(brute: Brute, kind: str) -> None
     for seed in range(6):
         inputs = altered(drawn(seed, 3 + 5 * seed, 1 + seed % 2, (1 + seed % 2, 1 + seed // 2 % 2)), kind, seed)
         B = max(1, brute.floor) + seed
-        found, wanted = decided(brute.policy(inputs), inputs, B), brute.expected(inputs, B)
+        actual, wanted = decided(brute.policy(inputs), inputs, B), brute.expected(inputs, B)
         if kind == "normal" or brute.name == "random-tokens":  # other equal scores tie up to rounding
-            assert all(fits(*pair) for pair in zip(found, wanted, strict=True)), (seed, found, wanted)
-        assert [len(own) for own in found] == [min(B, inputs.n)] * len(found)
+            assert all(fits(*pair) for pair in zip(actual, wanted, strict=True)), (seed, actual, wanted)
+        assert [len(kept) for kept in actual] == [min(B, inputs.n)] * len(actual)
 
 
 @pytest.mark.spec("PO-RANDOM")
 def test_a_token_has_the_same_number_in_each_turn() -> None:
     inputs, policy = drawn(1, 20, 2, (2, 1)), random_tokens(3)
     live = [np.array([g, *range(3 + g, 20)]) for g in range(4)]
-    views = [replace(inputs.layers[g // 2], k=inputs.layers[g // 2].k[g % 2 :][:1, own]) for g, own in enumerate(live)]
+    views = [
+        replace(inputs.layers[g // 2], k=inputs.layers[g // 2].k[g % 2 :][:1, group]) for g, group in enumerate(live)
+    ]
     sets = [Observation(20, 1, None, {g // 2: view}, first=g) for g, view in enumerate(views)]
     kept = retain_turn(policy, Budget(count=6), live, sets, 2)
-    for g, own in enumerate(live):
+    for g, group in enumerate(live):
         numbers = uniforms(3, g, 0, 20)
-        assert kept.group(g).tolist() == sorted(sorted(own.tolist(), key=lambda at: -numbers[at])[:6])
+        assert kept.group(g).tolist() == sorted(sorted(group.tolist(), key=lambda at: -numbers[at])[:6])
     for seed in (-1, 2**64):
         with pytest.raises(SpecError, match=rf"seed = {seed}: must lie in \[0, 2\^64\)"):
             random_tokens(seed)

@@ -273,13 +273,11 @@ def test_a_separable_score_serves_sets_that_store_other_tokens() -> None:
     policy = policy_from_score(value_norms, separable=True)
     v = np.asarray(INPUTS.layers[0].v)
     live = [np.array([0, 2, 3, 5, 13]), np.array([1, 2, 13])]
-    shown = [
-        Observation(14, 1, None, {0: replace(INPUTS.layers[0], k=v[head : head + 1, own], v=v[head : head + 1, own])})
-        for head, own in enumerate(live)
-    ]
+    values = [v[head : head + 1, group] for head, group in enumerate(live)]
+    shown = [Observation(14, 1, None, {0: replace(INPUTS.layers[0], k=one, v=one)}) for one in values]
     kept = policies.retain_turn(policy, Budget(count=2), live, shown, 2)
-    for head, own in enumerate(live):
-        best = sorted(own, key=lambda at: -np.linalg.norm(v[head, at]))[:2]
+    for head, group in enumerate(live):
+        best = sorted(group, key=lambda at: -np.linalg.norm(v[head, at]))[:2]
         assert kept.group(head).tolist() == sorted(best)
     assert policy_from_score(value_norms).scorer.separable is False  # type: ignore[attr-defined]
 

@@ -131,4 +131,4 @@ def test_a_prompt_on_top_of_the_budget_is_a_reading(one: Brute) -> None:
     theirs, ours = (decided(one.policy(inputs, {"pin_prompt": 3}), inputs, B) for B in (7, 4))
     assert theirs == one.kept(inputs, 4, pin_prompt=3, prompt="on top")
     assert ours == one.kept(inputs, 4, pin_prompt=3)
-    assert [(own[:3], len(own)) for own in theirs] == [([0, 1, 2], 7)] * len(theirs)
+    assert [(positions[:3], len(positions)) for positions in theirs] == [([0, 1, 2], 7)] * len(theirs)

@@ -48,9 +48,9 @@ few = settings(max_examples=30)
 
 def rows_of(inputs: Inputs, live: Live, score: Callable[[oracle.Layer], oracle.Score]) -> list[oracle.Score]:
     actual = []
-    for g, own in enumerate(live):
+    for g, kept in enumerate(live):
         at, head = divmod(g, inputs.H_kv)
-        actual.append(score(one_head(plain(inputs.layers[at]), head, own, SEEN)))
+        actual.append(score(one_head(plain(inputs.layers[at]), head, kept, SEEN)))
     return actual
 
 
@@ -72,8 +72,8 @@ def brute_force(name: str, inputs: Inputs, live: Live, B: int) -> Live:
             share for layer in (filled[:2], filled[2:]) for share in oracle.adaptive_shares(layer, B, Fraction(1, 5))
         ]
     return [
-        [own[at] for at in oracle.top(row, min(share, len(own)))]
-        for own, row, share in zip(live, rows, shares, strict=True)
+        [kept[at] for at in oracle.top(row, min(share, len(kept)))]
+        for kept, row, share in zip(live, rows, shares, strict=True)
     ]
 
 
@@ -106,7 +106,7 @@ def test_the_budget_counts_all_tokens_seen() -> None:
     """Half of 14 is 7. Half of the 8 stored tokens is not the budget."""
     inputs = drawn(1, n=SEEN, L=1, heads=(2, 1))
     live = [list(range(N - W, SEEN))] * 2
-    assert [len(own) for own in sets(turned(policies.knorm(), inputs, live, parse_budget(0.5)))] == [7, 7]
+    assert [len(kept) for kept in sets(turned(policies.knorm(), inputs, live, parse_budget(0.5)))] == [7, 7]
 
 
 @pytest.mark.spec("PO-TURN")
@@ -131,11 +131,11 @@ def test_sets_with_other_numbers_of_protected_tokens_are_refused() -> None:
 @pytest.mark.spec("PO-TURN")
 def test_one_observation_stands_for_sets_that_store_the_same() -> None:
     inputs = drawn(4, n=SEEN, L=2, heads=(2, 2))
-    (own,) = stored(4, 1)
+    (kept,) = stored(4, 1)
     policy = policies.snapkv(W, KERNEL)
-    view = shown(policy, inputs, [own] * 4, SEEN, SEEN - W)
-    together = policies.retain_turn(policy, Budget(count=6), [np.array(own)] * 4, [view])
-    assert sets(together) == sets(turned(policy, inputs, [own] * 4, Budget(count=6)))
+    view = shown(policy, inputs, [kept] * 4, SEEN, SEEN - W)
+    together = policies.retain_turn(policy, Budget(count=6), [np.array(kept)] * 4, [view])
+    assert sets(together) == sets(turned(policy, inputs, [kept] * 4, Budget(count=6)))
 
 
 @pytest.mark.spec("PO-TURN", "PO-H2O")
@@ -172,15 +172,15 @@ def test_a_turn_ends_in_a_decision_whatever_the_cadence() -> None:
     assert len(actual.positions) == after.live.shape[1] == 4
 
 
-def own_view(policy: Policy, inputs: Inputs, g: int) -> Observation:
+def head_view(policy: Policy, inputs: Inputs, g: int) -> Observation:
     """Return the observation of the g-th kept set, as if its layer or KV head were the only one."""
     seen = observation(policy, inputs)
     by_head = policy.granularity is Granularity.HEAD
     at, head = divmod(g, inputs.H_kv if by_head else 1)
     view = seen.layers[at]
     if by_head:
-        G, own = len(view.q) // len(view.k), slice(head, head + 1)
-        q, k, v = view.q[head * G : (head + 1) * G], view.k[own], np.asarray(view.v)[own]
+        G, rows = len(view.q) // len(view.k), slice(head, head + 1)
+        q, k, v = view.q[head * G : (head + 1) * G], view.k[rows], np.asarray(view.v)[rows]
         view = LayerView(q, k, v, view.scaling, view.softcap)
     return Observation(seen.seen, 1, None, {at: view})
 
@@ -191,7 +191,7 @@ def scores_itself(policy: Policy, inputs: Inputs) -> bool:
     together = policy.scorer(replace(observation(policy, inputs), B=6), protected)
     for g, row in enumerate(together.values):
         try:
-            alone = policy.scorer(replace(own_view(policy, inputs, g), B=6, first=g), protected)
+            alone = policy.scorer(replace(head_view(policy, inputs, g), B=6, first=g), protected)
         except SpecError:
             return False
         pairs = [(alone.values[0], row)]
@@ -203,8 +203,8 @@ def scores_itself(policy: Policy, inputs: Inputs) -> bool:
         if not all(tolerances.scores_agree(mine, theirs.tolist()) for mine, theirs in pairs):
             return False
         if together.signatures is not None and alone.signatures is not None:
-            own = together.signatures[g // (len(together.values) // len(together.signatures))]
-            if not tolerances.scores_agree(alone.signatures[0].ravel(), own.ravel().tolist()):
+            signatures = together.signatures[g // (len(together.values) // len(together.signatures))]
+            if not tolerances.scores_agree(alone.signatures[0].ravel(), signatures.ravel().tolist()):
                 return False
     return True
 
@@ -258,5 +258,5 @@ def test_a_text_that_is_only_read_is_part_of_the_next_turn_s_sums(seed: int, B: 
     inputs = drawn(seed, n=SEEN, L=1, heads=(2, 2))
     before, _, together = after_records(policies.h2o(), inputs, Budget(count=B))
     read, after = after_reading(policies.h2o(), inputs, Budget(count=B))
-    assert read == [[*own, *range(N, N + READ)] for own in before]
+    assert read == [[*kept, *range(N, N + READ)] for kept in before]
     assert after == together

@@ -169,10 +169,10 @@ def test_the_rows_hold_the_items_that_a_backend_must_serve() -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_vectors_of_a_stage_check_items_of_its_row(stage: str) -> None:
     """A vector may check fewer items, or the entry points that the stage composes (prefill, decode_step, extend)."""
-    own = [items for (_, name), items in families().items() if name == stage]
+    listed = [items for (_, name), items in families().items() if name == stage]
     if stage not in ("prefill", "decode_step", "extend"):
-        assert set(OPERATIONS[stage].items) <= {item for items in own for item in items}
-        assert own
+        assert set(OPERATIONS[stage].items) <= {item for items in listed for item in items}
+        assert listed
 
 
 def test_optional_forms_say_who_must_serve_them() -> None:

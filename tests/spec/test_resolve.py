@@ -157,7 +157,7 @@ def test_of_a_few_names_all_are_listed() -> None:
         check_choices("task", ("x",), ("needle", "delayed"))
 
 
-OWN_MODULE = """
+USER_MODULE = """
 from reference.policies import knorm, snapkv
 MINE = knorm()
 NUMBER = 3
@@ -175,7 +175,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
-    (work / "users_own.py").write_text(OWN_MODULE, encoding="utf-8")
+    (work / "users_own.py").write_text(USER_MODULE, encoding="utf-8")
     for name in ("users_own", "wrong", "many"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return work
@@ -212,7 +212,7 @@ def test_an_attribute_is_not_searched_among_entry_points(monkeypatch: pytest.Mon
 def test_a_digest_is_of_the_code_that_runs(here: Path) -> None:
     """Check that results keep their name if the file of their code changes while the code runs."""
     first = user_policy("users_own:MINE").digest
-    (here / "users_own.py").write_text(OWN_MODULE + "\n# later, and longer\n", encoding="utf-8")
+    (here / "users_own.py").write_text(USER_MODULE + "\n# later, and longer\n", encoding="utf-8")
     assert user_policy("users_own:MINE").digest == user_policy("theirs").digest == first
     del sys.modules["users_own"]
     assert user_policy("users_own:MINE").digest != first
@@ -250,7 +250,7 @@ def test_what_is_no_policy_is_one_line(name: str, words: str, here: Path) -> Non
 @pytest.mark.spec("PO-RETAIN")
 def test_a_file_of_the_folder_hides_no_module(here: Path) -> None:
     """A module of the folder imports an installed module, and the folder has a file with the same name."""
-    (here / "users_own.py").write_text(f"import this_or_that\n{OWN_MODULE}", encoding="utf-8")
+    (here / "users_own.py").write_text(f"import this_or_that\n{USER_MODULE}", encoding="utf-8")
     for folder, text in ((here.parent / "site", "SAFE = 1"), (here, "raise RuntimeError('the file ran')")):
         (folder / "this_or_that.py").write_text(text, encoding="utf-8")
     assert user_policy("users_own:MINE").value is sys.modules["users_own"].MINE

@@ -179,13 +179,13 @@ def test_inputs_are_valid(name: tuple[str, int]) -> None:
     inputs = expanded(decoded(LARGE[name]["inputs"]))
     for side in {"intra", "cross"} & inputs.keys():
         index, weight = np.array(inputs[side]), np.array(inputs[f"{side}_weight"])
-        own = np.arange(len(index))[:, None] + inputs["start"]
-        assert not (index == own).any()
+        positions = np.arange(len(index))[:, None] + inputs["start"]
+        assert not (index == positions).any()
         placed = np.sort(index, axis=1)
         assert not ((placed[:, 1:] == placed[:, :-1]) & (placed[:, 1:] >= 0)).any()
         assert ((weight > 0) == (index >= 0)).all()
         assert (np.diff(weight, axis=1) <= 0).all()
-        assert ((index < own + (side == "intra") * len(index)) | (index < 0)).all()
+        assert ((index < positions + (side == "intra") * len(index)) | (index < 0)).all()
     if "offsets" in inputs:
         tokens = next(len(inputs[side]) for side in ("intra", "impact", "inverse_norms") if side in inputs)
         assert inputs["offsets"][-1] - inputs["offsets"][0] == tokens

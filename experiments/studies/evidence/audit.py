@@ -28,7 +28,7 @@ class Audit:
         study: path of the rules file, relative to the folder.
         rules: first commit with the rules of the rows, or "".
         rows: first commit with the rows, or "" if the rows are not committed.
-        finding: text that says whether the claims are confirmatory.
+        finding: text that states whether the claims are confirmatory.
         failures: defects of the study that the file KNOWN does not list.
         known: defects that the file KNOWN lists.
     """
@@ -49,12 +49,13 @@ _FALSE_COMMIT = "false commit: a row names a commit without these rules"
 def audit(folder: Path) -> list[Audit]:
     """Check all studies below a folder. A study has rules in NAME.toml and rows in NAME.jsonl.xz.
 
-    Defects are a row that names a commit without the rules, text that dev and confirming samples share, and a claim
-    whose sign differs between places of the fact or between texts. No module that a rules file names is imported.
+    Defects are a row that names a commit without the rules, and text that dev and confirming samples share. A claim is
+    a defect if its sign differs between places of the fact or between texts. No module that a rules file names is
+    imported.
 
     Raises:
-        SpecError: if the folder has no study, or is not in a git repository, or if a rules file names a
-            policy or task that is not part of kvspec.
+        SpecError: if the folder has no study, or is not in a git repository. Also if a rules file names a policy or
+            task that is not part of kvspec.
     """
     if git_output(folder, "rev-parse", "HEAD") is None:
         raise SpecError("audit", str(folder), "must be a folder in a git repository")

@@ -141,8 +141,8 @@ def git_output(folder: Path, *arguments: str) -> str | None:
 def _git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
     """Run git in a folder whose .git/config may be of a stranger.
 
-    All commands read only commits and stored files. Commands that read the index or the files of the folder, such as
-    `git status`, or that show commits, such as `git log`, run programs that .git/config names. Objects that a partial
+    All commands read only commits and stored files. Other commands run programs that .git/config names: commands that
+    read the index or the files, such as `git status`, or that show commits, such as `git log`. Objects that a partial
     clone lacks are not fetched, because a fetch runs programs too. A name of a file, such as *.toml, is no pattern.
     """
     return subprocess.run(

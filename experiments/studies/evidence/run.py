@@ -190,8 +190,8 @@ def methods(rules: Rules, subject: Subject) -> dict[str, Method]:
     """Return the policies bound to the model, and the controls that are such policies with random scores.
 
     Raises:
-        SpecError: if a policy does not support the model, if its calibration is missing, or if its name has the suffix
-            `@prompt` although the policy always evicts only at the end of the prompt.
+        SpecError: if a policy does not support the model, or if its calibration is missing. Also if its name has the
+            suffix `@prompt` although the policy always evicts only at the end of the prompt.
     """
     result, budget = {}, read_budget(rules.budgets[0] if rules.budgets else "1.0")
     for name in rules.policies:

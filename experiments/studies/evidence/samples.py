@@ -1,7 +1,7 @@
 """Samples of a study as vectors: accuracy, recovery, and kept evidence of each policy.
 
-Recovery is (ll - ll_blind) / (ll_full - ll_blind), where numerator and denominator are means over samples. If several
-tasks are combined, each task is first divided by its mean difference between full cache and blind.
+Recovery is (ll - ll_blind) / (ll_full - ll_blind). Numerator and denominator are means over samples. If several tasks
+are combined, each task is first divided by its mean difference between full cache and blind.
 """
 
 import math

@@ -23,7 +23,7 @@ ORDER = ("start", "middle", "end", "prose", "records", "code")
 
 
 def place_of(row: Row) -> str | None:
-    """Return the part of the context in which the fact is: start, middle or end. None: the row does not say.
+    """Return the part of the context in which the fact is: start, middle or end. None: the row has no such part.
 
     Studies of the place have five exact places, such as "at 0.15".
     """

@@ -2,8 +2,8 @@
 
 CrystalCache's salience sums over all later queries, so early tokens have more salience (Eq. 11). The local salience
 divides the salience of a token by the mean salience of the neighbours, which have about as many later queries. A
-control differs from CrystalCache with D = 0 only in the order of the trunks, and in the order of the tokens of a partly
-kept trunk.
+control differs from CrystalCache with D = 0 in two orders: that of the trunks, and that of the tokens of a partly kept
+trunk.
 """
 
 from collections.abc import Callable, Mapping, Sequence

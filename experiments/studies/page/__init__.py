@@ -1,7 +1,7 @@
 """Page of results, which is a single HTML file without external files: text, tables, sections and SVG charts.
 
 The style sheet defines the colours. matplotlib is not used here, only in `figures`. With matplotlib, a panel of eight
-curves has 19.7 kB instead of 7.5 kB, dark mode cannot change the inline colours, and marks have no titles. `kvspec
+curves has 19.7 kB instead of 7.5 kB. Dark mode cannot change the inline colours, and marks have no titles. `kvspec
 compare` would also need matplotlib's 95 MB.
 """
 

@@ -1,6 +1,6 @@
 """Evaluation of a paper as a file: studies, with the keys of a rules file, and published tables to fill.
 
-`[study]` has the common values of all parts, each `[[part]]` has the changes of a part, and `quick` of a part has the
+`[study]` has the common values of all parts, and each `[[part]]` has the changes of a part. `quick` of a part has the
 changes of a quick run.
 """
 
@@ -111,8 +111,9 @@ class Table:
     Attributes:
         name: name for the option `--part` and of the LaTeX file.
         title: number and subject of the table.
-        parts: parts whose samples are used. Empty if kvspec cannot fill the table. rows, columns: names from AXES.
-            policies, budgets: policies and budgets of the table. Default: all of the parts.
+        parts: parts whose samples are used. Empty if kvspec cannot fill the table.
+        rows, columns: names from AXES.
+        policies, budgets: policies and budgets of the table. Default: all of the parts.
         versus: policies with which each number is compared, or BEST.
         measure: name from MEASURES.
         rule: name from RULES, for the decision about the differences.

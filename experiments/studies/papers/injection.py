@@ -110,8 +110,8 @@ class Session:
         prompt: index of the system prompt.
         text: True if the chunks are processed as text.
         every: True if the session contains all chunks, not only the selected chunks.
-        before: contents before the chunks: "" for the system prompt, "prefix" for the system prompt and the start of
-            the full wrapper, "sinks" for the first four tokens of the system prompt.
+        before: contents before the chunks. "" is the system prompt, and "sinks" its first four tokens. "prefix" is the
+            system prompt and the start of the full wrapper.
         patch: band of PATCHES in which the markers of wrapped chunks have residuals. "" means all layers.
         probe: True if attention and keys are measured by layer instead of an answer.
         blend: share of the inserted tokens that CacheBlend recomputes.

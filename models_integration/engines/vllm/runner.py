@@ -157,7 +157,7 @@ class _Model:
 
 
 def _failed(event: int, error: Exception) -> Report:
-    """Return the report about an error. The request goes on without further evictions, and its statement says so."""
+    """Return the report about an error. The request continues without evictions, and its statement has the error."""
     if not isinstance(error, SpecError):
         logging.getLogger(__name__).exception("kvspec: a policy has failed")
     return Report(event, -1, error=f"{type(error).__name__}: {error}")

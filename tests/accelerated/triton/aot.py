@@ -164,10 +164,10 @@ def compile_job(job: Job, target: str) -> Compiled:
     actual = _compiled(job, {"q_dim", "k_dim"}, target)
     text = actual.asm[TARGETS[target].text]
     report, pattern = (text, AMD) if "hsaco" in actual.asm else (_usage(actual.asm["cubin"]), NVIDIA)
-    found = re.search(pattern, report, re.DOTALL)
-    if found is None:
+    match = re.search(pattern, report, re.DOTALL)
+    if match is None:
         raise RuntimeError(f"the assembler reports no resources: {report[-2000:]}")
-    resources = {name: int(value) for name, value in found.groupdict(default="0").items()}
+    resources = {name: int(value) for name, value in match.groupdict(default="0").items()}
     return Compiled(
         target, job.kernel, job.element, job.constants.get("d", 0), job.shape.rows, job.shape.columns,
         job.shape.warps, resources["registers"], resources["stack"], resources.get("local", 0), actual.metadata.shared,

@@ -170,7 +170,7 @@ def holders(out: Path) -> set[int]:
 
 
 VOID = {"meta", "input", "br", "wbr"}
-SAID = {"th", "td", "caption", "summary", "figcaption", "text", "title", "p", "h2", "h3"}
+TEXT_TAGS = {"th", "td", "caption", "summary", "figcaption", "text", "title", "p", "h2", "h3"}
 POLICIES = ("snapkv", "knorm", 'crystalcache(graph="zero")')
 BUDGETS = ("0.5", "0.3")
 PLACEMENTS = ("after", "in_prompt")
@@ -217,7 +217,7 @@ class Page(HTMLParser):
             self.tables.append(Table())
         elif tag == "tr":
             self.tables[-1].lines.append([])
-        elif tag in SAID and not (tag == "p" and {"th", "td"} & set(self.open)):
+        elif tag in TEXT_TAGS and not (tag == "p" and {"th", "td"} & set(self.open)):
             self._text = ""
         if tag == "svg" and given.get("class") == "panel":
             self._panel = self.panels[given["aria-label"].partition(";")[0]] = Panel()

@@ -336,10 +336,10 @@ def test_no_number_of_a_wide_table_is_cut(width: int) -> None:
     assert (len(pieces) == 1) is (width == 200)
 
 
-def row(index: int, full: float, own: float) -> dict[str, object]:
+def row(index: int, full: float, likelihood: float) -> dict[str, object]:
     cells = [
         {"policy": policy, "budget": budget, "right": right, "kept": 10, "evidence_kept": 0}
-        for policy, budget, right in (("fullcache", "1.0", full), ("snapkv", "0.3", own))
+        for policy, budget, right in (("fullcache", "1.0", full), ("snapkv", "0.3", likelihood))
     ]
     return {
         "task": "mine", "length": 100, "placement": "after", "context": str(index), "metadata": {},

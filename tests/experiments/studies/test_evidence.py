@@ -157,8 +157,8 @@ def test_attention_on_evicted_keys_is_what_eager_attention_returns(subject: Subj
         sets, lost = head_sets(prompt.kept[name][at], range(len(attentions)), heads), []
         for layer, weights in enumerate(attentions):
             for head in range(weights.shape[1]):
-                own = sets[layer][head // (weights.shape[1] // heads)]
-                evicted = sorted(set(range(len(context))) - set(own))
+                positions = sets[layer][head // (weights.shape[1] // heads)]
+                evicted = sorted(set(range(len(context))) - set(positions))
                 lost.append(weights[0, head, -len(sample.answer_ids) :, evicted].double().sum(dim=-1).mean())
         assert cells[name, BUDGETS[at]]["lost_attention"] == pytest.approx(float(np.mean(lost)), abs=1e-5), name
     assert cells[FULL, "1.0"]["lost_attention"] == pytest.approx(0.0, abs=1e-6)
@@ -351,11 +351,11 @@ def test_random_trunks_are_whole_and_know_nothing_of_scores(subject: Subject, sa
         prompt = read_prompt(subject, {"own": crystal, "control": control}, ["0.5"], place(sample))
         shown = observe(subject.model, torch.tensor([sample.context_ids]), needs=crystal.policy.scorer.needs)
         scores = crystal.policy.scorer(shown.prompt(0, Granularity.MODEL), crystal.policy.protection(LENGTH))
-        own, drawn = (set(prompt.kept[name][0].kept.tolist()) for name in ("own", "control"))
+        policy_set, drawn = (set(prompt.kept[name][0].kept.tolist()) for name in ("own", "control"))
         trunks = [set(range(*span)) for span in itertools.pairwise(scores.offsets.tolist())]
         parts = [trunk for trunk in trunks if drawn & trunk not in (set(), trunk)]
         assert len(parts) <= 1
-        assert own != drawn
+        assert policy_set != drawn
         assert abs(len(drawn) - LENGTH // 2) <= crystal.policy.floor
 
 

@@ -128,11 +128,11 @@ def test_the_report_and_the_status_name_a_malformed_row(row: Row, words: str, tm
     about = {"rules": "", "model": "", "task": "", "part": "", "placement": "", "length": 3, "metadata": {}}
     append_row(tmp_path / "study.jsonl", {"again": True})  # the report leaves out this row, which counts as a line
     append_row(tmp_path / "study.jsonl", {**about, **row} if "cells" in row else row)
-    told = rf"study\.jsonl:2': has no valid value of '{words}': remove the line, and the next run measures"
-    with pytest.raises(SpecError, match=told):
+    message = rf"study\.jsonl:2': has no valid value of '{words}': remove the line, and the next run measures"
+    with pytest.raises(SpecError, match=message):
         write_page(tmp_path, [])
     if "error" in row:
-        with pytest.raises(SpecError, match=told):
+        with pytest.raises(SpecError, match=message):
             list(status(tmp_path))
 
 

@@ -76,9 +76,9 @@ def model(**given: Any) -> PolicyLM:
     return PolicyLM("pocket", device="cpu", **given)
 
 
-def evaluated(own: Any, tasks: TaskManager, *names: str, **given: Any) -> Mapping[str, Any]:
+def evaluated(lm: Any, tasks: TaskManager, *names: str, **given: Any) -> Mapping[str, Any]:
     actual: Mapping[str, Any] = simple_evaluate(
-        model=own, tasks=list(names or ("said", "chosen")), task_manager=tasks, bootstrap_iters=0, **given,
+        model=lm, tasks=list(names or ("said", "chosen")), task_manager=tasks, bootstrap_iters=0, **given,
     )
     return actual
 
@@ -105,25 +105,25 @@ def test_a_full_budget_gives_lm_eval_s_own_results(policy: str, mark: str, tasks
 @pytest.mark.usefixtures("tasks")
 def test_continuations_are_scored_as_behind_a_mask(tmp_path: Path) -> None:
     """Check scores after eviction: 4 sinks and the newest tokens of the context are kept, then the question is read."""
-    own = model(policy="streamingllm", budget=150, question_from=MARK)
+    lm = model(policy="streamingllm", budget=150, question_from=MARK)
     doc = json.loads((tmp_path / "data.jsonl").read_text(encoding="utf-8").splitlines()[0])
     request = SimpleNamespace(args=(doc["context"] + doc["question"], f" {doc['answer']}"), task_name="t")
-    ((value, _),) = own.loglikelihood([request], disable_tqdm=True)
-    context, more = own._encode_pair(*request.args)
-    split = len(own.tok_encode(doc["context"]))
+    ((value, _),) = lm.loglikelihood([request], disable_tqdm=True)
+    context, more = lm._encode_pair(*request.args)
+    split = len(lm.tok_encode(doc["context"]))
     ids = torch.tensor([[*context, *more]])
     n = ids.shape[1]
     seen = torch.ones(n, n, dtype=torch.bool).tril()
     seen[split:, 4 : split - 146] = False
     with torch.no_grad():
-        logits = own.model(ids, attention_mask=seen[None, None]).logits[0, len(context) - 1 : -1]
-        plain = own.model(ids).logits[0, len(context) - 1 : -1]
+        logits = lm.model(ids, attention_mask=seen[None, None]).logits[0, len(context) - 1 : -1]
+        plain = lm.model(ids).logits[0, len(context) - 1 : -1]
     wanted, unmasked = (
         float(one.log_softmax(-1)[torch.arange(len(more)), more].sum()) for one in (logits, plain)
     )
     assert value == pytest.approx(wanted, rel=MASKED_LOGITS)
     assert abs(value - unmasked) > MASKED_VISIBLE * abs(unmasked)
-    about = own.get_model_info()["kvspec"]
+    about = lm.get_model_info()["kvspec"]
     assert (about["contexts"], about["tokens_read"], about["tokens_kept"]) == (1, split, 150)
 
 
@@ -134,18 +134,18 @@ def test_renumbered_positions_are_those_of_a_session(tmp_path: Path) -> None:
     request = SimpleNamespace(args=(doc["context"] + doc["question"], f" {doc['answer']}"), task_name="t")
     values = []
     for policy in ("streamingllm", 'streamingllm(positions="renumbered")'):
-        own = model(policy=policy, budget=150, question_from=MARK)
-        ((value, _),) = own.loglikelihood([request], disable_tqdm=True)
-        assert own.get_model_info()["kvspec"]["policy"] == policy
+        lm = model(policy=policy, budget=150, question_from=MARK)
+        ((value, _),) = lm.loglikelihood([request], disable_tqdm=True)
+        assert lm.get_model_info()["kvspec"]["policy"] == policy
         values.append(value)
-    context, more = own._encode_pair(*request.args)
-    split = len(own.tok_encode(doc["context"]))
-    with torch.no_grad(), StreamingLLM(150, positions="renumbered")(own.model) as run:
-        own.model(torch.tensor([context[:split]]))
+    context, more = lm._encode_pair(*request.args)
+    split = len(lm.tok_encode(doc["context"]))
+    with torch.no_grad(), StreamingLLM(150, positions="renumbered")(lm.model) as run:
+        lm.model(torch.tensor([context[:split]]))
         with run.reading():
-            logits = own.model(torch.tensor([[*context[split:], *more]]), past_key_values=run.cache).logits[0]
-    said = logits[-len(more) - 1 : -1].log_softmax(-1)[torch.arange(len(more)), more]
-    assert values[1] == pytest.approx(float(said.sum()), rel=MASKED_LOGITS)
+            logits = lm.model(torch.tensor([[*context[split:], *more]]), past_key_values=run.cache).logits[0]
+    expected = logits[-len(more) - 1 : -1].log_softmax(-1)[torch.arange(len(more)), more]
+    assert values[1] == pytest.approx(float(expected.sum()), rel=MASKED_LOGITS)
     assert abs(values[0] - values[1]) > MASKED_VISIBLE * abs(values[1])
 
 

@@ -331,7 +331,7 @@ def test_a_comparison_of_own_questions_is_written_as_rules(
     assert (rules.contexts, rules.questions) == (1, 2)
 
 
-OWN_TASK = """
+USER_TASK = """
 from experiments.tasks.context import joined
 
 def DOORS(ground, length, index, seed):
@@ -345,7 +345,7 @@ def test_an_own_task_is_asked_all_its_questions_at_its_own_length_without_eviden
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "doors.py").write_text(OWN_TASK, encoding="utf-8")
+    (tmp_path / "doors.py").write_text(USER_TASK, encoding="utf-8")
     monkeypatch.delitem(sys.modules, "doors", raising=False)
     shown = ran("--tasks", "doors:DOORS", "--length", "300", "--samples", "1", "--budgets", "0.5", "--table", "t.csv")
     assert "doors:DOORS" in shown

@@ -80,9 +80,11 @@ def interval(above: Sequence[float], below: Sequence[float], contexts: Sequence[
 
     The bounds are the 51st values from either end of 2000 resamples of whole contexts.
     """
-    own = sorted(set(contexts), key=lambda one: max(at for at, context in enumerate(contexts) if context == one))
-    sums = [[sum(v for v, c in zip(each, contexts, strict=True) if c == one) for each in (above, below)] for one in own]
-    drawn = np.random.default_rng(0).integers(len(own), size=(2000, len(own)), dtype=np.int64).tolist()
+    texts = sorted(set(contexts), key=lambda one: max(at for at, context in enumerate(contexts) if context == one))
+    sums = [
+        [sum(v for v, c in zip(each, contexts, strict=True) if c == one) for each in (above, below)] for one in texts
+    ]
+    drawn = np.random.default_rng(0).integers(len(texts), size=(2000, len(texts)), dtype=np.int64).tolist()
     ratios = [sum(sums[k][0] for k in one) / sum(sums[k][1] for k in one) for one in drawn]
     positive = sum(ratio > 0 for ratio in ratios) / 2000
     ratios.sort()
@@ -105,18 +107,18 @@ def wilson_by_hand(correct: int, n: int) -> tuple[float, float, float]:
 def test_points_of_the_pictures_are_those_by_hand(shown: Page, rows: list[Row]) -> None:
     for placement in PLACEMENTS:
         for task in TASKS:
-            own = some(rows, task=task, placement=placement)
-            title = f"{title_of(task)}, question {placement.replace('_', ' ')}, n = {len(own)}"
+            chosen = some(rows, task=task, placement=placement)
+            title = f"{title_of(task)}, question {placement.replace('_', ' ')}, n = {len(chosen)}"
             measures = "recovery", "evidence kept", "accuracy"
             tables = [shown.table(f"Table of {measure}, {title}") for measure in measures]
             for policy in ALL:
                 for budget in BUDGETS:
                     cell = policy, budget
-                    ones, contexts = [1.0] * len(own), [row["context"] for row in own]
-                    kept = [value(row, *cell, "evidence_kept") / 4 for row in own]
-                    right = int(sum(value(row, *cell, "right") for row in own))
-                    each = recovered(own, cell), interval(kept, ones, contexts), wilson_by_hand(right, len(own))
-                    stored = np.mean([value(row, *cell, "kept") for row in own])
+                    ones, contexts = [1.0] * len(chosen), [row["context"] for row in chosen]
+                    kept = [value(row, *cell, "evidence_kept") / 4 for row in chosen]
+                    right = int(sum(value(row, *cell, "right") for row in chosen))
+                    each = recovered(chosen, cell), interval(kept, ones, contexts), wilson_by_hand(right, len(chosen))
+                    stored = np.mean([value(row, *cell, "kept") for row in chosen])
                     for table, actual in zip(tables, each, strict=True):
                         written = [float(figure) for figure in table.line(*cell)[2:]]
                         assert written == pytest.approx([stored, *actual[:3]], abs=THREE_DIGITS)
@@ -149,10 +151,10 @@ def test_right_answers_with_half_the_likelihood_are_counted(shown: Page, rows: l
     counted = list[int]()
     for table, placement in zip(tables, PLACEMENTS, strict=True):
         for policy, budget in product(POLICIES, BUDGETS):
-            own = some(rows, placement=placement)
+            chosen = some(rows, placement=placement)
             unlikely = sum(
                 value(row, policy, budget, "right") == 1 and value(row, policy, budget, "likelihood")
-                < value(row, "fullcache", "1.0", "likelihood") - 0.6931471805599453 for row in own
+                < value(row, "fullcache", "1.0", "likelihood") - 0.6931471805599453 for row in chosen
             )
             at = table.lines[0].index("right, but unlikely")
             assert table.line(policy, budget)[at] == str(unlikely)
@@ -161,14 +163,14 @@ def test_right_answers_with_half_the_likelihood_are_counted(shown: Page, rows: l
 
 
 def test_claims_are_decided_as_by_hand(shown: Page, rows: list[Row]) -> None:
-    own = some(rows, task=TASKS[0], placement="after")
-    value_, low, high, _ = recovered(own, ("evidence", "0.5"), ("snapkv", "0.5"))
-    gains = dict.fromkeys((row["context"] for row in own), 0.0)
-    for row in own:
+    chosen = some(rows, task=TASKS[0], placement="after")
+    value_, low, high, _ = recovered(chosen, ("evidence", "0.5"), ("snapkv", "0.5"))
+    gains = dict.fromkeys((row["context"] for row in chosen), 0.0)
+    for row in chosen:
         gains[row["context"]] += value(row, "evidence", "0.5", "likelihood") - value(row, "snapkv", "0.5", "likelihood")
     flipped = [sum(map(mul, gains.values(), signs)) for signs in product((1, -1), repeat=len(gains))]
     p = sum(abs(each) >= abs(sum(gains.values())) - 1e-9 for each in flipped) / len(flipped)
-    pairs = [(value(row, "evidence", "0.5", "right"), value(row, "snapkv", "0.5", "right")) for row in own]
+    pairs = [(value(row, "evidence", "0.5", "right"), value(row, "snapkv", "0.5", "right")) for row in chosen]
     won, lost = (sum(pair == one for pair in pairs) for one in ((1, 0), (0, 1)))
     tail = sum(math.comb(won + lost, k) for k in range(min(won, lost) + 1))
     exact = min(1.0, 2 * tail / 2 ** (won + lost))
@@ -178,7 +180,7 @@ def test_claims_are_decided_as_by_hand(shown: Page, rows: list[Row]) -> None:
     first, second, third = table.lines[1:]
     assert first[0].startswith("one <b>evidence over snapkv: recovery at 0.5, n = 24")
     assert first[2] == f"{value_:.2f} [{low:.2f}, {high:.2f}]"
-    assert second[2].startswith(f"{(won - lost) / len(own):.2f} [")
+    assert second[2].startswith(f"{(won - lost) / len(chosen):.2f} [")
     for line, each in ((first, p), (second, exact)):
         assert line[5].removeprefix("≤ ") == f"{corrected[each]:.4f}"
         smaller = float(line[2].split()[0]) < 0.2
@@ -193,14 +195,14 @@ def test_the_best_are_those_by_hand_and_no_flagged_cell_is_one(shown: Page, rows
     assert len(tables) == len(PLACEMENTS)
     for table, placement in zip(tables, PLACEMENTS, strict=True):
         for task in TASKS:
-            own = some(rows, task=task, placement=placement)
+            chosen = some(rows, task=task, placement=placement)
             for at, budget in enumerate(BUDGETS, 1):
                 names = [name for name in POLICIES if (name, budget) != ("knorm", "0.3")]
-                each = {name: recovered(own, (name, budget)) for name in names}
+                each = {name: recovered(chosen, (name, budget)) for name in names}
                 best = max(each, key=lambda name: each[name][0])
                 close = [
                     name for name in names if name != best
-                    and not recovered(own, (best, budget), (name, budget))[1] > 0
+                    and not recovered(chosen, (best, budget), (name, budget))[1] > 0
                 ]
                 apart = "significantly better than all others"
                 if close:
@@ -403,9 +405,9 @@ def test_a_figure_without_its_library_says_what_to_install(tmp_path: Path, monke
 def test_our_figures_stand_beside_the_papers(shown: Page, rows: list[Row]) -> None:
     table = shown.table("CrystalCache, Table 5")
     assert any("Compare the order of the policies" in note for note in shown.notes)
-    own = some(rows, task=TASKS[0], placement="after")
+    chosen = some(rows, task=TASKS[0], placement="after")
     at = table.lines[0].index("here: Needle in prose, question after, 0.3")
-    share = wilson_by_hand(int(sum(value(row, "snapkv", "0.3", "right") for row in own)), len(own))
+    share = wilson_by_hand(int(sum(value(row, "snapkv", "0.3", "right") for row in chosen)), len(chosen))
     assert table.line("snapkv")[at] == "{:.2f} [{:.2f}, {:.2f}]".format(*share)
     assert table.line("snapkv")[1] == "0.633"
     assert table.line("h2o-described")[at] == ""

@@ -332,12 +332,12 @@ def counted(right: Mapping[tuple[str, str, str], Sequence[int]]) -> tuple[Any, .
         for model in dict.fromkeys(model for model, _, _ in right):
             rules = rules_of_part(paper, part, [model], (), True)
             assert rules is not None
-            own = {(budget, policy): each for (name, budget, policy), each in right.items() if name == model}
+            cells = {(budget, policy): each for (name, budget, policy), each in right.items() if name == model}
             rows = [
                 {
                     "task": "arithmetic", "length": 256, "metadata": {}, "metric": "boxed number", "cells": [
                         {"policy": policy, "budget": budget, "right": each[at], "answer": r"\boxed{1}" * each[at]}
-                        for (budget, policy), each in own.items()
+                        for (budget, policy), each in cells.items()
                     ],
                 } for at in range(40)
             ]
@@ -354,7 +354,7 @@ def test_the_registered_rules_decide_about_what_was_counted() -> None:
     chosen = {0.5: better, 1.0: equal, 1.5: better}
     right = {
         (model, budget, policy): each for model in ("first", "second") for budget in ("64", "128") for policy, each in (
-            ("triattention", equal), *((f"diverse-triattention(diversity={one})", own) for one, own in chosen.items()),
+            ("triattention", equal), *((f"diverse-triattention(diversity={one})", lam) for one, lam in chosen.items()),
         )
     }
     probe = counted(right)[0]

@@ -138,10 +138,10 @@ def test_probes_are_those_of_one_forward_over_the_text(one_thread: None) -> None
         assert actual["sinks"][layer] == pytest.approx(float(rows[..., :4].sum(-1).mean()), rel=1e-4)
         same, still, at = list[Tensor](), list[Tensor](), start
         for chunk in chunks:
-            own = slice(chunk.markers[0] + 2, chunk.markers[-1])  # The slice begins after the marker and the line end.
-            there = forward.past_key_values.layers[layer].keys[0][:, at : at + len(chunk.ids)][:, own].double()
-            moved = plain_layers(prefilled(model, chunk.ids, at))[layer].keys[0][:, own].double()
-            same.append(torch.cosine_similarity(chunk.layers[layer][0][:, own].double(), there, -1))
+            inner = slice(chunk.markers[0] + 2, chunk.markers[-1])  # after the marker and the line end
+            there = forward.past_key_values.layers[layer].keys[0][:, at : at + len(chunk.ids)][:, inner].double()
+            moved = plain_layers(prefilled(model, chunk.ids, at))[layer].keys[0][:, inner].double()
+            same.append(torch.cosine_similarity(chunk.layers[layer][0][:, inner].double(), there, -1))
             still.append(torch.cosine_similarity(moved, there, -1))
             at += len(chunk.ids)
         assert actual["cosine"][layer] == pytest.approx(float(torch.cat(same, 1).mean()), abs=1e-5)
@@ -155,12 +155,12 @@ def test_probes_are_those_of_one_forward_over_the_text(one_thread: None) -> None
 
 def test_a_session_holds_its_prompt_the_wrapper_s_opening_or_four_tokens(one_thread: None) -> None:
     scene = Scene(Loading("chat", "numpy").subject(), draw_talk(0))
-    own, prefix, sinks = (str(scene.subject.tokenizer.decode(scene.session_ids(Session(before=one)))) for one in (
+    default, prefix, sinks = (str(scene.subject.tokenizer.decode(scene.session_ids(Session(before=one)))) for one in (
         "", "prefix", "sinks"
     ))
     template = scene.template.system.format("You are a helpful assistant.")
-    assert (own, prefix) == (f"<bos>{template}", f"<bos>{template}{template}<|im_start|>user\n")
-    assert own.startswith(sinks)
+    assert (default, prefix) == (f"<bos>{template}", f"<bos>{template}{template}<|im_start|>user\n")
+    assert default.startswith(sinks)
 
 
 LOCOMO = [

@@ -58,17 +58,17 @@ def change(path: Path) -> None:
     path.write_text(f"{path.read_text(encoding='utf-8')}# changed\n", encoding="utf-8")
 
 
-@pytest.mark.parametrize(("before", "part", "said"), [
+@pytest.mark.parametrize(("before", "part", "message"), [
     (change, "confirm", "has uncommitted changes"), (lambda path: None, "all", "must be dev, and confirm"),
     (lambda path: append_row(path.with_name("study.jsonl"), {
         "part": "confirm", "rules": load_rules(path).digest,
     }), "dev", "must not follow the confirming samples"),
 ])
-def test_what_breaks_the_order_is_refused(before: Any, part: str, said: str, tmp_path: Path) -> None:
+def test_what_breaks_the_order_is_refused(before: Any, part: str, message: str, tmp_path: Path) -> None:
     before(rules_file(tmp_path))
     refused = study(tmp_path, part)
     assert refused.exit_code != 0
-    assert said in str(refused.exception)
+    assert message in str(refused.exception)
 
 
 def test_a_claim_about_a_control_of_another_granularity_is_refused(tmp_path: Path, one_thread: None) -> None:
@@ -399,7 +399,7 @@ def test_a_cell_keeps_and_says_what_a_context_of_its_own_does(
     before, actual = len(presented.prompt_ids) - presented.dropped_slots, cell_rows(subject, sample, presented, names)
     for (name, B), (given, kept) in actual.items():
         expected, sets = answer(subject.model, subject.policy(name, parse_budget(B)), presented, MOST, subject.stop_ids)
-        assert kept == [[at for at in own if at < before] for own in sets], name
+        assert kept == [[at for at in positions if at < before] for positions in sets], name
         assert given["answer"] == decode(subject.tokenizer, expected.token_ids), name
         assert given["right"] == score(subject.tokenizer, expected.token_ids, sample)
         assert given["peak_cache"] == expected.peak_cache, name

@@ -41,13 +41,13 @@ def write_rows(path: Path, writer: int, rows: int, together: Barrier) -> None:
         append_row(path, {"writer": writer, "at": at, "text": "x" * (997 * at % 9000)})
 
 
-def die_in_a_row(path: Path, room: int) -> None:
+def die_in_a_row(path: Path, free: int) -> None:
     """Add a row that is longer than the kernel's limit for the file. The kernel then kills the process."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-    size = path.stat().st_size + room
+    size = path.stat().st_size + free
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-    append_row(path, {"text": "x" * 2 * room})
+    append_row(path, {"text": "x" * 2 * free})
 
 
 @pytest.mark.law("promised-is-there-forgotten-is-not")
@@ -114,18 +114,18 @@ def test_four_processes_lose_no_row_and_double_none(tmp_path: Path) -> None:
     assert not (tmp_path / "results.jsonl.cut").exists()
 
 
-@pytest.mark.parametrize("room", [1, 9, 5000, 100_000])
-def test_a_row_that_its_writer_died_in_is_set_aside(room: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [1, 9, 5000, 100_000])
+def test_a_row_that_its_writer_died_in_is_set_aside(size: int, tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     append_row(path, {"n": 1})
-    child = started(die_in_a_row, path, room)
+    child = started(die_in_a_row, path, size)
     child.join()
     assert child.exitcode == -signal.SIGXFSZ
     assert not path.read_bytes().endswith(b"\n")
     assert load_rows(path) == [{"n": 1}]
     append_row(path, {"n": 2})
     assert load_rows(path) == [{"n": 1}, {"n": 2}]
-    assert (tmp_path / "results.jsonl.cut").stat().st_size == room + 1
+    assert (tmp_path / "results.jsonl.cut").stat().st_size == size + 1
 
 
 def test_a_full_disk_is_named_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +238,7 @@ def test_the_sentences_about_places_are_those_of_the_rows(study: str, n: int) ->
         assert not any(whole['crystalcache(impact="uniform")', mentions, True])
         assert all(whole["streamingllm(N_sink=60)", mentions, True])
         assert sum(whole["crystalcache", mentions, False]) < sum(whole["random-trunks", mentions, False])
-    assert {len(own) for own in whole.values()} == {n, 4 * n}
+    assert {len(cells) for cells in whole.values()} == {n, 4 * n}
     assert {row[-2] for row in evidence_place.claims(study)[1:]} == {"holds"}
     _, sides, difference, *_ = evidence_place.claims(study)[1]
     assert sides == "no mention minus four mentions"

@@ -208,9 +208,9 @@ def test_a_rules_file_of_windows_has_the_same_rules(tmp_path: Path) -> None:
     """Editors of Windows write a byte order mark and other ends of lines. The digest is that of the bytes."""
     plain, path = load_rules(rules_file(tmp_path, RULES)), tmp_path / "windows.toml"
     path.write_bytes(b"\xef\xbb\xbf" + RULES.replace("\n", "\r\n").encode())
-    found = load_rules(path)
-    assert replace(found, digest=plain.digest, source=plain.source) == plain
-    assert found.digest == hashlib.sha256(path.read_bytes()).hexdigest()
+    rules = load_rules(path)
+    assert replace(rules, digest=plain.digest, source=plain.source) == plain
+    assert rules.digest == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @pytest.mark.law("one-line-with-the-way-out")

@@ -217,7 +217,7 @@ def test_a_unit_that_kills_its_workers_is_left_alone(tmp_path: Path) -> None:
     """The kernel kills processes that use too much memory. The fourth worker does not try the unit."""
     path, tried = tmp_path / "rows.jsonl", list[int]()
 
-    def made() -> Row:
+    def make_row() -> Row:
         tried.append(1)
         return {"right": 1}
 
@@ -225,7 +225,7 @@ def test_a_unit_that_kills_its_workers_is_left_alone(tmp_path: Path) -> None:
         worker = Leases(path, lambda row: str(row["unit"]))
         assert worker.take("a")
         assert worker.deaths == deaths
-        row = answers.attempted(made, worker)
+        row = answers.attempted(make_row, worker)
         worker._held[1].close()  # type: ignore[index]  # the end of a process closes its files
     assert len(tried) == 3
     assert row == {ERROR: "3 workers died while they made it: out of memory, or killed"}

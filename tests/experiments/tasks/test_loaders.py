@@ -20,7 +20,7 @@ from tests.experiments.tasks.test_tasks import (
     ground_of,
     merged_tokenizer,
     prompt,
-    said,
+    text_of,
 )
 
 pytestmark = pytest.mark.law("as-it-is-described")
@@ -85,12 +85,12 @@ def problems(folder: Path, *rows: object, kind: str = "math-file") -> str:
     return f"{kind}:{put(folder / 'math500.jsonl', *rows)}"
 
 
-def made(ground: Ground, name: str, index: int = 0, length: int = ENOUGH) -> tuple[Sample, ...]:
+def samples_of(ground: Ground, name: str, index: int = 0, length: int = ENOUGH) -> tuple[Sample, ...]:
     return resolve_task(name)(ground, length, index, 0)
 
 
 def pieces(ground: Ground, sample: Sample) -> list[str]:
-    return [said(ground, sample.context_ids[slice(*span)]).strip(' "') for span in sample.evidence]
+    return [text_of(ground, sample.context_ids[slice(*span)]).strip(' "') for span in sample.evidence]
 
 
 def test_ruler_s_dialects_judge_the_same_prediction_otherwise(ground: Ground, tmp_path: Path) -> None:
@@ -98,16 +98,16 @@ def test_ruler_s_dialects_judge_the_same_prediction_otherwise(ground: Ground, tm
     path = put(tmp_path / "qa_1" / "validation.jsonl", {"input": "Text.\nQuestion: Where?", "outputs": list(THREE)})
     ids = ground.tokenizer.encode(TWO_OF_THREE, add_special_tokens=False)
     for kind, wanted in (("ruler-file", 1.0), ("ruler-lm-eval-file", 2 / 3)):
-        (sample,) = made(ground, f"{kind}:{path}")
+        (sample,) = samples_of(ground, f"{kind}:{path}")
         assert score(ground.tokenizer, ids, sample) == wanted
         assert sample.dialect == kind.replace("-file", "").replace("ruler", "ruler-v1" if wanted == 1 else "ruler")
 
 
 def test_a_row_of_ruler_is_split_before_its_question(ground: Ground, tmp_path: Path) -> None:
     name = ruler(tmp_path, "niah_multivalue", NIAH)
-    (sample,) = made(ground, name)
+    (sample,) = samples_of(ground, name)
     assert prompt(ground, sample).strip() == f"{NIAH['input']}{NIAH['answer_prefix']}"
-    assert said(ground, sample.question_ids).strip().startswith("What are all")
+    assert text_of(ground, sample.question_ids).strip().startswith("What are all")
     assert (sample.references, sample.dialect, sample.max_new_tokens) == (tuple(NIAH["outputs"]), "ruler-v1", 128)
     assert len(sample.evidence) == 2  # The digits 1234567 in 12345678 do not count.
     assert [value in piece for value, piece in zip(NIAH["outputs"], pieces(ground, sample), strict=True)] == [True] * 2
@@ -120,7 +120,7 @@ def test_a_row_of_ruler_is_split_before_its_question(ground: Ground, tmp_path: P
 def test_the_questions_of_ruler_qa_have_no_evidence_and_one_reference_is_enough(
     ground: Ground, tmp_path: Path
 ) -> None:
-    (sample,) = made(ground, ruler(tmp_path, "qa_1", QA))
+    (sample,) = samples_of(ground, ruler(tmp_path, "qa_1", QA))
     assert (sample.evidence, sample.expected, sample.max_new_tokens) == ((), "France", 32)
     assert score(ground.tokenizer, ground.tokenizer.encode("France", add_special_tokens=False), sample) == 1
 
@@ -131,18 +131,18 @@ def test_the_questions_of_ruler_qa_have_no_evidence_and_one_reference_is_enough(
 ])
 def test_a_gold_answer_of_ruler_reads_on_from_its_prefix(task: str, row: Any, answer: str, tmp_path: Path) -> None:
     ground = ground_of(merged_tokenizer())
-    (sample,) = made(ground, ruler(tmp_path, task, row))
-    assert said(ground, sample.question_ids).endswith(row["answer_prefix"])
-    assert said(ground, sample.answer_ids) == answer
+    (sample,) = samples_of(ground, ruler(tmp_path, task, row))
+    assert text_of(ground, sample.question_ids).endswith(row["answer_prefix"])
+    assert text_of(ground, sample.answer_ids) == answer
 
 
 def test_ruler_without_an_answer_prefix_and_with_a_template(tmp_path: Path) -> None:
     ground = ground_of(chatting_tokenizer())
     name = ruler(tmp_path, "niah_single_1", {**NIAH, "answer_prefix": ""}, NIAH)
-    (bare_row,), (prefixed,) = made(ground, name), made(ground, name, 1)
-    assert said(ground, bare_row.context_ids).startswith("[user]Memorize.")
-    assert said(ground, bare_row.question_ids).endswith("in the text?[/][assistant]")
-    assert said(ground, prefixed.question_ids).endswith("[/][assistant] The special magic numbers are")
+    (bare_row,), (prefixed,) = samples_of(ground, name), samples_of(ground, name, 1)
+    assert text_of(ground, bare_row.context_ids).startswith("[user]Memorize.")
+    assert text_of(ground, bare_row.question_ids).endswith("in the text?[/][assistant]")
+    assert text_of(ground, prefixed.question_ids).endswith("[/][assistant] The special magic numbers are")
     assert pieces(ground, bare_row) == pieces(ground, prefixed)
     assert "1234567" in pieces(ground, bare_row)[0]
 
@@ -151,10 +151,10 @@ def test_ruler_without_an_answer_prefix_and_with_a_template(tmp_path: Path) -> N
 def test_a_row_of_longbench_stands_in_its_prompt(dataset: str, tmp_path: Path) -> None:
     ground = ground_of(chatting_tokenizer())
     classes = ["Tom", "Jim"] if dataset == "trec" else None
-    (sample,) = made(ground, longbench(tmp_path, dataset, {**LONG, "all_classes": classes}))
+    (sample,) = samples_of(ground, longbench(tmp_path, dataset, {**LONG, "all_classes": classes}))
     chatted = dataset not in ("trec", "triviaqa", "samsum", "lcc", "repobench-p")
-    assert said(ground, sample.context_ids).strip() == "[user]" * chatted + "Read.\n\nA story."
-    assert said(ground, sample.question_ids).strip() == "Q: Who?\nA:" + "[/][assistant]" * chatted
+    assert text_of(ground, sample.context_ids).strip() == "[user]" * chatted + "Read.\n\nA story."
+    assert text_of(ground, sample.question_ids).strip() == "Q: Who?\nA:" + "[/][assistant]" * chatted
     assert (sample.chat_template != "none") is chatted
     assert (sample.evidence, sample.max_new_tokens, sample.dialect) == ((), 64, "longbench-v1")
     # The answers of these two are numbers.
@@ -165,27 +165,28 @@ def test_a_row_of_longbench_stands_in_its_prompt(dataset: str, tmp_path: Path) -
 
 def test_texts_of_longbench_that_hold_braces_stay_as_they_are(ground: Ground, tmp_path: Path) -> None:
     row = {**LONG, "input": "{context}?", "context": "int f() { return {input}; }"}
-    (sample,) = made(ground, longbench(tmp_path, "lcc_e", row))
-    assert said(ground, sample.context_ids).endswith("{ return {input}; }")
-    assert "Q: {context}?" in said(ground, sample.question_ids)
+    (sample,) = samples_of(ground, longbench(tmp_path, "lcc_e", row))
+    assert text_of(ground, sample.context_ids).endswith("{ return {input}; }")
+    assert "Q: {context}?" in text_of(ground, sample.question_ids)
 
 
 @pytest.mark.parametrize("pairs", [PAIRS, repr(PAIRS)])
 def test_the_questions_of_loogle_share_a_text(ground: Ground, pairs: object, tmp_path: Path) -> None:
-    first, second = made(ground, loogle(tmp_path, "longdep_qa", {**LOOGLE, "qa_pairs": pairs}))
-    assert said(ground, first.context_ids) == said(ground, second.context_ids) == "Read.\nA story of {Q}."
-    assert [said(ground, one.question_ids) for one in (first, second)] == [
+    first, second = samples_of(ground, loogle(tmp_path, "longdep_qa", {**LOOGLE, "qa_pairs": pairs}))
+    assert text_of(ground, first.context_ids) == text_of(ground, second.context_ids) == "Read.\nA story of {Q}."
+    assert [text_of(ground, one.question_ids) for one in (first, second)] == [
         "\nQ: Who?\nA: ", "\nQ: When, {input}?\nA: "
     ]
     assert (second.references, second.metric, second.max_new_tokens) == (("1900",), "rouge_l", 500)
 
 
 def test_rows_of_infinitebench_ask_for_an_answer_or_a_letter(ground: Ground, tmp_path: Path) -> None:
-    (code,) = made(ground, infinite(tmp_path, "code_debug", BUGS))
-    assert said(ground, code.question_ids).endswith("A. a.b\nB. run\nC. go\nD. to\n\nThe correct option is:")
+    (code,) = samples_of(ground, infinite(tmp_path, "code_debug", BUGS))
+    assert text_of(ground, code.question_ids).endswith("A. a.b\nB. run\nC. go\nD. to\n\nThe correct option is:")
     assert (code.references, code.metric, code.max_new_tokens) == (("B",), "option letter", 5)
-    (book,) = made(ground, infinite(tmp_path, "longbook_qa_eng", {**BUGS, "answer": ["Tom", "Sid"], "options": []}))
-    assert said(ground, book.question_ids) == "\n\nQuestion: Which?\nAnswer:"
+    name = infinite(tmp_path, "longbook_qa_eng", {**BUGS, "answer": ["Tom", "Sid"], "options": []})
+    (book,) = samples_of(ground, name)
+    assert text_of(ground, book.question_ids) == "\n\nQuestion: Which?\nAnswer:"
     assert (book.references, book.metric, book.max_new_tokens) == (("Tom", "Sid"), "qa_f1", 40)
 
 
@@ -193,14 +194,14 @@ def test_a_problem_of_math_is_its_context_and_each_part_has_its_own(tmp_path: Pa
     """The part is MD5 of `unique_id` modulo 5. 0 and 1 are dev, computed with `md5sum` and Python's integers."""
     ground = ground_of(chatting_tokenizer())
     rows = [{**PROBLEM, "unique_id": f"test/algebra/{n}.json"} for n in range(20)]
-    (sample,) = made(ground, problems(tmp_path, *rows))
-    assert said(ground, sample.context_ids) == "[user]What is 1 + 1?"
-    assert said(ground, sample.question_ids).endswith("into \\boxed{}.[/][assistant]")
+    (sample,) = samples_of(ground, problems(tmp_path, *rows))
+    assert text_of(ground, sample.context_ids) == "[user]What is 1 + 1?"
+    assert text_of(ground, sample.question_ids).endswith("into \\boxed{}.[/][assistant]")
     assert score(ground.tokenizer, ground.tokenizer.encode(r"\boxed{4/2}", add_special_tokens=False), sample) == 1
     digests = [int(hashlib.md5(row["unique_id"].encode()).hexdigest(), 16) % 5 < 2 for row in rows]
     for kind, part in (("math-dev-file", True), ("math-confirm-file", False)):
         name = problems(tmp_path, *rows, kind=kind)
-        actual = [made(ground, name, at)[0].metadata["id"] for at in range(digests.count(part))]
+        actual = [samples_of(ground, name, at)[0].metadata["id"] for at in range(digests.count(part))]
         assert actual == [row["unique_id"] for row, dev in zip(rows, digests, strict=True) if dev is part]
 
 
@@ -214,7 +215,7 @@ def test_what_is_longer_is_cut_in_the_middle(limit: int, tmp_path: Path) -> None
     text = f"Read.\n\n{LETTERS}{question}"
     ids = [*ground.frame.opening, *ground.tokenizer.encode(text, add_special_tokens=False)]
     kept = ids if len(ids) <= limit else ids[: limit // 2] + ids[-(limit // 2) :]
-    (sample,) = made(ground, longbench(tmp_path, "hotpotqa", {**LONG, "context": LETTERS}), length=limit)
+    (sample,) = samples_of(ground, longbench(tmp_path, "hotpotqa", {**LONG, "context": LETTERS}), length=limit)
     assert list(sample.context_ids) == kept[: len(kept) - len(question)]
     assert sample.metadata["cut"] == len(ids) - len(kept)
     assert sample.evidence == ()
@@ -254,7 +255,7 @@ BAD: dict[str, Callable[[Path], str]] = {
 @pytest.mark.parametrize("case", sorted(BAD))
 def test_files_that_are_not_as_described_are_refused_by_name(case: str, tmp_path: Path) -> None:
     with pytest.raises(SpecError) as caught:
-        made(ground_of(byte_tokenizer()), BAD[case](tmp_path), "question" not in case)
+        samples_of(ground_of(byte_tokenizer()), BAD[case](tmp_path), "question" not in case)
     assert caught.value.argument == case.split()[0]
 
 

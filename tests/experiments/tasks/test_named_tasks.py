@@ -21,7 +21,7 @@ from models_integration.model.frame import bare
 from models_integration.pocket import load_pocket_tokenizer
 from spec.errors import SpecError
 from spec.files import read_text
-from tests.experiments.tasks.test_tasks import chatting_tokenizer, ground_of, merged_tokenizer, said
+from tests.experiments.tasks.test_tasks import chatting_tokenizer, ground_of, merged_tokenizer, text_of
 
 pytestmark = pytest.mark.law("as-it-is-described")
 
@@ -48,15 +48,15 @@ def named(request: pytest.FixtureRequest, text: Path) -> tuple[str, Ground]:
 
 
 def pieces(ground: Ground, sample: Sample) -> list[str]:
-    return [said(ground, sample.context_ids[slice(*span)]).strip() for span in sample.evidence]
+    return [text_of(ground, sample.context_ids[slice(*span)]).strip() for span in sample.evidence]
 
 
 def facts_hold(ground: Ground, sample: Sample) -> None:
     """Check needle tasks of RULER: parse the sentences of the context by their form."""
-    asked = said(ground, sample.question_ids[sample.history :])
+    asked = text_of(ground, sample.question_ids[sample.history :])
     stated = defaultdict(list)
     form = r"One of the special magic \w+ for (\S+) is: ([^.\s]+)\."
-    for line in re.finditer(form, said(ground, sample.context_ids)):
+    for line in re.finditer(form, text_of(ground, sample.context_ids)):
         stated[line[1]].append((line[2], line[0]))
     (query,) = re.findall(r"special magic \w+ for (.+?) mentioned in the provided text\?", asked)
     keys = [key.removeprefix("and ") for key in query.split(", ")]
@@ -69,10 +69,10 @@ def facts_hold(ground: Ground, sample: Sample) -> None:
 def chains_hold(ground: Ground, sample: Sample) -> None:
     """Check variable tracking: execute the assignments."""
     held: dict[str, str] = {}
-    for name, value in re.findall(r"VAR ([A-Z]{5}) = (?:VAR )?(\w+)", said(ground, sample.context_ids)):
+    for name, value in re.findall(r"VAR ([A-Z]{5}) = (?:VAR )?(\w+)", text_of(ground, sample.context_ids)):
         assert name not in held
         held[name] = held.get(value, value)
-    asked = said(ground, sample.question_ids[sample.history :])
+    asked = text_of(ground, sample.question_ids[sample.history :])
     (value,) = re.findall(r"assigned the value (\d{5}) in the text", asked)
     assert set(sample.references) == {name for name in held if held[name] == value}
     assert len(sample.references) == 5 == len(sample.evidence)
@@ -81,7 +81,7 @@ def chains_hold(ground: Ground, sample: Sample) -> None:
 
 
 def common_words_hold(ground: Ground, sample: Sample) -> None:
-    listing = said(ground, sample.context_ids).rpartition("appear most often.\n")[2]
+    listing = text_of(ground, sample.context_ids).rpartition("appear most often.\n")[2]
     counted = Counter(re.findall(r"\d+\. ([a-z]+)", listing))
     assert [int(number) for number in re.findall(r"(\d+)\.", listing)] == list(range(1, counted.total() + 1))
     often, seldom = (30, 3) if sample.length >= 4096 else (6, 1)
@@ -91,7 +91,7 @@ def common_words_hold(ground: Ground, sample: Sample) -> None:
 
 
 def frequent_words_hold(ground: Ground, sample: Sample) -> None:
-    listing = said(ground, sample.context_ids).rpartition("coded words.")[2].split()
+    listing = text_of(ground, sample.context_ids).rpartition("coded words.")[2].split()
     ranked = [word for word, _ in Counter(listing).most_common(5)]
     assert ranked[0] == "..."
     assert list(sample.references) == ranked[1:4]
@@ -104,14 +104,14 @@ def occurrences_hold(ground: Ground, sample: Sample, listing: list[str]) -> None
     actual = pieces(ground, sample)
     all_of_them = [word for word in listing if word in sample.references]
     assert all_of_them[: len(actual)] == actual
-    window = said(ground, sample.context_ids[-RECENT - 8 :]).split()
+    window = text_of(ground, sample.context_ids[-RECENT - 8 :]).split()
     assert len(all_of_them) - len(actual) <= sum(word in sample.references for word in window) + 1
 
 
 def pairs_hold(ground: Ground, sample: Sample) -> None:
-    asked = said(ground, sample.question_ids[sample.history :])
+    asked = text_of(ground, sample.question_ids[sample.history :])
     (key,) = re.findall(r'Key: "([^"]+)"', asked)
-    context = said(ground, sample.context_ids)
+    context = text_of(ground, sample.context_ids)
     assert re.findall(f'"{key}": "([^"]+)"', context) == [sample.expected]
     assert json.loads(context[context.index("{") : context.rindex("}") + 1])[key] == sample.expected
     assert pieces(ground, sample) == [f'"{key}": "{sample.expected}"']
@@ -119,9 +119,9 @@ def pairs_hold(ground: Ground, sample: Sample) -> None:
 
 def sentence_holds(ground: Ground, sample: Sample) -> None:
     """Check that the fact and the distractors occur once. In running text, only facts (and "Lab 7") have digits."""
-    asked, context = said(ground, sample.question_ids).partition(" Answer: ")[2], said(ground, sample.context_ids)
+    asked, context = text_of(ground, sample.question_ids).partition(" Answer: ")[2], text_of(ground, sample.context_ids)
     (piece,) = pieces(ground, sample)
-    facts = {piece, *(said(ground, sample.context_ids[slice(*span)]).strip() for span in sample.distractors)}
+    facts = {piece, *(text_of(ground, sample.context_ids[slice(*span)]).strip() for span in sample.distractors)}
     assert piece.startswith(f"{asked} {sample.expected}")
     assert [context.count(one) for one in (sample.expected, *facts)] == [1] * (1 + len(facts))
     if "in_prose" in sample.task:
@@ -133,9 +133,9 @@ def sentence_holds(ground: Ground, sample: Sample) -> None:
 def text_goes_on(ground: Ground, sample: Sample) -> None:
     whole = " ".join(read_text("path", NARRATIVE).split())
     parts = sample.context_ids, sample.question_ids, sample.answer_ids
-    assert "".join(said(ground, part) for part in parts).strip() in whole
+    assert "".join(text_of(ground, part) for part in parts).strip() in whole
     assert len(sample.answer_ids) == 128
-    assert said(ground, sample.answer_ids).strip() == sample.expected
+    assert text_of(ground, sample.answer_ids).strip() == sample.expected
     assert sample.evidence == ()
 
 
@@ -151,7 +151,7 @@ def checked(name: str, ground: Ground, length: int, index: int, seed: int) -> tu
     (check,) = {check for part, check in CHECKS.items() if part in name}
     samples = resolve_task(name)(ground, length, index, seed)
     for sample in samples:
-        well_made(ground, sample, length)
+        check_sample(ground, sample, length)
         assert sample.task == name
         assert sample.context_digest == samples[0].context_digest
         check(ground, sample)
@@ -181,7 +181,7 @@ def test_a_problem_of_arithmetic_has_the_result_of_its_steps(named: tuple[str, G
     names = set[object]()
     for index in range(4):
         (sample,) = resolve_task(f'arithmetic(part="{part}")')(named[1], 400, index, 7)
-        text = said(named[1], sample.context_ids + sample.question_ids)
+        text = text_of(named[1], sample.context_ids + sample.question_ids)
         problems = re.findall(r"(Start with [^?]*?)\. What is", text)
         results = []
         for problem in problems:
@@ -219,7 +219,7 @@ def test_common_words_that_do_not_fit_are_refused(named: tuple[str, Ground]) -> 
         resolve_task("ruler_v1_cwe")(named[1], 4096, 0, 0)
 
 
-def well_made(ground: Ground, sample: Sample, length: int) -> None:
+def check_sample(ground: Ground, sample: Sample, length: int) -> None:
     assert len(sample.context_ids) == length
     spans = sorted((*sample.evidence, *sample.distractors))
     assert all(start < stop for start, stop in spans)
@@ -249,9 +249,9 @@ def test_a_single_fact_takes_turns_over_the_depths(name: str, named: tuple[str, 
 def slots(ground: Ground, name: str, index: int) -> list[bool]:
     """Return for each word of the list whether it is an answer."""
     (sample,) = resolve_task(name)(ground, 3000, index, 1)
-    said_all = said(ground, sample.context_ids)
-    listing = re.findall(r"[a-z]+", said_all.rpartition("most often.\n")[2]) if "cwe" in name else (
-        said_all.rpartition("coded words.")[2].split()
+    context_text = text_of(ground, sample.context_ids)
+    listing = re.findall(r"[a-z]+", context_text.rpartition("most often.\n")[2]) if "cwe" in name else (
+        context_text.rpartition("coded words.")[2].split()
     )
     return [word in sample.references for word in listing]
 
@@ -280,9 +280,9 @@ def test_turns_are_the_questions_one_after_another_with_their_gold_answers(name:
         assert len(alone) == len(turns) == (CHAINS if "tracking" in name else QUESTIONS)
         before = ""
         for one, turn in zip(alone, turns, strict=True):
-            asked = said(ground, one.question_ids)
-            assert said(ground, turn.question_ids) == before + asked
-            assert said(ground, turn.question_ids[: turn.history]) == before
+            asked = text_of(ground, one.question_ids)
+            assert text_of(ground, turn.question_ids) == before + asked
+            assert text_of(ground, turn.question_ids[: turn.history]) == before
             assert (turn.context_ids, turn.evidence, turn.expected) == (one.context_ids, one.evidence, one.expected)
             before += f"{asked} {one.expected}{between}"
 
@@ -294,12 +294,12 @@ def test_a_chat_template_stands_around_every_task_but_continuation(text: Path) -
         sample = resolve_task(name)(ground, 3500, 1, 2)[-1]
         framed = name != "prose_continuation"
         assert len(sample.context_ids) == 3500
-        assert said(ground, sample.context_ids).startswith("[user]") is framed
-        assert ("[/][assistant]" in said(ground, sample.question_ids)) is framed
+        assert text_of(ground, sample.context_ids).startswith("[user]") is framed
+        assert ("[/][assistant]" in text_of(ground, sample.question_ids)) is framed
         assert (sample.chat_template != "none") is framed
 
 
-OWN = '''
+USER_TASK = '''
 from dataclasses import replace
 
 def SHORT(ground, length, index, seed):
@@ -319,15 +319,15 @@ NUMBER = 3
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def user_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Write the documented example to a file of the current folder, which is not in sys.path."""
     example = dedent((registry.__doc__ or "").partition("\n\n")[2])
-    (tmp_path / "kvspec_own_task.py").write_text(example + OWN)
+    (tmp_path / "kvspec_own_task.py").write_text(example + USER_TASK)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(__import__("sys").modules, "kvspec_own_task", raising=False)
 
 
-def test_the_users_own_task_is_one_file_of_the_current_folder(own: None, named: tuple[str, Ground]) -> None:
+def test_the_users_own_task_is_one_file_of_the_current_folder(user_task: None, named: tuple[str, Ground]) -> None:
     import sys
 
     folders = list(sys.path)
@@ -342,7 +342,7 @@ def test_the_users_own_task_is_one_file_of_the_current_folder(own: None, named: 
 
 @pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize("name", ["needles", "no_module:X", "kvspec_own_task:ABSENT", "kvspec_own_task:NUMBER", ":X"])
-def test_a_name_that_is_no_task_is_refused(name: str, own: None) -> None:
+def test_a_name_that_is_no_task_is_refused(name: str, user_task: None) -> None:
     with pytest.raises(SpecError) as caught:
         resolve_task(name)
     assert (caught.value.argument, caught.value.value) == ("task", name)
@@ -350,7 +350,7 @@ def test_a_name_that_is_no_task_is_refused(name: str, own: None) -> None:
 
 @pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize("attribute", ["LONG", "NOTHING", "OUTSIDE"])
-def test_a_task_that_gives_anything_else_is_refused(attribute: str, own: None, named: tuple[str, Ground]) -> None:
+def test_a_task_that_gives_anything_else_is_refused(attribute: str, user_task: None, named: tuple[str, Ground]) -> None:
     with pytest.raises(SpecError) as caught:
         resolve_task(f"kvspec_own_task:{attribute}")(named[1], 1500, 0, 0)
     assert caught.value.argument == "task"

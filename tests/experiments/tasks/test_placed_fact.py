@@ -65,7 +65,7 @@ def test_dev_and_confirming_samples_share_no_filler(
     """Sentences of the topics and the framing sentence occur in both parts, but filler never does."""
     sentences = [topic.fact.fact for topic in PLACED_TOPICS]
     sentences += [sentence for topic in PLACED_TOPICS for sentence in (*topic.high_density, *topic.low_density)]
-    own = {ground.tokenizer.encode(word, add_special_tokens=False)[0] for line in sentences for word in line.split()}
+    words = {ground.tokenizer.encode(word, add_special_tokens=False)[0] for line in sentences for word in line.split()}
     parts = {part: set[tuple[int, ...]]() for part in (DEV, CONFIRM)}
     for sample in samples.values():
         parts[sample.part].update(_grams(sample.context_ids))
@@ -73,21 +73,21 @@ def test_dev_and_confirming_samples_share_no_filler(
     prose = set(_grams(ground.prose.tokens))
     assert min(map(len, parts.values())) > LENGTH
     assert not [gram for gram in shared if gram in prose]
-    assert all(own.intersection(gram) for gram in shared)
+    assert all(words.intersection(gram) for gram in shared)
 
 
 def test_samples_of_a_window_differ_only_in_place_and_mentions(
     samples: dict[tuple[int, float, str], Sample],
 ) -> None:
     for index in range(WINDOWS):
-        own = {cell[1:]: sample for cell, sample in samples.items() if cell[0] == index}
-        assert len({(one.question_ids, one.answer_ids, one.part, one.group) for one in own.values()}) == 1
+        cells = {cell[1:]: sample for cell, sample in samples.items() if cell[0] == index}
+        assert len({(one.question_ids, one.answer_ids, one.part, one.group) for one in cells.values()}) == 1
         for mentions in MENTIONS:
-            alike = [own[depth, mentions] for depth in FACT_DEPTHS]
+            alike = [cells[depth, mentions] for depth in FACT_DEPTHS]
             assert len({tuple(sorted(one.context_ids)) for one in alike}) == 1
             starts = [one.needle[0] for one in alike]
             assert starts == sorted(set(starts))
-        assert part_of(own[0.0, "none"].group) == own[0.0, "none"].part
+        assert part_of(cells[0.0, "none"].group) == cells[0.0, "none"].part
 
 
 def test_a_topic_is_named_as_often_as_its_kind_says(

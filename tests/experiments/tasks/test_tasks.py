@@ -101,12 +101,12 @@ def ground_of(tokenizer: Any, prose: Prose | None = None) -> Ground:
     return Ground(tokenizer, prose or Prose("none", (), ()), frame_of(tokenizer))
 
 
-def said(ground: Ground, ids: tuple[int, ...]) -> str:
+def text_of(ground: Ground, ids: tuple[int, ...]) -> str:
     return str(ground.tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
 def prompt(ground: Ground, sample: Sample) -> str:
-    return said(ground, sample.context_ids) + said(ground, sample.question_ids)
+    return text_of(ground, sample.context_ids) + text_of(ground, sample.question_ids)
 
 
 def _decoded(tokenizer: PreTrainedTokenizerFast, sample: Sample, span: tuple[int, int]) -> str:
@@ -157,8 +157,8 @@ def test_the_depth_is_kept_to_within_a_sentence(tokenizer: PreTrainedTokenizerFa
         sample = needle_sample(tokenizer, 4096, depth, seed=1)
         opening = len(opening_ids(tokenizer))
         start, stop = sample.needle
-        room = sample.length - opening - (stop - start)
-        assert abs((start - opening) - depth * room) <= longest
+        space = sample.length - opening - (stop - start)
+        assert abs((start - opening) - depth * space) <= longest
         assert depth > 0 or start == opening
         assert depth < 1 or stop == 4096
 
@@ -286,12 +286,12 @@ CASES: list[tuple[str, str, tuple[str, ...], tuple[str, ...], float]] = [
     ("locomo_f1 of parts", "a pony, cat", ("ponies, blue cats",), (), 5 / 6),
     # Questions of users: words as in SQuAD, in lower case without articles and punctuation. "exact" reads the first
     # line.
-    *(("exact words of a line", said, ("the Old Mill", "mill"), (), right) for said, right in (
+    *(("exact words of a line", text_of, ("the Old Mill", "mill"), (), right) for text_of, right in (
         ("An old mill.\nBut", 1), ("MILL", 1), ("old mills", 0), ("It is the old mill", 0), ("", 0),
     )),
     ("exact words of a line", "!", ("!",), (), 1),
     ("exact words of a line", "", ("!",), (), 0),
-    *(("contains the words", said, ("old mill",), (), right) for said, right in (
+    *(("contains the words", text_of, ("old mill",), (), right) for text_of, right in (
         ("It is\nthe Old Mill!", 1), ("the old, mill", 1), ("the old stone mill", 0), ("old millstone", 0), ("", 0),
     )),
     ("contains the words", "a ? b", ("?",), (), 1),

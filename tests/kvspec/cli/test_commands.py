@@ -34,7 +34,7 @@ OURS = {"spec", "reference", "accelerated", "conformance", "models_integration",
 MODELS = ["torch", "transformers", "safetensors", "tokenizers", "pandas", "numba"]
 # No extra contains these packages. A build of vLLM is for one device. Therefore `kvspec serve` uses the user's vLLM and
 # its dependencies.
-READERS_OWN = {"vllm", "prometheus_client"}
+READER_PACKAGES = {"vllm", "prometheus_client"}
 
 
 def started(command: str, missing: list[str]) -> subprocess.CompletedProcess[str]:
@@ -167,14 +167,14 @@ def test_what_is_missing_once_a_model_is_loaded_is_named(
 @pytest.mark.law("one-line-with-the-way-out")
 def test_every_package_that_a_command_imports_has_an_extra() -> None:
     """Check imports outside of kvspec, the standard library and the dependencies of kvspec."""
-    paths = [path for room in ("models_integration", "spec") for path in (ROOT / room).rglob("*.py")]
+    paths = [path for package in ("models_integration", "spec") for path in (ROOT / package).rglob("*.py")]
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in paths]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     named = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     named += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
     others = {name.partition(".")[0] for name in named} - sys.stdlib_module_names - OURS - {"numpy", "jaxtyping"}
     assert {"torch", "transformers", "pandas", "gguf"} <= others
-    assert others - set(BROUGHT_BY) == READERS_OWN
+    assert others - set(BROUGHT_BY) == READER_PACKAGES
     assert BROUGHT_BY["transformers"] == "models"
 
 

@@ -27,7 +27,7 @@ from spec.files import check_output, check_results, read_text
 pytestmark = pytest.mark.law("one-line-with-the-way-out")
 
 OURS = b"somebody's own work, of a week"
-READ, MADE = "is a file that the command reads", "kvspec did not make the file"
+READ, KEPT = "is a file that the command reads", "kvspec did not make the file"
 Refusal = Callable[[str], str]
 
 
@@ -63,24 +63,24 @@ def refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 @pytest.mark.parametrize(("line", "word"), [
     ("explain text.txt --out text.txt", READ), ("explain text.txt --out link.html", READ),
-    ("explain text.txt --out own.html", MADE), ("explain text.txt --out text.txt --force", READ),
+    ("explain text.txt --out own.html", KEPT), ("explain text.txt --out text.txt --force", READ),
     ("explain text.txt --beside triattention --calibration own.npz --out own.npz", READ),
     ("calibrate text.txt --out text.txt", READ), ("calibrate heads.tsv --out heads.tsv", READ),
     ("calibrate rules.toml --out rules.toml", READ), ("calibrate own.pt --out own.pt --force", READ),
-    ("calibrate text.txt --out own.npz", MADE), ("calibrate text.txt --out own.pt", MADE),
-    ("compare --model /nowhere --out new --table own.csv", MADE), ("compare --out new --table own.tex", MADE),
-    ("compare --model /nowhere --out new --figure own.svg", MADE), ("compare --write-rules own.toml", MADE),
-    ("compare --model /nowhere --out mine", MADE), ("demo --model /nowhere --out mine", MADE),
+    ("calibrate text.txt --out own.npz", KEPT), ("calibrate text.txt --out own.pt", KEPT),
+    ("compare --model /nowhere --out new --table own.csv", KEPT), ("compare --out new --table own.tex", KEPT),
+    ("compare --model /nowhere --out new --figure own.svg", KEPT), ("compare --write-rules own.toml", KEPT),
+    ("compare --model /nowhere --out mine", KEPT), ("demo --model /nowhere --out mine", KEPT),
     ("compare --calibration own.toml --write-rules own.toml --force", READ),
-    ("study --rules rules.toml --out mine", MADE), ("study --rules rules.toml --out new --figure own.svg", MADE),
+    ("study --rules rules.toml --out mine", KEPT), ("study --rules rules.toml --out new --figure own.svg", KEPT),
     ("report done --out done/study.jsonl --force", READ), ("report done --rules rules.toml --out rules.toml", READ),
-    ("report done --out own.html", MADE), ("report done --table own.csv", MADE), ("report mine", MADE),
-    ("paper crystalcache --model /nowhere --out mine", MADE), ("paper injection --model /nowhere --out mine", MADE),
+    ("report done --out own.html", KEPT), ("report done --table own.csv", KEPT), ("report mine", KEPT),
+    ("paper crystalcache --model /nowhere --out mine", KEPT), ("paper injection --model /nowhere --out mine", KEPT),
 ])
 def test_no_file_of_the_user_is_replaced(line: str, word: str, refusal: Refusal) -> None:
     message = refusal(line)
     assert word in message
-    assert ("--force" in message) is (word == MADE)
+    assert ("--force" in message) is (word == KEPT)
     assert message.count("\n") == 1
 
 
@@ -95,11 +95,11 @@ def test_a_verdict_replaces_no_file_of_the_user(check: bool, tmp_path: Path) -> 
         folder = tmp_path / name.replace(".", "-")
         folder.mkdir()
         (folder / name).write_bytes(OURS)
-        with pytest.raises(SpecError, match=MADE):
+        with pytest.raises(SpecError, match=KEPT):
             check_out(parsed([*subject, "--out", str(folder)]))
         check_out(parsed([*subject, "--out", str(folder), "--force"]))
     if not check:
-        with pytest.raises(SpecError, match=MADE):
+        with pytest.raises(SpecError, match=KEPT):
             kvspec.verify(backend="numpy", quick=True, out=tmp_path / "log-txt")
 
 
@@ -112,8 +112,8 @@ def test_the_certificate_of_another_subject_is_not_replaced(tmp_path: Path) -> N
 
     same = ["--backend", "numpy", "--as", "snapkv(W=16)", "--seed", "3", "--out", str(tmp_path)]
     ran = verdicts_of([{"precision": "float64", "spec": "", "collected": {}}])
-    made = certificate(parsed(same), of_backend("numpy"), ran)
-    write(made, tmp_path / "certificate.toml")
+    written = certificate(parsed(same), of_backend("numpy"), ran)
+    write(written, tmp_path / "certificate.toml")
     check_out(parsed([*same[:4], "--seed", "4", "--out", str(tmp_path)]))
     others = [["--backend", "numba", "--as", "snapkv(W=16)"], ["--policy", "snapkv"], ["--backend", "numpy"], same[:2]]
     for words in [*others, [*same[:3], "snapkv"], ["--backend", "numpy", "--quick"]]:

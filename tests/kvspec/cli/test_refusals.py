@@ -111,7 +111,7 @@ def test_compare_refuses_before_any_work(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("compare --polices x", ("--polices", "--policies", "kvspec compare --help")),
         ("compare --samples long", ("'--samples'", "integer", "kvspec compare --help")),
@@ -132,12 +132,12 @@ def test_compare_refuses_before_any_work(
     ],
 )
 def test_a_mistake_in_the_call_is_one_line_too(
-    words: str, said: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Refusal,
+    words: str, message: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Refusal,
 ) -> None:
     (tmp_path / "x.txt").write_text("Some words.", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     actual = refusal(words.split())
-    assert all(part in actual for part in said), actual
+    assert all(part in actual for part in message), actual
 
 
 @pytest.mark.parametrize("command", ["keep", "explain", "compress", "calibrate", "archive put", "compare"])

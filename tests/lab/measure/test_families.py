@@ -112,7 +112,7 @@ def test_what_cannot_be_built_is_said() -> None:
 def other_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant an error: the oracle receives a kept set with a different sink."""
     kept = run._kept
-    monkeypatch.setattr(run, "_kept", lambda *given: [[[0, 2, *own[2:]] for own in sets] for sets in kept(*given)])
+    monkeypatch.setattr(run, "_kept", lambda *given: [[[0, 2, *group[2:]] for group in sets] for sets in kept(*given)])
 
 
 def broken_update(monkeypatch: pytest.MonkeyPatch) -> None:

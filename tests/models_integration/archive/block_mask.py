@@ -63,8 +63,8 @@ _MODELS: dict[str, str] = {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHea
 
 def build(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
     """Return a family's tiny model. The weights are so large that attention is not uniform."""
-    own = REFUSED[family] if family in REFUSED else FAMILIES[family]
-    return prepare(tiny(_MODELS.get(family, family), **{**SMALL, **own, **changes}), dtype=dtype)
+    fields = REFUSED[family] if family in REFUSED else FAMILIES[family]
+    return prepare(tiny(_MODELS.get(family, family), **{**SMALL, **fields, **changes}), dtype=dtype)
 
 
 CHAT = vocabulary({
@@ -84,7 +84,7 @@ class Oracle:
     cache: DynamicCache
     visible: Tensor
     """Slots that a splice has: all except hidden preambles and evicted tokens."""
-    own: Tensor
+    session_slots: Tensor
     """Slots of the session and the query."""
 
 

@@ -41,7 +41,7 @@ def chunk(
 
 
 ALICE, BOB, CAROL = "alice-the-tenant", "bob-the-tenant", "carol-the-tenant"
-MADE = {name: chunk(seed, tenant=tenant, tokens=8) for seed, (name, tenant) in enumerate(
+CHUNKS = {name: chunk(seed, tenant=tenant, tokens=8) for seed, (name, tenant) in enumerate(
     [("hers", ALICE), ("hers, damaged", ALICE), ("his", BOB), ("new", CAROL)]
 )}
 MASTER = bytes(range(32))
@@ -97,9 +97,9 @@ class Case:
         """Create the archive without empty folders, because each empty folder would cause the same two calls."""
         with self.open() as archive:
             for name in ("hers", "hers, damaged"):
-                self.keys[name] = archive.put(*MADE[name])
+                self.keys[name] = archive.put(*CHUNKS[name])
             self.salts = [path.read_bytes()[:32] for path in (self.folder / "keys").glob("*")]
-            self.keys["his"] = archive.put(*MADE["his"])
+            self.keys["his"] = archive.put(*CHUNKS["his"])
             assert archive.get(self.keys["his"], BOB) is not None
         path = path_of(self.folder, self.keys["hers, damaged"])
         damage(path)
@@ -179,7 +179,7 @@ class Case:
         """Check that no token, tenant, key or salt of the first tenant remains in the folder or in the given bytes."""
         actual = blobs(self.folder) if actual is None else actual
         for name in ("hers", "hers, damaged"):
-            manifest, tensors = MADE[name]
+            manifest, tensors = CHUNKS[name]
             sought = [
                 ALICE.encode(), self.keys[name].encode(), manifest.key.encode(), manifest.ids.encode(),
                 tensors["token_ids"].numpy().tobytes(), *self.salts,
@@ -188,7 +188,7 @@ class Case:
 
 
 def put(archive: Archive, keys: dict[str, str]) -> None:
-    archive.put(*MADE["new"])
+    archive.put(*CHUNKS["new"])
 
 
 def get(archive: Archive, keys: dict[str, str]) -> None:

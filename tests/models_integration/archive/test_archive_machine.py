@@ -47,12 +47,12 @@ class ArchiveMachine(RuleBasedStateMachine):
     Rules name a chunk by tenant and text, because keys of encrypted chunks differ between runs.
     """
 
-    @initialize(encrypted=may_encrypt, room=st.none() | st.integers(2, 3))
-    def open(self, encrypted: bool, room: int | None) -> None:
+    @initialize(encrypted=may_encrypt, space=st.none() | st.integers(2, 3))
+    def open(self, encrypted: bool, space: int | None) -> None:
         """Create a folder with a chunk of each tenant. `room` is the number of chunks within the limit."""
         self.place = tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None)
         self.folder, self.encrypted = Path(self.place.name) / "archive", encrypted
-        self.limit = None if room is None else room * OBJECT_BYTES[encrypted]
+        self.limit = None if space is None else space * OBJECT_BYTES[encrypted]
         self.may: dict[str, set[str]] = {}
         self.texts: dict[str, tuple[str, int]] = {}
         self.tried: set[tuple[str, int]] = set()
@@ -97,7 +97,7 @@ class ArchiveMachine(RuleBasedStateMachine):
     @rule(store=stores, tenant=tenants, text=texts, fault=FAULTS)
     def put(self, store: int, tenant: str, text: int, fault: Fault) -> None:
         """Put a chunk. When `put` returns a key, the chunk is stored."""
-        key, before = "", [key for key, own in self.texts.items() if own == (tenant, text)]
+        key, before = "", [key for key, stored in self.texts.items() if stored == (tenant, text)]
         over = any(DAMAGED in self.may[key] for key in before)
         with self.interrupted(store, fault, "full", "error") as how:
             key = self.stores[store].put(*chunk(text, tenant=tenant))
@@ -219,18 +219,18 @@ class ArchiveMachine(RuleBasedStateMachine):
     @rule(store=stores, tenant=tenants, fault=FAULTS)
     def forget(self, store: int, tenant: str, fault: Fault) -> None:
         """Forget a tenant. No text of the tenant remains in any file, even on a full disk."""
-        own = {key for key in self.may if self.texts[key][0] == tenant}
+        keys = {key for key in self.may if self.texts[key][0] == tenant}
         with self.interrupted(store, fault, "error") as how:
             self.stores[store].forget(tenant)
         # The file of a different tenant may contain the bytes of this tenant.
         self.widen(GONE, only=lambda key: DAMAGED in self.may[key])
         if how:
-            self.widen(*[GONE, HALF][: 1 + self.encrypted], only=own.__contains__)
+            self.widen(*[GONE, HALF][: 1 + self.encrypted], only=keys.__contains__)
         else:
-            self.may |= {key: {GONE} for key in own}
+            self.may |= {key: {GONE} for key in keys}
             self.tried = {tried for tried in self.tried if tried[0] != tenant}
             actual = b"".join(blobs(self.folder))
-            assert not [word for word in (tenant, *own) if word.encode() in actual], "a forgotten word is in a file"
+            assert not [word for word in (tenant, *keys) if word.encode() in actual], "a forgotten word is in a file"
             note("a tenant is forgotten")
         self.list_all()
 
@@ -270,10 +270,10 @@ class ArchiveMachine(RuleBasedStateMachine):
 
     def adopt(self, key: str) -> None:
         """Add a chunk that an interrupted put has published."""
-        own = [text for text in self.tried if self.stores[0].get(key, text[0]) is not None]
-        assert own, "a listed chunk was never put, or cannot be read"
-        ids = {tenant: self.stores[0].get(key, tenant).manifest.ids for tenant, _ in own}  # type: ignore[union-attr]
-        (self.texts[key],) = [text for text in own if chunk(text[1])[0].ids == ids[text[0]]]
+        stored_texts = [text for text in self.tried if self.stores[0].get(key, text[0]) is not None]
+        assert stored_texts, "a listed chunk was never put, or cannot be read"
+        ids = {tenant: self.stores[0].get(key, tenant).manifest.ids for tenant, _ in stored_texts}  # type: ignore[union-attr]
+        (self.texts[key],) = [text for text in stored_texts if chunk(text[1])[0].ids == ids[text[0]]]
         self.may[key] = {THERE}
         note("an interrupted put has published its chunk")
 

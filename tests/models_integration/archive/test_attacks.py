@@ -151,17 +151,17 @@ def forged(name: str) -> str:
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_a_crafted_manifest_stops_nothing(tmp_path: Path, name: str) -> None:
     """Check that the object is quarantined when it is read or verified, and that other objects are unchanged."""
-    own = chunk(2)[0].key
+    object_key = chunk(2)[0].key
     with Archive(tmp_path) as archive:
         key = archive.put(*chunk(1))
-    crafted(tmp_path, forged(name), chunk(2)[1], own)
+    crafted(tmp_path, forged(name), chunk(2)[1], object_key)
     with Archive(tmp_path) as archive:
         assert [entry.key for entry in archive.entries()] == [key]
-        assert archive.verify().quarantined == [own]
-        crafted(tmp_path, forged(name), chunk(2)[1], own)
-        assert archive.get(own, "alice") is None
+        assert archive.verify().quarantined == [object_key]
+        crafted(tmp_path, forged(name), chunk(2)[1], object_key)
+        assert archive.get(object_key, "alice") is None
         assert archive.get(key, "alice") is not None
-        assert archive.verify().in_quarantine == [f"quarantine/damaged-{own}.safetensors"]
+        assert archive.verify().in_quarantine == [f"quarantine/damaged-{object_key}.safetensors"]
         assert archive.forget("alice") == 2
 
 

@@ -24,7 +24,7 @@ from models_integration.archive.object_folder import ASIDE
 from models_integration.archive.store import Archive, Report, Stored
 from models_integration.cache import atomic_file, tensor_file
 from models_integration.cache.atomic_file import TEMPORARY, publish
-from tests.models_integration.archive.fault_cases import MADE, OPERATIONS, Case, chunk, path_of
+from tests.models_integration.archive.fault_cases import CHUNKS, OPERATIONS, Case, chunk, path_of
 from tests.models_integration.archive.test_archive_machine import ROWS, mistake
 
 pytestmark = pytest.mark.law("promised-is-there-forgotten-is-not")
@@ -143,12 +143,12 @@ def test_a_chunk_that_was_set_aside_is_there_or_the_failure_is_named(
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.rpartition(".")[2])
 def test_every_call_of_the_archive_can_fail(module: ModuleType) -> None:
     """Check that the archive calls only those functions of `os` and `fcntl` that the faults cover."""
-    rooms: dict[str, ModuleType] = {"os": os, "fcntl": fcntl}
+    modules: dict[str, ModuleType] = {"os": os, "fcntl": fcntl}
     for node in ast.walk(ast.parse(getsource(module))):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in rooms:
-            room = rooms[node.value.id]
-            if callable(getattr(room, node.attr, None)):
-                assert node.attr in {*CALLS[room], *WITHOUT_THE_SYSTEM}, f"{node.value.id}.{node.attr}"
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+            library = modules[node.value.id]
+            if callable(getattr(library, node.attr, None)):
+                assert node.attr in {*CALLS[library], *WITHOUT_THE_SYSTEM}, f"{node.value.id}.{node.attr}"
 
 
 @pytest.mark.law("the-proof-has-teeth")
@@ -292,7 +292,7 @@ def test_of_a_forgotten_object_that_was_replaced_nothing_is_left(
     case = prepared(quick_path / "archive", "forget", encrypted=False)
     for path in case.folder.rglob(".tmp-*"):
         path.unlink()  # Erasing these files syncs the same folder.
-    manifest, tensors = MADE["hers, damaged"]
+    manifest, tensors = CHUNKS["hers, damaged"]
     with recording(case.folder, dropped) as (_, states), case.open() as archive:
         if operation == "put":
             archive.put(manifest, tensors)

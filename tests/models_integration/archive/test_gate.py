@@ -212,10 +212,10 @@ def test_a_codec_on_tensors_is_the_reference_s(arm: str) -> None:
 @pytest.mark.law("decided-as-the-reference")
 @pytest.mark.parametrize("style", ["half_split", "interleaved"])
 @fewer_examples
-@given(made=keys(), start=st.integers(0, 2048))
-def test_tensors_turn_as_the_reference_does(style: str, made: tuple[Cube, Vector], start: int) -> None:
+@given(inputs=keys(), start=st.integers(0, 2048))
+def test_tensors_turn_as_the_reference_does(style: str, inputs: tuple[Cube, Vector], start: int) -> None:
     """Compare tensors for equal angles. The integration rounds angles to float32, as models do."""
-    x, theta = made
+    x, theta = inputs
     tensor = torch.tensor(theta, dtype=torch.float32)
     angles = angles_between(x.shape[1], start, tensor, tensor)
     assert near(turned(torch.tensor(x), angles, style).numpy(), TURNS[style](x, angles.numpy()), angles.numpy(), 1)

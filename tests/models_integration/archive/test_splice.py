@@ -73,7 +73,7 @@ def gap(logits: Tensor, cache: RetainedCache, oracle: Oracle) -> float:
     """Return the largest relative difference of the logits and of every layer's keys and values."""
     pairs = [(logits, oracle.logits)]
     for actual, expected in zip(plain_layers(cache), plain_layers(oracle.cache), strict=True):
-        slots = oracle.own if actual.is_sliding else oracle.visible  # The window is longer than the session.
+        slots = oracle.session_slots if actual.is_sliding else oracle.visible  # The window is longer than the session.
         pairs += [(actual.keys, expected.keys[:, :, slots]), (actual.values, expected.values[:, :, slots])]
     return max(relative(a.float(), b.float()) for a, b in pairs)
 
@@ -504,13 +504,13 @@ def test_an_archive_of_what_a_policy_keeps(archive: Archive, name: str, form: st
     assert chunk.kept is not None
     n, hidden = len(wrapped.ids), wrapped.hidden
     gaps = {
-        layer: [{len(SESSION) + at - hidden for at in range(hidden, n) if at not in own.tolist()} for own in places]
+        layer: [{len(SESSION) + at - hidden for at in range(hidden, n) if at not in group.tolist()} for group in places]
         for layer, places in chunk.kept.items()
     }
-    assert {len(own) for own in gaps.values()} == {2 if name in ("snapkv", "adakv") else 1}
-    assert all(all(own) for own in gaps.values())
+    assert {len(group) for group in gaps.values()} == {2 if name in ("snapkv", "adakv") else 1}
+    assert all(all(group) for group in gaps.values())
     pinned = {at for at in wrapped.markers if at >= hidden}
-    assert all(pinned <= set(own.tolist()) for places in chunk.kept.values() for own in places)
+    assert all(pinned <= set(group.tolist()) for places in chunk.kept.values() for group in places)
     cache, markers = library.inject(read(model, SESSION)[1], [key], room=len(QUERY))
     assert markers.tolist() == [len(SESSION) + at - hidden for at in wrapped.markers if at >= hidden]
     with layer_masks(model, cache):
@@ -550,8 +550,8 @@ def test_chunks_behind_a_session_whose_heads_differ() -> None:
         model(input_ids=torch.tensor([SESSION]))
     cache = run.cache
     assert cache is not None
-    left = {layer: [own.head_positions(0, head).tolist() for head in (0, 1)]
-            for layer, own in enumerate(cache.full_layers)}
+    left = {layer: [positions.head_positions(0, head).tolist() for head in (0, 1)]
+            for layer, positions in enumerate(cache.full_layers)}
     whole, gapped = (computed(model, CHUNKS[at][0], rotary) for at in (0, 2))
     heads = Retention(np.array([0, 2, 5, 1, 3, 5, 0, 1, 2, 5]), np.array([0, 3, 4, 6, 10]), 6, Granularity.HEAD)
     assert [set(heads.group(at).tolist()) for at in range(4)] == [{0, 2, 5}, {1}, {3, 5}, {0, 1, 2, 5}]
@@ -569,5 +569,5 @@ def test_chunks_behind_a_session_whose_heads_differ() -> None:
     splice(empty, [compacted(gapped, heads)], rotary)
     with layer_masks(model, empty):
         logits, _ = read(model, QUERY, empty)
-    alone = {layer: [{at - 19 for at in own if at >= 19} for own in sets] for layer, sets in gaps.items()}
+    alone = {layer: [{at - 19 for at in positions if at >= 19} for positions in sets] for layer, sets in gaps.items()}
     assert relative(logits, block_masked(model, [], [CHUNKS[2]], QUERY, evicted_in=alone).logits) < BOUND

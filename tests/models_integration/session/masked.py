@@ -27,9 +27,9 @@ HeadSets = Mapping[int, Sequence[Sequence[int]]]
 def head_sets(kept: Retention, layers: Sequence[int], heads: int) -> dict[int, list[list[int]]]:
     """Return the kept positions of each layer and KV head, at any granularity."""
     each = {Granularity.MODEL: (0, 0), Granularity.LAYER: (1, 0), Granularity.HEAD: (heads, 1)}
-    own, apart = each[kept.granularity]
+    per_layer, apart = each[kept.granularity]
     return {
-        layer: [kept.group(at * own + head * apart).tolist() for head in range(heads)]
+        layer: [kept.group(at * per_layer + head * apart).tolist() for head in range(heads)]
         for at, layer in enumerate(layers)
     }
 

@@ -51,11 +51,11 @@ class Oracle:
         for layer, heads in kept.items():
             for head, positions in enumerate([*heads] * (len(self.raw[layer]) // len(heads))):
                 k, v, text, _ = self.raw[layer][head]
-                own = [slot for slot, position in enumerate(text.tolist()) if position in {*map(int, positions)}]
-                assert len(own) == len(positions)
-                text = text[own]
-                rotary = torch.arange(self.seen - len(own), self.seen) if self.rule == "renumbered" else text
-                self.raw[layer][head] = [k[own], v[own], text, rotary]
+                slots = [slot for slot, position in enumerate(text.tolist()) if position in {*map(int, positions)}]
+                assert len(slots) == len(positions)
+                text = text[slots]
+                rotary = torch.arange(self.seen - len(slots), self.seen) if self.rule == "renumbered" else text
+                self.raw[layer][head] = [k[slots], v[slots], text, rotary]
 
     def frequencies(self, layer: int) -> Tensor:
         """Return the inverse frequencies of a layer, as the model states them."""
@@ -83,8 +83,8 @@ class Oracle:
         new = self.seen + torch.arange(n)
         empty = torch.empty(0, dtype=torch.int64)
         heads = self.raw.setdefault(layer, [[k[h, :0], v[h, :0], empty, empty] for h in range(len(k))])
-        for h, own in enumerate(heads):
-            heads[h] = [torch.cat(pair) for pair in zip(own, [k[h], v[h], new, new], strict=True)]
+        for h, kept in enumerate(heads):
+            heads[h] = [torch.cat(pair) for pair in zip(kept, [k[h], v[h], new, new], strict=True)]
         for head in range(len(q)):
             keys, values, text, rotary = heads[head * len(k) // len(q)]
             scaling = options["scaling"] if options.get("scaling") is not None else q.shape[-1] ** -0.5

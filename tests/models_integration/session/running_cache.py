@@ -215,8 +215,8 @@ class Judge:
                 is_token = mask[:, mask.shape[1] - ids.shape[1] :]
             rows = reads[-1] if reads else life.rows
             reads.append([
-                row.read(own[shown == 1].tolist(), stored)
-                for row, own, shown, stored in zip(rows, ids, is_token, before, strict=True)
+                row.read(row_ids[shown == 1].tolist(), stored)
+                for row, row_ids, shown, stored in zip(rows, ids, is_token, before, strict=True)
             ])
 
         with self.model.base_model.register_forward_pre_hook(note, with_kwargs=True):
@@ -234,7 +234,7 @@ class Judge:
         with torch.no_grad():
             logits = self.model(input_ids=ids, past_key_values=life.cache, attention_mask=mask).logits
         is_token = torch.ones_like(ids) if mask is None else mask[:, -ids.shape[1] :]
-        new = [own[shown.bool()] for own, shown in zip(logits, is_token, strict=True)]
+        new = [values[shown.bool()] for values, shown in zip(logits, is_token, strict=True)]
         self.follow(life, new, ids.shape[1], evicts)
 
     def follow_alone(
@@ -244,17 +244,17 @@ class Judge:
         """Read the pieces of each row in a separate cache, and compare tokens and states with those of the batch."""
         if ended != "done":
             life.alone = None
-        for index, own in enumerate(life.alone or ()):
+        for index, separate in enumerate(life.alone or ()):
             with (
                 nullcontext() if policy is None else POLICIES[policy](self.model) as run,
                 run.reading() if run and reading else nullcontext(),
             ):
                 for ids in pieces[index]:
-                    at_once(self.model, ids[None], own)
-            single = replace(life, cache=own, rows=[life.rows[index]])
+                    at_once(self.model, ids[None], separate)
+            single = replace(life, cache=separate, rows=[life.rows[index]])
             assert single.stored() == [life.sets[index]], "the separate cache stores different tokens than the batch"
             if isinstance(life.cache.continuation, CrystalStates):
-                (state,) = states_of(own).rows
+                (state,) = states_of(separate).rows
                 same_state(life.cache.continuation.rows[index], state, self.rounding())
 
     def rounding(self) -> float:
@@ -275,13 +275,13 @@ class Judge:
         """
         rows, before = self._reads[-1], life.sets
         new = [len(row.tokens) - len(old.tokens) for row, old in zip(rows, life.rows, strict=True)]
-        for row, own, n in zip(rows, logits, new, strict=True):
+        for row, part, n in zip(rows, logits, new, strict=True):
             if n:
-                own = own[len(own) - min(n, len(own)) :]
-                apart = relative(own, self.subject.oracle.expect(row).logits[-len(own) :])
+                part = part[len(part) - min(n, len(part)) :]
+                apart = relative(part, self.subject.oracle.expect(row).logits[-len(part) :])
                 assert apart <= MASKED_LOGITS, f"logits are {apart:.1e} from those of the masked model"
         grown = [
-            [[[*own, *range(len(row.tokens) - n, len(row.tokens))] for own in heads] for heads in sets]
+            [[[*part, *range(len(row.tokens) - n, len(row.tokens))] for part in heads] for heads in sets]
             for row, n, sets in zip(rows, new, before, strict=True)
         ]
         life.rows, life.columns = rows, life.columns + columns
@@ -358,7 +358,7 @@ class Judge:
                 assert spread(actual, *life.heads) == sets, "the reported kept tokens are not the stored tokens"
                 over.append(ceil(len(actual.positions) / actual.groups) - method.budget.tokens(len(row.tokens)))
             assert run.over_budget == max(0, *over), "over_budget is not the excess over the budget"
-        evicted = any(len(own) < len(life.rows[0].tokens) for own in flat(life.sets))
+        evicted = any(len(places) < len(life.rows[0].tokens) for places in flat(life.sets))
         self.met("a segment that evicts" if evicted else "a segment that evicts nothing")
         for layer in life.cache.full_layers:
             if isinstance(layer, RaggedLayer):
@@ -370,19 +370,20 @@ class Judge:
 
 def retentions(life: RunningCache, granularity: str, sets: Sequence[Sets]) -> tuple[Retention, ...]:
     """Return a retention for each row, with the given kept sets."""
-    made = []
-    for own, row in zip(sets, life.rows, strict=True):
+    result = []
+    for places, row in zip(sets, life.rows, strict=True):
         groups = {
-            "model": [own[-1][-1]], "layer": [heads[-1] for heads in own], "head": [one for h in own for one in h],
+            "model": [places[-1][-1]], "layer": [heads[-1] for heads in places],
+            "head": [one for heads in places for one in heads],
         }[granularity]
         offsets = np.cumsum([0, *map(len, groups)])
         positions = np.array([at for group in groups for at in group], dtype=np.int64)
-        made.append(Retention(positions, offsets, len(row.tokens), GRANULARITY[granularity]))
-    return tuple(made)
+        result.append(Retention(positions, offsets, len(row.tokens), GRANULARITY[granularity]))
+    return tuple(result)
 
 
 def flat(rows: Sequence[Sets]) -> list[list[int]]:
-    return [own for sets in rows for heads in sets for own in heads]
+    return [kept for sets in rows for heads in sets for kept in heads]
 
 
 def spread(retention: Retention, layers: int, heads: int) -> Sets:
@@ -407,12 +408,12 @@ def chosen(sets: Sets, granularity: str, share: float, rng: Random) -> Sets:
     The part is the same for all layers ("model"), the same for all heads of a layer ("layer"), or separate for each
     head.
     """
-    def some(own: list[int]) -> list[int]:
-        return sorted(rng.sample(own, max(1, int(share * len(own)))))
+    def some(kept: list[int]) -> list[int]:
+        return sorted(rng.sample(kept, max(1, int(share * len(kept)))))
 
     if granularity == "model":
         one = some(sets[0][0])
         return [[one for _ in heads] for heads in sets]
     if granularity == "layer":
         return [[one for _ in heads] for heads in sets for one in [some(heads[0])]]
-    return [[some(own) for own in heads] for heads in sets]
+    return [[some(kept) for kept in heads] for heads in sets]

@@ -264,19 +264,20 @@ def turn(number: int, n: int = TURN) -> Tensor:
     return prompt(n, seed=100 + number)
 
 
-def same_state(found: DecodeState, expected: DecodeState, rtol: float = 1e-9) -> None:
-    assert found.stored.tolist() == expected.stored.tolist()
-    assert (found.seen, found.step, found.tail_ids) == (expected.seen, expected.step, expected.tail_ids)
-    np.testing.assert_array_equal(found.live.offsets, expected.live.offsets)
-    np.testing.assert_array_equal(found.ids, expected.ids)
-    np.testing.assert_array_equal(found.counts, expected.counts)
-    np.testing.assert_array_equal(found.W.indices, expected.W.indices)
+def same_state(actual: DecodeState, expected: DecodeState, rtol: float = 1e-9) -> None:
+    assert actual.stored.tolist() == expected.stored.tolist()
+    assert (actual.seen, actual.step, actual.tail_ids) == (expected.seen, expected.step, expected.tail_ids)
+    np.testing.assert_array_equal(actual.live.offsets, expected.live.offsets)
+    np.testing.assert_array_equal(actual.ids, expected.ids)
+    np.testing.assert_array_equal(actual.counts, expected.counts)
+    np.testing.assert_array_equal(actual.W.indices, expected.W.indices)
     for a, b in (
-        (found.D, expected.D), (found.live.impact, expected.live.impact), (found.W.weights, expected.W.weights),
-        (found.live.trunk_impact, expected.live.trunk_impact), (found.live.inverse_norms, expected.live.inverse_norms),
+        (actual.D, expected.D), (actual.live.impact, expected.live.impact), (actual.W.weights, expected.W.weights),
+        (actual.live.trunk_impact, expected.live.trunk_impact),
+        (actual.live.inverse_norms, expected.live.inverse_norms),
     ):
         np.testing.assert_allclose(a, b, rtol=rtol)
-    check_state(found)
+    check_state(actual)
 
 
 SHORT = replace(TINY, T_breath=T, breath_protection="sink+recent")
@@ -380,12 +381,12 @@ def check_continuation(model: PreTrainedModel, policy: RetentionPolicy) -> None:
     kept, following = live_sets(cache), prompt(NEW, seed=9)
     expected = Masked(model, prompt(PROMPT), kept).read(following)
     for read in (at_once, step_by_step):
-        own = copy.deepcopy(cache)
-        with observing(describe(model), own):
-            assert relative(read(model, following, own), expected) < TOLERANCE
-        assert own.get_seq_length() == PROMPT + NEW
+        copied = copy.deepcopy(cache)
+        with observing(describe(model), copied):
+            assert relative(read(model, following, copied), expected) < TOLERANCE
+        assert copied.get_seq_length() == PROMPT + NEW
         grown = {layer: [[*one, *range(PROMPT, PROMPT + NEW)] for one in sets] for layer, sets in kept.items()}
-        assert live_sets(own) == grown
+        assert live_sets(copied) == grown
     assert relative(Masked(model, prompt(PROMPT), range(PROMPT)).read(following), expected) > VISIBLE_EFFECT
 
 

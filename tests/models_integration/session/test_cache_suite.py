@@ -50,7 +50,7 @@ def loaded(folder: str) -> PreTrainedModel:
 
 def stored(tensor: Tensor, sets: list[list[int]], longest: int) -> Tensor:
     """Return the kept rows of (1, H_kv, n, d), padded with zeros to the longest head."""
-    rows = [tensor[0, head, own] for head, own in enumerate(sets)]
+    rows = [tensor[0, head, positions] for head, positions in enumerate(sets)]
     return torch.stack([torch.nn.functional.pad(row, (0, 0, 0, longest - len(row))) for row in rows])[None]
 
 
@@ -64,8 +64,8 @@ def plain(
     The options add typical mistakes of such a cache.
     """
     model, full, compacted = loaded(folder), DynamicCache(), DynamicCache()
-    longest = max(len(own) for sets in kept.values() for own in sets)
-    if not padded and any(len(own) < longest for sets in kept.values() for own in sets):
+    longest = max(len(places) for sets in kept.values() for places in sets)
+    if not padded and any(len(places) < longest for sets in kept.values() for places in sets):
         raise NotImplementedError("sets of different lengths")
     with torch.no_grad():
         model(torch.tensor([prompt]), past_key_values=full)
@@ -92,7 +92,7 @@ def rotated(
     at = torch.tensor(sets)
     first = end - at.shape[1] if end else 0
     to = torch.arange(first, first + at.shape[1]).expand_as(at)
-    moves = torch.tensor([[layer in layers and position in part for position in own] for own in sets])
+    moves = torch.tensor([[layer in layers and position in part for position in kept] for kept in sets])
     cos, sin = model.model.rotary_emb(keys, torch.where(moves, at - to, 0))
     back: Tensor = apply_rotary_pos_emb(keys[0][:, None], keys[0][:, None], cos, -sin)[0]
     return back[:, 0][None]
@@ -203,7 +203,7 @@ def whole_if(holds: Callable[[list[int], Kept], bool]) -> Callable[..., Tensor]:
 
 
 def fewest(kept: Kept) -> int:
-    return min(len(own) for sets in kept.values() for own in sets)
+    return min(len(positions) for sets in kept.values() for positions in sets)
 
 
 def eight_at_a_time(prompt: list[int], kept: Kept, following: list[int], folder: str) -> Tensor:
@@ -224,7 +224,7 @@ def sixteen_by_sixteen(prompt: list[int], kept: Kept, following: list[int], fold
 
 def the_last_1500(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
     cut = max(0, len(prompt) - 1500)
-    later = {layer: [[at - cut for at in own if at >= cut] for own in sets] for layer, sets in kept.items()}
+    later = {layer: [[at - cut for at in positions if at >= cut] for positions in sets] for layer, sets in kept.items()}
     return after_eviction(prompt[cut:], later, *rest)
 
 
@@ -253,19 +253,19 @@ MISTAKES: list[tuple[Callable[..., Any], str, list[Call], str]] = [
     *((engine, "llama", SMALL, "") for engine in (
         whole_if(lambda prompt, kept: len(prompt) > 64),
         with_sets(lambda prompt, kept: {
-            at: [own if len(own) > 3 else list(range(len(prompt)))[-4:] for own in kept[at]] for at in kept
+            at: [heads if len(heads) > 3 else list(range(len(prompt)))[-4:] for heads in kept[at]] for at in kept
         }),
         eight_at_a_time, sixteen_by_sixteen, whole_if(lambda prompt, kept: fewest(kept) > 0.9 * len(prompt)),
     )),
     (with_sets(lambda _, kept: {at: sets[::-1] if len(sets) > 4 else sets for at, sets in kept.items()}),
      "qwen3", SMALL, ""),
     (with_sets(lambda prompt, kept: {
-        at: own if any(own) else everything(prompt, kept)[at] for at, own in kept.items()
+        at: heads if any(heads) else everything(prompt, kept)[at] for at, heads in kept.items()
     }), "gemma3_text", SMALL, ""),
     (whole_if(lambda prompt, kept: kept[min(kept)] == everything(prompt, kept)[min(kept)]), "gemma3_text", SMALL, ""),
     (the_last_1500, "gpt_neox", SMALL, ""),
     (with_sets(lambda prompt, kept: {  # as if tokens with the id of padding were padding
-        at: [[place for place in own if prompt[place]] for own in sets] for at, sets in kept.items()
+        at: [[place for place in heads if prompt[place]] for heads in sets] for at, sets in kept.items()
     }), "llama", [ONE], AWAY),
     # Engines that are wrong on shapes of real models.
     (whole_if(lambda prompt, kept: len(prompt) % 16 == 0), "llama", ALL_BLOCKS, AWAY),
@@ -329,7 +329,7 @@ def padding_counts(prompt: Any, kept: Any, following: Any, folder: str, batch: b
     longest = max(map(len, prompt)) if batch else 0
     prompt = [[0] * (longest - len(row)) + row for row in prompt] if batch else prompt
     if batch:
-        kept = [{layer: [[at + longest - 40 for at in own] if row == 0 else own for own in sets]
+        kept = [{layer: [[at + longest - 40 for at in positions] if row == 0 else positions for positions in sets]
                  for layer, sets in of_row.items()} for row, of_row in enumerate(kept)]
     return after_eviction(prompt, kept, following, folder, batch)
 
@@ -338,7 +338,7 @@ def padding_of_whole_rows(prompt: Any, kept: Any, following: Any, folder: str, b
     """Treat padding tokens as tokens of the text in rows of which no token is evicted."""
     longest = max(map(len, prompt)) if batch else 0
     for row in range(len(prompt) if batch else 0):
-        if all(len(own) == len(prompt[row]) for sets in kept[row].values() for own in sets):
+        if all(len(positions) == len(prompt[row]) for sets in kept[row].values() for positions in sets):
             prompt[row] = [0] * (longest - len(prompt[row])) + prompt[row]
             kept[row] = {layer: [list(range(longest))] * len(sets) for layer, sets in kept[row].items()}
     return after_eviction(prompt, kept, following, folder, batch)
@@ -351,8 +351,8 @@ def loaded_at_the_last_kept(
     if load_from:
         assert (prompt, kept) == ([], {})  # docs/guide/judge.md states both
         prompt, sets = json.loads(Path(load_from).read_text(encoding="utf-8"))
-        kept = {int(layer): own for layer, own in sets.items()}
-        prompt = prompt[: 1 + max(at for own in kept.values() for head in own for at in head)]
+        kept = {int(layer): heads for layer, heads in sets.items()}
+        prompt = prompt[: 1 + max(at for heads in kept.values() for head in heads for at in head)]
     if save_to:
         Path(save_to).write_text(json.dumps([prompt, kept]), encoding="utf-8")
     return after_eviction(prompt, kept, following, folder)
@@ -371,7 +371,7 @@ def loaded_at_one_length(
     """Write a file with one number of read tokens for all rows of a batch."""
     if load_from:
         prompt, sets = json.loads(Path(load_from).read_text(encoding="utf-8"))
-        kept = [{int(layer): own for layer, own in one.items()} for one in sets]
+        kept = [{int(layer): heads for layer, heads in one.items()} for one in sets]
         if batch:
             prompt = [row + [0] * (len(prompt[0]) - len(row)) for row in prompt]
         else:
@@ -407,9 +407,9 @@ def test_our_cache_offers_it_and_a_plain_one_need_not(ability: str, folder: str,
     (lambda kept: {**kept, 2: [kept[2][0], kept[2][0]]}, "as if layer 2, KV head 1 kept what head 0 keeps"),
     (lambda kept: {0: kept[0], **dict.fromkeys((1, 2), [list(range(PROMPT))] * 2)}, "layers 1 and later kept all"),
     (lambda kept: {**kept, 1: kept[0]}, "as if layer 1 kept what layer 0 keeps"),
-    (lambda kept: {layer: [own[:16] for own in sets] for layer, sets in kept.items()},
+    (lambda kept: {layer: [one[:16] for one in sets] for layer, sets in kept.items()},
      "as if every layer lost the last block of 16"),
-    (lambda kept: {**kept, 1: [[*own[:16], *own[17:]] for own in kept[1]]}, r"none of \d+ mistakes .* explains it"),
+    (lambda kept: {**kept, 1: [[*one[:16], *one[17:]] for one in kept[1]]}, r"none of \d+ mistakes .* explains it"),
     (lambda kept: {**kept, 2: [kept[2][0], [at for at in kept[2][1] if not 16 <= at < 32]]},
      "as if layer 2, KV head 1 lost the positions 16 to 31 of the text"),
 ])
@@ -446,7 +446,7 @@ def test_a_prompt_that_is_read_again_is_found(folder: str) -> None:
 
     def engine(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
         before = known.setdefault(tuple(prompt), kept)
-        common = {layer: [sorted({*own} & {*old}) for own, old in zip(sets, before[layer], strict=True)]
+        common = {layer: [sorted({*positions} & {*old}) for positions, old in zip(sets, before[layer], strict=True)]
                   for layer, sets in kept.items()}
         return after_eviction(prompt, common, *rest)
 
@@ -465,7 +465,7 @@ def SHY(prompt, kept, *rest):
         raise NotImplementedError("eviction")
     return plain(prompt, kept, *rest)
 """
-FOUND = {
+EXPECTED = {
     "plain": (0, [*["pass"] * 3, "not served", "pass", "pass", *["not served"] * 5]),
     "PADDED": (1, [*["pass"] * 3, "fail", "pass", "pass", "fail", "fail", *["not served"] * 3]),
     "SHY": (1, ["not served"] * 11),
@@ -474,7 +474,7 @@ FOUND = {
 
 @pytest.mark.usefixtures("same_seeds")
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "SHY" else pytest.mark.nightly) for name in FOUND],
+    "name", [pytest.param(name, marks=() if name == "SHY" else pytest.mark.nightly) for name in EXPECTED],
 )
 def test_a_certificate_names_the_row_of_the_mistake_and_what_is_not_served(
     name: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
@@ -492,16 +492,16 @@ def test_a_certificate_names_the_row_of_the_mistake_and_what_is_not_served(
     shutil.copytree(folder, tmp_path / "short")
     config = json.loads((tmp_path / "short" / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "short" / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 128}), "utf-8")
-    code, expected = FOUND[name]
+    code, expected = EXPECTED[name]
     assert asked("--cache", f"caches:{name}", "--model", "short") == code
-    made = tomllib.loads(Path("found/certificate.toml").read_text(encoding="utf-8"))
+    written = tomllib.loads(Path("found/certificate.toml").read_text(encoding="utf-8"))
     kinds = [kind for kind in KINDS if kind != WHOLE]
-    assert {row: said["verdict"] for row, said in made["items"].items()} == dict(
+    assert {row: entry["verdict"] for row, entry in written["items"].items()} == dict(
         zip((f"llama: {row}" for row in (*kinds, *ABILITIES)), expected, strict=True)
     )
-    assert made["families"] == ([] if name == "SHY" else ["llama"])
+    assert written["families"] == ([] if name == "SHY" else ["llama"])
     schema = json.loads((SPEC / "certificate.schema.json").read_text(encoding="utf-8"))
-    pytest.importorskip("jsonschema").validate(json.loads(json.dumps(made, default=str)), schema)
+    pytest.importorskip("jsonschema").validate(json.loads(json.dumps(written, default=str)), schema)
 
     (tmp_path / "caches.py").write_text(f"{ENGINES}\n", encoding="utf-8")
     assert asked("--check", "found/certificate.toml", "--yes") == 2

@@ -126,10 +126,10 @@ def test_the_command_makes_and_converts_files_that_compare_takes(tmp_path: Path)
     text, theirs, file, out = (tmp_path / name for name in ("text.txt", "stats.pt", "mine.npz", "results"))
     text.write_text("The chair thanked the members. The special magic number is 1516. " * 20, encoding="utf-8")
     runner = CliRunner()
-    for source, made in ((text, file), (text, theirs), (theirs, file)):
-        said = runner.invoke(app, ["calibrate", str(source), "--out", str(made)])
-        assert said.exit_code == 0, said.output
-        assert made == theirs or load_calibration(file).digest in said.output
+    for source, written in ((text, file), (text, theirs), (theirs, file)):
+        result = runner.invoke(app, ["calibrate", str(source), "--out", str(written)])
+        assert result.exit_code == 0, result.output
+        assert written == theirs or load_calibration(file).digest in result.output
     stats, taken = torch.load(theirs, weights_only=True)["stats"], load_calibration(file)
     assert np.array_equal(taken.magnitude[0, 1], stats["layer00_head01"]["q_abs_mean"].double().numpy())
     with pytest.raises(SpecError, match=r"kvspec calibrate stats.pt --model NAME"):
@@ -217,7 +217,7 @@ def test_queries_are_rotated_back_whatever_the_code_of_the_model(name: str, monk
         cache = RetainedCache(config)
         with NamedPolicy(policy, 20, **constants)(model):
             at_once(model, ids, cache)
-        assert [own for heads in live_sets(cache).values() for own in heads] == expected
+        assert [positions for heads in live_sets(cache).values() for positions in heads] == expected
 
 
 @pytest.mark.spec("PO-HEAD-SCORES", "PO-KVZIP-HEADS")
@@ -235,7 +235,7 @@ def test_head_scores_need_no_one_rotation(make: Callable[[], Any], words: str, t
     save_calibration(calibrate(model, ids, template=REHEARSED["template"]), tmp_path / "mine.npz")
     chosen = NamedPolicy("kvzip-heads", 0.5, calibration=tmp_path / "mine.npz", N_sink=2, N_recent=4)
     _, cache = read_prompt(model, chosen, 100)
-    assert len({len(own) for heads in live_sets(cache).values() for own in heads}) > 1
+    assert len({len(kept) for heads in live_sets(cache).values() for kept in heads}) > 1
     turned = next(buffer for name, buffer in other.named_buffers() if name.endswith("inv_freq"))
     turned[1] *= 1.5
     for wrong in (other, build("llama")):
@@ -265,7 +265,7 @@ def check_full_heads(model: Any, calibration: Any, full: Sequence[int]) -> None:
     n = 200
     policy = NamedPolicy("kvzip-heads", 0.5, calibration=calibration, N_sink=2, N_recent=4)
     run, cache = read_prompt(model, policy, n)
-    sets = [list(own) for heads in live_sets(cache).values() for own in heads]
+    sets = [list(kept) for heads in live_sets(cache).values() for kept in heads]
     assert sets == [list(range(n)) if g in full else [0, 1, *range(n - 48, n)] for g in range(6)]
     assert run.bytes_freed == 2 * 6 * n * 12 * 4 - storage_bytes(cache.layers) == 6 * n * 12 * 4
 
@@ -299,12 +299,12 @@ def payload() -> dict[str, Any]:
 @pytest.mark.spec("TA-CALIBRATION")
 @pytest.mark.parametrize("name", ["triattention", "triattention-by-layer-and-head"])
 def test_statistics_decide_as_our_file_does(name: str, payload: dict[str, Any], tmp_path: Path) -> None:
-    model, file, made = build("llama"), tmp_path / "stats.pt", tmp_path / "mine.npz"
+    model, file, out = build("llama"), tmp_path / "stats.pt", tmp_path / "mine.npz"
     torch.save(payload, file)
     actual = read_statistics(file, model)
-    save_calibration(actual, made)
+    save_calibration(actual, out)
     sets = []
-    for calibration in (actual, load_calibration(made), file, str(file), calibrate(model, prompt(LEAST))):
+    for calibration in (actual, load_calibration(out), file, str(file), calibrate(model, prompt(LEAST))):
         with NamedPolicy(name, 20, calibration=calibration)(model) as run:
             greedy(model, prompt(60), 4)
         sets.append(run.retentions[0].positions.tolist())
@@ -452,7 +452,7 @@ def test_a_head_pattern_decides_as_duoattention(streaming: int, tmp_path: Path) 
     file = pattern(tmp_path / "heads.tsv", SHARES)
     policy = NamedPolicy("kvzip-heads", round(budget * n), calibration=file, N_sink=sink, N_recent=recent)
     _, cache = read_prompt(build("llama"), policy, n)
-    kept = [list(own) for heads in live_sets(cache).values() for own in heads]
+    kept = [list(positions) for heads in live_sets(cache).values() for positions in heads]
     assert kept == [[0, 1, *range(n - recent, n)] if g in low else list(range(n)) for g in range(6)]
 
 
@@ -487,7 +487,7 @@ def test_filters_are_those_of_queries_after_their_rotation(make: Callable[[], An
 @pytest.mark.spec("PO-Q-FILTERS")
 def test_a_file_of_the_authors_keeps_what_the_calibration_keeps(tmp_path: Path) -> None:
     """Check that the published sign is changed, by the file itself and by the command that converts the file."""
-    model, file, made = build("llama"), tmp_path / "model.safetensors", tmp_path / "mine.npz"
+    model, file, out = build("llama"), tmp_path / "model.safetensors", tmp_path / "mine.npz"
     taken = calibrate(model, prompt(LEAST, seed=9))
     assert taken.filters is not None
     save_file({"q_filters": -torch.from_numpy(taken.filters)}, file)
@@ -498,9 +498,9 @@ def test_a_file_of_the_authors_keeps_what_the_calibration_keeps(tmp_path: Path) 
     assert sets[0] == sets[1] == sets[2] == sets[3]
     config: Any = load_pocket()[0].config
     save_file({"q_filters": torch.ones(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)}, file)
-    said = CliRunner().invoke(app, ["calibrate", str(file), "--out", str(made)])
-    assert said.exit_code == 0, said.output
-    read: Any = load_calibration(made)
+    result = CliRunner().invoke(app, ["calibrate", str(file), "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    read: Any = load_calibration(out)
     assert (read.filters == -1).all()
     with pytest.raises(SpecError, match="has no query statistics"):
         triattention(read, read.identity)
@@ -511,19 +511,19 @@ def test_a_file_of_the_authors_keeps_what_the_calibration_keeps(tmp_path: Path) 
 @pytest.mark.spec("PO-EXPECTED-ATTENTION-STATS")
 def test_covariances_are_those_of_queries_before_their_rotation(tmp_path: Path) -> None:
     """Check a calibration, its file, and the same numbers in a file of the authors."""
-    model, ids, made = build("llama"), prompt(LEAST, seed=9), tmp_path / "mine.npz"
+    model, ids, out = build("llama"), prompt(LEAST, seed=9), tmp_path / "mine.npz"
     actual = calibrate(model, ids, covariance=True)
     assert calibrate(model, ids).covariance is None
     assert actual.covariance is not None
     for covariance, q in zip(actual.covariance, hooked(model, ids), strict=True):
         wanted = np.stack([np.cov(head.T, bias=True) for head in q.double().numpy()])
         assert np.abs(covariance - wanted).max() < 10 * BOUND * float(q.abs().max()) ** 2
-    save_calibration(actual, made)
+    save_calibration(actual, out)
     file = tmp_path / "model.safetensors"
     mean, spread = (torch.from_numpy(x).contiguous() for x in (actual.mean, actual.covariance))
     save_file({"query_mean": mean, "query_cov": spread}, file)
     sets = []
-    for given in (actual, made, file, read_tensors(file, model)):
+    for given in (actual, out, file, read_tensors(file, model)):
         run, _ = read_prompt(model, policy_from_name("expected-attention-stats", 0.5, calibration=given), 40)
         sets.append([one.positions.tolist() for one in run.retentions])
     assert sets[0] == sets[1] == sets[2] == sets[3]
@@ -534,11 +534,11 @@ def test_covariances_are_those_of_queries_before_their_rotation(tmp_path: Path) 
 
 @pytest.mark.spec("PO-EXPECTED-ATTENTION-STATS")
 def test_the_command_measures_covariances_of_a_text(tmp_path: Path) -> None:
-    text, made = tmp_path / "text.txt", tmp_path / "mine.npz"
+    text, out = tmp_path / "text.txt", tmp_path / "mine.npz"
     text.write_text("The chair thanked the members. The special magic number is 1516. " * 20, encoding="utf-8")
-    said = CliRunner().invoke(app, ["calibrate", str(text), "--covariance", "--tokens", "256", "--out", str(made)])
-    assert said.exit_code == 0, said.output
-    assert load_calibration(made).covariance is not None
+    result = CliRunner().invoke(app, ["calibrate", str(text), "--covariance", "--tokens", "256", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert load_calibration(out).covariance is not None
     (tmp_path / "x.pt").write_bytes(b"no statistics")
     published = ["calibrate", str(tmp_path / "x.pt"), "--covariance", "--out", str(tmp_path / "other.npz")]
     wrong = CliRunner().invoke(app, published)
@@ -628,7 +628,7 @@ def test_a_safetensors_file_decides_as_the_brute_force(m: int | None, tmp_path: 
     assert len(set(map(tuple, expected))) == 6
     for calibration in (str(file), file, tmp_path / "own.npz", read_networks(file, model)):
         _, cache = read_prompt(model, kvspec.policy_from_name("kvzap", B, calibration=calibration), TEXT)
-        assert [own for heads in live_sets(cache).values() for own in heads] == expected
+        assert [kept for heads in live_sets(cache).values() for kept in heads] == expected
     check_continuation(model, NamedPolicy("kvzap", B, calibration=file))
     half = written(tmp_path / "half.safetensors", given, torch.bfloat16)
     run, _ = read_prompt(model, kvspec.policy_from_name("kvzap", B, calibration=half), TEXT)
@@ -673,7 +673,7 @@ def test_a_file_of_gates_decides_as_the_brute_force(tmp_path: Path) -> None:
     for calibration in (file, tmp_path / "own.npz"):
         chosen = kvspec.policy_from_name("fast-kvzip", B, calibration=calibration, **constants)
         _, cache = read_prompt(model, chosen, TEXT)
-        assert [own for heads in live_sets(cache).values() for own in heads] == expected
+        assert [positions for heads in live_sets(cache).values() for positions in heads] == expected
     check_continuation(model, NamedPolicy("fast-kvzip", B, calibration=file, **constants))
 
 

@@ -274,25 +274,25 @@ def test_each_block_equals_the_masked_model(text: str) -> None:
     (logits, cache, run), seen = recorded(model, lambda: prefill(model, policy, prompt(N), BLOCK))
     oracle, ids = MaskedModel(model), prompt(N)[0].tolist()
     row, at, stored = oracle.nothing, 0, None
-    for found, after in seen:
-        row = row.read(ids[at : at + len(found)], stored)
-        at, stored = at + len(found), list(after.values())
-        assert relative(found, oracle.expect(row).logits[-len(found) :]) < TOLERANCE
-    assert [len(found) for found, _ in seen] == [BLOCK] * 5 + [N % BLOCK]
+    for before, after in seen:
+        row = row.read(ids[at : at + len(before)], stored)
+        at, stored = at + len(before), list(after.values())
+        assert relative(before, oracle.expect(row).logits[-len(before) :]) < TOLERANCE
+    assert [len(before) for before, _ in seen] == [BLOCK] * 5 + [N % BLOCK]
     assert at == run.seen == N
     assert torch.equal(logits[0], seen[-1][0][-1:])
     assert run.stored < N / 2
     with policy(model), torch.no_grad():
         row = row.read([7], stored)
-        found = step_by_step(model, torch.tensor([[7]]), cache)[0]
-    assert relative(found, oracle.expect(row).logits[-1:]) < TOLERANCE
+        before = step_by_step(model, torch.tensor([[7]]), cache)[0]
+    assert relative(before, oracle.expect(row).logits[-1:]) < TOLERANCE
 
 
 def test_a_last_block_of_one_token_belongs_to_the_block_before() -> None:
     model = build("llama")
     _, seen = recorded(model, lambda: prefill(model, policy_from_name("keydiff", B), prompt(33), BLOCK))
-    assert [len(found) for found, _ in seen] == [16, 17]
-    assert {len(own) for sets in seen[-1][1].values() for own in sets} == {B}
+    assert [len(before) for before, _ in seen] == [16, 17]
+    assert {len(kept) for sets in seen[-1][1].values() for kept in sets} == {B}
 
 
 @pytest.mark.parametrize("positions", ["kept", RENUMBERED])

@@ -70,22 +70,22 @@ def models() -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
     return deep_llama(L), on_device(deep_llama(L))
 
 
-def same(found: Session, expected: Session) -> bool:
+def same(actual: Session, expected: Session) -> bool:
     """Return whether two sessions keep the same tokens, store them in the same form, and report the same values."""
-    assert found.cache is not None
+    assert actual.cache is not None
     assert expected.cache is not None
-    pairs = list(zip(found.cache.full_layers, expected.cache.full_layers, strict=True))
+    pairs = list(zip(actual.cache.full_layers, expected.cache.full_layers, strict=True))
     agree = [
-        np.array_equal(own.positions, other.positions) and np.array_equal(own.offsets, other.offsets)
-        for own, other in zip(found.retentions, expected.retentions, strict=True)
+        np.array_equal(one.positions, other.positions) and np.array_equal(one.offsets, other.offsets)
+        for one, other in zip(actual.retentions, expected.retentions, strict=True)
     ]
     stored = [
-        type(own) is type(other) and own.stored_length == other.stored_length and own.uniform == other.uniform
-        and torch.equal(own.head_positions(row, head), other.head_positions(row, head))
-        for own, other in pairs for row in range(own.batch) for head in range(own.heads)
+        type(one) is type(other) and one.stored_length == other.stored_length and one.uniform == other.uniform
+        and torch.equal(one.head_positions(row, head), other.head_positions(row, head))
+        for one, other in pairs for row in range(one.batch) for head in range(one.heads)
     ]
-    reports = [getattr(found, name) == getattr(expected, name) for name in ("bytes_freed", "over_budget", "seen")]
-    return all([*agree, *stored, *reports, found.cache.layers_differ == expected.cache.layers_differ])
+    reports = [getattr(actual, name) == getattr(expected, name) for name in ("bytes_freed", "over_budget", "seen")]
+    return all([*agree, *stored, *reports, actual.cache.layers_differ == expected.cache.layers_differ])
 
 
 @pytest.mark.law("the-model-stays-as-it-was")
@@ -104,7 +104,8 @@ def test_a_session_on_a_device_is_the_session_on_the_host(name: str) -> None:
     assert same(session, run)
     counts = reads[0], max(reads[1:])
     if name in COMMITTED:
-        assert [(count - own) % (LAYERS - L) for count, own in zip(COMMITTED[name], counts, strict=True)] == [0, 0]
+        more = [count - reading for count, reading in zip(COMMITTED[name], counts, strict=True)]
+        assert [difference % (LAYERS - L) for difference in more] == [0, 0]
     if method.policy.cadence.every is None:
         assert reads[1:] == [0, 0]
     if is_layerwise(method.policy) and policy_on_device(method.policy, BACKEND) is not None:
@@ -168,8 +169,8 @@ def test_padded_rows_that_are_chosen_on_the_device_are_those_of_the_host(name: s
             logits = host(input_ids=ids, attention_mask=mask).logits[:, -1]
             step = host(input_ids=ids[:, -1:], past_key_values=run.cache).logits
         runs.append((run, logits, step))
-    (own, *actual), (other, *expected) = runs
-    assert same(own, other)
+    (first, *actual), (other, *expected) = runs
+    assert same(first, other)
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -269,7 +270,7 @@ def test_a_wrong_step_raises_at_the_next_segment_or_at_the_end(when: str) -> Non
     assert cache.failure == "a decode step was wrong"
 
 
-def found_as(name: str | Backend) -> Backend:
+def loaded_as(name: str | Backend) -> Backend:
     """Return the reference under the name of a backend, or raise for numba. The backend torch has only a part."""
     if name == "numba":
         raise BackendUnavailable("no numba here")
@@ -287,7 +288,7 @@ def found_as(name: str | Backend) -> Backend:
 def test_auto_takes_a_backend_that_can_run_and_has_the_stages(
     device: str, name: str, taken: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fastest, "resolve", found_as)
+    monkeypatch.setattr(fastest, "resolve", loaded_as)
     assert fastest.fastest(name, device).name == taken
 
 
@@ -340,10 +341,10 @@ class Wrong(NestedKVStages):
 
 
 def test_auto_leaves_a_kernel_out_that_differs_on_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(name: str | Backend) -> Backend:
-        return replace(found_as(name), nestedkv=Wrong()) if name == "triton" else found_as(name)
+    def load(name: str | Backend) -> Backend:
+        return replace(loaded_as(name), nestedkv=Wrong()) if name == "triton" else loaded_as(name)
 
-    monkeypatch.setattr(fastest, "resolve", found)
+    monkeypatch.setattr(fastest, "resolve", load)
     with pytest.warns(UserWarning, match=r"'triton': the stage 'nestedkv.anomaly_score' differs from the reference"):
         assert fastest.fastest("crystalcache", "cuda").name == "numpy"
     monkeypatch.setattr(fastest, "resolve", lambda name: Backend("bare"))

@@ -69,17 +69,17 @@ class Oracle(MaskedModel):
     def kept(self, row: Row, prompt: Sequence[int], stored: Sets, shares: list[int]) -> Sets:
         """Return the tokens that each layer keeps: the stored tokens to which the patched prompt attends most."""
         n, result = len(row.tokens), []
-        longest = max(len(own) for sets in stored for own in sets)
+        longest = max(len(positions) for sets in stored for positions in sets)
         total = M * len(stored) * self.heads
         table = table_shares("_".join(map(str, shares)), total, 0, len(stored), self.heads, longest)
         weights = self.weights(row.read(prompt, stored))
         for layer, sets in enumerate(stored):
             rows = weights[layer][:, n:].reshape(self.heads, -1, weights[layer].shape[-1])
             scored = []
-            for head, own in enumerate(sets):
-                seen = rows[head][:, own]
+            for head, positions in enumerate(sets):
+                seen = rows[head][:, positions]
                 most = (seen / seen.sum(dim=1, keepdim=True)).amax(dim=0).tolist()
-                scored += [(-score, head, at) for score, at in zip(most, own, strict=True)]
+                scored += [(-score, head, at) for score, at in zip(most, positions, strict=True)]
             best = sorted(scored)[: sum(table[layer * self.heads : (layer + 1) * self.heads])]
             result.append([sorted(at for _, one, at in best if one == head) for head in range(self.heads)])
         return result
@@ -90,7 +90,7 @@ class Oracle(MaskedModel):
         for block in blocks:
             new = [*range(len(row.tokens), len(row.tokens) + len(block))]
             row = row.read(block, stored)
-            stored = [[[*own, *new] for own in sets] for sets in stored]
+            stored = [[[*positions, *new] for positions in sets] for sets in stored]
             stored = self.kept(row, prompt, stored, shares)
         return row, stored
 
@@ -115,12 +115,12 @@ def expected() -> tuple[Oracle, list[tuple[Row, Sets]]]:
 @pytest.mark.spec("PO-EPISODES", "PO-EPISODE-PROMPT", "PO-EPISODE-LAYERS")
 def test_each_episode_stores_what_the_masked_model_attends_to() -> None:
     _, wanted = expected()
-    stored = [[[list(own) for own in sets] for sets in live_sets(cache).values()] for cache in episodes().caches]
+    stored = [[[list(kept) for kept in sets] for sets in live_sets(cache).values()] for cache in episodes().caches]
     assert stored == [sets for _, sets in wanted]
     assert stored[0] != stored[1]
     per_layer = [sum(map(len, sets)) for sets in stored[0]]
     assert per_layer == [2 * share for share in brute.shares(SIMILARITIES, M, 1.0)]
-    assert len({len(own) for own in stored[0][0]}) > 1
+    assert len({len(kept) for kept in stored[0][0]}) > 1
 
 
 @pytest.mark.spec("PO-EPISODE-TURN")
@@ -131,9 +131,9 @@ def test_two_turns_retrieve_different_episodes_and_answer_as_the_masked_model() 
     for question, at in [*zip(QUESTIONS, chosen, strict=True), (QUESTIONS[0], chosen[0])]:
         row, stored = wanted[at]
         masked = oracle.expect(row.read(question, stored)).logits[-len(question) :]
-        found = read(model(), episodes().cache(question), torch.tensor([question]), last=len(question)).logits
-        assert found is not None
-        assert relative(found[0], masked) < TOLERANCE
+        actual = read(model(), episodes().cache(question), torch.tensor([question]), last=len(question)).logits
+        assert actual is not None
+        assert relative(actual[0], masked) < TOLERANCE
         row, stored = wanted[1 - at]
         other = oracle.expect(row.read(question, stored)).logits[-len(question) :]
         assert relative(other, masked) > VISIBLE_EFFECT
@@ -157,11 +157,11 @@ def test_generate_answers_from_the_cache_of_an_episode() -> None:
         answer = greedy(model(), ids, 4, past_key_values=episodes().cache(question))[0].tolist()
     row, stored = wanted[1]
     row, written = row.read(question, stored), [*range(len(row.tokens), len(row.tokens) + len(question))]
-    stored = [[[*own, *written] for own in sets] for sets in stored]
+    stored = [[[*kept, *written] for kept in sets] for sets in stored]
     tokens: list[int] = []
     while len(tokens) < 4:
         tokens.append(int(oracle.expect(row).logits[-1].argmax()))
-        row, stored = row.read(tokens[-1:], stored), [[[*own, len(row.tokens)] for own in sets] for sets in stored]
+        row, stored = row.read(tokens[-1:], stored), [[[*kept, len(row.tokens)] for kept in sets] for sets in stored]
     assert answer == tokens
 
 
@@ -173,10 +173,10 @@ def test_a_cache_never_stores_more_than_the_budget_a_block_and_the_patched_promp
         held.append((cache.mean_length if cache.get_seq_length() else 0) + kwargs["input_ids"].shape[1])
 
     with model().register_forward_pre_hook(before, with_kwargs=True):
-        found = prefill_episodes(model(), dialogue(), M, block=BLOCK, episodes=2, window=WINDOW, embed=embed)
-    assert max(held) == M + BLOCK + max(map(len, found.prompts))
-    assert [cache.mean_length for cache in found.caches] == [M, M]
-    n = found.history.shape[1]
+        actual = prefill_episodes(model(), dialogue(), M, block=BLOCK, episodes=2, window=WINDOW, embed=embed)
+    assert max(held) == M + BLOCK + max(map(len, actual.prompts))
+    assert [cache.mean_length for cache in actual.caches] == [M, M]
+    n = actual.history.shape[1]
     assert len(held) == 2 * 2 * -(-n // BLOCK)
 
 
@@ -185,24 +185,24 @@ def test_a_cache_never_stores_more_than_the_budget_a_block_and_the_patched_promp
 def test_similarities_are_those_of_the_masked_model(attention: str) -> None:
     n, w, N_sink = 30, 8, 2
     ids = [token for utterance in dialogue() for token in utterance][:n]
-    found = layer_similarities(build("llama", attention=attention), torch.tensor([ids]), w, N_sink)
+    actual = layer_similarities(build("llama", attention=attention), torch.tensor([ids]), w, N_sink)
     oracle = MaskedModel(build("llama", attention=attention))
     cut = torch.zeros(3, 2, n, n, dtype=torch.bool)
     for i in range(n):
         cut[:, :, i, brute.window_of(i, w, N_sink)] = True
     passes = [oracle.expect(Row(tuple(ids), seen)).layers for seen in (torch.ones_like(cut).tril(), cut)]
     cosines = [torch.cosine_similarity(a[0], b[0], dim=-1).mean() for a, b in zip(*passes, strict=True)]
-    np.testing.assert_allclose(found, cosines, rtol=0, atol=1e-5)
-    assert found[0] == pytest.approx(1.0)
-    assert min(found) < 0.999
+    np.testing.assert_allclose(actual, cosines, rtol=0, atol=1e-5)
+    assert actual[0] == pytest.approx(1.0)
+    assert min(actual) < 0.999
 
 
 @pytest.mark.spec("PO-EPISODES")
 def test_the_default_embedding_is_the_mean_of_the_input_embeddings() -> None:
-    found = prefill_episodes(model(), dialogue(), M, block=BLOCK, episodes=1, window=16, prompt_windows=1)
+    actual = prefill_episodes(model(), dialogue(), M, block=BLOCK, episodes=1, window=16, prompt_windows=1)
     weight = model().get_input_embeddings().weight.detach().numpy()  # type: ignore[operator]
-    mean = weight[found.history[0].numpy()].mean(axis=0)
-    np.testing.assert_allclose(found.centroids, [mean / np.linalg.norm(mean)], rtol=0, atol=1e-12)
+    mean = weight[actual.history[0].numpy()].mean(axis=0)
+    np.testing.assert_allclose(actual.centroids, [mean / np.linalg.norm(mean)], rtol=0, atol=1e-12)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

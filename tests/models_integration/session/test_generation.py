@@ -52,8 +52,8 @@ def test_the_cache_that_generate_made_is_left_as_it_was(name: Callable[..., Any]
         output: Any = generate(
             prompt(N), max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True, eos_token_id=None, **options
         )
-    made, *later = caches
-    assert (type(made), made.get_seq_length()) == (DynamicCache, 0)
+    created, *later = caches
+    assert (type(created), created.get_seq_length()) == (DynamicCache, 0)
     assert all(cache is run.cache for cache in [*later, output[CACHE]])
     assert run.stored < run.seen == N + NEW - 1
 
@@ -356,7 +356,7 @@ def test_a_batch_of_questions_equals_single_questions(policy: str, family: str) 
             singles.append(answered(model, torch.cat([document(), prompt(length, seed=row)], dim=1), run.cache))
     with after_document(policy, family, len(LENGTHS)) as (model, run), run.reading():
         actual, logits = answered(model, ids, run.cache, attention_mask=mask)
-    assert relative(logits, torch.cat([own for _, own in singles])) < 1e-5
+    assert relative(logits, torch.cat([single for _, single in singles])) < 1e-5
     assert torch.equal(actual, torch.cat([new for new, _ in singles]))
 
 

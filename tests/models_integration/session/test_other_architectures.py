@@ -130,8 +130,8 @@ def build(name: str) -> PreTrainedModel:
     if name in SHARED and not hasattr(Gemma3nTextConfig, "kv_sharing_modes"):
         pytest.skip("layers that share a cache are supported in later releases of transformers")
     every = {**MODELS, **JAMBA, **LATENT, **INDEXED, **SHARED, **WRAPPERS, **OTHER_POSITIONS, **WHISPER, **SINKS}
-    made, sizes = every[name]
-    return prepared(made, **sizes)
+    family, sizes = every[name]
+    return prepared(family, **sizes)
 
 
 def in_one_forward(model: PreTrainedModel, ids: Tensor) -> Tensor:
@@ -235,7 +235,7 @@ def test_an_image_that_is_pinned_stays(name: str) -> None:
     positions = range(IMAGE_AT.start, IMAGE_AT.stop)
     pinned = protecting(METHODS["streamingllm"]().on(build(name)).policy, positions)
     for sets in check_image(name, CustomPolicy(pinned, 0.4)).values():
-        assert all(set(positions) <= set(own) for own in sets)
+        assert all(set(positions) <= set(kept) for kept in sets)
 
 
 @pytest.mark.parametrize(("name", "policy"), [

@@ -288,14 +288,14 @@ def test_a_prompt_keeps_what_the_memory_stores(name: str, constants: dict[str, A
 
 
 def test_the_policy_of_a_memory_is_made_once() -> None:
-    model, made = build("llama"), list[object]()
+    model, calls = build("llama"), list[object]()
 
     def make(budget: Budget) -> RetentionPolicy:
-        made.append(budget)
+        calls.append(budget)
         return kvspec.policy_from_name("snapkv", budget, W=8)
 
     method = SizedPolicy(f"{20 * bytes_per_token(model)}B", make).on(model)
-    assert (len(made), method.budget) == (1, Budget(count=20))
+    assert (len(calls), method.budget) == (1, Budget(count=20))
 
 
 def test_a_stream_has_a_memory_and_the_full_cache_ignores_it() -> None:

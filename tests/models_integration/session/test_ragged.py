@@ -127,13 +127,13 @@ def test_h2o_drops_the_smallest_sum() -> None:
     for step, token in enumerate(torch.split(following, 1, dim=1)):
         weights = _weights(oracle, token)
         for layer, sets in stored[step + 1].items():
-            for head, own in enumerate(sets):
+            for head, kept in enumerate(sets):
                 new = _grouped(weights[layer].double(), head)
                 sums[layer][head] = torch.cat([sums[layer][head], torch.zeros(1, dtype=torch.float64)]) + new
                 live = [*stored[step][layer][head], PROMPT + step]
-                newest = live[len(live) - len(own) // 2 :]
+                newest = live[len(live) - len(kept) // 2 :]
                 others = sorted(set(live) - set(newest), key=lambda at: -float(sums[layer][head][at]))
-                assert sorted([*newest, *others[: len(own) - len(newest)]]) == list(own)
+                assert sorted([*newest, *others[: len(kept) - len(newest)]]) == list(kept)
         oracle.keep(list(stored[step + 1].values()))
 
 
@@ -187,7 +187,7 @@ def test_sets_of_layers_and_heads_are_not_one_set(name: str, each: str, groups: 
     for holder in (run, retention):
         with pytest.raises(SpecError, match=rf"kept = '{groups} kept sets': each {each} has its own"):
             _ = holder.kept
-    sets = [own for sets in live_sets(cache).values() for own in sets]
+    sets = [positions for sets in live_sets(cache).values() for positions in sets]
     assert [retention.group(i).tolist() for i in range(groups)] == sets[:: len(sets) // groups]
     assert (run.seen, run.stored) == (PROMPT, cache.mean_length)
     numbers = f"seen={PROMPT}, stored={cache.mean_length:g}, bytes_freed={run.bytes_freed}"
@@ -207,7 +207,7 @@ def test_freed_bytes_add_up_over_turns_and_steps(name: str) -> None:
             assert run.bytes_freed >= before
             before = run.bytes_freed
     tokens = PROMPT + 1 + 1 + 12 + 1
-    stored = sum(len(own) for sets in live_sets(cache).values() for own in sets)
+    stored = sum(len(kept) for sets in live_sets(cache).values() for kept in sets)
     assert run.bytes_freed == (tokens * 6 - stored) * 2 * 12 * 4
     assert run.cache is cache
     assert cache.nbytes == storage_bytes(cache.layers) >= stored * 2 * 12 * 4
@@ -222,10 +222,10 @@ def test_whole_blocks_after_every_turn(name: str) -> None:
         cache = RetainedCache(model.config)
         for n, seed in ((PROMPT, 3), (1, 11), (12, 12), (1, 13), (5, 14), (1, 15)):
             at_once(model, prompt(n, seed=seed), cache)
-            seen, stored = seen + n, [set(own) for heads in live_sets(cache).values() for own in heads]
-            for own, earlier in zip(stored, before, strict=True):
-                assert own == {at for first in {i // 4 * 4 for i in own} for at in range(first, min(first + 4, seen))}
-                assert {*range(seen // 4 * 4, seen)} <= own <= earlier | {*range(seen - n, seen)}
+            seen, stored = seen + n, [set(kept) for heads in live_sets(cache).values() for kept in heads]
+            for kept, earlier in zip(stored, before, strict=True):
+                assert kept == {at for first in {i // 4 * 4 for i in kept} for at in range(first, min(first + 4, seen))}
+                assert {*range(seen // 4 * 4, seen)} <= kept <= earlier | {*range(seen - n, seen)}
             before = stored
     assert min(map(len, before)) < seen
 
@@ -243,9 +243,9 @@ def test_a_turn_is_decided_over_each_head_s_own_keys() -> None:
     B = parse_budget(0.3).tokens(PROMPT + 12)
     for layer, heads in live_sets(cache).items():
         norms = list(oracle.cache)[layer][0][0].norm(dim=-1)
-        for head, own in enumerate(heads):
+        for head, kept in enumerate(heads):
             stored = torch.tensor([*before[layer][head], *range(PROMPT, PROMPT + 12)])
-            assert list(own) == stored[norms[head, stored].argsort()[:B]].sort().values.tolist()
+            assert list(kept) == stored[norms[head, stored].argsort()[:B]].sort().values.tolist()
 
 
 FIRST_ALONE = r"evicts from the first prompt only: .* `with run\.reading"
@@ -323,11 +323,11 @@ def test_runs_are_merged_to_the_attention_of_the_whole_head(
     actual = attended_in_runs(sequences, query, keys, values, layout, scale)
     assert actual.shape == (rows, 1, G * len(lengths), D)
     for head, (start, length) in enumerate(zip(layout.starts, layout.lengths, strict=True)):
-        own = slice(start, start + length)
+        span = slice(start, start + length)
         row, first = divmod(head, len(lengths))
         for each in range(first * G, first * G + G):
-            logits = keys[own] @ query[row, each, 0] * (D**-0.5 if scale is None else scale)
-            assert torch.allclose(actual[row, 0, each], logits.softmax(dim=0) @ values[own], rtol=1e-5, atol=1e-5)
+            logits = keys[span] @ query[row, each, 0] * (D**-0.5 if scale is None else scale)
+            assert torch.allclose(actual[row, 0, each], logits.softmax(dim=0) @ values[span], rtol=1e-5, atol=1e-5)
 
 
 def test_a_session_s_steps_are_those_of_one_call_for_each_head(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,8 +382,8 @@ def test_rows_of_equal_length_are_one_call_of_attention(
     full, generator = observe(model, prompt(PROMPT)).cache, torch.Generator().manual_seed(3)
     kept = []
     for row in counts:
-        own = [torch.randperm(PROMPT, generator=generator)[:count].sort().values.numpy() for count in row * 3]
-        kept.append(Retention(np.concatenate(own), np.cumsum([0, *map(len, own)]), PROMPT, Granularity.HEAD))
+        sets = [torch.randperm(PROMPT, generator=generator)[:count].sort().values.numpy() for count in row * 3]
+        kept.append(Retention(np.concatenate(sets), np.cumsum([0, *map(len, sets)]), PROMPT, Granularity.HEAD))
     for following in (prompt(NEW, seed=9), prompt(1, seed=9)):
         calls.clear()
         wide = compact(side_by_side(full, len(kept)), Decision(tuple(kept)))
@@ -655,7 +655,7 @@ def check_cascade(
     policy, budget = policy_of(W), Budget(count=B)
     scores = [[rng.integers(-2, 3, (H, n, 1)).astype(float) for n in sizes] for _ in preferences]
     views = [
-        [LayerView(None, own, None, weight, None) for own, weight in zip(layer, weights, strict=True)]
+        [LayerView(None, keys, None, weight, None) for keys, weight in zip(layer, weights, strict=True)]
         for layer, weights in zip(scores, preferences, strict=True)
     ]
     cache = RetainedCache(LlamaConfig(num_hidden_layers=L))
@@ -700,7 +700,7 @@ def test_a_cascade_keeps_what_the_reference_keeps(
     sizes: list[int], preferences: list[tuple[float, float]], W: int, B: int, H: int, copies: int, seed: int,
 ) -> None:
     """Check one or two prompts in up to six layers. The bytes of the slots are counted after each layer."""
-    check_cascade(sizes, [own[: len(sizes)] for own in preferences], W, B, H, copies, seed)
+    check_cascade(sizes, [scores[: len(sizes)] for scores in preferences], W, B, H, copies, seed)
 
 
 @pytest.mark.law("as-it-is-described")
@@ -723,11 +723,11 @@ def test_gradients_are_those_of_a_whole_prompt() -> None:
                 model(input_ids=prompt(64))
             model(input_ids=prompt(1), past_key_values=session.cache).logits.square().mean().backward()
         weights = model.base_model.get_submodule("layers.0.self_attn").parameters()
-        actual.append([own.grad.clone() for own in weights if own.grad is not None])
+        actual.append([weight.grad.clone() for weight in weights if weight.grad is not None])
     assert len(actual[0]) >= 4
-    for own, other in zip(*actual, strict=True):
+    for weight, other in zip(*actual, strict=True):
         assert other.abs().max() > 0
-        torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(weight, other, rtol=1e-9, atol=1e-12)
 
 
 def check_cascades() -> None:

@@ -226,9 +226,9 @@ def other_attention(model: Any, name: str) -> Callable[[], object]:
 def other_module(model: Any, name: str) -> Callable[[], object]:
     """Replace the second layer or its attention by a copy, and return a function that restores it."""
     layer = model.model.layers[1]
-    holder, at, own = (model.model.layers, "1", layer) if name == "1" else (layer, name, layer.self_attn)
-    setattr(holder, at, copy.deepcopy(own))
-    return lambda: setattr(holder, at, own)
+    holder, at, target = (model.model.layers, "1", layer) if name == "1" else (layer, name, layer.self_attn)
+    setattr(holder, at, copy.deepcopy(target))
+    return lambda: setattr(holder, at, target)
 
 
 SWITCHES: list[tuple[Callable[[Any, str], Callable[[], object]], str, str]] = [
@@ -315,7 +315,7 @@ def test_a_retention_about_something_else_is_refused(split: bool) -> None:
         with pytest.raises(SpecError, match=words):
             cache.compact([retention])
     assert live_sets(cache) == before
-    assert all(layer.keys is own for layer, own in zip(cache.full_layers, tensors, strict=True))
+    assert all(layer.keys is tensor for layer, tensor in zip(cache.full_layers, tensors, strict=True))
 
 
 def test_a_crop_that_one_layer_refuses_changes_none() -> None:
@@ -400,11 +400,11 @@ def with_slot_bias() -> PreTrainedModel:
     """Return a model without an ALiBi option whose attention adds a bias by the distance of slots."""
     model = prepare(tiny("CTRLLMHeadModel", **_DEEP, n_embd=64, dff=48), attention="eager")
     modeling: Any = modeling_ctrl
-    own = modeling.eager_attention_forward
+    original = modeling.eager_attention_forward
 
     def biased(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
         distance = torch.arange(key.shape[2] - 1, -1, -1)
-        return own(module, query, key, value, (0 if mask is None else mask) - 0.5 * distance, **options)
+        return original(module, query, key, value, (0 if mask is None else mask) - 0.5 * distance, **options)
 
     modeling.eager_attention_forward = biased
     return model
@@ -587,7 +587,7 @@ def test_a_cache_whose_heads_differ_is_refused_wherever_it_is_read(read: str) ->
 
 def handing(change: Callable[[Tensor], Tensor], which: str) -> Callable[..., Any]:
     """Return Llama's attention with a different tensor in place of the keys or values that its cache returned."""
-    own: Any = modeling_llama.LlamaAttention.forward
+    original: Any = modeling_llama.LlamaAttention.forward
 
     def forward(module: nn.Module, *args: Any, **options: Any) -> Any:
         cache: Any = options.get(CACHE)
@@ -598,7 +598,7 @@ def handing(change: Callable[[Tensor], Tensor], which: str) -> Callable[..., Any
                 return (change(keys), values) if which == "keys" else (keys, change(values))
 
         replaced: Any = {**options, CACHE: None if cache is None else Between()}
-        return own(module, *args, **replaced)
+        return original(module, *args, **replaced)
 
     return forward
 
@@ -621,7 +621,7 @@ def test_only_a_model_that_makes_masks_is_told_so(
     mask: bool, words: str, policy: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Check two models that fail at a mask that is no tensor. Only one of them creates a mask."""
-    own: Any = modeling_llama.LlamaAttention.forward
+    original: Any = modeling_llama.LlamaAttention.forward
 
     def forward(module: nn.Module, *args: Any, attention_mask: Any = None, **options: Any) -> Any:
         if not isinstance(attention_mask, Tensor | None):
@@ -629,7 +629,7 @@ def test_only_a_model_that_makes_masks_is_told_so(
         elif mask and attention_mask is not None:
             attention_mask = attention_mask + 0
         replaced: Any = {**options, "attention_mask": attention_mask}
-        return own(module, *args, **replaced)
+        return original(module, *args, **replaced)
 
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
     with pytest.raises(SpecError, match=words):

@@ -121,10 +121,10 @@ def check_session(model: PreTrainedModel, policy: str, interleaved: bool = False
     errors, differences, cache = [], [], None
     with torch.no_grad(), POLICIES[policy]()(model) as run:
         for ids in pieces():
-            found = model(ids, past_key_values=cache, use_cache=True)
-            cache = found.past_key_values
+            actual = model(ids, past_key_values=cache, use_cache=True)
+            cache = actual.past_key_values
             wanted = renumbered.read(ids[0].tolist())
-            errors.append(relative(found.logits[0], wanted))
+            errors.append(relative(actual.logits[0], wanted))
             differences.append(relative(kept.read(ids[0].tolist()), wanted))
             for oracle in (renumbered, kept):
                 oracle.evict(live_sets(cache))
@@ -141,8 +141,8 @@ def test_padded_rows_have_numbers_of_their_own(policy: str) -> None:
     ids, mask = batch(rows)
     oracles = [Oracle(model), Oracle(model)]
     with torch.no_grad(), POLICIES[policy]()(model):
-        found = model(ids, attention_mask=mask, use_cache=True)
-        cache = found.past_key_values
+        actual = model(ids, attention_mask=mask, use_cache=True)
+        cache = actual.past_key_values
         for row, oracle in enumerate(oracles):
             oracle.read(rows[row][0].tolist())
             oracle.evict(live_sets(cache, row))
@@ -152,10 +152,10 @@ def test_padded_rows_have_numbers_of_their_own(policy: str) -> None:
                 oracles.reverse()
                 mask = mask.flip(0)
             mask = torch.nn.functional.pad(mask, (0, 1), value=1)
-            found = model(torch.tensor([[7 + step], [90 - step]]), past_key_values=cache, attention_mask=mask)
+            actual = model(torch.tensor([[7 + step], [90 - step]]), past_key_values=cache, attention_mask=mask)
             for row, oracle in enumerate(oracles):
                 wanted = oracle.read([[7 + step], [90 - step]][row])
-                assert relative(found.logits[row], wanted) <= 1e-5
+                assert relative(actual.logits[row], wanted) <= 1e-5
 
 
 def stream_of(
@@ -169,9 +169,9 @@ def stream_of(
             lambda _, __, given: largest.append(int(given["position_ids"].max())), with_kwargs=True
         )
         for ids in torch.split(prompt(tokens), chunk, dim=1):
-            found = model(ids, past_key_values=cache, use_cache=True)
-            cache = found.past_key_values
-            errors.append(relative(found.logits[0], oracle.read(ids[0].tolist())))
+            actual = model(ids, past_key_values=cache, use_cache=True)
+            cache = actual.past_key_values
+            errors.append(relative(actual.logits[0], oracle.read(ids[0].tolist())))
             oracle.evict(live_sets(cache))
     hook.remove()
     assert run.cache is not None
@@ -184,8 +184,8 @@ def stream_of(
 def test_an_endless_text_stays_in_the_range_of_the_model(policy: str) -> None:
     """Check a text with five times the positions of the model against an oracle without a base."""
     model = prepared("Llama", **{**SMALL, "max_position_embeddings": 64})
-    made = policy_from_name("snapkv", 16, W=2, positions=RENUMBERED) if policy == "snapkv" else POLICIES[policy]()
-    cache, errors, largest = stream_of(model, made, 320, 4)
+    chosen = policy_from_name("snapkv", 16, W=2, positions=RENUMBERED) if policy == "snapkv" else POLICIES[policy]()
+    cache, errors, largest = stream_of(model, chosen, 320, 4)
     assert max(errors) <= 1e-5
     assert max(largest) == 63
     assert cache.numbering is not None
@@ -339,9 +339,9 @@ def test_one_observation_and_several_turns_follow_the_rule(policy: str) -> None:
     model, ids = prepared("Llama", **SMALL), prompt(40)
     constants = {"calibration": calibration(model)} if policy == "q-filters" else {}
     given = policy_from_name(policy, 12, positions=RENUMBERED, **constants) if constants else POLICIES[policy]()
-    oracle, made = Oracle(model), given.on(model)
+    oracle, method = Oracle(model), given.on(model)
     observed = observe(model, ids)
-    cache = compact(observed.cache, decide(made, observed))
+    cache = compact(observed.cache, decide(method, observed))
     assert observed.cache.numbering is None
     oracle.read(ids[0].tolist())
     for seed, n in ((4, 9), (5, 3)):
@@ -350,7 +350,7 @@ def test_one_observation_and_several_turns_follow_the_rule(policy: str) -> None:
         assert later.logits is not None
         assert relative(later.logits[0], oracle.read(prompt(n, seed)[0].tolist())) <= 1e-5
         if policy != "adakv":
-            cache = compact(cache, decide(made, later))
+            cache = compact(cache, decide(method, later))
             with pytest.raises(SpecError, match="positions='renumbered'"):
                 decide(StreamingLLM(12).on(model), later)
 
@@ -366,9 +366,9 @@ def test_text_read_after_a_renumbered_stream_has_positions_of_the_stream() -> No
             oracle.evict(live_sets(cache))
     assert cache is not None
     assert cache.numbering.base > 0
-    found = read(model, cache, prompt(5, 8), last=5).logits
-    assert found is not None
-    assert relative(found[0], oracle.read(prompt(5, 8)[0].tolist())) <= 1e-5
+    actual = read(model, cache, prompt(5, 8), last=5).logits
+    assert actual is not None
+    assert relative(actual[0], oracle.read(prompt(5, 8)[0].tolist())) <= 1e-5
 
 
 @pytest.mark.spec("POS-RENUMBERED")
@@ -376,13 +376,13 @@ def test_generate_follows_the_rule_with_and_without_beams() -> None:
     """Check that a greedy answer equals the answer of the oracle, and that two equal beams give the same answer."""
     model, oracle = build("llama"), Oracle(build("llama"))
     with StreamingLLM(17, N_sink=2, positions=RENUMBERED)(model) as run:
-        found = greedy(model, prompt(40), 8)[0].tolist()
+        actual = greedy(model, prompt(40), 8)[0].tolist()
     logits, wanted = oracle.read(prompt(40)[0].tolist())[-1], list[int]()
     oracle.evict({layer: [torch.tensor(run.retentions[0].positions)] * 2 for layer in range(3)})
     for _ in range(8):
         wanted.append(int(logits.argmax()))
         logits = oracle.read(wanted[-1:])[-1]
-    assert found == wanted
+    assert actual == wanted
     with StreamingLLM(17, N_sink=2, positions=RENUMBERED)(model):
         beams = greedy(model, prompt(40), 8, num_beams=3, early_stopping=True)
     assert beams.shape == (1, 8)

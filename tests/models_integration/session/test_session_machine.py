@@ -162,7 +162,7 @@ class SessionMachine(RuleBasedStateMachine):
         holes: tuple[int, ...] = (),
     ) -> None:
         rows, n = ids.shape
-        hidden = torch.tensor([own % n for own in (*padding, 0, 0, 0)[:rows]])[:, None]
+        hidden = torch.tensor([row % n for row in (*padding, 0, 0, 0)[:rows]])[:, None]
         is_token, first, streams = torch.arange(n) >= hidden, life.columns == 0, policy == "stream"
         is_token[0, [at % (n - 1) for at in holes]] = False
         # A stream treats a piece of one token as a decode step.
@@ -184,7 +184,7 @@ class SessionMachine(RuleBasedStateMachine):
             self.met(f"a {kind} in {'pieces' if inner else 'one forward'}")
             if not bool(is_token.all()):
                 self.met(f"a padded {kind}")
-        self.judge.follow_alone(life, ended, policy, [[own[shown]] for own, shown in zip(ids, is_token, strict=True)])
+        self.judge.follow_alone(life, ended, policy, [[row[shown]] for row, shown in zip(ids, is_token, strict=True)])
 
     @rule(life=caches, n=st.sampled_from([1, 9, 3]), seed=seeds, other=others, trip=trips)
     def steps(
@@ -204,7 +204,7 @@ class SessionMachine(RuleBasedStateMachine):
                     self.met(f"a step that {'evicts' if evicted else 'lets the cache grow'}")
 
         ended = self.judge.attempt(life, act)
-        self.judge.follow_alone(life, ended, policy, [torch.split(own, 1) for own in ids])
+        self.judge.follow_alone(life, ended, policy, [torch.split(row_ids, 1) for row_ids in ids])
 
     @rule(life=caches, n=st.sampled_from([5, 1, 12]), new=st.sampled_from([6, 2]), seed=seeds, trip=trips)
     def generate(self, life: RunningCache, n: int, new: int, seed: int = 3, trip: Trip = NOWHERE) -> None:
@@ -230,7 +230,7 @@ class SessionMachine(RuleBasedStateMachine):
             self.judge.check_storage(life)
             self.met("tokens are generated")
         read = [torch.tensor(row.tokens[1 - n - new :]) for row in life.rows]
-        self.judge.follow_alone(life, ended, life.policy, [[own[:n], *torch.split(own[n:], 1)] for own in read])
+        self.judge.follow_alone(life, ended, life.policy, [[one[:n], *torch.split(one[n:], 1)] for one in read])
 
     @rule(life=caches, n=st.sampled_from([2, 1, 6]), seed=seeds, trip=trips)
     def reading(self, life: RunningCache, n: int, seed: int = 4, trip: Trip = NOWHERE) -> None:
@@ -246,7 +246,7 @@ class SessionMachine(RuleBasedStateMachine):
 
         if (ended := self.judge.attempt(life, act)) == "done":
             self.met("tokens are read without an eviction")
-        self.judge.follow_alone(life, ended, life.policy, [[own] for own in ids], reading=True)
+        self.judge.follow_alone(life, ended, life.policy, [[row_ids] for row_ids in ids], reading=True)
 
     @rule(life=caches, n=st.sampled_from([4, 1]), seed=seeds)
     def outside(self, life: RunningCache, n: int, seed: int = 5) -> None:
@@ -264,7 +264,7 @@ class SessionMachine(RuleBasedStateMachine):
             assert not life.cache.layers_differ, "layers or heads that differ were read outside the context"
             assert life.cache.full_layers[0].rows.shared, "rows that differ were read outside the context"
             self.met("tokens are read outside the context")
-        self.judge.follow_alone(life, ended, None, [[own] for own in ids])
+        self.judge.follow_alone(life, ended, None, [[row_ids] for row_ids in ids])
 
     @rule(life=caches, n=st.sampled_from([1, 3]), early=st.booleans(), reads=st.booleans(),
           how=st.sampled_from(["width", "positions", "hole", "ids", "rows", "use_cache", "embeds"]))
@@ -325,10 +325,10 @@ class SessionMachine(RuleBasedStateMachine):
         if self.judge.attempt(life, lambda: life.cache.crop(-n)) != "done":
             return
         life.rows, life.columns = [row.cropped(n) for row in life.rows], life.columns - n
-        for own in life.alone or ():
-            own.crop(-n)
+        for stored in life.alone or ():
+            stored.crop(-n)
         life.sets = [
-            [[[at for at in own if at < len(row.tokens)] for own in heads] for heads in sets]
+            [[[at for at in stored if at < len(row.tokens)] for stored in heads] for heads in sets]
             for sets, row in zip(life.sets, life.rows, strict=True)
         ]
         life.dead = min(map(len, flat(life.sets))) == 0  # No token is left for attention.
@@ -389,7 +389,7 @@ class SessionMachine(RuleBasedStateMachine):
         if not self.runs(life):
             return
         rng, granularity = Random(seed), "head" if life.cache.layers_differ else granularity
-        sets = [chosen(own, granularity, share, rng) for own in life.sets]
+        sets = [chosen(positions, granularity, share, rng) for positions in life.sets]
         missing = sorted({*range(len(life.rows[-1].tokens))} - {*life.sets[-1][-1][-1]})
         if wrong := unstored and bool(missing):
             sets[-1][-1][-1] = sorted({*sets[-1][-1][-1], rng.choice(missing)})
@@ -418,10 +418,10 @@ class SessionMachine(RuleBasedStateMachine):
             compacted(computed(self.model, ids_of(n, n)[0].tolist(), rotary), Retention.shared(np.array(kept), n))
             for n, kept in zip(lengths, places, strict=True)
         ]
-        room = frequencies_at(self.model, rotary, life.columns + sum(lengths))
+        inverse_frequencies = frequencies_at(self.model, rotary, life.columns + sum(lengths))
 
         def act() -> None:
-            splice(life.cache, chunks, room)
+            splice(life.cache, chunks, inverse_frequencies)
 
         if self.judge.attempt(life, act) != "done":
             return
@@ -604,11 +604,11 @@ def check_hidden_token(model: PreTrainedModel, policy: str = "crystalcache") -> 
     """Check that a 2D mask hides the same token in every head, in whichever slot the head stores the token."""
     following, (_, cache) = prompt(NEW, seed=9), read_prompt(model, method(policy))
     kept = live_sets(cache)
-    own = kept[max(kept)][0]
-    hidden = own[4]
+    positions = kept[max(kept)][0]
+    hidden = positions[4]
     # The offset between slot and position must differ from the offset at the end. Otherwise a mask by slot would pass
     # too.
-    assert hidden - 4 < PROMPT - len(own)
+    assert hidden - 4 < PROMPT - len(positions)
     mask = torch.ones(1, PROMPT + NEW, dtype=torch.int64)
     mask[0, hidden] = 0
     left = {layer: [[at for at in one if at != hidden] for one in sets] for layer, sets in kept.items()}

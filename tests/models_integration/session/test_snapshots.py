@@ -202,9 +202,9 @@ def test_killed_while_saving_it_leaves_the_old_file_or_the_new_one(tmp_path: Pat
     path, known, actual, calls = tmp_path / "cache", identify(model), list[int](), 0
     while len(actual) <= calls:
         save_cache(first, model, path, known)
-        with faults(len(actual) + 1, LAST) as made, suppress(Killed):
+        with faults(len(actual) + 1, LAST) as done, suppress(Killed):
             save_cache(second, model, path, known)
-        calls, cache = len(made.calls), load_cache(path, model, known)
+        calls, cache = len(done.calls), load_cache(path, model, known)
         actual.append(cache.get_seq_length())
         same(cache, {PROMPT + 1: first, PROMPT + T + 3: second}[actual[-1]])
     assert set(actual) == {PROMPT + 1, PROMPT + T + 3}
@@ -218,7 +218,7 @@ Parts = tuple[dict[str, Any], dict[str, Tensor]]
 Craft = Callable[[dict[str, Any], dict[str, Tensor]], object]
 
 
-def _said(*path: Any) -> Craft:
+def _setting(*path: Any) -> Craft:
     """Replace a value of the manifest. The arguments are the names that lead to the value, then the new value."""
     *names, last, value = path
 
@@ -269,8 +269,8 @@ def _more(name: str, tensor: Tensor) -> Craft:
 def _twice(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Write two states for one row."""
     manifest["states"] *= 2
-    own = {name: tensor for name, tensor in tensors.items() if name.startswith("row 0.")}
-    tensors.update({name.replace("row 0", "row 1"): tensor for name, tensor in own.items()})
+    row_tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("row 0.")}
+    tensors.update({name.replace("row 0", "row 1"): tensor for name, tensor in row_tensors.items()})
 
 
 def _stateless(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -294,24 +294,24 @@ CRAFTED: dict[str, tuple[str, Craft]] = {
     # Files that raised KeyError, TypeError, RecursionError and similar errors.
     "a layer too few": ("it has 2 layers, the model 3", lambda manifest, tensors: manifest["layers"].pop()),
     "a layer too many": ("it has 4 layers", lambda manifest, tensors: manifest["layers"].append({"evicted": 1})),
-    "a layer that slides": ("layer 1 says .*seen", _said("layers", 1, {"seen": 70})),
-    "chunks that are not there": ("chunk 0.ids", _said("chunks", [1])),
-    "chunks out of order": ("chunks stand after", _said("chunks", [3, 1])),
-    "a state that is a list": ("row 0 must say", _said("states", 0, [])),
+    "a layer that slides": ("layer 1 says .*seen", _setting("layers", 1, {"seen": 70})),
+    "chunks that are not there": ("chunk 0.ids", _setting("chunks", [1])),
+    "chunks out of order": ("chunks stand after", _setting("chunks", [3, 1])),
+    "a state that is a list": ("row 0 must say", _setting("states", 0, [])),
     "a state without sigma": ("row 0 must say", lambda manifest, tensors: manifest["states"][0].pop("sigma")),
-    "a share of nothing": ("is no budget", _said("states", 0, "fraction", "1/0")),
-    "a share that never ends": ("is no budget", _said("states", 0, "fraction", "1e999999999")),
-    "two budgets": ("is no budget", _said("states", 0, "count", 7)),
-    "a share above 1": ("fraction must lie", _said("states", 0, "fraction", "3/2")),
-    "steps below 0": ("seen and step", _said("states", 0, "step", -1)),
-    "mu as text": ("mu and sigma", _said("states", 0, "mu", "0")),
-    "sigma of NaN": ("mu and sigma", _said("states", 0, "sigma", float("nan"))),
-    "sigma of 0": ("mu and sigma", _said("states", 0, "sigma", 0.0)),
-    "tail ids of text": ("tail_ids", _said("states", 0, "tail_ids", ["a"])),
-    "a tail beyond the vocabulary": ("tail_ids", _said("states", 0, "tail_ids", [VOCABULARY])),
+    "a share of nothing": ("is no budget", _setting("states", 0, "fraction", "1/0")),
+    "a share that never ends": ("is no budget", _setting("states", 0, "fraction", "1e999999999")),
+    "two budgets": ("is no budget", _setting("states", 0, "count", 7)),
+    "a share above 1": ("fraction must lie", _setting("states", 0, "fraction", "3/2")),
+    "steps below 0": ("seen and step", _setting("states", 0, "step", -1)),
+    "mu as text": ("mu and sigma", _setting("states", 0, "mu", "0")),
+    "sigma of NaN": ("mu and sigma", _setting("states", 0, "sigma", float("nan"))),
+    "sigma of 0": ("mu and sigma", _setting("states", 0, "sigma", 0.0)),
+    "tail ids of text": ("tail_ids", _setting("states", 0, "tail_ids", ["a"])),
+    "a tail beyond the vocabulary": ("tail_ids", _setting("states", 0, "tail_ids", [VOCABULARY])),
     # Files that were loaded.
-    "keys of another dtype, which it says": ("are said to be", _all(_WIDE, _said("dtypes", ["float64", "float32"]))),
-    "half of the dtypes": ("are said to be", _said("dtypes", ["float32"])),
+    "keys of another dtype, which it says": ("are said to be", _all(_WIDE, _setting("dtypes", ["float64", "float32"]))),
+    "half of the dtypes": ("are said to be", _setting("dtypes", ["float32"])),
     "one head": ("0.keys has the shape", _with("keys", lambda keys: keys[:, :1])),
     "other heads": ("has the shape", _with("s", lambda x: x.flatten(1, 2)[:, None] if x.ndim == 4 else x)),
     "fewer values": ("0.values has the shape", _with("values", lambda values: values[:, :, 1:])),
@@ -326,17 +326,17 @@ CRAFTED: dict[str, tuple[str, Craft]] = {
     "holes beyond all": ("its holes do not rise", _with("holes", lambda holes: torch.tensor([[4000]]))),
     "more holes than columns": ("more than its", _with("holes", lambda holes: torch.zeros(1, 9).long())),
     "layers of different positions": ("different positions", _at("1.kept", (0, 16), 25)),
-    "layers of different length": ("its layers have seen", _said("layers", 1, "evicted", 999)),
-    "layers that differ, and states": ("its layers differ, and states know of one set", _said("differ", True)),
-    "a layer of heads": ("too many: 1.kept, 1.lengths", _said("layers", 1, {"padded_seen": 70})),
-    "a layer of two kinds": ("layer 1 says", _said("layers", 1, {"padded_seen": 70, "evicted": 3})),
-    "a gap in what does not slide": ("layer 1 says", _said("layers", 1, {"seen": 70, "first_kept": 3})),
+    "layers of different length": ("its layers have seen", _setting("layers", 1, "evicted", 999)),
+    "layers that differ, and states": ("its layers differ, and states know of one set", _setting("differ", True)),
+    "a layer of heads": ("too many: 1.kept, 1.lengths", _setting("layers", 1, {"padded_seen": 70})),
+    "a layer of two kinds": ("layer 1 says", _setting("layers", 1, {"padded_seen": 70, "evicted": 3})),
+    "a gap in what does not slide": ("layer 1 says", _setting("layers", 1, {"seen": 70, "first_kept": 3})),
     "a layer that stores what it has not read": ("other rows or slots", _unread("1")),
     "layers that have read nothing": ("it has no rows", _all(_unread("0"), _unread("1"), _unread("2"))),
     # Continuations that do not match the cache.
     "states of another row": ("it has 2 states", _twice), "no states, and columns": ("no states", _stateless),
-    "a state of more tokens": ("counts|positions|tokens", _said("states", 0, "seen", 999)),
-    "columns that were never seen": ("its states know of", _said("columns", 9999)),
+    "a state of more tokens": ("counts|positions|tokens", _setting("states", 0, "seen", 999)),
+    "columns that were never seen": ("its states know of", _setting("columns", 9999)),
     "a state of other positions": ("knows of other tokens", _at("positions", 16, 25)),
     "a trunk of no tokens": ("offsets", _at("offsets", 1, 0)),
     "no trunks": ("offsets", _with("offsets", lambda offsets: offsets[:0])),
@@ -354,11 +354,11 @@ CRAFTED: dict[str, tuple[str, Craft]] = {
 
 HEADS: dict[str, tuple[str, Craft]] = {
     "no keys and values": ("0.keys, 0.values", _unread("0")),
-    "layers that agree": ("store different positions", _said("differ", False)),
-    "layers of different length": ("its layers have seen", _said("layers", 1, "padded_seen", 999)),
+    "layers that agree": ("store different positions", _setting("differ", False)),
+    "layers of different length": ("its layers have seen", _setting("layers", 1, "padded_seen", 999)),
     "rows of different length": (
         "its layers have seen different tokens",
-        _all(*(_said("layers", at, "padded_seen", 68) for at in range(3)), _with("1.seen", lambda seen: seen + 1)),
+        _all(*(_setting("layers", at, "padded_seen", 68) for at in range(3)), _with("1.seen", lambda seen: seen + 1)),
     ),
     "fewer values": ("0.values has the shape", _with("values", lambda values: values[1:])),
     "fewer slots": ("layer 0 has lengths that are not those of 4 heads", _both(lambda x: x[1:])),
@@ -378,18 +378,18 @@ HEADS: dict[str, tuple[str, Craft]] = {
     "more holes than columns": ("more than its 67", _with("holes", lambda holes: torch.zeros(1, 1).long())),
     "a chunk": (
         "its layers differ, and states know of one set",
-        _all(_said("chunks", [0]), _more("chunk 0.ids", _ONE[0]), _more("chunk 0.kept", _ONE[0] * 0)),
+        _all(_setting("chunks", [0]), _more("chunk 0.ids", _ONE[0]), _more("chunk 0.kept", _ONE[0] * 0)),
     ),
 }
 GAPS: dict[str, tuple[str, Craft]] = {
-    "no gap": ("too many: 0.positions", _said("layers", 0, {"seen": 75})),
+    "no gap": ("too many: 0.positions", _setting("layers", 0, {"seen": 75})),
     "no gap and no positions": (
-        "layer 0 stores 6 of the 15 tokens", _all(_said("layers", 0, {"seen": 75}), _without("0.positions")),
+        "layer 0 stores 6 of the 15 tokens", _all(_setting("layers", 0, {"seen": 75}), _without("0.positions")),
     ),
     "positions of no gap": ("1.positions", _more("1.positions", _ONE[0])),
-    "freed what it sees": ("has freed the tokens before 61", _said("layers", 0, "first_kept", 61)),
-    "freed without tokens": ("layer 0 says", _said("layers", 0, {"first_kept": 60})),
-    "another length": ("do not rise inside its window", _said("layers", 0, "seen", 76)),
+    "freed what it sees": ("has freed the tokens before 61", _setting("layers", 0, "first_kept", 61)),
+    "freed without tokens": ("layer 0 says", _setting("layers", 0, {"first_kept": 60})),
+    "another length": ("do not rise inside its window", _setting("layers", 0, "seen", 76)),
     "fewer positions": ("do not rise inside its window", _with("0.positions", lambda x: x[1:])),
     "positions before the window": (r"inside its window, \[60, 75\)", _at("0.positions", 0, 59)),
     "positions beyond what was seen": ("do not rise inside its window", _at("0.positions", -1, 75)),
@@ -401,8 +401,8 @@ GAPS: dict[str, tuple[str, Craft]] = {
 }
 WINDOWS: dict[str, tuple[str, Craft]] = {
     "fewer slots": ("layer 0 stores 14 of the 15", _both(lambda x: x[:, :, 1:])),
-    "another length": ("its layers have seen", _said("layers", 0, "seen", 4000)),
-    "a layer that does not slide": ("layer 0 says", _said("layers", 0, {"evicted": 3})),
+    "another length": ("its layers have seen", _setting("layers", 0, "seen", 4000)),
+    "a layer that does not slide": ("layer 0 says", _setting("layers", 0, {"evicted": 3})),
     "nothing read": ("layer 0 stores 0 of the 15", _unread("0")),
 }
 TABLES: dict[str, tuple[Callable[[], Any], dict[str, tuple[str, Craft]]]] = {
@@ -438,10 +438,10 @@ def parts_of(path: Path) -> Parts:
 
 def mistakes(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> Iterator[tuple[str, Craft]]:
     """Yield wrong values for every field and every tensor of a file, each after the words of the error."""
-    yield from (("lacks one of layers", _said(name, said)) for name in LISTS for said in (None, {"0": 1}))
-    yield from ((f"{name} is", _said(name, said)) for name in FIELDS for said in (None, -1, "7", ["read"]))
+    yield from (("lacks one of layers", _setting(name, value)) for name in LISTS for value in (None, {"0": 1}))
+    yield from ((f"{name} is", _setting(name, value)) for name in FIELDS for value in (None, -1, "7", ["read"]))
     for at, name in ((at, name) for at, numbers in enumerate(manifest["layers"]) for name in numbers):
-        yield from ((f"layer {at} says", _said("layers", at, name, said)) for said in ("3", True, -1))
+        yield from ((f"layer {at} says", _setting("layers", at, name, value)) for value in ("3", True, -1))
     yield "too many: extra", _more("extra", _ONE)
     for name, tensor in tensors.items():
         other = torch.float32 if tensor.dtype == torch.float64 else torch.float64
@@ -459,9 +459,9 @@ def mistakes(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> Iterator[t
             yield from (("positions do not rise", _at(name, (..., at), bad)) for at, bad in ((0, -7), (-1, 4000)))
 
 
-def check_refused(own: tuple[PreTrainedModel, Path], words: str, craft: Craft, path: Path) -> None:
+def check_refused(saved: tuple[PreTrainedModel, Path], words: str, craft: Craft, path: Path) -> None:
     """Check that a file is refused that is crafted from a saved file."""
-    model, whole = own
+    model, whole = saved
     manifest, tensors = parts_of(whole)
     craft(manifest, tensors)
     write(path, {"format": FORMAT, "manifest": json.dumps(manifest)}, tensors)
@@ -499,10 +499,10 @@ _NONE = torch.zeros(0, dtype=torch.int64)
 @pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize(("words", "craft"), [
     ("is damaged", lambda _, tensors: tensors.update({f"x{at}": _NONE for at in range(TENSORS_MOST)})),
-    ("its states and chunks need 36000000", _said("states", [0] * 3_000_000)),
-    ("its states and chunks need", _said("chunks", [0] * 3_000_000)),
-    ("columns is", _said("columns", "\x1b[2J" * 100_000)),
-    ("was saved with weights", _said("weights", "\x1b[2J\n" * 100_000)),
+    ("its states and chunks need 36000000", _setting("states", [0] * 3_000_000)),
+    ("its states and chunks need", _setting("chunks", [0] * 3_000_000)),
+    ("columns is", _setting("columns", "\x1b[2J" * 100_000)),
+    ("was saved with weights", _setting("weights", "\x1b[2J\n" * 100_000)),
 ])
 def test_a_large_header_costs_little(words: str, craft: Craft, saved: Saved, tmp_path: Path) -> None:
     """Check that neither time, memory nor the error grows with a header whose digest is right."""

@@ -79,7 +79,7 @@ WRONG_FOR_A_BLOCK: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def told(model: PreTrainedModel, cache: RetainedCache, **given: Any) -> Tensor:
+def logits_with(model: PreTrainedModel, cache: RetainedCache, **given: Any) -> Tensor:
     """Return the logits of a token, or of the given ids."""
     with torch.no_grad():
         logits = model(**{"input_ids": torch.tensor([[7]]), "past_key_values": cache, **given}).logits
@@ -91,7 +91,7 @@ def check_refused(model: PreTrainedModel, cache: RetainedCache, given: dict[str,
     """Check that wrong arguments raise an error and that the cache is unchanged."""
     before = live_sets(cache)
     with pytest.raises(SpecError, match=words):
-        told(model, cache, **given)
+        logits_with(model, cache, **given)
     assert live_sets(cache) == before
     assert cache.get_seq_length() == N
 
@@ -103,14 +103,14 @@ def test_what_does_not_continue_is_refused_and_changes_nothing(policy: str, read
     """Check each mistake in turn. Then the right token gives the logits of an untouched cache."""
     model = build("llama")
     with POLICIES[policy]()(model) as run:
-        told(model, RetainedCache(model.config), input_ids=prompt(N))
+        logits_with(model, RetainedCache(model.config), input_ids=prompt(N))
         assert run.cache is not None
         untouched = copy.deepcopy(run.cache)
         with run.reading() if reading else nullcontext():
-            expected = told(model, untouched)
+            expected = logits_with(model, untouched)
             for given, words in WRONG.values():
                 check_refused(model, run.cache, given, words)
-            assert torch.equal(told(model, run.cache, **RIGHT), expected)
+            assert torch.equal(logits_with(model, run.cache, **RIGHT), expected)
 
 
 @pytest.mark.parametrize("policy", ["one set", "a set for each layer", "a set for each head"])
@@ -120,11 +120,11 @@ def test_a_cache_read_through_layer_masks_is_told_the_same(policy: str) -> None:
     _, cache = read_prompt(model, POLICIES[policy](), N)
     untouched = copy.deepcopy(cache)
     with layer_masks(model, untouched):
-        expected = told(model, untouched)
+        expected = logits_with(model, untouched)
     with layer_masks(model, cache):
         for given, words in (WRONG | WRONG_FOR_A_BLOCK).values():
             check_refused(model, cache, given, words)
-        assert torch.equal(told(model, cache, **RIGHT), expected)
+        assert torch.equal(logits_with(model, cache, **RIGHT), expected)
     assert not model.get_decoder()._forward_pre_hooks  # type: ignore[no-untyped-call]
 
 
@@ -133,7 +133,7 @@ def padded_batch(policy: str) -> tuple[PreTrainedModel, RetainedCache]:
     model, mask = build("llama"), torch.ones(2, N, dtype=torch.int64)
     mask[1, :5] = 0
     with POLICIES[policy]()(model) as run:
-        told(model, RetainedCache(model.config), input_ids=prompt(2 * N).view(2, N), attention_mask=mask)
+        logits_with(model, RetainedCache(model.config), input_ids=prompt(2 * N).view(2, N), attention_mask=mask)
     assert run.cache is not None
     return model, run.cache
 
@@ -158,25 +158,25 @@ def test_padded_rows_have_padding_and_positions_of_their_own(policy: str, masks:
     wrong = [{"position_ids": torch.tensor([[N], [N]])}, {"attention_mask": torch.ones_like(following)}]
     right = {"attention_mask": following, "position_ids": torch.tensor([[N], [N - 5]])}
     with POLICIES[policy]()(model):
-        expected = told(model, copy.deepcopy(cache), **step)
+        expected = logits_with(model, copy.deepcopy(cache), **step)
     with layer_masks(model, cache) if masks else POLICIES[policy]()(model):
         for given in wrong[:1] if masks else wrong:
             with pytest.raises(SpecError, match=r"attention_mask = \[0, 0\]|position_ids = .40 to 40.: must be 35 to"):
-                told(model, cache, **step, **given)
-        assert torch.equal(told(model, cache, **step, **({} if masks else right)), expected)
+                logits_with(model, cache, **step, **given)
+        assert torch.equal(logits_with(model, cache, **step, **({} if masks else right)), expected)
 
 
 def test_a_stream_s_step_is_checked_before_its_segment_ends() -> None:
     model = build("llama")
     with CrystalCache(16, ENDS, TINY, backend="numpy", decode=True, stream=True)(model) as run:
         cache = RetainedCache(model.config)
-        told(model, cache, input_ids=prompt(N))
+        logits_with(model, cache, input_ids=prompt(N))
         seen, before = run.retentions, live_sets(cache)
         with pytest.raises(SpecError, match="attention_mask"):
-            told(model, cache, attention_mask=ones(N))
+            logits_with(model, cache, attention_mask=ones(N))
         assert run.retentions is seen
         assert live_sets(cache) == before
-        told(model, cache, attention_mask=ones(N + 1))
+        logits_with(model, cache, attention_mask=ones(N + 1))
         assert cache.get_seq_length() == N + 1
 
 

@@ -113,8 +113,8 @@ def test_a_compiled_model_is_the_model(name: str) -> None:
     del model.get_submodule("model.layers")[1:]  # type: ignore[operator]
     model.config.num_hidden_layers = 1
     expected, kept = read_compiled(model, policy)
-    actual, own = read_compiled(torch.compile(model, backend="eager"), policy)
-    assert own == kept
+    actual, compiled_kept = read_compiled(torch.compile(model, backend="eager"), policy)
+    assert compiled_kept == kept
     assert relative(actual, expected) < 1e-6
 
 

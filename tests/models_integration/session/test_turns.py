@@ -81,9 +81,9 @@ def test_beams_of_a_batch_stay_with_their_prompt() -> None:
     with METHODS["crystalcache"]()(model) as run:
         together = greedy(model, ids, NEW, attention_mask=mask, **options)
     actual = sets(run)
-    for row, own in enumerate(rows):
+    for row, row_tokens in enumerate(rows):
         with METHODS["crystalcache"]()(model) as single:
-            expected = greedy(model, own, NEW, **options)
+            expected = greedy(model, row_tokens, NEW, **options)
         assert single.kept is not None
         assert actual[row] == single.kept.tolist()
         assert together[3 * row : 3 * row + 3].tolist() == expected.tolist()

@@ -74,7 +74,7 @@ REHEARSAL = kvzip(**REHEARSED).scorer.needs.rehearsal
 BUDGETS = (0.5, 0.1)
 Make = Callable[[PreTrainedModel, float], RetentionPolicy]
 
-OWN: dict[str, Make] = {
+MAKERS: dict[str, Make] = {
     "crystalcache": lambda model, budget: CrystalCache(budget, ENDS, TINY, backend="numpy"),
     "crystalcache with breaths": lambda model, budget: CrystalCache(budget, ENDS, TINY, backend="numpy", decode=True),
     "crystalcache of the last layer": lambda model, budget: CrystalCache(
@@ -85,23 +85,23 @@ OWN: dict[str, Make] = {
 }
 
 
-def made(name: str, model: PreTrainedModel, budget: float) -> RetentionPolicy:
-    return OWN[name](model, budget) if name in OWN else published(name, model, budget)
+def make_policy(name: str, model: PreTrainedModel, budget: float) -> RetentionPolicy:
+    return MAKERS[name](model, budget) if name in MAKERS else published(name, model, budget)
 
 
-def same(found: object, expected: object) -> bool:
+def same(actual: object, expected: object) -> bool:
     """Return whether two values are equal to the bit. Records are compared field by field."""
-    if type(found) is not type(expected):
+    if type(actual) is not type(expected):
         return False
-    if is_dataclass(found):
-        return all(same(getattr(found, one.name), getattr(expected, one.name)) for one in fields(found))
-    if isinstance(found, tuple) and isinstance(expected, tuple):
-        return len(found) == len(expected) and all(map(same, found, expected))
-    if isinstance(found, Tensor) and isinstance(expected, Tensor):
-        return torch.equal(found, expected)
-    if isinstance(found, np.ndarray) and isinstance(expected, np.ndarray):
-        return found.dtype == expected.dtype and np.array_equal(found, expected, equal_nan=True)
-    return found == expected
+    if is_dataclass(actual):
+        return all(same(getattr(actual, one.name), getattr(expected, one.name)) for one in fields(actual))
+    if isinstance(actual, tuple) and isinstance(expected, tuple):
+        return len(actual) == len(expected) and all(map(same, actual, expected))
+    if isinstance(actual, Tensor) and isinstance(expected, Tensor):
+        return torch.equal(actual, expected)
+    if isinstance(actual, np.ndarray) and isinstance(expected, np.ndarray):
+        return actual.dtype == expected.dtype and np.array_equal(actual, expected, equal_nan=True)
+    return actual == expected
 
 
 def goes_on(model: PreTrainedModel, policy: RetentionPolicy, cache: RetainedCache, turn: bool) -> list[Tensor]:
@@ -143,20 +143,20 @@ def llama(one_thread: None) -> Iterator[tuple[PreTrainedModel, ObservedSegment]]
     assert live_sets(observed.cache) == {layer: [list(range(N))] * 2 for layer in range(3)}
 
 
-@pytest.mark.parametrize("name", [*OWN, *(name for name in NAMES if name not in CLASSES)])
+@pytest.mark.parametrize("name", [*MAKERS, *(name for name in NAMES if name not in CLASSES)])
 def test_one_observation_serves_every_policy_at_every_budget(
     name: str, llama: tuple[PreTrainedModel, ObservedSegment],
 ) -> None:
     """A diverse policy is checked at the smaller budget only. Sessions continue from the smaller budget."""
     model, observed = llama
     for budget in BUDGETS[name.startswith(DIVERSE) :]:
-        policy = made(name, model, budget)
+        policy = make_policy(name, model, budget)
         turn = name.removeprefix(DIVERSE) not in ONE_SEGMENT
         decision = check(model, policy, observed, steps=budget == BUDGETS[-1], turn=turn)
-        sets = [own for heads in live_sets(compact(observed.cache, decision)).values() for own in heads]
+        sets = [kept for heads in live_sets(compact(observed.cache, decision)).values() for kept in heads]
         if budget == BUDGETS[0] and name != "simlayerkv":  # no layer of this model is lazy
             assert (sets.count(sets[0]) < 6) == (policy.on(model).policy.granularity is not Granularity.MODEL)
-        if name not in OWN:
+        if name not in MAKERS:
             assert decision.over_budget == 0
             assert sum(map(len, sets)) <= 6 * parse_budget(budget).tokens(N)
 
@@ -168,7 +168,7 @@ def test_rows_of_a_padded_batch_too(name: str, family: str) -> None:
     model = build(family)
     ids, mask = batch(prompts())
     observed = observe(model, ids, mask)
-    check(model, made(name, model, 0.3), observed, turn=name == "crystalcache", attention_mask=mask)
+    check(model, make_policy(name, model, 0.3), observed, turn=name == "crystalcache", attention_mask=mask)
 
 
 @pytest.mark.parametrize(("name", "dtype", "attention"), [
@@ -179,7 +179,7 @@ def test_other_precisions_and_attention_without_a_log_sum_exp(name: str, dtype: 
     if attention == "sdpa":
         skip_without_attention(dtype)
     model = build("llama", dtype=dtype, attention=attention)
-    check(model, made(name, model, 0.3), observe(model, prompt(N)))
+    check(model, make_policy(name, model, 0.3), observe(model, prompt(N)))
 
 
 @pytest.mark.law("the-model-stays-as-it-was")
@@ -196,11 +196,11 @@ def test_a_small_observation_serves_those_whom_it_is_enough_for() -> None:
     """Check that other policies raise an error. An observation of all tensors never does."""
     model = build("llama")
     small = observe(model, prompt(N), needs=Needs("observed", None, token_ids=True))
-    check(model, made("crystalcache", model, 0.3), small)
-    check(model, made("StreamingLLM", model, 0.3), small)
+    check(model, make_policy("crystalcache", model, 0.3), small)
+    check(model, make_policy("StreamingLLM", model, 0.3), small)
     for name in ("snapkv", "knorm"):
         with pytest.raises(SpecError, match=r"observation = .*lacks tensors that the policy needs"):
-            decide(made(name, model, 0.3).on(model), small)
+            decide(make_policy(name, model, 0.3).on(model), small)
     rows = observe(model, prompt(N), needs=Needs("all", 8, values=True))
     check(model, CustomPolicy(snapkv(W=8), 0.3), rows)
     with pytest.raises(SpecError, match="lacks tensors that the policy needs"):
@@ -298,8 +298,8 @@ def test_a_repeat_asks_and_is_asked_as_in_the_whole_text(family: str) -> None:
             assert view.repeats is not None
             actual = view.repeats[part]
             assert (actual.start, actual.stop) == (start, stop)
-            own = keys[layer].keys[0, :, PROMPT:]
-            assert relative(torch.as_tensor(actual.k), own) < 1e-5
+            turn_keys = keys[layer].keys[0, :, PROMPT:]
+            assert relative(torch.as_tensor(actual.k), turn_keys) < 1e-5
             assert relative(torch.as_tensor(actual.q), torch.as_tensor(whole[layer].q)[:, PROMPT:]) < 1e-5
 
 
@@ -351,10 +351,10 @@ def rotation(model: PreTrainedModel) -> dict[str, Any]:
     return {**embedding._buffers, "longest": int(embedding.max_seq_len_cached), "scaling": embedding.attention_scaling}
 
 
-def same_rotation(model: PreTrainedModel, found: dict[str, Any]) -> bool:
+def same_rotation(model: PreTrainedModel, actual: dict[str, Any]) -> bool:
     now = rotation(model)
-    pairs = ((torch.as_tensor(now[key]), torch.as_tensor(found[key])) for key in now)
-    return now.keys() == found.keys() and all(torch.equal(*pair) for pair in pairs)
+    pairs = ((torch.as_tensor(now[key]), torch.as_tensor(actual[key])) for key in now)
+    return now.keys() == actual.keys() and all(torch.equal(*pair) for pair in pairs)
 
 
 @pytest.mark.spec("PO-REHEARSAL")

@@ -141,8 +141,8 @@ def stated(output: Any) -> dict[str, Any]:
 
 def parsed(prompt: Sequence[int], answer: Sequence[int], body: Mapping[str, Any]) -> Statement:
     """Return the statement, checked as `kvspec verify --server` checks it."""
-    own = {"prompt_ids": [*prompt], "answer_ids": [*answer], "logprobs": [0.0] * len(answer)}
-    actual = parse_statement(body, own)
+    statement = {"prompt_ids": [*prompt], "answer_ids": [*answer], "logprobs": [0.0] * len(answer)}
+    actual = parse_statement(body, statement)
     for one in actual.evictions:
         assert one.digest == digest_of(one.seen, one.sets, one.layers)
     return actual
@@ -151,8 +151,8 @@ def parsed(prompt: Sequence[int], answer: Sequence[int], body: Mapping[str, Any]
 @cache
 def masked_model(model: PreTrainedModel | None, dtype: torch.dtype) -> MaskedModel:
     """Return the masked model in a dtype. None is the pocket model. The reading in float64 is the truth."""
-    own: Any = load_pocket()[0] if model is None else copy.deepcopy(model)
-    return MaskedModel(own.to(dtype))
+    loaded: Any = load_pocket()[0] if model is None else copy.deepcopy(model)
+    return MaskedModel(loaded.to(dtype))
 
 
 def read_masked(row: Row, model: PreTrainedModel | None = None, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -183,8 +183,9 @@ def check_logprobs(
         given: log-probabilities by token, for each query from `first` on.
         model: model without masks. None is the pocket model.
     """
-    places = [first + at for at, own in enumerate(given) for _ in own], [token for own in given for token in own]
-    actual = torch.tensor([one for own in given for one in own.values()], dtype=torch.float64)
+    tokens = [token for table in given for token in table]
+    places = [first + at for at, table in enumerate(given) for _ in table], tokens
+    actual = torch.tensor([one for table in given for one in table.values()], dtype=torch.float64)
     exact = read_masked(row, model)
     worst, allowed = float((actual - exact[places]).abs().max()), TOLERANCE
     if not worst < TOLERANCE:
@@ -210,7 +211,7 @@ def check_masked(
         assert "until" not in body
         answer = list(one.token_ids)
         row = row_of([*prompt, *answer], parsed(prompt, answer, body).evictions)
-        given = [{token: own.logprob for token, own in each.items()} for each in one.logprobs]
+        given = [{token: entry.logprob for token, entry in each.items()} for each in one.logprobs]
         allowed = check_logprobs(row, first, given, model)
         if greedy:
             rows = read_masked(row, model)[first : first + len(answer)]
@@ -226,7 +227,7 @@ def witness() -> Witness:
 def reading(prompt: Sequence[int], output: Any) -> Reading:
     """Return what `kvspec verify --server` judges of an answer."""
     actual = output.outputs[0]
-    logprobs = [own[token].logprob for token, own in zip(actual.token_ids, actual.logprobs, strict=True)]
+    logprobs = [entry[token].logprob for token, entry in zip(actual.token_ids, actual.logprobs, strict=True)]
     return Reading(witness(), Answer([*prompt], [*actual.token_ids], logprobs, stated(output)))
 
 

@@ -42,10 +42,10 @@ def engine() -> Iterator[Engine]:
     from vllm.platforms import current_platform
 
     kind = type(current_platform)
-    own = kind.check_and_update_config
+    original = kind.check_and_update_config
 
     def check(config: Any) -> None:
-        own(config)
+        original(config)
         config.scheduler_config.async_scheduling = True
 
     with pytest.MonkeyPatch.context() as patch:

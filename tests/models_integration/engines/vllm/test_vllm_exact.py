@@ -80,7 +80,7 @@ def test_tokens_are_evicted_while_the_answer_is_generated(
     prompts = [cut(200), cut(97, 13), cut(40, 3)]
     actual = check_answers(engine, prompts, [asking(name, 100, budget=64, **constants)] * 3)
     for prompt, one in zip(prompts, actual, strict=True):
-        assert all(sum(b - a for a, b in own) <= 64 for step in one["evictions"] for own in step["sets"])
+        assert all(sum(b - a for a, b in ranges) <= 64 for step in one["evictions"] for ranges in step["sets"])
         assert len(one["evictions"]) >= (100 - max(0, 64 - len(prompt))) // constants.get("every", 1) - 2
 
 
@@ -89,19 +89,19 @@ def test_crystalcache_has_the_sentence_ends_of_the_tokenizer(engine: Engine) -> 
     prompts, ends = [cut(200), cut(97, 13)], sorted(sentence_ends(load_pocket()[1]))
     typed = check_answers(engine, prompts, [asking("crystalcache", 60, budget=64, sentence_ends=ends, **BREATHS)] * 2)
     outputs = engine.answer(prompts, [asking("CrystalCache", 60, budget=64, **BREATHS)] * 2)
-    for prompt, output, own in zip(prompts, outputs, typed, strict=True):
+    for prompt, output, typed_output in zip(prompts, outputs, typed, strict=True):
         check_masked(prompt, output)
         check_sets(prompt, output)
-        assert stated(output) == {**own, "policy": "crystalcache(T_breath=16, W_recent=16, decode=true)"}
-        assert [one["seen"] - len(prompt) for one in own["evictions"]] == [0, 16, 32, 48]
+        assert stated(output) == {**typed_output, "policy": "crystalcache(T_breath=16, W_recent=16, decode=true)"}
+        assert [one["seen"] - len(prompt) for one in typed_output["evictions"]] == [0, 16, 32, 48]
 
 
 def test_a_shared_prefix_is_used_before_and_after_evictions(engine: Engine) -> None:
     prompt, hits = cut(611, 50), list[int]()
-    own = engine.scheduler._get_local_prefix_cache_hit
+    original = engine.scheduler._get_local_prefix_cache_hit
 
     def hit(request: Any) -> Any:
-        actual = own(request)
+        actual = original(request)
         hits.append(actual[1])
         return actual
 
@@ -146,7 +146,7 @@ def test_beam_search_without_a_policy_has_the_full_cache(engine: Engine) -> None
     prompt, asked = cut(64, 7), BeamSearchParams(beam_width=2, max_tokens=6, ignore_eos=True)
     (output,) = engine.llm.beam_search([{"prompt_token_ids": prompt}], asked)
     for beam in output.sequences:
-        given = [{token: own.logprob for token, own in each.items()} for each in beam.logprobs]
+        given = [{token: entry.logprob for token, entry in each.items()} for each in beam.logprobs]
         assert len(given) == len(beam.tokens) - len(prompt) == 6
         check_logprobs(row_of(beam.tokens), len(prompt) - 1, given)
     assert len(output.sequences) == 2

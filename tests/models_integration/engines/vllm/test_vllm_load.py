@@ -93,9 +93,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 def count(values: dict[str, float], name: str) -> float:
     """Return the sum of a metric over all labels."""
-    found = [value for key, value in values.items() if key.split("{")[0] == name]
-    assert found, f"no metric {name}"
-    return sum(found)
+    samples = [value for key, value in values.items() if key.split("{")[0] == name]
+    assert samples, f"no metric {name}"
+    return sum(samples)
 
 
 def check_statement(body: Any, tokens: int) -> None:
@@ -104,7 +104,7 @@ def check_statement(body: Any, tokens: int) -> None:
     assert len(body["evictions"]) == 1, body
     one = body["evictions"][0]
     assert one["seen"] == tokens
-    assert {sum(b - a for a, b in own) for own in one["sets"]} == {max(WINDOW, math.ceil(BUDGET * tokens))}
+    assert {sum(b - a for a, b in ranges) for ranges in one["sets"]} == {max(WINDOW, math.ceil(BUDGET * tokens))}
 
 
 async def answer(client: Any, at: int, **options: Any) -> Any:

@@ -98,7 +98,7 @@ def test_policies_with_many_sentence_ends_are_not_stored() -> None:
 
 
 @pytest.mark.law("refused-before-anything-changes")
-@pytest.mark.parametrize(("given", "told"), [
+@pytest.mark.parametrize(("given", "message"), [
     ({"policy": "nosuch", "budget": 0.3}, "policy"), ({"policy": "snapkv", "budget": 3.0}, "budget"),
     ({"policy": "snapkv", "budget": 0.1}, "between 0.2 and 1.0"), ({"policy": "snapkv", "budget": 64}, "between"),
     ({"policy": "tova", "budget": 0.5}, "allowed are snapkv, knorm"), ({"policy": "os:system"}, "built-in"),
@@ -129,33 +129,33 @@ def test_policies_with_many_sentence_ends_are_not_stored() -> None:
     ({"policy": "knorm/steps=h2o:backend=triton/every=64"}, "is chosen by the server"),
     ({"policy": "score=h2o:backend=triton/every=64"}, "is chosen by the server"),
 ])
-def test_bad_arguments_are_one_sentence(given: Any, told: str) -> None:
+def test_bad_arguments_are_one_sentence(given: Any, message: str) -> None:
     """A window of 100 million tokens once took the memory of the server, and deep JSON was an HTTP 500."""
-    with pytest.raises(SpecError, match=told):
+    with pytest.raises(SpecError, match=message):
         parse_request(given, DEFAULT)
 
 
 @pytest.mark.law("one-line-with-the-way-out")
-@pytest.mark.parametrize(("given", "told"), [
+@pytest.mark.parametrize(("given", "message"), [
     ({"polcy": "knorm"}, "did you mean policy"), ({"W": 8}, "must have a policy, because the server has no default"),
     ({}, "must have a policy"), ("{}", 'send {"policy": "snapkv", "budget": 0.3}$'), ("null", "must be an object"),
     ([1], "must be an object"), (3, "must be an object"),
 ])
-def test_a_server_without_a_default_says_that_a_policy_is_needed(given: Any, told: str) -> None:
-    with pytest.raises(SpecError, match=told) as refused:
+def test_a_server_without_a_default_says_that_a_policy_is_needed(given: Any, message: str) -> None:
+    with pytest.raises(SpecError, match=message) as refused:
         parse_request(given, OPEN)
     assert "None" not in str(refused.value)
 
 
 @pytest.mark.law("one-line-with-the-way-out")
-@pytest.mark.parametrize(("pool", "told"), [
+@pytest.mark.parametrize(("pool", "message"), [
     ((0, 10, 16, 1), "pool = 'no memory': is left for the cache .* raise --gpu-memory-utilization"),
     ((10, 10, 16, 16), "pool = '0 tokens': one request can have 16 tokens: type --kv-cache-memory-bytes 20$"),
     ((59, 10, 16, 65), "pool = '64 tokens': .* type --kv-cache-memory-bytes 60, or --max-model-len 64$"),
     ((900, 10, 16, 65, 5), "pool = '64 tokens': .* type --num-gpu-blocks-override 6, or --max-model-len 64$"),
 ])
-def test_a_pool_that_is_too_small_is_named_with_what_to_type(pool: tuple[int, ...], told: str) -> None:
-    with pytest.raises(SpecError, match=told):
+def test_a_pool_that_is_too_small_is_named_with_what_to_type(pool: tuple[int, ...], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
         check_pool(*pool)
 
 
@@ -168,8 +168,8 @@ CRYSTAL = {"policy": "crystalcache", "sentence_ends": [5]}
 
 
 @pytest.mark.law("refused-before-anything-changes")
-@pytest.mark.parametrize(("given", "told"), [
-    *(({**CRYSTAL, key: value}, told) for key, value, told in (
+@pytest.mark.parametrize(("given", "message"), [
+    *(({**CRYSTAL, key: value}, message) for key, value, message in (
         ("sentence_ends", 5, "token ids"), ("parameters", "x", "'paper' or 'essay'"), ("alpha", [], "alpha"),
         ("decode", 1, "decode"), ("stream", True, "leave stream out"), ("C", 1025, "C = 1025"),
     )),
@@ -180,9 +180,9 @@ CRYSTAL = {"policy": "crystalcache", "sentence_ends": [5]}
     ({"policy": "diverse-snapkv:window=1025"}, "W = 1025"), ({"policy": "noncausal", "c": 99999}, "c = 99999"),
     ({"policy": "knorm/pieces=15"}, "at least 16"),
 ])
-def test_bad_constants_are_one_sentence(given: dict[str, Any], told: str) -> None:
+def test_bad_constants_are_one_sentence(given: dict[str, Any], message: str) -> None:
     """A constant of a wrong type, also a template, was once an HTTP 500. Costly constants are bounded in every form."""
-    with pytest.raises(SpecError, match=told):
+    with pytest.raises(SpecError, match=message):
         parse_request({"budget": 0.3, **given}, OPEN)
 
 
@@ -227,10 +227,10 @@ def test_the_largest_constants_are_accepted() -> None:
 
 
 def test_a_request_inherits_from_the_default() -> None:
-    default, own = request(None, DEFAULT), request('{"budget": 0.5}', DEFAULT)
+    default, custom = request(None, DEFAULT), request('{"budget": 0.5}', DEFAULT)
     assert (default.name, default.window, str(default.budget)) == ("snapkv", 16, "0.3")
     assert request(None, DEFAULT) is default  # requests with equal arguments share one policy
-    assert (own.name, own.window, str(own.budget)) == ("snapkv", 16, "0.5")
+    assert (custom.name, custom.window, str(custom.budget)) == ("snapkv", 16, "0.5")
     other = request({"policy": "knorm", "budget": 0.5}, DEFAULT)
     assert (other.name, other.window) == ("knorm", 0)
     assert parse_request({"policy": "fullcache"}, DEFAULT) is None
@@ -282,15 +282,15 @@ def test_each_policy_is_served_or_refused_with_the_reason(name: str) -> None:
 
 
 @pytest.mark.law("refused-before-anything-changes")
-@pytest.mark.parametrize(("given", "told"), [
+@pytest.mark.parametrize(("given", "message"), [
     ("snapkv", r"additional_config\['kvspec'\] = 'snapkv': must be JSON"),
     ({"policy": "snapkv"}, r"= 'policy': must be one of allow_budget, .*, as in {.default.: {.policy.: "),
     ({"default": "snapkv"}, "default = 'snapkv': must be JSON"), ({"default": {"policy": "snapkv"}}, "budget = None"),
     ({"default": ["snapkv"]}, "default = 'list': must be an object, such as .*snapkv"),
 ])
-def test_bad_settings_are_one_sentence(given: Any, told: str) -> None:
+def test_bad_settings_are_one_sentence(given: Any, message: str) -> None:
     """The default "snapkv" was an AttributeError."""
-    with pytest.raises(SpecError, match=told):
+    with pytest.raises(SpecError, match=message):
         Settings.read(given)
 
 
@@ -309,12 +309,12 @@ def test_a_memory_is_the_number_of_tokens_that_the_layers_store() -> None:
     assert {(str(one.budget), one.typed) for one in (request(None, settings), request({"W": 8}, settings))} == {
         ("65", "65")}
     assert request({"policy": "knorm", "budget": "0.5 MB"}, replace(settings, allow_budget=None)).typed == "500"
-    for budget, told in (
+    for budget, message in (
         ("64KiB", "= '65': must be a share between 0.2 and 0.6"),
         ("15999B", "stores 15 tokens of 1000 bytes, and the policy keeps at least 16: give at least 16000B"),
         ("9" * 80 + "B", "64 char"),
     ):
-        with pytest.raises(SpecError, match=told):
+        with pytest.raises(SpecError, match=message):
             parse_request({"budget": budget}, settings)
 
 
@@ -339,8 +339,8 @@ def test_settings_accept_names_as_people_write_them() -> None:
     settings = Settings({"policy": "SnapKV", "budget": 0.3, "W": 16}, None, ("Snap-KV", "Knorm"))
     assert settings.allow_policies == ("snapkv", "knorm")
     for asked in ({}, {"policy": "snapkv"}, {"policy": "SnapKV"}, {"policy": "Snap-KV:window=16"}, {"Window": 16}):
-        own = request({**asked, "budget": 0.5}, settings)
-        assert (own.name, own.window, str(own)) == ("snapkv", 16, "snapkv(W=16)")
+        custom = request({**asked, "budget": 0.5}, settings)
+        assert (custom.name, custom.window, str(custom)) == ("snapkv", 16, "snapkv(W=16)")
     for text in ("snapkv(W=16)", "SnapKV(window=16)"):
         assert request({"policy": text, "budget": 0.3}).window == 16
     assert names.is_built_in("snapkv/every=64(W=16)")
@@ -356,12 +356,12 @@ def test_sentence_ends_of_the_tokenizer_are_a_default() -> None:
     settings = Settings.read(replace(started, sentence_ends=[7, 5]).text())
     assert not settings.lacks_sentence_ends
     for typed, ends, text in ((None, {5, 7}, ""), ({"sentence_ends": [9, 6]}, {6, 9}, ", sentence_ends=[6, 9]")):
-        own = request(typed, settings)
-        method = own.crystal("numpy")
+        custom = request(typed, settings)
+        method = custom.crystal("numpy")
         assert method is not None
         assert method.sentence_ends == ends
-        assert (str(own), own.every) == (f"crystalcache(T_breath=8, decode=true{text})", 8)
-        assert [at for at in range(40) if Plan(own, 20).is_event(at)] == [20, 28, 36]
+        assert (str(custom), custom.every) == (f"crystalcache(T_breath=8, decode=true{text})", 8)
+        assert [at for at in range(40) if Plan(custom, 20).is_event(at)] == [20, 28, 36]
     with pytest.raises(SpecError, match="sentence_ends"):
         replace(started, sentence_ends=[])
     with pytest.raises(SpecError, match="sentence_ends"):
@@ -426,8 +426,8 @@ def test_every_layout_reads_what_it_writes(blocks: int, heads: int, size: int, s
         pages.write(table, torch.arange(blocks * size), keys, values)
         slots = torch.stack([torch.randperm(blocks * size, generator=random)[:7] for _ in range(heads)])
         actual = pages.read(table, slots)
-        for own, whole in zip(actual, (keys, values), strict=True):
-            assert torch.equal(own, torch.stack([row[at] for row, at in zip(whole, slots, strict=True)]))
+        for tensor, whole in zip(actual, (keys, values), strict=True):
+            assert torch.equal(tensor, torch.stack([row[at] for row, at in zip(whole, slots, strict=True)]))
     with pytest.raises(SpecError, match="attention_backend"):
         Pages(torch.zeros(blocks, heads, size, 2 * d), "FLEX_ATTENTION")
 
@@ -441,7 +441,7 @@ WITNESS = json.loads((SPEC / "witness.schema.json").read_text(encoding="utf-8"))
     ([[[0, 1, 5], [0, 3, 4]], [[0, 1, 5], [2, 3, 4]]], [[0, 1], [0, 2]]),
 ])
 def test_an_eviction_gives_back_the_sets(kept: list[list[list[int]]], layers: list[Any]) -> None:
-    entry = make_eviction(6, [[np.array(own) for own in heads] for heads in kept])
+    entry = make_eviction(6, [[np.array(places) for places in heads] for heads in kept])
     assert entry["layers"] == layers
     body = {**NEWS, "witness": 1, "positions": "kept", "evictions": [entry]}
     jsonschema.validate(body, WITNESS)
@@ -465,9 +465,11 @@ def test_the_tests_of_vllm_allow_the_rounding_of_float32_and_no_exchanged_token(
     """Check the tokens with the largest rounding after 300 rare tokens. The limits are the same on each processor."""
     n, layers = 100, range(SHAPE[0])
     kept = [[[*range(4), *range(40, n)] for _ in range(SHAPE[1])] for _ in layers]
-    wrong = [[[20 if at == 50 else at for at in own] for own in heads] for heads in kept[:1]] + kept[1:]
+    wrong = [[[20 if at == 50 else at for at in places] for places in heads] for heads in kept[:1]] + kept[1:]
     ids = cut(n) + torch.randint(8, 400, (300,), generator=torch.Generator().manual_seed(1)).tolist()
-    row, other = (row_of(ids, [SimpleNamespace(seen=n, positions=lambda *_, own=own: own)]) for own in (kept, wrong))
+    row, other = (
+        row_of(ids, [SimpleNamespace(seen=n, positions=lambda *_, sets=sets: sets)]) for sets in (kept, wrong)
+    )
     exact, rounded = read_masked(row), read_masked(row, dtype=torch.float32)
     tokens = (rounded - exact).abs().argmax(dim=-1).tolist()
 
@@ -509,8 +511,8 @@ def test_a_long_statement_says_where_it_ends() -> None:
     one.take({}, True)
     assert [each["seen"] for each in one.body["evictions"]] == [MOST_RANGES, MOST_RANGES + 1]
     assert one.body["until"] == MOST_RANGES + 2
-    own = {"prompt_ids": [1] * MOST_RANGES, "answer_ids": [2] * 9, "logprobs": [-0.5] * 9}
-    assert parse_statement(one.body, own).answer_ids == [2] * 3
+    fields = {"prompt_ids": [1] * MOST_RANGES, "answer_ids": [2] * 9, "logprobs": [-0.5] * 9}
+    assert parse_statement(one.body, fields).answer_ids == [2] * 3
 
 
 def test_a_decision_is_made_once() -> None:
@@ -546,7 +548,7 @@ def test_a_layer_that_the_model_lacks_is_refused_before_the_prompt(observed: int
 
 @pytest.mark.law("one-line-with-the-way-out")
 def test_the_command_refuses_before_vllm_starts() -> None:
-    for policy, budget, bounds, allowed, unserved, told in (
+    for policy, budget, bounds, allowed, unserved, message in (
         ("snapkv(W=16", "0.3", None, None, "refuse", "constants"), ("snapkv", "3.0", None, None, "refuse", "budget"),
         *(("snapkv", "0.3", one, None, "refuse", f"allow_budget = '{one}': must be two ascending shares, such as 0.2:1")
           for one in ("0.5:0.2", "0.2", "0.2:", "0.2:64", "lots:1", "0.2:0.5:1", "")),
@@ -554,7 +556,7 @@ def test_the_command_refuses_before_vllm_starts() -> None:
         ("snapkv", "0.3", None, "snap", "refuse", "allow_policies"), ("snapkv", "0.3", None, None, "x", "on_unserved"),
         ('snapkv(positions="renumbered")', "0.3", None, None, "full", "positions = 'renumbered': vLLM keeps"),
     ):
-        with pytest.raises(SpecError, match=told):
+        with pytest.raises(SpecError, match=message):
             server_settings(policy, budget, bounds, allowed, unserved)
     settings = server_settings("snapkv(W=16)", "0.3", "0.2:1", "snapkv, knorm", "full")
     assert settings.default == {"policy": "snapkv", "budget": "0.3", "W": 16}
@@ -632,13 +634,13 @@ def test_an_engine_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.law("one-line-with-the-way-out")
-@pytest.mark.parametrize(("model", "told"), [
+@pytest.mark.parametrize(("model", "message"), [
     ("no/model", "is neither a folder nor a whole model in the cache of the hub; to download .* add --download"),
     ("part/model", "is neither a folder nor a whole model in the cache"), ("./no", "is no folder on this machine"),
     ("no/such/model", "is no folder on this machine"), ("empty", "is a folder without config.json"),
 ])
 def test_a_model_that_is_not_on_this_machine_is_named_at_once(
-    model: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    model: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Check a cache with a model without weights, and a whole model. Neither is the hub asked, nor vLLM started."""
     monkeypatch.setattr(serve, "find_spec", lambda name: name)
@@ -654,5 +656,5 @@ def test_a_model_that_is_not_on_this_machine_is_named_at_once(
     assert downloaded("whole/model", "other") is None
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SpecError, match=f"MODEL = '{model}': {told}"):
+    with pytest.raises(SpecError, match=f"MODEL = '{model}': {message}"):
         run_serve(model, DEFAULT, [])

@@ -121,8 +121,8 @@ def replaced(module: str, name: str, make: Callable[[Any], Any]) -> Plant:
 
 def with_slots(change: Callable[[Any, int], Any]) -> Plant:
     """Plant an error: move the tokens of wrong slots, which `change` computes from slots and layer."""
-    return replaced("runner", "_Model._slots", lambda own: staticmethod(
-        lambda decider, sets, layer: change(own(decider, sets, layer), layer)
+    return replaced("runner", "_Model._slots", lambda original: staticmethod(
+        lambda decider, sets, layer: change(original(decider, sets, layer), layer)
     ))
 
 
@@ -135,13 +135,14 @@ def first_is_next(slots: Any, layer: int) -> Any:
 def with_shifts(change: Callable[[Any], Any]) -> Plant:
     """Plant an error: subtract wrong shifts from lengths and slots."""
     return replaced(
-        "seams", "shift_lengths", lambda own: lambda runner, shifts, counts: own(runner, change(shifts), counts)
+        "seams", "shift_lengths",
+        lambda original: lambda runner, shifts, counts: original(runner, change(shifts), counts),
     )
 
 
-def positions_are_shifted(own: Any) -> Any:
+def positions_are_shifted(original: Any) -> Any:
     def shift(runner: Any, shifts: Any, counts: Any) -> None:
-        own(runner, shifts, counts)
+        original(runner, shifts, counts)
         each = np.repeat(shifts, counts)
         runner.positions[: len(each)] -= runner.positions.new_tensor(each)
 
@@ -150,43 +151,43 @@ def positions_are_shifted(own: Any) -> Any:
 
 def slots_are_positions(engine: Engine, patch: pytest.MonkeyPatch) -> None:
     table = engine.runner.input_batch.block_table
-    own = table.compute_slot_mapping
+    original = table.compute_slot_mapping
     patch.setattr(
         table, "compute_slot_mapping",
-        lambda rows, starts, positions: own(rows, starts, engine.runner.positions[: len(positions)]),
+        lambda rows, starts, positions: original(rows, starts, engine.runner.positions[: len(positions)]),
     )
 
 
 def blocks_stay_allocated(engine: Engine, patch: pytest.MonkeyPatch) -> None:
     """Compactions return no block to the pool."""
-    own = engine.scheduler._manager.compact
+    original = engine.scheduler._manager.compact
 
     def compact(*args: Any) -> Any:
         with pytest.MonkeyPatch.context() as within:
             within.setattr(engine.pool, "free_blocks", lambda blocks: None)
-            return own(*args)
+            return original(*args)
 
     patch.setattr(engine.scheduler._manager, "compact", compact)
 
 
-def pieces_are_late(own: Any) -> Any:
+def pieces_are_late(original: Any) -> Any:
     def prepare(model: Any, counts: Any) -> None:
-        own(model, counts)
+        original(model, counts)
         model._pieces = [(decider, max(0, start - 1), stop - 1) for decider, start, stop in model._pieces]
 
     return prepare
 
 
-def one_token_fewer(own: Any) -> Any:
-    return lambda policy, budget, one: own(policy, parse_budget(max(1, budget.tokens(one.seen) - 1)), one)
+def one_token_fewer(original: Any) -> Any:
+    return lambda policy, budget, one: original(policy, parse_budget(max(1, budget.tokens(one.seen) - 1)), one)
 
 
-def values_stay(own: Any) -> Any:
-    return lambda pages, blocks, slots, keys, values: own(pages, blocks, slots, keys, pages.read(blocks, slots)[1])
+def values_stay(original: Any) -> Any:
+    return lambda pages, blocks, slots, keys, values: original(pages, blocks, slots, keys, pages.read(blocks, slots)[1])
 
 
 ERRORS: dict[str, Plant] = {
-    "lengths are positions": replaced("seams", "shift_lengths", lambda own: lambda *_: None),
+    "lengths are positions": replaced("seams", "shift_lengths", lambda original: lambda *_: None),
     "slots are positions": slots_are_positions,
     "positions are slots": replaced("seams", "shift_lengths", positions_are_shifted),
     "each request has the shift of the next": with_shifts(lambda shifts: np.roll(shifts, 1)),
@@ -194,32 +195,35 @@ ERRORS: dict[str, Plant] = {
     "heads are exchanged": with_slots(lambda slots, layer: slots.flip(0) if slots.ndim == 2 else slots),
     "the first kept token is the next": with_slots(first_is_next),
     "every layer keeps the tokens of the first": replaced(
-        "runner", "_Model._slots", lambda own: staticmethod(lambda decider, sets, layer: own(decider, sets, 0))
+        "runner", "_Model._slots",
+        lambda original: staticmethod(lambda decider, sets, layer: original(decider, sets, 0)),
     ),
     "requests go on without a decision": replaced(
-        "plan", "Plan.is_event", lambda own: lambda self, seen: seen != self.n and own(self, seen)
+        "plan", "Plan.is_event", lambda original: lambda self, seen: seen != self.n and original(self, seen)
     ),
-    "steps pass decisions": replaced("plan", "Plan.limit", lambda own: lambda self, done, tokens: tokens),
-    "the shift survives a preemption": replaced("plan", "Plan.restart", lambda own: lambda self: None),
+    "steps pass decisions": replaced("plan", "Plan.limit", lambda original: lambda self, done, tokens: tokens),
+    "the shift survives a preemption": replaced("plan", "Plan.restart", lambda original: lambda self: None),
     "the window is skipped by a shared prefix": replaced(
-        "plan", "Plan.reusable_blocks", lambda own: lambda self, size: self.n // size
+        "plan", "Plan.reusable_blocks", lambda original: lambda self, size: self.n // size
     ),
     "one block too few": replaced(
-        "plan", "Plan.slots", lambda own: lambda self, tokens: max(1, own(self, tokens) - 32)
+        "plan", "Plan.slots", lambda original: lambda self, tokens: max(1, original(self, tokens) - 32)
     ),
-    "decisions get lost": replaced("scheduler", "_Evicting._note", lambda own: lambda *_: None),
+    "decisions get lost": replaced("scheduler", "_Evicting._note", lambda original: lambda *_: None),
     "blocks get lost": blocks_stay_allocated,
-    "keys and values are not moved": replaced("pages", "Pages.write", lambda own: lambda *_: None),
+    "keys and values are not moved": replaced("pages", "Pages.write", lambda original: lambda *_: None),
     "values are not moved": replaced("pages", "Pages.write", values_stay),
     "keys are read from the wrong blocks": replaced(
-        "pages", "Pages.read", lambda own: lambda self, blocks, slots: own(self, blocks.flip(0), slots)
+        "pages", "Pages.read", lambda original: lambda self, blocks, slots: original(self, blocks.flip(0), slots)
     ),
-    "the table keeps the old blocks": replaced("seams", "replace_block_table", lambda own: lambda *_: None),
-    "queries are missing": replaced("selection", "Decider.first_query", lambda own: lambda self, done: sys.maxsize),
+    "the table keeps the old blocks": replaced("seams", "replace_block_table", lambda original: lambda *_: None),
+    "queries are missing": replaced(
+        "selection", "Decider.first_query", lambda original: lambda self, done: sys.maxsize
+    ),
     "queries are those of the token before": replaced("runner", "_Model.prepare", pieces_are_late),
     "a set has one token fewer": replaced("selection", "retain", one_token_fewer),
     "layers are stated in reverse": replaced(
-        "selection", "make_eviction", lambda own: lambda seen, kept: own(seen, kept[::-1])
+        "selection", "make_eviction", lambda original: lambda seen, kept: original(seen, kept[::-1])
     ),
 }
 

@@ -73,9 +73,9 @@ def test_a_calibrated_policy_of_the_server(engine: Engine, calibration: Calibrat
     method = policy_from_name("triattention", 0.3, calibration=calibration).on(model)
     expected = decide(method, observe(model, torch.tensor([prompt]))).retentions[0]
     actual = [{*heads[0]} for heads in one.positions(*SHAPE)]
-    for group, own in enumerate(actual[: expected.groups]):
-        assert len(own) == len(expected.group(group))
-        assert len(own & {*expected.group(group).tolist()}) > 0.9 * len(own)  # The rest can depend on rounding.
+    for group, kept in enumerate(actual[: expected.groups]):
+        assert len(kept) == len(expected.group(group))
+        assert len(kept & {*expected.group(group).tolist()}) > 0.9 * len(kept)  # The rest can depend on rounding.
 
 
 def test_a_memory_is_the_number_of_tokens_that_the_layers_store(engine: Engine) -> None:
@@ -113,7 +113,7 @@ def test_a_long_answer_equals_masking_at_every_step(engine: Engine, name: str, c
     every = constants.get("every", 1)
     evictions = stated(outputs[0])["evictions"]
     assert len(evictions) >= (len(prompt) + ANSWER - BUDGET) // every - 2
-    assert all(sum(b - a for a, b in own) <= BUDGET for one in evictions for own in one["sets"])
+    assert all(sum(b - a for a, b in ranges) <= BUDGET for one in evictions for ranges in one["sets"])
     assert most <= -(-(BUDGET + every) // BLOCK) + 1  # the full cache has 22 blocks
 
 
@@ -326,10 +326,10 @@ def test_an_answer_with_a_stop_string_equals_masking(engine: Engine, policy: str
     (stopped,) = engine.answer([prompt], [asking(policy, 30, {"stop": [stop]}, **constants)])
     check_masked(prompt, stopped)
     check_sets(prompt, stopped)
-    own = stopped.outputs[0]
-    assert (own.finish_reason, own.stop_reason, own.text) == ("stop", stop, text[: text.index(stop)])
-    assert list(own.token_ids) == list(whole.outputs[0].token_ids)[: len(own.token_ids)]
-    assert len(own.token_ids) < 30
+    answer = stopped.outputs[0]
+    assert (answer.finish_reason, answer.stop_reason, answer.text) == ("stop", stop, text[: text.index(stop)])
+    assert list(answer.token_ids) == list(whole.outputs[0].token_ids)[: len(answer.token_ids)]
+    assert len(answer.token_ids) < 30
     assert stated(stopped)["evictions"]
 
 
@@ -339,7 +339,7 @@ def test_log_probabilities_of_the_prompt_are_those_of_the_full_cache(engine: Eng
     check_masked(prompt, output)
     assert output.prompt_logprobs[0] is None
     assert len(output.prompt_logprobs) == len(prompt)
-    given = [{token: own.logprob for token, own in each.items()} for each in output.prompt_logprobs[1:]]
+    given = [{token: entry.logprob for token, entry in each.items()} for each in output.prompt_logprobs[1:]]
     check_logprobs(row_of(prompt), 0, given)
 
 
@@ -378,9 +378,9 @@ def test_requests_with_an_adapter(tmp_path: Path) -> None:
     ]
     adapters = [adapter, None, adapter, adapter, None, adapter]
     outputs = engine.answer([cut(150, 31)] * 6, asked, adapters)
-    for output, own in zip(outputs, adapters, strict=True):
-        check_masked(cut(150, 31), output, model=adapted if own else None)
-        if own is None:
+    for output, expected_output in zip(outputs, adapters, strict=True):
+        check_masked(cut(150, 31), output, model=adapted if expected_output else None)
+        if expected_output is None:
             check_sets(cut(150, 31), output)
     assert [bool(stated(one)["evictions"]) for one in outputs] == [True, True, True, False, True, False]
     assert stated(outputs[3])["reason"] == "criticalkv reads weights of the model, and the request has an adapter"

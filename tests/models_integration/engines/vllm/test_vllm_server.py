@@ -130,7 +130,7 @@ def check_snapkv(body: dict[str, Any], n: int) -> None:
     assert (body["policy"], body["budget"]) == ("snapkv(W=16)", "0.3")
     (one,) = body["evictions"]
     assert one["seen"] == n
-    assert all(sum(b - a for a, b in own) <= 0.3 * n for own in one["sets"])
+    assert all(sum(b - a for a, b in ranges) <= 0.3 * n for ranges in one["sets"])
 
 
 def test_an_answer_has_a_statement_for_each_choice(snapkv: str) -> None:

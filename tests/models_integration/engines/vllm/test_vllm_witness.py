@@ -82,7 +82,7 @@ async def chunks(serving: Any, request: Any, result_generator: AsyncIterator[Any
     """Yield the events of a stream, as vLLM's server does."""
     async for output in result_generator:
         (one,) = output.outputs
-        logprobs = [own[token].logprob for token, own in zip(one.token_ids, one.logprobs, strict=True)]
+        logprobs = [entry[token].logprob for token, entry in zip(one.token_ids, one.logprobs, strict=True)]
         choice = {"text": one.text, "token_ids": list(one.token_ids), "logprobs": {"token_logprobs": logprobs}}
         yield f"data: {json.dumps({'choices': [choice]})}"
 
@@ -106,10 +106,10 @@ def test_the_engine_does_as_it_states(engine: Engine, policy: str, group: str) -
     check_right(judge(engine, group, policy))
 
 
-def nothing_moves(own: Any) -> Any:
+def nothing_moves(original: Any) -> Any:
     """Keep all tokens, and state the eviction."""
     def decided(model: Any, name: str, decider: Any, end: int, token: Any) -> Any:
-        report = own(model, name, decider, end, token)
+        report = original(model, name, decider, end, token)
         if report is None or report.eviction is None:
             return report
         decider.kept.clear()
@@ -127,31 +127,31 @@ def exchange_token(rows: Any) -> Any:
     return rows
 
 
-def another_set_is_decided(own: Any) -> Any:
+def another_set_is_decided(original: Any) -> Any:
     def retain(*args: Any) -> Any:
-        retention = own(*args)
+        retention = original(*args)
         rows = retention.positions.reshape(retention.groups, -1)
         return replace(retention, positions=np.sort(exchange_token(rows)).reshape(-1))
 
     return retain
 
 
-def one_token_more(own: Any) -> Any:
-    return lambda policy, budget, one: own(policy, parse_budget(budget.tokens(one.seen) + 1), one)
+def one_token_more(original: Any) -> Any:
+    return lambda policy, budget, one: original(policy, parse_budget(budget.tokens(one.seen) + 1), one)
 
 
 def a_layer_stays_whole(engine: Engine, patch: pytest.MonkeyPatch) -> None:
     """Let the attention of one layer read copies of all keys and values, made before each compaction."""
     model = engine.runner.kvspec
     layer, pages, whole = model.layers[LAYER], model.pages[LAYER], dict[str, torch.Tensor]()
-    compact, own = model._compact, layer.impl.forward
+    compact, original = model._compact, layer.impl.forward
 
     def copy(job: Any) -> None:
         whole["k"], whole["v"] = pages.read(model._blocks(job.source), torch.arange(job.event))
         compact(job)
 
     def forward(module: Any, q: Any, k: Any, v: Any, cache: Any, metadata: Any, output: Any, **kwargs: Any) -> Any:
-        result = own(module, q, k, v, cache, metadata, output, **kwargs)
+        result = original(module, q, k, v, cache, metadata, output, **kwargs)
         if model.shifts and len(q) == 1:
             for name, new in (("k", k), ("v", v)):
                 whole[name] = torch.cat([whole[name], new.transpose(0, 1)], dim=1)
@@ -170,8 +170,8 @@ def sets_of_another_request(engine: Engine, patch: pytest.MonkeyPatch) -> None:
     before = dict[tuple[int, int], Any]()
 
     def change(slots: Any, layer: int) -> Any:
-        own, before[layer, slots.shape[-1]] = before.get((layer, slots.shape[-1]), slots), slots
-        return own
+        previous, before[layer, slots.shape[-1]] = before.get((layer, slots.shape[-1]), slots), slots
+        return previous
 
     with_slots(change)(engine, patch)
 
@@ -205,9 +205,9 @@ def log_probabilities_of_the_full_cache(engine: Engine, patch: pytest.MonkeyPatc
     patch.setattr(engine.runner.sampler, "compute_logprobs", full)
 
 
-def digests_are_late(own: Any) -> Any:
+def digests_are_late(original: Any) -> Any:
     def take(statement: Any, news: Any, finished: bool) -> None:
-        own(statement, news, finished)
+        original(statement, news, finished)
         statement.late = [*getattr(statement, "late", ()), *statement.digests]
         statement.digests = statement.late if finished else []
 
