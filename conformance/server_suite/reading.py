@@ -217,6 +217,7 @@ def with_noise(model: PreTrainedModel, noise: float, seed: int) -> PreTrainedMod
     with torch.no_grad():
         for weight in changed.parameters():
             weight.copy_(near(weight))
+    # If a forward hook returns a tensor, the module returns this tensor (torch 2.13).
     changed.get_input_embeddings().register_forward_hook(lambda module, args, output: near(output))
     return changed
 

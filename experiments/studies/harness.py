@@ -146,6 +146,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
             result += super()._loglikelihood_tokens([request], disable_tqdm=True, **options)
         return result
 
+    # `hf` of lm_eval 0.4.13 calls this method for the logits of a request, and passes only token ids.
     def _model_call(self, inps: Tensor, **more: Any) -> Tensor | None:
         prompt, rest = inps[:, : -self._after], inps[:, -self._after :]
         cache = self._compacted(prompt) if prompt.shape[1] else RetainedCache(self._architecture.config)

@@ -308,6 +308,7 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        # torch 2.13 imports this module with the compiler, so without the module no code is compiled.
         if "torch._dynamo" not in sys.modules:
             return function(*args, **kwargs)
         if not skipped:

@@ -36,6 +36,8 @@ class SplicedTokens(NamedTuple):
     """Absolute positions, (sets, n), for one set or one set per head. EMPTY marks a slot without a token."""
 
 
+# DynamicLayer of transformers 5.24 returns the number of stored tokens as the number of tokens seen, and removes tokens
+# only from the end (`crop`).
 class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base's __init_subclass__ is untyped
     """Base class of a full-attention layer from which tokens can be evicted.
 
@@ -343,6 +345,7 @@ class DenseLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's 
         self.evicted = seen - self.stored_length
 
 
+# Models of transformers 5.24 with an indexer call `update_indexer` of the layer, which DenseLayer does not have.
 class IndexedLayer(DenseLayer, DynamicIndexedLayer):  # type: ignore[no-untyped-call]
     """A layer with an indexer: indexer keys (rows, stored, d) decide which tokens a query of the model attends to."""
 

@@ -29,6 +29,8 @@ __all__ = [
 ]
 
 
+# A layer of transformers 5.24 can have keys and a state in one object (LinearAttentionAndFullAttentionLayer). kvspec
+# replaces the part with keys by a layer that evicts, so the cache stores the state itself.
 class StatefulCache(DynamicCache):
     """DynamicCache in which a layer with keys and values can also have a recurrent state.
 
@@ -206,6 +208,7 @@ def _first_kept(layer: DynamicSlidingWindowLayer) -> int:
     return int(layer.get_seq_length()) - (0 if layer.keys is None else layer.keys.shape[-2])
 
 
+# DynamicSlidingWindowLayer of transformers 5.24 computes the size and offset of a mask from the number of tokens seen.
 class GappedSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]  # an untyped __init_subclass__
     """Sliding-window layer that has not processed some of the tokens seen.
 

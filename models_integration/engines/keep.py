@@ -167,6 +167,7 @@ def _no_mask(**_: Any) -> None:
 def _asked(decoder: nn.Module, config: Any, ids: Tensor) -> tuple[nn.Module, AttentionInputs]:
     """Return the first layer's attention module and its attention inputs."""
     sdpa = attention_of(config) == "sdpa"
+    # transformers 5.24 has no hook between RoPE and attention. An attention function receives rotated queries and keys.
     AttentionInterface.register(_NAME, _ask)
     AttentionMaskInterface.register(_NAME, _no_mask)
     replace_attention(config, _NAME)

@@ -314,6 +314,7 @@ def _parts(module: nn.Module, attention: Set[nn.Module]) -> tuple[Part, ...]:
     for name, part in module.named_children():
         inner = () if part in attention else _parts(part, attention)
         if inner or part in attention:
+            # `named_children` of torch 2.13 yields children once. This dictionary shows later replacements too.
             parts += [Part(module._modules, name, part), *inner]
     return tuple(parts)
 

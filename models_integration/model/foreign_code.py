@@ -167,6 +167,7 @@ def _hidden(value: object) -> list[str]:
 
 def computing_hooks(module: nn.Module) -> list[object]:
     """Return the hooks that compute values from the module's tensors: weight norm, spectral norm, pruning."""
+    # torch 2.13 has no public list of the hooks of a module.
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     return [hook for hook in hooks if not all(_is_watching(homes) for homes in _homes(hook))]
 

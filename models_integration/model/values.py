@@ -104,6 +104,7 @@ class Reader:
         set_by_hooks = {getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in hooks}
         # A trusted layer accesses its parameters by name.
         parameters: Iterable[str] = () if is_known(type(module)) else module._parameters
+        # `named_parameters` of torch 2.13 leaves out parameters that are None or have two names.
         description: dict[str, object] = {"class": type(module), "order": [*module._modules, "", *parameters]}
         if hooks:
             description["hooks"] = hooks

@@ -261,6 +261,7 @@ def _with_mask(architecture: Architecture, visible: Tensor) -> Iterator[None]:
         lowest = torch.full(visible.shape, torch.finfo(states.dtype).min, dtype=states.dtype, device=states.device)
         return args, {**options, "attention_mask": lowest.masked_fill(visible.to(states.device), 0.0)[None, None]}
 
+    # The model of transformers 5.24 makes the masks itself. Each attention module receives its mask by this name.
     with ExitStack() as undo:
         for module in architecture.attention.values():
             undo.callback(module.register_forward_pre_hook(masked, with_kwargs=True).remove)

@@ -229,6 +229,7 @@ def _hooked(layers: nn.ModuleList, act: Any) -> Iterator[None]:
             return (hidden, *given[1:])
         return before
 
+    # A model of transformers 5.24 passes the hidden states to a layer as the first positional argument.
     with ExitStack() as stack:
         for index, layer in enumerate(layers):
             stack.callback(layer.register_forward_pre_hook(hook(index)).remove)

@@ -25,6 +25,7 @@ FULL = Counter("kvspec_full_cache_requests", "Finished requests that kept their 
 _NO_BEAMS = "makes a new request for each token, and evicts nothing with"
 
 
+# The front end of vLLM 0.32 calls only `validate_params` of logits processors with the parameters of a new request.
 class PolicyParameters(AdapterLogitsProcessor):
     """Logits processor that changes no logits. vLLM calls `validate_params` before a request reaches the engine.
 
