@@ -119,7 +119,7 @@ class CrystalRetention(Retention):
 
     @property
     def over_budget(self) -> int:
-        """Return by how many tokens the number of kept tokens exceeds the budget B.
+        """Return the number of kept tokens above the budget B.
 
         The result is 0 unless the protected trunks alone contain more than B tokens.
         """

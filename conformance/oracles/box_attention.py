@@ -12,7 +12,7 @@ from conformance.oracles.boxes import each, exp, over, products, stacked, tanh, 
 def softmax_rows(
     queries: Table, keys: Table, visible: Sequence[int], scaling: float, softcap: float | None, beside: Sequence[Any],
 ) -> list[Row]:
-    """Return, for each query, the softmax over the first visible keys, followed by zeros.
+    """Return the softmax of each query over the first visible keys, followed by zeros.
 
     Boxes in `beside` are more logits: they count in the denominator, but not in the result.
     """

@@ -94,7 +94,7 @@ class Row(Sequence[Any]):
         return Box(float(lo), float(hi), int(tags)) if self.lo.ndim == 1 else Row(lo, hi, tags)
 
     def moved(self, by: int, beyond: float) -> "Row":
-        """Return, for each place, the number `by` places to the right. Beyond the ends, the number is `beyond`."""
+        """Return the row shifted by `by` places to the left. Places without a number have the number `beyond`."""
         at = np.arange(len(self)) + by
         inside, at = (at >= 0) & (at < len(self)), np.clip(at, 0, len(self) - 1)
         lo, hi = (np.where(inside, ends[at], beyond) for ends in (self.lo, self.hi))

@@ -21,7 +21,7 @@ def ordered(values: Sequence[Any]) -> list[Any]:
 
 
 def places(values: Sequence[Any]) -> list[tuple[int, int]]:
-    """Return, for each value, the least and greatest number of other values before it.
+    """Return the least and the greatest number of other values before each value.
 
     A value is before a second value if it is higher, or equal with a lower index.
     """

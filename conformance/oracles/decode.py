@@ -196,7 +196,7 @@ def add_segment(
 
 
 def in_windows(now: Model, p: CrystalCacheParameters) -> list[bool]:
-    """Return, for each trunk, True if it has a position in the sink or in the recent window."""
+    """Return True for each trunk with a position in the sink or in the recent window."""
     return s6.protected([g.members for g in now.trunks], now.seen, p.N_sink, p.W_recent)
 
 
@@ -217,7 +217,7 @@ def scale(deg: Sequence[float], p: CrystalCacheParameters) -> tuple[float, float
 
 
 def protected(now: Model, p: CrystalCacheParameters) -> list[bool]:
-    """Return, for each trunk, True if it is protected at a breath (decode-time eviction)."""
+    """Return True for each trunk that is protected at a breath (decode-time eviction)."""
     if p.breath_protection == "none":
         return [False] * len(now.trunks)
     return in_windows(now, p)

@@ -36,7 +36,7 @@ def effective_budget(share: Fraction | int, n: int, N_sink: int, W_recent: int) 
 
 
 def protected(trunks: Sequence[Trunk], n: int, N_sink: int, W_recent: int) -> list[bool]:
-    """Return, for each trunk, True if a member position is in the sink or in the recent window."""
+    """Return True for each trunk with a member position in the sink or in the recent window."""
     return [any(i < N_sink or i >= n - W_recent for i in g) for g in trunks]
 
 

@@ -182,7 +182,7 @@ def laddered(shape: Shape) -> AttentionInputs:
 
 
 def _addresses(shape: Shape, numbers: Numbers, groups: int) -> tuple[Any, Any]:
-    """Return, for each KV head and group, the key channels of its address and the query channels that point at it."""
+    """Return the key channels of the address of each KV head and group, and the query channels that point at it."""
     bits = max(1, (groups - 1).bit_length())
     wide = (shape.d - RANKS) // (2 * bits)
     cold = 2.0 ** math.ceil(math.log2(SURE / (wide * shape.d**-0.5)))
@@ -196,7 +196,7 @@ def _addresses(shape: Shape, numbers: Numbers, groups: int) -> tuple[Any, Any]:
 
 
 def _groups_looked_for(shape: Shape, numbers: Numbers) -> tuple[IntVector, IntMatrix]:
-    """Return, for each token, the group of its chunk and the groups of earlier chunks that it points at, or -1."""
+    """Return the group of each token's chunk, and the groups of earlier chunks that the token points at, or -1."""
     n, C, block = shape.n, shape.parameters.C, RANKS * GROUPS
     near, far = np.full(n, -1), np.full((n, FAR), -1)
     recent, u = numbers.integers(0, 2, n), numbers.fractions(n)

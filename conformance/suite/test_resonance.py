@@ -130,7 +130,7 @@ def test_an_idle_edge_dies_in_299_breaths(breath_stages: BreathStages) -> None:
 @pytest.mark.spec("CC-PULSE", "CC-RESONANCE")
 @pytest.mark.parametrize("hops", [1, 2, 3])
 def test_a_pulse_at_the_threshold_arrives(breath_stages: BreathStages, hops: int) -> None:
-    """Check a chain with tau_pulse equal to the pulse of the last hop, which arrives, and the next float.
+    """Check that the last pulse of a chain arrives if tau_pulse equals it, and not if tau_pulse is the next float.
 
     Each hop multiplies the pulse by 0.25.
     """

@@ -296,7 +296,7 @@ def _joined(form: Any, others: Inputs) -> Any:
 
 
 def _neighbours(form: Any, others: Inputs) -> Any:
-    """Return, for each token, the first k allowed places. The steps start at a random step and wrap around."""
+    """Return the first k allowed places of each token. The steps start at a random step and wrap around."""
     (n, k), steps, C = form["shape"], np.array(form["steps"]), form["C"]
     at = np.arange(n)[:, None]
     first = Numbers(form["seed"]).integers(0, len(steps), n)[:, None]

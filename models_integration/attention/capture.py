@@ -334,40 +334,41 @@ def _observed(stock: str) -> AttentionFunction:
     ) -> tuple[Tensor, Tensor | None]:
         stock_attention, layer = _stock_attention(stock, module), _READS.get(module)
         index, watcher = _WATCHERS.get(module, (0, None))
+        both = None
         if isinstance(layer, RaggedLayer):
             # The flat tensors must be those that the layer returned. Rearranged or different tensors cannot be used.
             if key is not layer.keys or value is not layer.values:
                 raise SpecError("model", type(module).__name__, OTHER_TENSORS)
-            merged = ragged_attention(stock_attention, module, query, layer, attention_mask, options)
-            if watcher is not None:
-                watcher.attended(module, AttentionInputs(
-                    index, query, key, value, None, attention_mask, options, hidden_of(module)
-                ))
-            return merged, None
-        if isinstance(attention_mask, LayerMasks):
-            assert layer is not None
-            attention_mask = attention_mask.of(layer.rows, layer.stored_length, layer.get_seq_length())
-        # Models with an indexer pass its choice as an option if the name is neither "eager" nor "sdpa" (5.24).
-        chosen = options.pop("indices", None)
-        if chosen is not None:
-            attention_mask = chosen_alone(cast(Tensor, attention_mask), chosen)
-        # If few logits are requested, Gemma 4 passes only the last queries to layers that share keys (5.24).
-        if attention_mask is None and getattr(module, "is_kv_shared_layer", False):
-            attention_mask = _causal_mask(query, key)
-        if watcher is None:
-            return stock_attention(module, query, key, value, attention_mask, **options)
-        both = None
-        if stock == "sdpa" and attention_mask is None and watcher.wants_lse(index):
-            both = flash_attention(module, query, key, value, options)
-        if both is None:
-            output, lse = stock_attention(module, query, key, value, attention_mask, **options), None
+            output = ragged_attention(stock_attention, module, query, layer, attention_mask, options), None
         else:
-            output, lse = (both[0], None), both[1]
-        hidden = hidden_of(module)
-        watcher.attended(module, AttentionInputs(index, query, key, value, lse, attention_mask, options, hidden))
+            attention_mask = _mask(module, layer, query, key, attention_mask, options)
+            if stock == "sdpa" and attention_mask is None and watcher is not None and watcher.wants_lse(index):
+                both = flash_attention(module, query, key, value, options)
+            output = (both[0], None) if both else stock_attention(module, query, key, value, attention_mask, **options)
+        if watcher is not None:
+            lse, hidden = both[1] if both else None, hidden_of(module)
+            watcher.attended(module, AttentionInputs(index, query, key, value, lse, attention_mask, options, hidden))
         return output
 
     return attention
+
+
+def _mask(
+    module: nn.Module, layer: object, query: Tensor, key: Tensor, given: Tensor | LayerMasks | None,
+    options: dict[str, Any],
+) -> Tensor | None:
+    """Return the mask of one layer. Remove the choice of an indexer from the options, and apply it to the mask."""
+    if isinstance(given, LayerMasks):
+        assert isinstance(layer, RetainedLayer)
+        given = given.of(layer.rows, layer.stored_length, layer.get_seq_length())
+    # Models with an indexer pass its choice as an option if the name is neither "eager" nor "sdpa" (5.24).
+    chosen = options.pop("indices", None)
+    if chosen is not None:
+        given = chosen_alone(cast(Tensor, given), chosen)
+    # If few logits are requested, Gemma 4 passes only the last queries to layers that share keys (5.24).
+    if given is None and getattr(module, "is_kv_shared_layer", False):
+        given = _causal_mask(query, key)
+    return given
 
 
 def _causal_mask(query: Tensor, key: Tensor) -> Tensor | None:

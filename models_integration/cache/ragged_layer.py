@@ -356,7 +356,7 @@ def _shared_by_heads(seen: Tensor, holes: Tensor | None = None) -> StoredRows:
 
 
 def _flattened(tensor: Tensor, slots: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Return the slots of each row and head of (rows, H_kv, stored, d), one after the other, (slots, d)."""
+    """Return chosen slots of a tensor (rows, H_kv, stored, d) as (slots, d), sorted by row, then by head."""
     parts = [
         tensor[row, head].index_select(0, head_slots.to(tensor.device, non_blocking=True))
         for row, heads in enumerate(slots) for head, head_slots in enumerate(heads)

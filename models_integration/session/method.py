@@ -136,7 +136,7 @@ class Method:
         """Update the state of the policy in the cache with all tokens seen so far, before a later segment."""
 
     def decide_turn(self, observed: ObservedSegment) -> Decision:
-        """Select the kept tokens of later segments, from the tokens that each set of kept tokens stores."""
+        """Select the tokens to keep after a later segment, from the tokens that the cache stores."""
         policy, retentions = self.policy, []
         for row in observed.prompts:
             live, shown = observed.kept_sets(row, policy.granularity)

@@ -41,7 +41,7 @@ TABLE = "snapkv:W=3/layers=table:shares=3_2_1"
 
 
 class Case(NamedTuple):
-    """Texts of an item, and their inputs. B depends on the number of protected tokens and on the seed."""
+    """Texts of policies that test an item, and the sizes of inputs. B depends on the protected tokens and the seed."""
 
     item: str
     n: int

@@ -189,7 +189,7 @@ def _right_and_unlikely(samples: Samples, cell: tuple[str, str]) -> str:
 
 
 def lost_at(samples: Samples, stages: Sequence[Stage], budget: str) -> Int64[IntVector, " n"]:
-    """Return, for each sample with evidence, the index of the stage that loses the evidence.
+    """Return the index of the stage that loses the evidence, for each sample with evidence.
 
     Evidence is lost if less than half of its tokens is kept from this stage on. If the last stage keeps the evidence,
     the index is the number of stages.

@@ -68,7 +68,7 @@ class Field:
 
 
 def guarded(values: torch.Tensor, fields: list[Field]) -> torch.Tensor:
-    """Return a copy of the values inside a new field."""
+    """Return a copy of the values that has memory on both sides. Later checks detect writes to this memory."""
     fields.append(Field(values))
     return fields[-1].tensor.copy_(values)
 
