@@ -204,8 +204,11 @@ def docstrings_in(package: str) -> Iterator[tuple[str, Docstring]]:
         if source in SUBJECTS:
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, _DOCUMENTED) and (text := ast.get_docstring(node)):
-                yield source, Docstring(text, lineno=node.body[0].lineno)
+            if isinstance(node, _DOCUMENTED) and (text := ast.get_docstring(node, clean=False)):
+                docstring = Docstring(text, lineno=node.body[0].lineno)
+                if isinstance(node, ast.Module):
+                    docstring.value = text  # griffe has removed the indentation of code after the first line
+                yield source, docstring
 
 
 def opener_offences(docstrings: Iterable[tuple[str, Docstring]]) -> Iterator[Offence]:

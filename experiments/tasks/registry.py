@@ -8,8 +8,6 @@
         text = joined(ground, length, index, seed, [fact, filler])
         about = {"task": "colour", "metric": "contains"}
         return [ground.sample(text.ids, "Which colour?", "The door is", name, text.spans[:1], **about)]
-
-If the file is colour.py, the name of this task is `colour:COLOUR`.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

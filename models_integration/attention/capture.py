@@ -334,6 +334,7 @@ def _observed(stock: str) -> AttentionFunction:
     ) -> tuple[Tensor, Tensor | None]:
         stock_attention, layer = _stock_attention(stock, module), _READS.get(module)
         index, watcher = _WATCHERS.get(module, (0, None))
+        output: tuple[Tensor, Tensor | None]
         both = None
         if isinstance(layer, RaggedLayer):
             # The flat tensors must be those that the layer returned. Rearranged or different tensors cannot be used.

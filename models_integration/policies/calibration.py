@@ -75,10 +75,11 @@ def calibrate(
 ) -> Calibration:
     """Measure a model, and return the calibration that `triattention`, `q-filters` and `kvzip-heads` need.
 
-        found = kvspec.calibrate(model, input_ids, template=kvspec.repeat_template(tokenizer))
-        policy = kvspec.policy_from_name("triattention", 0.3, calibration=found)
+        calibration = kvspec.calibrate(model, input_ids, template=kvspec.repeat_template(tokenizer))
+        policy = kvspec.policy_from_name("triattention", 0.3, calibration=calibration)
 
-    To save the result in the format of `kvspec calibrate`, call `reference.calibration.save_calibration(found, path)`.
+    To save the result in the format of `kvspec calibrate`, call
+    path)`.
 
     Args:
         model: a causal language model.
@@ -172,7 +173,7 @@ def read_statistics(
     """Read statistics in the format of TriAttention's repository. TensorRT-LLM also reads this format.
 
         policy = kvspec.policy_from_name("triattention", 0.3, calibration="stats.pt")
-        found = read_statistics("stats.pt", model)
+        calibration = read_statistics("stats.pt", model)
 
     The file has neither a hash of the weights nor frequencies. Therefore kvspec cannot check whether the file was made
     with the given model. Code in the file is not executed. Statistics of layers with a sliding window are not used.
@@ -237,8 +238,8 @@ def read_head_pattern(
 ) -> Calibration:
     """Read DuoAttention's `full_attention_heads.tsv` as head scores for `kvzip-heads`.
 
-        found = read_head_pattern("full_attention_heads.tsv", model)
-        policy = kvspec.policy_from_name("kvzip-heads", 0.5, calibration=found, N_sink=64, N_recent=256)
+        calibration = read_head_pattern("full_attention_heads.tsv", model)
+        policy = kvspec.policy_from_name("kvzip-heads", 0.5, calibration=calibration, N_sink=64, N_recent=256)
 
     The heads with the highest values keep all tokens. The budget determines the number of these heads. DuoAttention
     stores the numbers of sinks and recent tokens in `config.json`, in the folder of the .tsv file.

@@ -36,7 +36,7 @@ def read_networks(
     """Read the networks of KVzap from the safetensors file of KVzapModel.
 
         policy = kvspec.policy_from_name("kvzap", 0.3, calibration="KVzap-mlp-Qwen3-8B/model.safetensors")
-        found = read_networks("KVzap-mlp-Qwen3-8B/model.safetensors", model)
+        calibration = read_networks("KVzap-mlp-Qwen3-8B/model.safetensors", model)
 
     The file does not name a model. Therefore kvspec checks only the numbers of layers, channels and KV heads.
 
@@ -66,7 +66,7 @@ def read_gates(
     """Read the gates of Fast KVzip from a safetensors file.
 
         policy = kvspec.policy_from_name("fast-kvzip", 0.3, calibration="gates.safetensors")
-        found = read_gates("gates.safetensors", model)
+        calibration = read_gates("gates.safetensors", model)
 
     The tensors are those of kvpress's FastKVzipGate, with the names `gates.LAYER.NAME`. The file does not name a model.
     Therefore kvspec checks only the numbers of layers, channels and heads.

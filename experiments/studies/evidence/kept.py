@@ -272,15 +272,8 @@ def read_prompt(
     Raises:
         SpecError: if kvspec does not support the prompt, or if a policy raises the error.
     """
-    going_on = {name: method for name, method in methods.items() if steps(method)}
-    if placement.dropped_slots and going_on:
-        once = replace(placement, prompt_ids=placement.prompt_ids[: -placement.dropped_slots], dropped_slots=0)
-        following_prompt = read_prompt(subject, going_on, budgets, once)
-        others = {name: method for name, method in methods.items() if name not in going_on}
-        prompt = read_prompt(subject, others, budgets, placement)
-        kept, seconds = {**prompt.kept, **following_prompt.kept}, {**following_prompt.seconds, **prompt.seconds}
-        renumbered = {**prompt.renumbered, **following_prompt.renumbered}
-        return replace(prompt, kept=kept, steps=following_prompt.steps, seconds=seconds, renumbered=renumbered)
+    if placement.dropped_slots and any(map(steps, methods.values())):
+        return _read_twice(subject, methods, budgets, placement)
     start = time.perf_counter()
     ids = torch.tensor([placement.prompt_ids], device=subject.model.device)
     needs = needed(method.policy.scorer.needs for method in methods.values())
@@ -288,7 +281,7 @@ def read_prompt(
     seconds, kept, following = {"prefill": time.perf_counter() - start}, {}, {}
     for name, method in methods.items():
         start = time.perf_counter()
-        if name in going_on:
+        if steps(method):
             following[name] = [_step(subject, name, budget, observed, placement) for budget in budgets]
             kept[name] = [step.decision.retentions[0] for step in following[name]]
         else:
@@ -303,6 +296,20 @@ def read_prompt(
         if method.positions == RENUMBERED
     }
     return Prompt(placement, observed, kept, following, budgets, seconds, renumbered)
+
+
+def _read_twice(
+    subject: Subject, methods: Mapping[str, Method], budgets: Sequence[str], placement: Placement,
+) -> Prompt:
+    """Observe a prompt without the dropped slots for policies that evict in decode steps, and again for the others."""
+    going_on = {name: method for name, method in methods.items() if steps(method)}
+    others = {name: method for name, method in methods.items() if name not in going_on}
+    once = replace(placement, prompt_ids=placement.prompt_ids[: -placement.dropped_slots], dropped_slots=0)
+    first, prompt = read_prompt(subject, going_on, budgets, once), read_prompt(subject, others, budgets, placement)
+    return replace(
+        prompt, kept={**prompt.kept, **first.kept}, steps=first.steps, seconds={**first.seconds, **prompt.seconds},
+        renumbered={**prompt.renumbered, **first.renumbered},
+    )
 
 
 def _step(subject: Subject, policy: str, budget: str, observed: ObservedSegment, placement: Placement) -> Step:

@@ -194,14 +194,29 @@ def _claims(rules: Rules | None, dev: Samples, confirm: Samples) -> Iterator[Htm
     yield forest(caption, ["claim", "outcome", "kind", "p (Holm)", "power"], lines)
 
 
+def _most_right(some: Samples, cells: Sequence[tuple[str, str]]) -> str:
+    """Return the cell with the most right answers, and the cells that are not significantly worse."""
+    result = {cell: one for cell in cells if (one := some.accuracy(cell)).known}
+    best = max(result, key=lambda cell: result[cell].value, default=None)
+    if best is None or not result[best].value:
+        return "no right answer" if result else "not known"
+    ties = [cell for cell in result if result[cell].value == result[best].value]
+    pairs = {cell: some.pairs(best, cell) for cell in result if cell not in ties}
+    close = [cell[0] for cell, pair in pairs.items() if pair is None or pair.p > SIGNIFICANT]
+    return best_of([name for name, _ in ties], result[best], close)
+
+
 def _best(samples: Samples) -> str:
     budgets, off = budgets_of(samples), off_budget(samples)
 
+    def is_compared(cell: tuple[str, str]) -> bool:
+        return cell[0] not in EVERY_CONTROL and cell not in off
+
     def winner(some: Samples, budget: str) -> str:
-        cells = [cell for cell in some.cells if cell[1] == budget and compared(cell)]
+        cells = [cell for cell in some.cells if cell[1] == budget and is_compared(cell)]
         result = {cell: some.recovery(cell) for cell in cells}
         if not any(one.known for one in result.values()):
-            return "not known" if some.worth().known else most_right(some, cells)
+            return "not known" if some.worth().known else _most_right(some, cells)
         best = max(result, key=lambda cell: result[cell].value)
         ties = [cell for cell in cells if result[cell].value == result[best].value]
         if some.contexts == 1:
@@ -211,20 +226,7 @@ def _best(samples: Samples) -> str:
         return best_of([name for name, _ in ties], result[best], close)
 
     def winner_by_answers(some: Samples, budget: str) -> str:
-        return most_right(some, [cell for cell in some.cells if cell[1] == budget and compared(cell)])
-
-    def compared(cell: tuple[str, str]) -> bool:
-        return cell[0] not in EVERY_CONTROL and cell not in off
-
-    def most_right(some: Samples, cells: Sequence[tuple[str, str]]) -> str:
-        result = {cell: one for cell in cells if (one := some.accuracy(cell)).known}
-        best = max(result, key=lambda cell: result[cell].value, default=None)
-        if best is None or not result[best].value:
-            return "no right answer" if result else "not known"
-        ties = [cell for cell in result if result[cell].value == result[best].value]
-        pairs = {cell: some.pairs(best, cell) for cell in result if cell not in ties}
-        close = [cell[0] for cell, pair in pairs.items() if pair is None or pair.p > SIGNIFICANT]
-        return best_of([name for name, _ in ties], result[best], close)
+        return _most_right(some, [cell for cell in some.cells if cell[1] == budget and is_compared(cell)])
 
     heading = ["task", *(f"budget {budget}" for budget in budgets)]
     answered = {title: some for title, some in by_task(samples).items() if some.able().rows}

@@ -180,18 +180,7 @@ class Rules:
             task.check_placement(placement)
         for budget in self.budgets:
             check_budget("budgets", budget)
-        if self.answer_tokens < 0:
-            raise SpecError("answer_tokens", self.answer_tokens, "must be at least 1, or 0 for the number of the task")
-        for name in ("contexts", "questions", "lengths"):
-            value = getattr(self, name)
-            each = value if isinstance(value, tuple) else (value,)
-            if (least := min(each, default=1)) < 1:
-                raise SpecError(name, least, "must be at least 1")
-            if name != "lengths" and each[0] > MOST_SAMPLES:
-                raise SpecError(name, each[0], f"must be at most {MOST_SAMPLES}")
-        for seed in self.seeds:
-            if not 0 <= seed <= MOST_SEED:
-                raise SpecError("seeds", seed, f"must not be negative, and at most {MOST_SEED}")
+        self._check_numbers()
         unlimited = all(task.entry.longest for task in tasks)
         for name in ("models", "seeds", "lengths", "placements", "tasks"):
             if not getattr(self, name) and not (name == "lengths" and unlimited):
@@ -208,6 +197,20 @@ class Rules:
             self._check_run(claim)
         for stage in self.stages:
             check_choices(f"stage {stage.name!r}: policy", (stage.policy,), self.policies)
+
+    def _check_numbers(self) -> None:
+        if self.answer_tokens < 0:
+            raise SpecError("answer_tokens", self.answer_tokens, "must be at least 1, or 0 for the number of the task")
+        for name in ("contexts", "questions", "lengths"):
+            value = getattr(self, name)
+            each = value if isinstance(value, tuple) else (value,)
+            if (least := min(each, default=1)) < 1:
+                raise SpecError(name, least, "must be at least 1")
+            if name != "lengths" and each[0] > MOST_SAMPLES:
+                raise SpecError(name, each[0], f"must be at most {MOST_SAMPLES}")
+        for seed in self.seeds:
+            if not 0 <= seed <= MOST_SEED:
+                raise SpecError("seeds", seed, f"must not be negative, and at most {MOST_SEED}")
 
     def _check_without_answers(self) -> None:
         if read := [name for name in self.controls if name not in RANDOMS]:

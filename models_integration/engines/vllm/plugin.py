@@ -1,8 +1,6 @@
 """Start of vLLM with eviction: `additional_config["kvspec"]` chooses kvspec's scheduler and worker.
 
     vllm serve MODEL --additional-config '{"kvspec": {"default": {"policy": "snapkv", "budget": 0.3}}}'
-
-vLLM finds this module by its entry point, and calls `register` in each process.
 """
 
 import json

@@ -286,12 +286,12 @@ CASES: list[tuple[str, str, tuple[str, ...], tuple[str, ...], float]] = [
     ("locomo_f1 of parts", "a pony, cat", ("ponies, blue cats",), (), 5 / 6),
     # Questions of users: words as in SQuAD, in lower case without articles and punctuation. "exact" reads the first
     # line.
-    *(("exact words of a line", text_of, ("the Old Mill", "mill"), (), right) for text_of, right in (
+    *(("exact words of a line", written, ("the Old Mill", "mill"), (), right) for written, right in (
         ("An old mill.\nBut", 1), ("MILL", 1), ("old mills", 0), ("It is the old mill", 0), ("", 0),
     )),
     ("exact words of a line", "!", ("!",), (), 1),
     ("exact words of a line", "", ("!",), (), 0),
-    *(("contains the words", text_of, ("old mill",), (), right) for text_of, right in (
+    *(("contains the words", written, ("old mill",), (), right) for written, right in (
         ("It is\nthe Old Mill!", 1), ("the old, mill", 1), ("the old stone mill", 0), ("old millstone", 0), ("", 0),
     )),
     ("contains the words", "a ? b", ("?",), (), 1),

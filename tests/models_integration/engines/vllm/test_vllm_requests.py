@@ -378,9 +378,9 @@ def test_requests_with_an_adapter(tmp_path: Path) -> None:
     ]
     adapters = [adapter, None, adapter, adapter, None, adapter]
     outputs = engine.answer([cut(150, 31)] * 6, asked, adapters)
-    for output, expected_output in zip(outputs, adapters, strict=True):
-        check_masked(cut(150, 31), output, model=adapted if expected_output else None)
-        if expected_output is None:
+    for output, chosen_adapter in zip(outputs, adapters, strict=True):
+        check_masked(cut(150, 31), output, model=adapted if chosen_adapter else None)
+        if chosen_adapter is None:
             check_sets(cut(150, 31), output)
     assert [bool(stated(one)["evictions"]) for one in outputs] == [True, True, True, False, True, False]
     assert stated(outputs[3])["reason"] == "criticalkv reads weights of the model, and the request has an adapter"
