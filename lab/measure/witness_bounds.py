@@ -4,6 +4,9 @@ For each dtype and seed, a session of SnapKV in this dtype answers 24 prompts of
 answers in float32. The first table has the distance between the two, and how often the difference of a fault is larger
 than the tolerance. The second table has the verdicts of the rule "masking" of spec/witness.md. The log-probabilities of
 a fault are those of the witness's model with the fault, plus the rounding of the answer.
+
+`--right` measures right answers alone, to count false alarms. Linear layers then multiply in float32
+and round the result to the dtype, as the tensor cores of a GPU do. A CPU without instructions for bfloat16 is slow.
 """
 
 import argparse
@@ -11,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,7 +28,7 @@ from models_integration import RetentionPolicy, policy_from_name
 from models_integration.model.cache_argument import cache_name
 from models_integration.pocket import model_folder
 
-__all__ = ["Measured", "masking_verdict", "measure", "table", "verdict_table"]
+__all__ = ["Measured", "masking_verdict", "measure", "right_answers", "right_row", "table", "verdict_table"]
 
 GROUPS = ("shared prefixes", "recalled", "at once", "lengths")
 SHORTEST = 33
@@ -117,18 +121,68 @@ def measured(
     )
 
 
-def measure(folder: str, dtype: str, groups: Sequence[str] = GROUPS, seed: int = 0) -> list[Measured]:
-    """Return the distances and verdicts of all answers of a model whose sessions run in `dtype`."""
-    served, model = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=one) for one in (DTYPES[dtype], torch.float32)
-    )
-    config, policy = model.config, policy_from_name("snapkv", 0.3)
-    prompts = [
-        ids for group in groups
-        for ids in prompts_of(group, config.vocab_size, config.max_position_embeddings - ANSWER, seed)
+def models(folder: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Return the model that answers, in `dtype`, and the model of the witness, in float32."""
+    served, model = (AutoModelForCausalLM.from_pretrained(folder, dtype=one) for one in (DTYPES[dtype], torch.float32))
+    return served, model
+
+
+def readers(model: PreTrainedModel, dtype: str) -> tuple[Reader, list[Reader]]:
+    """Return the reader of the witness, and readers whose weights have noise."""
+    return Reader(model), [Reader(with_noise(model, WEIGHT_NOISE[dtype], at)) for at in range(SPREAD)]
+
+
+def all_prompts(model: PreTrainedModel, groups: Sequence[str], seed: int) -> list[list[int]]:
+    """Return the prompts from which SnapKV evicts."""
+    longest = model.config.max_position_embeddings - ANSWER
+    return [
+        ids for group in groups for ids in prompts_of(group, model.config.vocab_size, longest, seed)
         if len(ids) >= SHORTEST
     ]
-    reader, noisy = Reader(model), [Reader(with_noise(model, WEIGHT_NOISE[dtype], at)) for at in range(SPREAD)]
+
+
+def multiply_in_float32(model: PreTrainedModel) -> None:
+    """Let the linear layers of a model multiply in float32, and round the result to the dtype of the input."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            weight, bias = (None if one is None else one.float() for one in (module.weight, module.bias))
+            module.forward = partial(rounded_linear, weight, bias)  # type: ignore[method-assign]
+
+
+def rounded_linear(weight: Tensor, bias: Tensor | None, values: Tensor) -> Tensor:
+    return torch.nn.functional.linear(values.float(), weight, bias).to(values.dtype)
+
+
+def right_answers(folder: str, dtype: str, groups: Sequence[str], seed: int) -> list[tuple[float, bool]]:
+    """Return for each right answer its distance from the reading of the witness, and whether rule 2 fails it."""
+    served, model = models(folder, dtype)
+    multiply_in_float32(served)
+    reader, noisy = readers(model, dtype)
+    policy, bound, result = policy_from_name("snapkv", 0.3), BOUNDS[dtype], list[tuple[float, bool]]()
+    for at, ids in enumerate(all_prompts(model, groups, seed)):
+        tokens, logprobs, sets = answer(served, policy, ids, 1000 * seed + at)
+        request = [*ids, *tokens], len(ids), [Event(len(ids), sets)]
+        masked = reader.logprobs(*request)
+        difference, moved = bound.apart(logprobs, masked), 0.0
+        if difference > bound.tolerance:
+            moved = max(bound.apart(one.logprobs(*request), masked) for one in noisy)
+        result.append((difference, masking_verdict(bound, difference, True, moved) == "failed"))
+    return result
+
+
+def right_row(dtype: str, answers: Sequence[tuple[float, bool]]) -> str:
+    """Return the number of right answers, their largest difference, and the number of false alarms."""
+    bound, differences = BOUNDS[dtype], [difference for difference, _ in answers]
+    above = sum(one > bound.tolerance for one in differences)
+    return (f"{dtype}: {len(answers)} right answers, largest difference {max(differences):.2g}, {above} above the "
+            f"tolerance of {bound.tolerance:g}, {sum(failed for _, failed in answers)} false alarms")
+
+
+def measure(folder: str, dtype: str, groups: Sequence[str] = GROUPS, seed: int = 0) -> list[Measured]:
+    """Return the distances and verdicts of all answers of a model whose sessions run in `dtype`."""
+    served, model = models(folder, dtype)
+    policy, prompts = policy_from_name("snapkv", 0.3), all_prompts(model, groups, seed)
+    reader, noisy = readers(model, dtype)
     result = []
     for at, ids in enumerate(prompts):
         given = answer(served, policy, ids, 1000 * seed + at)
@@ -166,9 +220,16 @@ def main(options: Sequence[str]) -> int:
     parser.add_argument("model", nargs="?", default="smollm2", help="name or folder of a model. Default: smollm2")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="dtypes. Default: all")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="random seeds of the prompts. Default: 0")
+    parser.add_argument("--right", action="store_true", help="measure right answers alone, and count false alarms")
     chosen = parser.parse_args(options)
     folder, results = str(model_folder(chosen.model)), dict[str, list[Measured]]()
+    right: dict[str, list[tuple[float, bool]]] = {dtype: [] for dtype in chosen.dtypes}
     for seed in chosen.seeds:
+        if chosen.right:
+            for dtype in chosen.dtypes:
+                right[dtype].extend(right_answers(folder, dtype, GROUPS, seed))
+                print(right_row(dtype, right[dtype]), flush=True)
+            continue
         for dtype in chosen.dtypes:
             results.setdefault(dtype, []).extend(measure(folder, dtype, seed=seed))
         print(f"{table(results)}\n{verdict_table(results)}", flush=True)

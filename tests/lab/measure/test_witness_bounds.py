@@ -10,7 +10,18 @@ from conformance.cache_suite.judge import save_tiny
 from conformance.server_suite.judge import RULES, Witness
 from conformance.server_suite.reading import BOUNDS, Reader, with_noise
 from conformance.witness.client import Server
-from lab.measure.witness_bounds import FAULTS, RIGHT, VERDICTS, Measured, masking_verdict, measure, table, verdict_table
+from lab.measure.witness_bounds import (
+    FAULTS,
+    RIGHT,
+    VERDICTS,
+    Measured,
+    masking_verdict,
+    measure,
+    right_answers,
+    right_row,
+    table,
+    verdict_table,
+)
 from tests.conformance.server_verdicts import verdict
 from tests.conformance.test_server_suite import Evicting, serving
 from tests.models_integration.session.sessions import skip_without_attention
@@ -36,6 +47,16 @@ def test_rounding_of_a_session_is_inside_the_bound(dtype: str, least: float, mos
         assert {"full cache", *(FAULTS if dtype == "float32" else ())} <= {*one.noticed}
         assert one.verdicts[RIGHT] in {"passed", *rounded}
         assert one.verdicts["full cache"] in {"failed", *rounded}
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_right_answers_have_the_rounding_of_their_dtype(folder: Path) -> None:
+    skip_without_attention(torch.bfloat16)
+    exact, rounded = (right_answers(str(folder), dtype, ["shared prefixes"], 0) for dtype in ("float32", "bfloat16"))
+    assert max(difference for difference, _ in exact) < 1e-4 < min(difference for difference, _ in rounded)
+    assert not any(failed for _, failed in exact + rounded)
+    row = right_row("bfloat16", [(0.1, False), (0.5, True), (0.4, False)])
+    assert row.endswith("3 right answers, largest difference 0.5, 2 above the tolerance of 0.3, 1 false alarms")
 
 
 @pytest.mark.parametrize(("difference", "noise", "expected"), [
