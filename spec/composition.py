@@ -37,6 +37,7 @@ class Provided:
         unscored: numbers of first and of last tokens whose score is NaN. The protection must include these tokens.
         second: name of the second scores, for a selector with two stages. "" if the scorer has no second scores.
         preferences: True if the scorer returns one weight for each layer.
+        preference_constants: names of constants of the scorer that change only these weights.
         signatures: True if the scorer returns token signatures.
         no_steps: reason why the scorer cannot score a decode step. "" if the scorer can.
     """
@@ -46,6 +47,7 @@ class Provided:
     unscored: tuple[int, int] = (0, 0)
     second: str = ""
     preferences: bool = False
+    preference_constants: frozenset[str] = frozenset()
     signatures: bool = False
     no_steps: str = "reads only the prompt"
 

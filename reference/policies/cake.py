@@ -85,7 +85,10 @@ class Cake:
 
     @property
     def provided(self) -> Provided:
-        return Provided(unscored=(0, self.W), preferences=True, no_steps="decides once, after the prompt")
+        return Provided(
+            unscored=(0, self.W), preferences=True, preference_constants=frozenset({"tau1", "tau2"}),
+            no_steps="decides once, after the prompt",
+        )
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         constants = self.W, self.kernel, self.gamma, self.tau1, self.tau2

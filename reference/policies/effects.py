@@ -11,10 +11,11 @@ from typing import Any
 
 from reference.policies.grammar import SCORE, Composition, format_value
 from reference.policies.parts import equal_parts
+from spec.composition import provided_by, required_by
 from spec.errors import SpecError
 from spec.policy import Policy
 
-__all__ = ["check_effects"]
+__all__ = ["check_effects", "unused_fields"]
 
 Data = Mapping[str, Any]
 Make = Callable[[Composition, Data], Policy]
@@ -85,10 +86,18 @@ def _has_effect(policy: Policy, changed: Iterator[Policy]) -> bool | None:
     """Return True if a changed policy differs, False if none differs, or None if there is no changed policy."""
     result = None
     for one in changed:
-        if not equal_parts(one, policy):
+        if not equal_parts(one, policy, unused_fields(policy) & unused_fields(one)):
             return True
         result = False
     return result
+
+
+def unused_fields(policy: Policy) -> frozenset[str]:
+    """Return names of fields of a policy's scorer that have no effect, because no budgets use the preferences."""
+    provided, required = provided_by(policy.scorer), required_by(policy.budgets)
+    if provided is None or required is None or required.preferences:
+        return frozenset()
+    return provided.preference_constants
 
 
 def _replaces(

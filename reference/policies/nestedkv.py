@@ -78,7 +78,9 @@ def nestedkv(parameters: NestedKVParameters = NESTEDKV, backend: str | Backend =
         BackendUnavailable: if the backend cannot run here, or lacks the stage family `nestedkv`.
     """
     engine = resolve(backend)
-    score = partial(nestedkv_score, stages=engine.require_nestedkv(), parameters=parameters)
+    # alpha_s is a constant of the budgets alone. Scorers with different alpha_s are equal.
+    scoring = replace(parameters, alpha_s=NESTEDKV.alpha_s)
+    score = partial(nestedkv_score, stages=engine.require_nestedkv(), parameters=scoring)
     needs = Needs("all", query_rows=0, accepts_tensor=engine.accepts_tensor)
     scorer = LayerScorer(needs, score, unscored=(parameters.N_sink, 0))
     return Policy(

@@ -1,6 +1,6 @@
 """Parts of a policy: split a policy into its parts and transforms, join them again, and compare two parts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
@@ -174,8 +174,11 @@ def half_selector(selector: Any) -> Any:
     return partial(recent_half, choose=_keywords(selector).get("choose", best_tokens))
 
 
-def equal_parts(one: Any, two: Any) -> bool:
-    """Return True if two parts are equal. Functions, partials, dataclasses and arrays are compared by contents."""
+def equal_parts(one: Any, two: Any, ignored: Collection[str] = ()) -> bool:
+    """Return True if two parts are equal. Functions, partials, dataclasses and arrays are compared by contents.
+
+    `ignored` has names of fields of dataclasses that are not compared.
+    """
     if one is two:
         return True
     if isinstance(one, np.ndarray) or isinstance(two, np.ndarray):
@@ -185,15 +188,16 @@ def equal_parts(one: Any, two: Any) -> bool:
     if hasattr(one, "shape"):  # a tensor of a device
         return bool(one.shape == two.shape and (one == two).all())
     if isinstance(one, partial):
-        return equal_parts((one.func, one.args, one.keywords), (two.func, two.args, two.keywords))
+        return equal_parts((one.func, one.args, one.keywords), (two.func, two.args, two.keywords), ignored)
     if isinstance(one, dict):
-        return one.keys() == two.keys() and all(equal_parts(one[key], two[key]) for key in one)
+        return one.keys() == two.keys() and all(equal_parts(one[key], two[key], ignored) for key in one)
     if isinstance(one, tuple | list):
-        return len(one) == len(two) and all(map(equal_parts, one, two))
+        return len(one) == len(two) and all(map(partial(equal_parts, ignored=ignored), one, two))
     if is_dataclass(one):
-        return all(equal_parts(getattr(one, field.name), getattr(two, field.name)) for field in fields(one))
+        names = [field.name for field in fields(one) if field.name not in ignored]
+        return all(equal_parts(getattr(one, name), getattr(two, name), ignored) for name in names)
     if hasattr(one, "__code__"):
-        return one.__code__ is two.__code__ and equal_parts(_cells(one), _cells(two))
+        return one.__code__ is two.__code__ and equal_parts(_cells(one), _cells(two), ignored)
     return bool(one == two)
 
 

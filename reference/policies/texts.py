@@ -24,6 +24,7 @@ from reference.policies.composition import (
     presets_of,
     promises_of_parts,
 )
+from reference.policies.effects import unused_fields
 from reference.policies.grammar import Composition, Words, format_value, parse_composition
 from reference.policies.later import FirstAndLater
 from reference.policies.named import REGISTERED, NamedPolicy
@@ -51,7 +52,8 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "sink": ("N_sink",), "recent": ("N_recent", "W"), "excess": ("slack",), "safeguard": ("alpha_s",),
 }
 """Constants of makers that have a different name in the parts."""
-NOT_CONSTANTS = frozenset({"stages", "choose", "received", "largest", "accepts_tensor"})
+NOT_CONSTANTS = frozenset({"stages", "choose", "received", "largest", "accepts_tensor", "alpha_s"})
+"""Fields of parts that are no constants of the parts. The budgets of NestedKV have alpha_s under the name safeguard."""
 
 
 def policy_from_text(text: str | Composition, data: Constants = NO_DATA) -> Policy:
@@ -243,7 +245,9 @@ def _split(policy: Policy, data: Constants) -> Composition:
         first, defaults = TRANSFORMS[kind]
         rest = {key: format_value(given[key]) for key in defaults if key != first}
         parts[kind] = (format_value(given[first]), rest)
-    return Composition(name, True, _words(REGISTERED[name], constants), parts)
+    unused = unused_fields(base)
+    effective = {key: value for key, value in constants.items() if key not in unused}
+    return Composition(name, True, _words(REGISTERED[name], effective), parts)
 
 
 def _home(base: Policy, data: Constants) -> tuple[str, dict[str, Any]]:

@@ -89,6 +89,7 @@ TEXTS = (
     "snapkv:W=5/diverse=0.5:signature=head/every=4", "keydiff/sink=2/recent=4/every=8", "snapkv:W=5/threshold=0.01",
     "cake:W=5/heads=quota:safeguard=1of3", "snapkv:W=5/values=4/every=4", "score=snapkv:W=5/layers=global/block=4",
     "tova/every=none/sink=4", "snapkv:W=5/sink=4/floor=20", "knorm/crush=0.5:block=4/recent=4",
+    "cake:W=5:gamma=3/layers=even", "nestedkv/sink=8",
     "expected-attention/heads=adaptive/layers=pyramid:beta=3", "vase:W=5/sink=4/every=16:excess=2",
 )
 
@@ -180,6 +181,13 @@ def test_layers_then_heads_equals_the_rules_of_the_papers_one_after_the_other(
     ("streamingllm:N_sink=8/sink=4", "/sink=4", "replaces N_sink=8: leave out one of the two"),
     ("snapkv:kernel=3/steps=keydiff/every=4/threshold=2:x=1", "/threshold=2:x=1", "is not a constant with text"),
     ("adakv:safeguard=0.5/heads=even", "/heads=even", "replaces safeguard=0.5"),
+    ("nestedkv:alpha_s=0.5/heads=even", "/heads=even", "replaces alpha_s=0.5"),
+    ("nestedkv:alpha_s=0.5/threshold=1", "/threshold=1", "replaces alpha_s=0.5"),
+    ("score=cake:tau1=0.5", "score = 'cake'", "leave tau1 out, or leave out 'score='"),
+    ("cake:tau2=2/layers=pyramid", "/layers=pyramid", "replaces tau2=2"),
+    ("cake:tau2=2/threshold=1", "/threshold=1", "replaces tau2=2"),
+    ("score=nestedkv:alpha_s=0.5", "score = 'nestedkv'", "leave alpha_s out, or leave out 'score='"),
+    ("score=nestedkv:alpha_s=0.5/heads=quota", "score = 'nestedkv'", "leave alpha_s out, or leave out 'score='"),
     ("pyramidkv:beta=3/layers=pyramid", "/layers=pyramid", "replaces beta=3"),
     ("pyramidkv:beta=3/threshold=1", "/threshold=1", "replaces beta=3"),
     ("kvcrush:share=0.5/crush=0.4", "/crush=0.4", "replaces share=0.5"),
