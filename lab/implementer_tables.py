@@ -42,7 +42,7 @@ def meanings(path: str) -> Mapping[str, str]:
     result = {}
     for field, below in zip(record.body, record.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
-            result[ast.unparse(field.target)] = str(ast.literal_eval(below.value)).replace("\n", " ")
+            result[ast.unparse(field.target)] = " ".join(str(ast.literal_eval(below.value)).split())
     return result
 
 

@@ -50,10 +50,10 @@ class CrystalStages(Protocol):
         tokens. q (H, n, d) contains the queries of the last n cached tokens.
 
         lse (H, n) is the natural logarithm of the sum of exp(logit) over the keys that a query attends to. The key of
-        the query's token is included. The logits in lse are scaled and soft-capped. A backend may use the given lse or
-        compute lse again. Both ways give the same result. The caller must compute the given lse from the q, k, scaling,
-        softcap and mask of this call. If lse belongs to different inputs, the attention weights of a row are scaled by
-        a wrong factor, and no check detects the error.
+        the query's token is included. The logits in lse are scaled and soft-capped. lse is float32 or float64, whatever
+        the dtype of q and k. A backend may use the given lse or compute lse again. Both ways give the same result. The
+        caller must compute the given lse from the q, k, scaling, softcap and mask of this call. If lse belongs to
+        different inputs, the attention weights of a row are scaled by a wrong factor, and no check detects the error.
 
         sinks (H,) contains one learned logit for each query head. The logit is neither scaled nor soft-capped, and
         belongs to no token. The softmax denominator of every query includes exp(sink). lse excludes the sinks.

@@ -91,7 +91,10 @@ class CrystalCacheParameters:
     N_min: int = 3
     """Smallest number of tokens that a partly evicted trunk keeps (Equations 32 and 33)."""
     impact: ImpactForm = "mixture"
-    """Formula of M_i: Eq. 22 (`mixture`), only salience (`salience`), M_i = 1 (`uniform`), or the essay's (`unit`)."""
+    """Formula of M_i: Eq. 22 (`mixture`), only salience (`salience`), M_i = 1 (`uniform`), or the essay's (`unit`).
+
+    With `unit`, generated tokens have no salience only if M_min is 0, as in ESSAY. Otherwise they have the largest one.
+    """
     graph: GraphForm = "degree"
     """Formula of D: `degree` is Equation 27, and `zero` is the ablation D = 0."""
     heads: HeadsForm = "sum"
