@@ -43,7 +43,9 @@ class LazyLayers:
     needs: Needs = Needs("all", 1)
     separable: ClassVar[bool] = False
     layerwise: ClassVar[bool] = True
-    provided: ClassVar[Provided] = Provided(sets=LAYER_SETS, preferences=True)
+    provided: ClassVar[Provided] = Provided(
+        sets=LAYER_SETS, preferences=True, preference_constants=frozenset({"N_sink", "N_recent"})
+    )
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         n = len(protected)

@@ -184,6 +184,7 @@ def test_layers_then_heads_equals_the_rules_of_the_papers_one_after_the_other(
     ("nestedkv:alpha_s=0.5/heads=even", "/heads=even", "replaces alpha_s=0.5"),
     ("nestedkv:alpha_s=0.5/threshold=1", "/threshold=1", "replaces alpha_s=0.5"),
     ("score=cake:tau1=0.5", "score = 'cake'", "leave tau1 out, or leave out 'score='"),
+    ("score=simlayerkv:N_sink=2", "score = 'simlayerkv'", "leave N_sink out, or leave out 'score='"),
     ("cake:tau2=2/layers=pyramid", "/layers=pyramid", "replaces tau2=2"),
     ("cake:tau2=2/threshold=1", "/threshold=1", "replaces tau2=2"),
     ("score=nestedkv:alpha_s=0.5", "score = 'nestedkv'", "leave alpha_s out, or leave out 'score='"),
