@@ -27,7 +27,8 @@ from spec.decode import LiveTrunks, TrunkWeights
 from spec.parameters import CrystalCacheParameters, NestedKVParameters
 from spec.policy import DeviceArray, Selection
 from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
-from spec.validate import check_attention_inputs, check_keys, check_lse, check_sinks
+from spec.stage_inputs import checked_stages
+from spec.validate import check_attention_inputs, check_keys, check_lse, check_positions, check_sinks
 
 __all__ = ["BACKEND"]
 
@@ -39,6 +40,7 @@ _DISSOLVE = {"cut": dissolve, "tiers": dissolve_in_tiers}
 _HEBB = {"additive": hebbian, "static": static_graph}
 
 
+@checked_stages("crystal")
 class _CrystalStages:
     """Stages S1 to S6 of CrystalCache. Each member calls the functions that implement the items of one stage."""
 
@@ -48,6 +50,7 @@ class _CrystalStages:
     ) -> CoAttention:
         """Compute S1 as defined. The softmax sums are computed from the keys. A given lse is checked but not used."""
         check_attention_inputs(q, k)
+        check_positions(positions, k.shape[1])
         check_lse(lse, q)
         check_sinks(sinks, q)
         return s1.coattention(q, k, positions, parameters, scaling, softcap, wide_sinks(sinks))
@@ -87,6 +90,7 @@ class _CrystalStages:
         return backfill(dissolution, trunks.offsets, D, reserve)
 
 
+@checked_stages("breath")
 class _BreathStages:
     """Decode stages of CrystalCache. Each member calls the functions that implement the items of one stage."""
 
@@ -136,6 +140,7 @@ class _NestedKVStages:
         return anomaly_score(k, parameters)
 
 
+@checked_stages("policies")
 class _PolicyStages:
     """Parts of the published policies, computed by their definitions."""
 

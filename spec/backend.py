@@ -37,7 +37,7 @@ class CrystalStages(Protocol):
     """Stages S1 to S6 of CrystalCache. The stages take arrays, return records, and change no argument in place.
 
     A stage whose docstring has no section `Raises` may assume valid input, because the public functions check the
-    input first (spec/implementing.md).
+    input first (spec/implementing.md). Stages of kvspec's backends check that the arguments fit each other.
     """
 
     def coattention(

@@ -15,9 +15,9 @@ from spec.errors import SpecError
 
 __all__ = [
     "LISTED_MOST", "MOST_SECONDS", "MOST_TOKENS", "bound_of_names", "check_attention_inputs", "check_attention_tensors",
-    "check_choices", "check_diversity", "check_keys", "check_lse", "check_once", "check_penalty", "check_scaling",
-    "check_seconds", "check_sentence_ends", "check_shapes", "check_sinks", "check_token_ids", "check_types",
-    "check_whole", "did_you_mean",
+    "check_choices", "check_diversity", "check_keys", "check_lse", "check_once", "check_penalty", "check_positions",
+    "check_scaling", "check_seconds", "check_sentence_ends", "check_shapes", "check_sinks", "check_token_ids",
+    "check_types", "check_whole", "did_you_mean",
 ]
 
 MOST_SECONDS = 10**6
@@ -137,6 +137,23 @@ def check_keys(k: np.ndarray[Any, Any]) -> None:
         SpecError: if a condition fails.
     """
     _check_floats("k", k)
+
+
+def check_positions(positions: object, live: int) -> None:
+    """Check that `positions` (live,) contains integers of at least 0 that increase strictly.
+
+    Raises:
+        SpecError: if a condition fails.
+    """
+    if not isinstance(positions, np.ndarray) or positions.shape != (live,):
+        shape = getattr(positions, "shape", type(positions).__name__)
+        raise SpecError("positions", shape, f"must be an array (tokens,), {(live,)}: one position for each key in k")
+    if positions.dtype.kind not in "iu":
+        raise SpecError("positions", positions.dtype, "must be integers")
+    wrong = np.flatnonzero((positions < 0) | np.append(positions[1:] <= positions[:-1], False))
+    if len(wrong):
+        at = int(wrong[0])
+        raise SpecError("positions", int(positions[at]), f"must increase strictly from 0 or more; wrong at index {at}")
 
 
 def check_lse(lse: np.ndarray[Any, Any] | None, q: np.ndarray[Any, Any]) -> None:
@@ -311,9 +328,16 @@ def check_diversity(s: Vector, V: Matrix, retained: BoolVector, k: int, lam: flo
             shapes do not match, or if a signature is not finite.
     """
     check_penalty(lam)
+    for name, array, axes, kind in (("s", s, 1, "fiu"), ("V", V, 2, "fiu"), ("retained", retained, 1, "b")):
+        if not isinstance(array, np.ndarray) or array.ndim != axes or array.dtype.kind not in kind:
+            shape, form = getattr(array, "shape", type(array).__name__), "(n, d)" if axes == 2 else "(n,)"
+            raise SpecError(name, shape, f"must be an array {form} of {'True or False' if kind == 'b' else 'numbers'}")
     n, held = len(s), int(np.count_nonzero(retained))
-    if V.ndim != 2 or len(V) != n:
+    if len(V) != n:
         raise SpecError("V", V.shape, f"must have a row for each of {n} scores")
+    if len(retained) != n:
+        raise SpecError("retained", retained.shape, f"must have a value for each of {n} scores")
+    check_whole("k", k)
     finite = np.isfinite(V)
     if not finite.all():
         at = tuple(int(i) for i in np.argwhere(~finite)[0])

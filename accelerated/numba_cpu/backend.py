@@ -30,13 +30,15 @@ from spec.decode import LiveTrunks, TrunkWeights
 from spec.parameters import CrystalCacheParameters, NestedKVParameters
 from spec.policy import DeviceArray
 from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
-from spec.validate import check_attention_inputs, check_diversity, check_keys, check_lse, check_sinks
+from spec.stage_inputs import checked_stages
+from spec.validate import check_attention_inputs, check_diversity, check_keys, check_lse, check_positions, check_sinks
 
 __all__ = ["BACKEND"]
 
 _DISSOLVE = {"cut": dissolve, "tiers": dissolve_in_tiers}
 
 
+@checked_stages("crystal")
 @contiguous_arguments
 class _CrystalStages:
     """Stages S1 to S6. The docstring of each stage's module describes the fused loops."""
@@ -46,6 +48,7 @@ class _CrystalStages:
         scaling: float, softcap: float | None, lse: DeviceArray | None = None, sinks: DeviceArray | None = None, /,
     ) -> CoAttention:
         check_attention_inputs(q, k)
+        check_positions(positions, k.shape[1])
         check_lse(lse, q)
         check_sinks(sinks, q)
         return coattention(q, k, positions, parameters, scaling, softcap, lse, sinks)
@@ -86,6 +89,7 @@ class _CrystalStages:
         return Dissolution(kept, r, D_after)
 
 
+@checked_stages("breath")
 @contiguous_arguments
 class _BreathStages:
     """Stages of decoding. The docstring of each stage's module describes the fused loops."""
@@ -144,6 +148,7 @@ class _NestedKVStages:
         return anomaly_score(k, parameters)
 
 
+@checked_stages("policies")
 @contiguous_arguments
 class _PolicyStages:
     """The slow parts of the published policies."""

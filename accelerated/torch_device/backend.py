@@ -26,6 +26,7 @@ from accelerated.torch_device.selection import (
 )
 from spec.backend import Backend, resolve
 from spec.errors import BackendUnavailable
+from spec.stage_inputs import checked_stages
 
 __all__ = ["BACKEND", "with_stages"]
 
@@ -53,6 +54,7 @@ def with_stages(family: object, **stages: Callable[..., Any]) -> Any:
     return _Stages({name: getattr(family, name) for name in dir(family) if not name.startswith("_")} | stages)
 
 
+@checked_stages("policies")
 class _PolicyStages:
     """Stages for published policies: attention on the device of the keys, and selection of tokens on the host."""
 

@@ -19,6 +19,7 @@ from spec.arrays import BoolVector, IntVector, Vector
 from spec.decode import LiveTrunks, TrunkWeights
 from spec.parameters import CrystalCacheParameters
 from spec.records import CoAttention
+from spec.stage_inputs import checked_stages
 
 __all__ = ["BreathStages", "decay"]
 
@@ -31,6 +32,7 @@ def decay(D: Tensor, M_bar: Tensor, parameters: CrystalCacheParameters) -> Tenso
     return (D - parameters.beta_0 * torch.exp(-(D * M_bar / parameters.D_c)) * D).clamp(min=0.0)
 
 
+@checked_stages("breath")
 class BreathStages:
     """Stages of decoding for NumPy arrays. A stage copies its arguments to the device, and its result to the host."""
 

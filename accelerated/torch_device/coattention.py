@@ -22,6 +22,7 @@ from spec.validate import (
     check_attention_tensors,
     check_keys,
     check_lse,
+    check_positions,
     check_shapes,
     check_sinks,
 )
@@ -40,6 +41,8 @@ def coattention(
     Raises:
         SpecError: if q, k, lse or sinks have a wrong shape, type or value.
     """
+    _check_form(q, k, lse)
+    check_positions(positions, k.shape[1])
     result = to_host(*neighbours(q, k, parameters, scaling, softcap, lse, sinks), positions)
     if result is None:
         refuse(q, k, lse, sinks)

@@ -18,6 +18,7 @@ from accelerated.torch_device.sums import token_trunks
 from spec.arrays import BoolVector, IntVector, Vector
 from spec.parameters import CrystalCacheParameters
 from spec.records import CoAttention, CrystalRetention, Dissolution, TrunkGraph, Trunks
+from spec.stage_inputs import checked_stages
 
 __all__ = ["CrystalStages", "Decided", "decide", "retentions_of"]
 
@@ -116,6 +117,7 @@ def _graph(
     )
 
 
+@checked_stages("crystal")
 class CrystalStages:
     """Stages S2 to S6 for NumPy arrays. A stage copies its arguments to the device, and its result to the host."""
 

@@ -25,7 +25,7 @@ from spec.errors import SpecError
 from spec.parameters import CrystalCacheParameters
 from spec.policy import DeviceArray
 from spec.records import CoAttention
-from spec.validate import check_sinks
+from spec.validate import check_positions, check_sinks
 
 __all__ = ["coattention", "neighbours"]
 
@@ -203,6 +203,8 @@ def coattention(
     Raises:
         SpecError: if the kernels do not accept an input.
     """
+    if len(getattr(k, "shape", ())) == 3:  # `neighbours` refuses all other keys
+        check_positions(positions, k.shape[1])
     result = to_host(*neighbours(q, k, parameters, scaling, softcap, lse, sinks), positions)
     if result is None:
         refuse(q, k, lse, sinks)

@@ -6,6 +6,7 @@ from reference.crystalcache.crystallization import moments
 from spec.arrays import Bool, BoolVector, Float64, Int64, IntVector, Vector
 from spec.budget import Budget
 from spec.decode import DecodeState, LiveTrunks, TrunkWeights
+from spec.errors import SpecError
 from spec.parameters import CrystalCacheParameters
 from spec.records import CrystalRetention
 
@@ -30,7 +31,13 @@ def start_state(
 
     Source: Algorithm 2 computes the records in `retention`, and Section 3.8 uses the records. `inverse_norms` contains
     the mean of 1 / ||k|| over the KV heads for each token (CC-KEY-NORM).
+
+    Raises:
+        SpecError: if `token_ids` or `inverse_norms` does not have a value for each token of the prompt.
     """
+    for name, values in (("token_ids", token_ids), ("inverse_norms", inverse_norms)):
+        if np.shape(values) != (retention.seen,):
+            raise SpecError(name, np.shape(values), f"must have the shape ({retention.seen},), that of the prompt")
     graph, trunks = retention.graph, retention.trunks
     ids, counts = np.unique(token_ids, return_counts=True)
     live = LiveTrunks(np.arange(len(token_ids)), trunks.offsets, retention.impact, inverse_norms, trunks.impact)

@@ -1,6 +1,7 @@
 """Decode: generated tokens are collected in a tail, and become trunks at the next breath (Section 3.8)."""
 
 from dataclasses import replace
+from numbers import Real
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from spec.decode import DecodeState, LiveTrunks, TrunkWeights
 from spec.errors import SpecError
 from spec.parameters import CrystalCacheParameters
 from spec.records import CoAttention
+from spec.validate import check_whole
 
 __all__ = ["append", "edgeless", "edgeless_D", "join_chunk", "join_tail"]
 
@@ -24,11 +26,10 @@ def append(state: DecodeState, token_id: int, inverse_norm: float) -> DecodeStat
     Source: Section 3.8. `inverse_norm` is the mean of 1 / ||k|| over the KV heads (CC-KEY-NORM).
 
     Raises:
-        SpecError: if the id is negative, or if the inverse norm is not positive.
+        SpecError: if the id is not a whole number of at least 0, or if the inverse norm is not a positive number.
     """
-    if token_id < 0:
-        raise SpecError("token_id", token_id, "must be at least 0")
-    if not inverse_norm > 0:
+    check_whole("token_id", token_id)
+    if not isinstance(inverse_norm, Real) or not inverse_norm > 0:
         raise SpecError("inverse_norm", inverse_norm, "must be positive; the value of a zero key is infinity")
     return DecodeState(
         state.budget, state.seen + 1, state.step + 1, state.live, state.D, state.W, state.ids, state.counts, state.mu,

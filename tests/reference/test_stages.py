@@ -13,10 +13,11 @@ from conformance import tolerances
 from conformance.checks.refusals import refused
 from conformance.suite.test_decode import one_trunk
 from conformance.suite.test_segments import ENDS
-from reference.crystalcache import coattention, dissolution, empty_state, extend, live, tail
+from reference.crystalcache import coattention, dissolution, empty_state, extend, live, prefill, tail
 from reference.crystalcache.compaction import compact
 from reference.crystalcache.impact import rarity
 from reference.memory import kv_bytes
+from spec.backend import resolve
 from spec.budget import Budget
 from spec.decode import TrunkWeights, check_state
 from spec.errors import SpecError
@@ -129,11 +130,35 @@ def test_memory_is_linear_in_the_batch(batch: int) -> None:
 @pytest.mark.spec("CC-TAIL")
 @pytest.mark.parametrize(
     ("token", "norm", "argument"),
-    [(-1, 1.0, "token_id"), (1, 0.0, "inverse_norm"), (1, -2.0, "inverse_norm"), (1, float("nan"), "inverse_norm")],
+    [(-1, 1.0, "token_id"), (1, 0.0, "inverse_norm"), (1, -2.0, "inverse_norm"), (1, float("nan"), "inverse_norm"),
+     (1.5, 1.0, "token_id"), (1, None, "inverse_norm")],
 )
-def test_what_is_no_token_is_refused(token: int, norm: float, argument: str) -> None:
+def test_what_is_no_token_is_refused(token: Any, norm: Any, argument: str) -> None:
     with refused(argument, {"token_id": token, "inverse_norm": norm}[argument]):
         tail.append(live.empty_state(Budget(count=8)), token, norm)
+
+
+@pytest.mark.spec("CC-START")
+@pytest.mark.parametrize("wrong", ["token_ids", "inverse_norms"])
+def test_arrays_of_another_length_than_the_prompt_are_refused(wrong: str) -> None:
+    rng = np.random.default_rng(0)
+    q, k, ids = rng.normal(size=(2, 9, 4)), rng.normal(size=(1, 9, 4)), np.arange(9)
+    given: dict[str, Any] = {"token_ids": ids, "inverse_norms": np.ones(9)}
+    retention = prefill(q, k, ids, ENDS, 6, TINY)
+    assert live.start_state(retention, **given, budget=Budget(count=6), parameters=TINY).seen == 9
+    with refused(wrong, (8,)):
+        live.start_state(retention, **{**given, wrong: given[wrong][:8]}, budget=Budget(count=6), parameters=TINY)
+
+
+@pytest.mark.spec("CC-TAIL-TRUNKS", "CC-UNIT-IMPACT")
+@pytest.mark.parametrize(("M_min", "salience"), [(0.0, 0.0), (PAPER.M_min, 1.0)])
+def test_generated_tokens_of_the_unit_form_have_no_salience_or_the_largest(M_min: float, salience: float) -> None:
+    """Check the sentence about `impact` in the table of parameters."""
+    parameters, waiting = replace(PAPER, impact="unit", M_min=M_min), empty_state(Budget(count=8))
+    for token in (5, 7):
+        waiting = tail.append(waiting, token, 1.0)
+    joined = tail.join_tail(waiting, ENDS, parameters, resolve("numpy"))
+    assert joined.live.impact.tolist() == [0.5 * salience + 0.5 * float(rarity(np.array([1]))[0])] * 2
 
 
 @pytest.mark.spec("CC-TAIL-D")
