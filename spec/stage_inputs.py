@@ -201,7 +201,7 @@ def _segment_graph(
         if coattention.start + n != high:
             raise SpecError("start", coattention.start, f"must be {high - n}: bounds end with {high}, after {n} tokens")
         if (before := int(np.searchsorted(bounds[:-1], coattention.start))) != old or bounds[before] != high - n:
-            reason = f"must have a row for each trunk before position {high - n}, where a trunk must begin"
+            reason = f"must have a row for each trunk before {high - n}, the first position of a trunk"
             raise SpecError("indptr", (old + 1,), reason)
         _edges_inside(coattention, low, high, ", the positions of the trunks")
 
