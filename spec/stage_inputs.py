@@ -104,7 +104,9 @@ def _edges_inside(coattention: CoAttention, low: int, high: int, more: str) -> N
     """Check that both ends of each edge lie in [low, high). Negative neighbours are unused entries."""
     for name in ("intra", "cross"):
         neighbours = getattr(coattention, name)
-        _inside(name, np.where(neighbours < 0, low, neighbours), low, high, more)
+        # In a prompt, the largest entry decides. It takes a tenth of the time of a mask over all entries.
+        if neighbours.max(initial=-1) >= high or (low > 0 and ((neighbours >= 0) & (neighbours < low)).any()):
+            _inside(name, np.where(neighbours < 0, low, neighbours), low, high, more)
 
 
 def _weights(W: TrunkWeights) -> int:
