@@ -285,7 +285,7 @@ def _mapping(given: Any, argument: str, example: str) -> dict[str, Any]:
         except (ValueError, RecursionError) as error:
             raise SpecError(argument, shown, f"must be JSON, such as {example}: {error}") from error
     if not isinstance(given, Mapping):
-        raise SpecError(argument, shown, f"must be an object, such as {example}")
+        raise SpecError(argument, shown, f"must be an object or its JSON text, such as {example}")
     return dict(given)
 
 

@@ -3,6 +3,7 @@
 import inspect
 import json
 import logging
+import re
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -60,7 +61,8 @@ def install(settings: Settings) -> None:
         "make_request_output": _make_request_output, "_new_completion_output": _new_completion_output,
         "request_output_to_completion_response": _completion_response,
         "completion_stream_generator": _stream, "chat_completion_stream_generator": _stream,
-        "to_beam_search_params": _beam_search_params, "beam_search": _beam_search,
+        "to_sampling_params": _sampling_params, "to_beam_search_params": _beam_search_params,
+        "beam_search": _beam_search,
     })
 
 
@@ -73,6 +75,12 @@ def _asked(given: Mapping[str, Any] | None, settings: Settings) -> RequestPolicy
     except Exception as error:  # vLLM would answer HTTP 400 to a ValueError or TypeError, and not log it
         logging.getLogger(__name__).exception("kvspec: the arguments of a request could not be read")
         raise RuntimeError("kvspec: a bug; the log of the server has the traceback") from error
+
+
+def _sampling_params(original: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    """Check the policy of a request before a stream begins. vLLM answers HTTP 400 with the message of the error."""
+    _asked(request.vllm_xargs, PolicyParameters.settings)
+    return original(request, *args, **kwargs)
 
 
 def _beam_search_params(original: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -187,5 +195,5 @@ def _count(statement: Statement, tokens: int) -> None:
     KEPT.inc(tokens - statement.evicted)
     FREED.inc(statement.freed_blocks)
     if not statement.body["evictions"]:
-        reason: str = statement.body["reason"]
-        FULL.labels(reason.split(":")[0]).inc()  # without the message of an error, which can have any number of values
+        # A label has no part of a policy's text and no message of an error, which can have any number of values.
+        FULL.labels(re.sub(r"/\S*|[:;].*", "", statement.body["reason"], flags=re.DOTALL)).inc()

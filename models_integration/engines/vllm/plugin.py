@@ -54,7 +54,12 @@ def _chosen(engine: Any, original: Any, given: Any, args: Any, kwargs: Any) -> A
     # A process of vLLM without this setting does not import these modules.
     from models_integration.engines.vllm.arguments import Settings
     from models_integration.engines.vllm.front_end import install, sentence_ends_of
-    from models_integration.engines.vllm.seams import check_configuration, token_bytes_of, use_piecewise_graphs
+    from models_integration.engines.vllm.seams import (
+        check_configuration,
+        check_stated_memory,
+        token_bytes_of,
+        use_piecewise_graphs,
+    )
 
     settings = Settings.read(given)
     for name, unset in (("scheduler_cls", (None,)), ("worker_cls", ("auto", WORKER))):
@@ -65,9 +70,10 @@ def _chosen(engine: Any, original: Any, given: Any, args: Any, kwargs: Any) -> A
     config = original(engine, *args, **kwargs)
     use_piecewise_graphs(config)
     check_configuration(config)
+    check_stated_memory(config, token_bytes := token_bytes_of(config))
     if settings.lacks_sentence_ends:
         settings = replace(settings, sentence_ends=sentence_ends_of(config.model_config))
-    settings = replace(settings, token_bytes=token_bytes_of(config))
+    settings = replace(settings, token_bytes=token_bytes)
     config.additional_config = {**config.additional_config, KEY: json.loads(settings.text())}
     install(settings)
     lines = [f"\n  {reason}" for reason in settings.unserved.values()]

@@ -16,7 +16,7 @@ from models_integration.engines.vllm import seams
 from models_integration.engines.vllm.arguments import Settings, parse_request
 from models_integration.engines.vllm.learned import ModelPolicies
 from models_integration.engines.vllm.manager import evicting_spec
-from models_integration.engines.vllm.pages import Pages, check_pool
+from models_integration.engines.vllm.pages import Pages
 from models_integration.engines.vllm.plan import Compaction, Report, Step
 from models_integration.engines.vllm.selection import Decider, complement
 from models_integration.engines.vllm.statement import KEY
@@ -239,11 +239,7 @@ class EvictingWorker(seams.Worker):
         """Return the bytes of the pool, which must store one request of the longest length."""
         with _one_line_errors():
             available: int = super().determine_available_memory()
-            config, specs = self.vllm_config, list(self.get_kv_cache_spec().values())
-            model, blocks = config.model_config, config.cache_config.num_gpu_blocks_override
-            # If the user types --max-model-len -1, vLLM chooses the length that fits.
-            automatic = getattr(model, "original_max_model_len", None) == -1
-            longest = 1 if automatic else model.max_model_len
-            block_bytes = sum(spec.page_size_bytes for spec in specs)
-            check_pool(available, block_bytes, specs[0].block_size, longest, blocks)
+            specs = list(self.get_kv_cache_spec().values())
+            token_bytes = sum(spec.page_size_bytes // spec.block_size for spec in specs)
+            seams.check_memory(self.vllm_config, available, specs[0].block_size, token_bytes)
         return available

@@ -24,6 +24,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from models_integration.engines.vllm.pages import check_pool
 from models_integration.engines.vllm.selection import LayerFacts
 from models_integration.engines.vllm.statement import KEY
 from spec.errors import SpecError
@@ -35,10 +36,10 @@ else:
 
 __all__ = [
     "AdapterLogitsProcessor", "AsyncScheduler", "FullAttentionManager", "FullAttentionSpec", "GPUModelRunner",
-    "Scheduler", "Worker", "attention_layers", "check_configuration", "check_layout", "check_token_bytes",
-    "check_version", "end_promptly", "layer_facts", "only_manager", "output_projection", "preempt",
-    "replace_block_table", "replace_front_end", "rotary_frequencies", "shift_lengths", "spec_registry",
-    "token_bytes_of", "undrawn_chunks", "use_piecewise_graphs", "watch_queries",
+    "Scheduler", "Worker", "attention_layers", "check_configuration", "check_layout", "check_memory",
+    "check_stated_memory", "check_token_bytes", "check_version", "end_promptly", "layer_facts", "only_manager",
+    "output_projection", "preempt", "replace_block_table", "replace_front_end", "rotary_frequencies", "shift_lengths",
+    "spec_registry", "token_bytes_of", "undrawn_chunks", "use_piecewise_graphs", "watch_queries",
 ]
 
 OLDEST, NEWEST = (0, 30), (0, 32)
@@ -85,7 +86,10 @@ def replace_front_end(new: Mapping[str, Callable[..., Any]]) -> None:
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
     from vllm.v1.engine.output_processor import RequestState
+
+    sampling = "max_tokens default_sampling_params"
 
     replaced: Methods = {
         RequestState: {
@@ -97,9 +101,11 @@ def replace_front_end(new: Mapping[str, Callable[..., Any]]) -> None:
             "completion_stream_generator": "request engine_inputs result_generator",
         },
         OpenAIServingChat: {"chat_completion_stream_generator": "request result_generator"},
-        # vLLM 0.32 makes a new request for each token of each beam, without the arguments of the user's request.
-        ChatCompletionRequest: {"to_beam_search_params": "max_tokens default_sampling_params"},
-        CompletionRequest: {"to_beam_search_params": "max_tokens default_sampling_params"},
+        # vLLM 0.32 calls `validate_params` after the start of a stream, when the HTTP status is 200.
+        # It makes a new request for each token of each beam, without the arguments of the user's request.
+        ChatCompletionRequest: {"to_sampling_params": sampling, "to_beam_search_params": sampling},
+        CompletionRequest: {"to_sampling_params": sampling, "to_beam_search_params": sampling},
+        ResponsesRequest: {"to_sampling_params": "default_max_tokens default_sampling_params"},
         BeamSearchOfflineMixin: {"beam_search": "prompts params"},
     }
     if not hasattr(RequestState.make_request_output, KEY):
@@ -219,6 +225,23 @@ def check_token_bytes(specs: Mapping[str, Any], stated: int | None) -> None:
     if stated not in (None, stored):
         reason = f"is not served with eviction: its layers differ, because equal layers would have {stated} bytes"
         raise SpecError("model", f"{stored} bytes of a token", reason)
+
+
+def check_memory(config: Any, available: int, block_size: int, token_bytes: int) -> None:
+    """Check that a pool of `available` bytes stores one request of the longest length."""
+    model = config.model_config
+    # If the user types --max-model-len -1, vLLM chooses the length that fits.
+    longest = 1 if getattr(model, "original_max_model_len", None) == -1 else model.max_model_len
+    check_pool(available, block_size * token_bytes, block_size, longest, config.cache_config.num_gpu_blocks_override)
+
+
+def check_stated_memory(config: Any, token_bytes: int) -> None:
+    """Check the pool before vLLM starts a process, if options state the pool and the size of a block."""
+    # On a GPU, the backend of vLLM 0.32 chooses the size of a block later, unless the user types a size.
+    cache = config.cache_config
+    stated = cache.kv_cache_memory_bytes is not None or cache.num_gpu_blocks_override is not None
+    if stated and (current_platform.is_cpu() or cache.user_specified_block_size):
+        check_memory(config, cache.kv_cache_memory_bytes or 0, cache.block_size, token_bytes)
 
 
 def only_manager(scheduler: Any, kind: type) -> Any:

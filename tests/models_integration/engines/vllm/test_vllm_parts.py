@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import jsonschema  # type: ignore[import-untyped]
 import numpy as np
@@ -106,7 +107,7 @@ def test_policies_with_many_sentence_ends_are_not_stored() -> None:
     ({"policy": "triattention", "calibration": "/etc/passwd"}, "server"), ({"policy": "knorm"}, "budget"),
     ({"policy": "knorm", "budget": None}, "budget = None: is needed: a share"),
     ({"policy": "snapkv", "Back_end": "os:system"}, "is chosen by the server"), ("{", "JSON"),
-    ("[]", r"""kvspec = '\[\]': must be an object, such as {"policy": "snapkv", "budget": 0.3}"""),
+    ("[]", r"""kvspec = '\[\]': must be an object or its JSON text, such as {"policy": "snapkv", "budget": 0.3}"""),
     ({"policy": "snapkv", "windows": 3}, "constants"),
     ("policy=knorm", 'must be JSON, such as {"policy": "snapkv"'),
     ({"policy": "snapkv:W=16", "window": 8, "budget": 0.3}, "W = 8: is also in 'snapkv:W=16', with the value 16"),
@@ -138,8 +139,8 @@ def test_bad_arguments_are_one_sentence(given: Any, message: str) -> None:
 @pytest.mark.law("one-line-with-the-way-out")
 @pytest.mark.parametrize(("given", "message"), [
     ({"polcy": "knorm"}, "did you mean policy"), ({"W": 8}, "must have a policy, because the server has no default"),
-    ({}, "must have a policy"), ("{}", 'send {"policy": "snapkv", "budget": 0.3}$'), ("null", "must be an object"),
-    ([1], "must be an object"), (3, "must be an object"),
+    ({}, "must have a policy"), ("{}", 'send {"policy": "snapkv", "budget": 0.3}$'),
+    *((given, "must be an object or its JSON text") for given in ("null", [1], 3)),
 ])
 def test_a_server_without_a_default_says_that_a_policy_is_needed(given: Any, message: str) -> None:
     with pytest.raises(SpecError, match=message) as refused:
@@ -286,7 +287,7 @@ def test_each_policy_is_served_or_refused_with_the_reason(name: str) -> None:
     ("snapkv", r"additional_config\['kvspec'\] = 'snapkv': must be JSON"),
     ({"policy": "snapkv"}, r"= 'policy': must be one of allow_budget, .*, as in {.default.: {.policy.: "),
     ({"default": "snapkv"}, "default = 'snapkv': must be JSON"), ({"default": {"policy": "snapkv"}}, "budget = None"),
-    ({"default": ["snapkv"]}, "default = 'list': must be an object, such as .*snapkv"),
+    ({"default": ["snapkv"]}, "default = 'list': must be an object or its JSON text, such as .*snapkv"),
 ])
 def test_bad_settings_are_one_sentence(given: Any, message: str) -> None:
     """The default "snapkv" was an AttributeError."""
@@ -583,23 +584,26 @@ def test_no_spelling_of_an_option_replaces_the_settings_of_kvspec_serve(monkeypa
             run_serve("model", DEFAULT, ["--port", "1", option])
 
 
-def test_a_model_of_kvspec_has_the_same_name_in_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[list[str]] = []
-    main = SimpleNamespace(main=lambda: started.append(sys.argv))
-    monkeypatch.setitem(sys.modules, "vllm.entrypoints.cli.main", main)
-    called: list[str] = []
-    seams = SimpleNamespace(
-        check_version=lambda: called.append("version"), end_promptly=lambda: called.append("end"),
-    )
-    monkeypatch.setitem(sys.modules, "models_integration.engines.vllm.seams", seams)
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Replace vLLM's command and the module `seams`. Return the object with the calls of both."""
+    vllm = Mock()
+    for name in ("vllm.entrypoints.cli.main", "models_integration.engines.vllm.seams"):
+        monkeypatch.setitem(sys.modules, name, vllm)
     monkeypatch.setattr(serve, "find_spec", lambda name: name)
     monkeypatch.setattr(serve, "register", lambda: None)
+    monkeypatch.setattr(serve, "downloaded", lambda name, revision: Path("/cache", name, revision or "main"))
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    monkeypatch.setattr(serve, "downloaded", lambda name, revision: Path("/cache", name, revision or "main"))
+    return vllm
+
+
+def test_a_model_of_kvspec_has_the_same_name_in_the_server(vllm: Mock) -> None:
+    started: list[list[str]] = []
+    vllm.main.side_effect = lambda: started.append(sys.argv)
     for options in (["--port", "1"], ["--served-model-name=mine"]):
         run_serve("pocket", DEFAULT, options)
-    assert called == ["version", "end"] * 2
+    assert [one[0] for one in vllm.method_calls] == ["check_version", "end_promptly", "main"] * 2
     assert [one[2] for one in started] == [str(ASSETS)] * 2
     assert started[0][5:] == ["--served-model-name", "pocket", "--port", "1"]
     assert started[1][5:] == ["--served-model-name=mine"]
@@ -612,21 +616,9 @@ def test_a_model_of_kvspec_has_the_same_name_in_the_server(monkeypatch: pytest.M
     assert started[5][5:] == []
 
 
-def _fail(error: Exception) -> None:
-    raise error
-
-
 @pytest.mark.law("one-line-with-the-way-out")
-def test_an_engine_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    errors = [RuntimeError("Engine core initialization failed. See root cause above."), RuntimeError("a bug")]
-    start = SimpleNamespace(main=lambda: _fail(errors.pop(0)))
-    seams = SimpleNamespace(check_version=lambda: None, end_promptly=lambda: None)
-    monkeypatch.setitem(sys.modules, "vllm.entrypoints.cli.main", start)
-    monkeypatch.setitem(sys.modules, "models_integration.engines.vllm.seams", seams)
-    monkeypatch.setattr(serve, "find_spec", lambda name: name)
-    monkeypatch.setattr(serve, "register", lambda: None)
-    monkeypatch.setattr(sys, "argv", [])
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+def test_an_engine_that_does_not_start_is_one_line(vllm: Mock) -> None:
+    vllm.main.side_effect = RuntimeError("Engine core initialization failed. See above."), RuntimeError("a bug")
     with pytest.raises(SpecError, match="MODEL = 'pocket': the engine did not start; the log above has the reason"):
         run_serve("pocket", DEFAULT, [])
     with pytest.raises(RuntimeError, match="a bug"):

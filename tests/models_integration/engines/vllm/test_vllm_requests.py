@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from conformance.paths import ROOT
 from models_integration.engines.vllm.arguments import Settings, parse_request
 from models_integration.engines.vllm.plugin import register
+from models_integration.engines.vllm.statement import Statement
 from models_integration.pocket import ASSETS, load_pocket
 from models_integration.policies.calibration import calibrate
 from models_integration.policies.methods import policy_from_name
@@ -194,20 +195,38 @@ def test_graphs_of_whole_steps_are_replaced_or_refused(engine: Engine, monkeypat
         check_configuration(config)
 
 
+def http_requests(**options: Any) -> list[Any]:
+    """Return the requests of vLLM's server that can have a policy: chat, completion and response."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+    chat = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}], **options)
+    return [chat, CompletionRequest(prompt="x", **options), ResponsesRequest(input="x", **options)]
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_a_bad_policy_is_refused_before_a_stream_begins(engine: Engine) -> None:
+    """A stream with a bad policy was HTTP 200, because vLLM checks parameters after the first bytes of a stream."""
+    known, unknown = ({"kvspec": json.dumps({"policy": name, "budget": 0.3})} for name in ("knorm", "nosuch"))
+    for one in http_requests(vllm_xargs=known):
+        assert one.to_sampling_params(8, {}).extra_args == known
+    for one in http_requests(vllm_xargs=unknown):
+        with pytest.raises(ValueError, match="kvspec: policy = 'nosuch': must be a built-in policy"):
+            one.to_sampling_params(8, {})
+
+
 @pytest.mark.law("refused-before-anything-changes")
 def test_beam_search_with_a_policy_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beam search once ignored policies in silence, because vLLM makes requests without arguments."""
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.sampling_params import BeamSearchParams
 
     from models_integration.engines.vllm.front_end import PolicyParameters
 
     def params(settings: Settings, given: Any) -> list[Any]:
         monkeypatch.setattr(PolicyParameters, "settings", settings)
-        options: dict[str, Any] = {"use_beam_search": True, "n": 2, "vllm_xargs": given and {"kvspec": given}}
-        chat = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}], **options)
-        return [one.to_beam_search_params(8, {}) for one in (chat, CompletionRequest(prompt="x", **options))]
+        asked = http_requests(use_beam_search=True, n=2, vllm_xargs=given and {"kvspec": given})
+        return [one.to_beam_search_params(8, {}) for one in asked[:2]]
 
     default, asked = Settings({"policy": "knorm", "budget": 0.3}), '{"policy": "snapkv", "budget": 0.3}'
     for settings, given, name in ((Settings(), asked, "snapkv"), (default, None, "knorm"), (default, asked, "snapkv")):
@@ -242,6 +261,23 @@ def test_an_answer_without_a_statement_is_that_of_vllm() -> None:
         return [one async for one in _stream(stream, None, SimpleNamespace(n=2), results())]
 
     assert asyncio.run(chunks()) == ["data: {}"]
+
+
+@pytest.mark.law("promised-is-there-forgotten-is-not")
+def test_requests_cannot_add_any_number_of_labels_to_the_metrics() -> None:
+    """Each text of a policy that is not served was once a label, which `/metrics` keeps until the server ends."""
+    from models_integration.engines.vllm.front_end import FULL, _count
+
+    def labels() -> set[str]:
+        return {one.labels["reason"] for metric in FULL.collect() for one in metric.samples}
+
+    before = labels()
+    for policy in (f"{name}/sink={at}" for name in ("pyramidkv", "adakv:safeguard=0.25") for at in range(1, 9)):
+        asked = parse_request({"policy": policy, "budget": 0.3}, Settings(on_unserved="full"))
+        assert asked is not None
+        _count(Statement({"evictions": [], "reason": asked.unserved}), 9)
+    assert labels() - before <= {"adakv", "pyramidkv keeps more tokens in some heads than in others, and a block of"
+                                 " vLLM has equally many"}
 
 
 @pytest.mark.law("refused-before-anything-changes")
@@ -384,3 +420,19 @@ def test_requests_with_an_adapter(tmp_path: Path) -> None:
             check_sets(cut(150, 31), output)
     assert [bool(stated(one)["evictions"]) for one in outputs] == [True, True, True, False, True, False]
     assert stated(outputs[3])["reason"] == "criticalkv reads weights of the model, and the request has an adapter"
+
+
+def test_the_smallest_pool_stores_one_request_of_the_longest_length() -> None:
+    """Check the refusal, which comes before vLLM starts, against vLLM's pool with one reserved block."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    smallest: dict[str, Any] = {"max_model_len": 4 * BLOCK, "kv_cache_memory_bytes": 5 * BYTES}
+    arguments = EngineArgs(str(ASSETS), dtype="float32", block_size=BLOCK, additional_config={"kvspec": {}}, **smallest)
+    arguments.kv_cache_memory_bytes = 5 * BYTES - 1
+    told = f"'96 tokens': one request can have 128 tokens: type --kv-cache-memory-bytes {5 * BYTES}, or .* 96$"
+    with pytest.raises(SpecError, match=told):
+        arguments.create_engine_config()
+    engine, prompt = Engine(**smallest), cut(4 * BLOCK - 8)
+    (output,) = engine.answer([prompt], [asking(None, 8)])
+    check_masked(prompt, output)
+    assert engine.pool.num_gpu_blocks == 5

@@ -191,7 +191,8 @@ def test_a_server_that_starts_ends_after_sigterm(tmp_path: Path) -> None:
 
 @pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize(("asked", "words"), [
-    ({"vllm_xargs": {"kvspec": '{"policy": "adakv", "budget": 0.3}'}}, "some heads"),
+    *(({"stream": stream, "vllm_xargs": {"kvspec": '{"policy": "adakv", "budget": 0.3}'}}, "some heads")
+      for stream in (False, True)),
     ({"use_beam_search": True, "n": 2}, "evicts nothing with snapkv(W=16): send"),
     ({"vllm_xargs": {"kvspec": {"policy": "knorm", "budget": 0.5}}}, "body.vllm_xargs.kvspec"),
 ])
@@ -210,12 +211,21 @@ def test_beam_search_with_the_full_cache(snapkv: str) -> None:
 
 
 @pytest.mark.law("one-line-with-the-way-out")
-def test_a_pool_that_is_too_small_is_named_with_what_to_type() -> None:
-    """Check the log of the server. vLLM's engine adds tracebacks of its own processes."""
+def test_a_pool_that_is_too_small_is_one_line_without_a_traceback() -> None:
     command = [sys.executable, "-m", *kvspec_serve("snapkv", "0.3"), *VLLM[:-1], "1M"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=START)
     assert done.returncode == 2
-    assert "one request can have 1024 tokens: type --kv-cache-memory-bytes" in done.stdout + done.stderr
+    assert "one request can have 1024 tokens: type --kv-cache-memory-bytes" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.law("one-line-with-the-way-out")
+def test_a_worker_that_does_not_start_names_the_reason_in_the_log() -> None:
+    """Check the log of the server. vLLM's engine adds tracebacks of its own processes."""
+    command = [sys.executable, "-m", *kvspec_serve("snapkv", "0.3"), *VLLM[:-2], "--gpu-memory-utilization", "1e-5"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=START)
+    assert done.returncode == 2
+    assert "kvspec: Available memory on node" in done.stderr
     assert "kvspec: MODEL = 'pocket': the engine did not start; the log above" in done.stderr
 
 
