@@ -21,7 +21,6 @@ _CONFIG = "--additional-config"
 _SET_HERE = (_CONFIG, "--scheduler-cls", "--worker-cls")
 """Options of `vllm serve` that this command sets."""
 _NAME = "--served-model-name"
-_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 _CONFIGS = ("config.json", "params.json")
 """Files of which vLLM needs one in the folder of a model."""
 _FAILED = "initialization failed"
@@ -65,7 +64,7 @@ def run_serve(model: str, settings: Settings, options: Sequence[str], download: 
         if name.startswith("--") and len(name) > 2 and any(one.startswith(name) for one in _SET_HERE):
             raise SpecError(name, option, "is set by kvspec serve; leave this option out")
     folder = _folder(model, _value("--revision", names, options), download)
-    os.environ.setdefault(_RUNNER, "0")  # kvspec was tested with vLLM's first model runner alone
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # kvspec was tested with vLLM's first model runner alone
     from vllm.entrypoints.cli.main import main
 
     from models_integration.engines.vllm.seams import check_version, end_promptly

@@ -70,10 +70,10 @@ def _chosen(engine: Any, original: Any, given: Any, args: Any, kwargs: Any) -> A
     config = original(engine, *args, **kwargs)
     use_piecewise_graphs(config)
     check_configuration(config)
-    check_stated_memory(config, token_bytes := token_bytes_of(config))
+    check_stated_memory(config)
     if settings.lacks_sentence_ends:
         settings = replace(settings, sentence_ends=sentence_ends_of(config.model_config))
-    settings = replace(settings, token_bytes=token_bytes)
+    settings = replace(settings, token_bytes=token_bytes_of(config))
     config.additional_config = {**config.additional_config, KEY: json.loads(settings.text())}
     install(settings)
     lines = [f"\n  {reason}" for reason in settings.unserved.values()]

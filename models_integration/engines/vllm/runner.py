@@ -239,7 +239,5 @@ class EvictingWorker(seams.Worker):
         """Return the bytes of the pool, which must store one request of the longest length."""
         with _one_line_errors():
             available: int = super().determine_available_memory()
-            specs = list(self.get_kv_cache_spec().values())
-            token_bytes = sum(spec.page_size_bytes // spec.block_size for spec in specs)
-            seams.check_memory(self.vllm_config, available, specs[0].block_size, token_bytes)
+            seams.check_memory(self.vllm_config, available)
         return available

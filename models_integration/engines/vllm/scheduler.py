@@ -109,7 +109,8 @@ class _Evicting:
             elif plan.done != seen:
                 self._held.add(request.request_id)
                 full = True
-        if full and len(self._held) == len(running) and not any(map(_in_flight, running)):
+        in_flight = (getattr(request, "num_in_flight_tokens", 0) for request in running)
+        if full and len(self._held) == len(running) and not any(in_flight):
             self._preempt_last()
         output = self._vllm.schedule(*args, **kwargs)
         # A request that this very step has preempted starts again, without its job.
@@ -160,10 +161,6 @@ class _Evicting:
             request.kvspec.setdefault("evictions", []).append(report.eviction)
         elif report.kept == plan.slots(report.event):
             request.kvspec["reason"] = plan.full_reason(report.event)
-
-
-def _in_flight(request: Any) -> bool:
-    return bool(getattr(request, "num_in_flight_tokens", 0))
 
 
 class EvictingScheduler(_Evicting, seams.Scheduler):

@@ -227,21 +227,22 @@ def check_token_bytes(specs: Mapping[str, Any], stated: int | None) -> None:
         raise SpecError("model", f"{stored} bytes of a token", reason)
 
 
-def check_memory(config: Any, available: int, block_size: int, token_bytes: int) -> None:
+def check_memory(config: Any, available: int) -> None:
     """Check that a pool of `available` bytes stores one request of the longest length."""
-    model = config.model_config
+    model, cache = config.model_config, config.cache_config
     # If the user types --max-model-len -1, vLLM chooses the length that fits.
     longest = 1 if getattr(model, "original_max_model_len", None) == -1 else model.max_model_len
-    check_pool(available, block_size * token_bytes, block_size, longest, config.cache_config.num_gpu_blocks_override)
+    block_bytes = cache.block_size * token_bytes_of(config)
+    check_pool(available, block_bytes, cache.block_size, longest, cache.num_gpu_blocks_override)
 
 
-def check_stated_memory(config: Any, token_bytes: int) -> None:
+def check_stated_memory(config: Any) -> None:
     """Check the pool before vLLM starts a process, if options state the pool and the size of a block."""
     # On a GPU, the backend of vLLM 0.32 chooses the size of a block later, unless the user types a size.
     cache = config.cache_config
     stated = cache.kv_cache_memory_bytes is not None or cache.num_gpu_blocks_override is not None
     if stated and (current_platform.is_cpu() or cache.user_specified_block_size):
-        check_memory(config, cache.kv_cache_memory_bytes or 0, cache.block_size, token_bytes)
+        check_memory(config, cache.kv_cache_memory_bytes or 0)
 
 
 def only_manager(scheduler: Any, kind: type) -> Any:
