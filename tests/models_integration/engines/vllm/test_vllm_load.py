@@ -182,19 +182,18 @@ def test_tools_are_called_after_an_eviction(server: Running) -> None:
 
 def test_answers_of_the_responses_api_have_a_statement(server: Running) -> None:
     """In a stream, the last event has the statement. A stream with a bad policy was HTTP 200, and broke off."""
-    async def respond(**options: Any) -> Any:
-        asked = {"model": MODEL, "input": TEXT[:180], "max_output_tokens": 6, "temperature": 0}
-        return await server.client().responses.create(**asked, **options)
+    async def respond(stream: bool, **options: Any) -> Any:
+        asked = {"model": MODEL, "input": TEXT[:180], "max_output_tokens": 6, "temperature": 0, "stream": stream}
+        async with server.client() as client:
+            actual = await client.responses.create(**asked, **options)
+            return [event async for event in actual][-1].response if stream else actual
 
-    async def last_event() -> Any:
-        return [event async for event in await respond(stream=True)][-1]
-
-    for actual in (asyncio.run(respond()), asyncio.run(last_event()).response):
-        check_statement(actual.kv_transfer_params["kvspec"], actual.usage.input_tokens)
     unserved = {"vllm_xargs": {"kvspec": json.dumps({"policy": "adakv", "budget": BUDGET})}}
     for stream in (False, True):
+        actual = asyncio.run(respond(stream))
+        check_statement(actual.kv_transfer_params["kvspec"], actual.usage.input_tokens)
         with pytest.raises(openai.BadRequestError, match="adakv keeps more tokens in some heads"):
-            asyncio.run(respond(stream=stream, extra_body=unserved))
+            asyncio.run(respond(stream, extra_body=unserved))
 
 
 def test_curl_gets_a_statement(server: Running) -> None:
