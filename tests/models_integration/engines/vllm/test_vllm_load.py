@@ -181,7 +181,7 @@ def test_tools_are_called_after_an_eviction(server: Running) -> None:
 
 
 def test_answers_of_the_responses_api_have_a_statement(server: Running) -> None:
-    """In a stream, the last event has the statement. A stream with a bad policy was HTTP 200, and broke off."""
+    """Check the last event of a stream too. A stream with a bad policy was HTTP 200, and broke off."""
     async def respond(stream: bool, **options: Any) -> Any:
         asked = {"model": MODEL, "input": TEXT[:180], "max_output_tokens": 6, "temperature": 0, "stream": stream}
         async with server.client() as client:

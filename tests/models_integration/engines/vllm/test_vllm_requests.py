@@ -429,8 +429,8 @@ def test_the_smallest_pool_stores_one_request_of_the_longest_length() -> None:
     smallest: dict[str, Any] = {"max_model_len": 4 * BLOCK, "kv_cache_memory_bytes": 5 * BYTES}
     arguments = EngineArgs(str(ASSETS), dtype="float32", block_size=BLOCK, additional_config={"kvspec": {}}, **smallest)
     arguments.kv_cache_memory_bytes = 5 * BYTES - 1
-    told = f"'96 tokens': one request can have 128 tokens: type --kv-cache-memory-bytes {5 * BYTES}, or .* 96$"
-    with pytest.raises(SpecError, match=told):
+    message = f"'96 tokens': one request can have 128 tokens: type --kv-cache-memory-bytes {5 * BYTES}, or .* 96$"
+    with pytest.raises(SpecError, match=message):
         arguments.create_engine_config()
     engine, prompt = Engine(**smallest), cut(4 * BLOCK - 8)
     (output,) = engine.answer([prompt], [asking(None, 8)])
