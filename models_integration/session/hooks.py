@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from threading import Lock, RLock, get_ident
-from typing import Any, TypeAlias, cast
+from typing import Any, NoReturn, TypeAlias, cast
 from warnings import warn
 from weakref import WeakMethod
 
@@ -39,6 +39,7 @@ _GENERATE = {
     ),
 }
 _TOGETHER = "is in a forward pass of a different thread: join the thread, or use a lock around each call of the model"
+_BATCHING = "init_continuous_batching"
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 
 
@@ -138,6 +139,11 @@ def _check_inputs(*given: object) -> None:
             raise SpecError("inputs", shown, reason)
 
 
+def _refuse_batching(*_: object, **__: object) -> NoReturn:
+    reason = "is not supported inside `with policy(model)`: type model.generate"
+    raise SpecError("generate_batch", "continuous batching", reason)
+
+
 class Hold:
     """Hooks on a model while a block is open, or while a `generate` that was looked up inside the block runs.
 
@@ -216,6 +222,9 @@ class Hold:
         generate = getattr(self._model, "generate", None)
         if generate is not None:
             self._block.enter_context(replaced(self._model, "generate", self._guarded(generate)))
+        # `generate_batch` calls this method, and would report an error of a forward pass only after a minute.
+        if hasattr(self._model, _BATCHING):
+            self._block.enter_context(replaced(self._model, _BATCHING, _refuse_batching))
 
     def leave(self) -> None:
         """Close the block. The hooks stay while a `generate` that was looked up inside the block runs.

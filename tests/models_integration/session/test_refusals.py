@@ -194,6 +194,12 @@ def test_ways_to_generate_that_are_not_served_are_named(where: str) -> None:
     check_refused([(generating(options, where), words) for options, words in rows], build("llama"))
 
 
+def test_continuous_batching_is_refused_before_it_begins() -> None:
+    words = "generate_batch = 'continuous batching': .*: type model.generate"
+    acts: list[Act] = [lambda model: model.init_continuous_batching(), lambda model: model.generate_batch([[5, 6, 7]])]
+    check_refused([(act, words) for act in acts], build("llama"))
+
+
 @pytest.mark.law("as-it-is-described")
 def test_arguments_may_come_by_position_and_no_guidance_is_none() -> None:
     model = build("llama")
