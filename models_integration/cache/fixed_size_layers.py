@@ -24,9 +24,18 @@ from models_integration.cache.positions import SlotOffset, StoredRows
 from spec.errors import SpecError
 
 __all__ = [
-    "INDEXER_KEYS", "GappedSlidingLayer", "StatefulCache", "check_window_crop", "crop_window", "fill_states",
-    "fresh_layer", "is_recurrent", "state_tensors",
+    "INDEXER_KEYS", "GappedSlidingLayer", "StatefulCache", "cache_sizes", "check_window_crop", "crop_window",
+    "fill_states", "fresh_layer", "is_recurrent", "state_tensors",
 ]
+
+
+_SIZES = ("num_hidden_layers", "layer_types", "num_key_value_heads", "head_dim", "hidden_size", "sliding_window")
+
+
+def cache_sizes(config: PretrainedConfig) -> dict[str, object]:
+    """Return the fields of a config that determine the sizes of a cache's layers. A missing field is None."""
+    text = config.get_text_config(decoder=True)
+    return {name: getattr(text, name, None) for name in _SIZES}
 
 
 # A layer of transformers 5.24 can have keys and a state in one object (LinearAttentionAndFullAttentionLayer). kvspec
@@ -40,6 +49,7 @@ class StatefulCache(DynamicCache):
     Attributes:
         beside: recurrent state of each layer that has keys and values too, by layer index. Each state is a layer
             without keys.
+        sizes: sizes of the model's layers, by the name of the config's field.
     """
 
     def __new__(cls, config: PretrainedConfig | None = None) -> Self:
@@ -48,6 +58,7 @@ class StatefulCache(DynamicCache):
 
     def __init__(self, config: PretrainedConfig) -> None:
         DynamicCache.__init__(self, config=config)
+        self.sizes = cache_sizes(config)
         self.beside = {
             index: fresh_layer(layer) for index, layer in enumerate(self.layers)
             if type(layer) is LinearAttentionAndFullAttentionLayer

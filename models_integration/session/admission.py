@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from models_integration.attention.capture import reads_attention
 from models_integration.attention.handover import check_readable, check_recurrence
+from models_integration.cache.fixed_size_layers import cache_sizes
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache, check_cache
 from models_integration.model.architecture import ELSEWHERE, IMPLEMENTATIONS, OURS, Architecture
@@ -229,6 +230,8 @@ def check_mode(architecture: Architecture, arguments: Mapping[str, object], need
         reason = "gradient checkpointing disables the cache: call model.eval(), or turn off gradient checkpointing"
         raise SpecError("model", architecture.name, reason)
     cache, config = arguments.get("past_key_values"), architecture.config
+    if isinstance(cache, RetainedCache):
+        _check_sizes(architecture, cache)
     if isinstance(cache, RetainedCache) and cache.layers_differ:
         asked = arguments.get("output_attentions", getattr(config, "output_attentions", False))
         if asked and any(isinstance(layer, RaggedLayer) for layer in cache.layers):
@@ -239,6 +242,18 @@ def check_mode(architecture: Architecture, arguments: Mapping[str, object], need
     check_axes(decoder, arguments)
     if architecture.wraps:
         _check_images(architecture, arguments, needs)
+
+
+def _check_sizes(architecture: Architecture, cache: RetainedCache) -> None:
+    """Check that the layers of the cache have the sizes of the model's. transformers uses the layers that fit.
+
+    Raises:
+        SpecError: if the cache was made for a model with different layers, heads, widths or windows.
+    """
+    for name, size in cache_sizes(architecture.config).items():
+        if cache.sizes[name] != size:
+            reason = f"must be of a model with {name} {size}: pass a cache of this model, or leave out past_key_values"
+            raise SpecError("past_key_values", f"{name} {cache.sizes[name]}", reason)
 
 
 def check_axes(decoder: nn.Module, arguments: Mapping[str, object]) -> None:

@@ -174,6 +174,24 @@ def test_a_cache_that_cannot_be_compacted_is_named() -> None:
     assert before == [(type(cache), vars(cache)) for cache, _, _ in caches]
 
 
+@pytest.mark.parametrize(("name", "size"), [
+    ("num_hidden_layers", 5), ("num_key_value_heads", 1), ("head_dim", 8), ("sliding_window", 5),
+])
+def test_a_cache_of_a_model_of_other_sizes_is_named(name: str, size: int) -> None:
+    """A model would use the layers that fit, or fail after its first layers have changed the cache."""
+    model = build("llama")
+    config = copy.deepcopy(model.config)
+    setattr(config, name, size)
+    cache = RetainedCache(config)
+
+    def read(n: int) -> Act:
+        return lambda model: at_once(model, prompt(n), cache)
+
+    words = f"= '{name} {size}': must be of a model with {name}"
+    check_refused([(read(n), words) for n in (N, 1)], model)
+    assert not any(layer.is_initialized for layer in cache.layers)
+
+
 def generating(options: dict[str, Any], where: str) -> Act:
     """Return a call of generate with options as arguments, in a config for the call, or in the config of the model."""
     def act(model: Any) -> None:
