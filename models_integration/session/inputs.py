@@ -15,12 +15,16 @@ from models_integration.cache.retained_cache import RetainedCache
 from spec.errors import SpecError
 
 __all__ = [
-    "ONE_FORWARD", "OPEN", "Arguments", "DecoderOutput", "ForwardSpan", "accepted", "check_ids", "check_input_ids",
-    "check_last", "check_rows", "check_tokens", "device_step", "first_span", "later_span", "step_span",
+    "ONE_FORWARD", "OPEN", "PASS_MASK", "Arguments", "DecoderOutput", "ForwardSpan", "accepted", "check_ids",
+    "check_input_ids", "check_last", "check_rows", "check_tokens", "device_step", "first_span", "later_span",
+    "step_span",
 ]
 
 # Special values of `segment_end`: the segment ends with the first forward pass, or when the caller ends the segment.
 ONE_FORWARD, OPEN = 0, sys.maxsize
+
+PASS_MASK = "pass attention_mask, because without it generate takes each pad token for padding"
+"""End of an error about zeros in a mask. `generate` makes a mask from the pad tokens of `input_ids` (transformers)."""
 
 DecoderOutput: TypeAlias = BaseModelOutputWithPast | tuple[Tensor, ...]
 
@@ -189,7 +193,8 @@ def check_tokens(is_token: Tensor) -> None:
     if fewest < 2:
         raise SpecError(
             "input_ids", f"{fewest} tokens",
-            "must have at least 2 tokens; a single token is a decode step, not a segment",
+            "must have at least 2 tokens in each row, because a single token is a decode step: "
+            "add a token, such as BOS",
         )
     check_last(is_token)
 
@@ -245,9 +250,10 @@ def _tokens_of_mask(marks: Tensor, before: Tensor) -> Tensor:
     if not bool((hidden | is_token).all()):
         raise SpecError("attention_mask", "other numbers", "must have only zeros and ones")
     if not torch.equal(is_token[:, :columns], before):
-        reason = f"must have the padding of the earlier prompt, {(~before).sum(dim=1).tolist()}"
+        reason = f"must have the padding of the earlier prompt, {(~before).sum(dim=1).tolist()}: "
         if bool(before.all()):
-            reason += ": put the padding between the earlier text and the new text"
+            reason += "put the padding between the earlier text and the new text, and "
+        reason += PASS_MASK
         raise SpecError("attention_mask", hidden[:, :columns].sum(dim=1).tolist(), reason)
     return is_token[:, columns:]
 

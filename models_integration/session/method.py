@@ -13,6 +13,7 @@ from models_integration.cache.dense_layer import RetainedLayer
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.renumbering import KEPT, Numbering, check_rule, numbering_of
 from models_integration.cache.retained_cache import RetainedCache
+from models_integration.session.inputs import PASS_MASK
 from models_integration.session.observed import ObservedSegment
 from models_integration.session.rules import check_same_rule, check_scorer
 from reference.backend import BACKEND as REFERENCE
@@ -117,10 +118,11 @@ class Method:
             SpecError: if layers or heads have separate sets, or if the policy decides in decode steps.
         """
         if self.decode or self.policy.granularity is not Granularity.MODEL or cache.layers_differ:
-            raise SpecError(
-                "attention_mask", "zeros", "padded turns need a policy that keeps one set for the whole model and"
-                " decides at ends of segments; otherwise pass turns of equal length"
+            reason = "padded turns need a policy that keeps one set for the whole model and decides at ends of segments"
+            instead = "pass turns of equal length" + (
+                "" if self.decode else ", or read padded turns inside `with run.reading():`"
             )
+            raise SpecError("attention_mask", "zeros", f"{reason}: {instead}, and {PASS_MASK}")
 
     def check_padded_reading(self) -> None:
         """Check that texts of different lengths can be read inside `reading()`: no decision may follow in decode steps.

@@ -72,7 +72,7 @@ def masked(shown: Tensor, **options: Any) -> dict[str, Any]:
 
 AT = torch.arange(N)
 FORWARDS: list[tuple[dict[str, Any], str]] = [
-    ({"input_ids": prompt(1)}, "a single token is a decode step, not a segment"),
+    ({"input_ids": prompt(1)}, "a single token is a decode step: add a token"),
     ({"input_ids": torch.empty(1, 0, dtype=torch.int64)}, "must not be empty"),
     (
         {"input_ids": torch.tensor([[5, VOCABULARY]])},

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models_integration import CrystalCache, CustomPolicy, RetainedCache, Session, StreamingLLM
+from models_integration import CrystalCache, CustomPolicy, RetainedCache, Session, StreamingLLM, policy_from_name
 from models_integration.cache.continuation import Pending
 from reference.crystalcache.breath import decay
 from reference.policies import h2o, rkv, tova
@@ -134,7 +134,7 @@ SEEN = torch.arange(N + TURN)[None]
 # Family, rows of the cache, arguments of a turn, words of the error.
 WRONG: list[tuple[str, int, dict[str, Tensor], str]] = [
     ("llama", 1, {"attention_mask": (SEEN != N + TURN - 1).long()}, "right padding is not supported"),
-    ("llama", 1, {"attention_mask": (SEEN > 3).long()}, "must have the padding of the earlier prompt"),
+    ("llama", 1, {"attention_mask": (SEEN > 3).long()}, "of the earlier prompt, .* pass attention_mask"),
     ("llama", 1, {"attention_mask": torch.ones(1, TURN, dtype=torch.int64)}, "must have a column for each token"),
     ("llama", 1, {"position_ids": torch.arange(32, 44)[None]}, "must be 64 to 75, because the tokens follow"),
     ("llama", 1, {"input_ids": torch.cat([turn(1), turn(2)])}, "must have 1 row, like the cache"),
@@ -160,6 +160,23 @@ def test_a_turn_that_cannot_follow_is_named_and_changes_nothing(family: str, row
                 model(**{"input_ids": turn(1), "past_key_values": cache, **given})
         assert torch.equal(at_once(model, right, cache), expected)
     assert live_sets(cache) == live_sets(other)
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize(("policy", "words"), [
+    ("snapkv", "equal length, or read padded turns inside `with run.reading.*pass attention_mask"),
+    ("h2o", "equal length, and pass attention_mask"),
+])
+def test_a_padded_turn_that_a_policy_cannot_decide_names_a_way_out(policy: str, words: str) -> None:
+    model, cache = build("llama"), RetainedCache(build("llama").config)
+    with policy_from_name(policy, 0.5)(model) as run, torch.no_grad():
+        at_once(model, torch.cat([prompt(N), prompt(N, seed=1)]), cache)
+        padded = {**hiding(slice(N, N + 4)), "past_key_values": cache}
+        with pytest.raises(SpecError, match=words):
+            model(**padded)
+        if "reading" in words:
+            with run.reading():
+                model(**padded)
 
 
 @pytest.mark.law("decided-as-the-reference")
