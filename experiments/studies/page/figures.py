@@ -1,4 +1,7 @@
-"""Figures for papers, made with matplotlib: recovery (or accuracy, if recovery is unknown) over kept prompt tokens."""
+"""Figures for papers, made with matplotlib: recovery over kept prompt tokens.
+
+Your own questions, and results whose recovery is unknown, have accuracy instead.
+"""
 
 from collections.abc import Mapping, Sequence
 from io import BytesIO
@@ -103,7 +106,8 @@ def _some(rows: Sequence[Row], model: str, placement: str) -> Samples:
 
 
 def _panel(axes: Axes, title: str, samples: Samples, names: Sequence[str]) -> None:
-    recovery = samples.has_recovery
+    answered = samples.of_user and any(samples.accuracy(cell).known for cell in samples.cells)
+    recovery = samples.has_recovery and not answered
     measure = samples.recovery if recovery else samples.accuracy
     full = measure(ENDS[0]) if ENDS[0] in samples.cells else NOTHING
     if full.known:
@@ -121,7 +125,8 @@ def _panel(axes: Axes, title: str, samples: Samples, names: Sequence[str]) -> No
             x, y, yerr=ends, label=name, markersize=3, linewidth=1, elinewidth=0.5, markerfacecolor="none",
             transform=axes.transData + apart, **curve_style(at, name),
         )
-        axes.update_datalim([(kept, end) for kept, one in points for end in (one.low, one.high)])
+        # Results of one text have no interval. matplotlib ignores a point of the limits that is NaN.
+        axes.update_datalim([(kept, end) for kept, one in points for end in (one.low, one.value, one.high)])
     axes.autoscale_view()
     axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True))
     axes.set_title(f"{title}\nn = {len(samples.rows)}", fontsize=8)
