@@ -120,6 +120,8 @@ def _hint(text: str) -> str:
         return f"; did you mean {text.replace(',', '')}?"
     if _COMMA.fullmatch(text):
         return f"; did you mean {text.replace(',', '.')}?"
+    if _FRACTION.fullmatch(joined := text.replace(" ", "")) and joined.endswith("%"):
+        return f"; did you mean {joined}?"
     other = _OTHER_UNIT.fullmatch(text)
     near = [unit for unit in UNITS if unit.lower().startswith(other[2].lower())] if other else []
     return f"; did you mean {' or '.join(f'{other[1]}{unit}' for unit in near)}?" if other and near else ""

@@ -1,9 +1,11 @@
 """Texts on a terminal: numbers with nouns, and texts of other people, such as names in rows and answers of engines."""
 
+import os
+import sys
 from collections.abc import Sized
 from unicodedata import category
 
-__all__ = ["counted", "printable", "printable_lines", "short"]
+__all__ = ["counted", "end_of_reader", "printable", "printable_lines", "short"]
 
 _REPLACED = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 """Categories of Unicode: control characters, which can change the screen or type on the keyboard, format characters,
@@ -20,6 +22,12 @@ def printable_lines(text: str) -> str:
     if text.isprintable():
         return text
     return "".join("?" if c not in "\n\t" and category(c) in _REPLACED else c for c in text)
+
+
+def end_of_reader() -> int:
+    """Discard further output after the reader of a pipe has ended, as in `| head`. Return the exit code of SIGPIPE."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 141
 
 
 def counted(number: int | str, noun: str) -> str:

@@ -21,7 +21,7 @@ from conformance.verify.runs import judged, prepared, selected
 from conformance.verify.subject import Subject
 from spec.errors import BackendUnavailable, SpecError
 from spec.files import check_output, check_results, replace_text
-from spec.printing import printable, printable_lines
+from spec.printing import end_of_reader, printable, printable_lines
 
 FILES = ("certificate.toml", "certificate.html", "quick.toml", "summary.md", "junit.xml", "badge.svg", "log.txt")
 CHECKS = ("check.txt", "check-new-seed.txt")
@@ -33,8 +33,13 @@ LONGEST_LINE = 4000
 def main() -> int:
     """Run the command line and return the exit code. An error is printed as one line on stderr."""
     try:
-        request = parsed(sys.argv[1:])
-        return check_again(request, request.check) if request.check else judge(request)
+        try:
+            request = parsed(sys.argv[1:])
+            return check_again(request, request.check) if request.check else judge(request)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        return end_of_reader()
     except (SpecError, BackendUnavailable, OSError, pytest.UsageError) as error:
         return untested(str(error))
     except KeyboardInterrupt:

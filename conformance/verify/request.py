@@ -187,8 +187,11 @@ def _check_options(words: list[str]) -> None:
     """Name an unknown option and a similar one. argparse would name only the missing subject of `--polcy NAME`."""
     partial = parser(complete=False)
     _, unknown = partial.parse_known_args(words)
+    stem = unknown[0].removesuffix(".py") if unknown else ""
     if not unknown or {"-h", "--help"} & set(unknown):
         return
+    if not unknown[0].startswith("-") and ":" not in unknown[0] and Path(f"{stem}.py").is_file():
+        partial.error(f"unrecognized arguments: {' '.join(unknown)}; write --policy {stem}:POLICY, or a different kind")
     near = get_close_matches(unknown[0], re.findall(r"--[a-z-]+", partial.format_usage()), n=1)
     partial.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; did you mean {near[0]}?" if near else ""))
 

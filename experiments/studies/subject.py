@@ -34,7 +34,7 @@ from reference.calibration import Calibration
 from reference.policies.names import NAMES, home_of, user_policy
 from spec.budget import Budget
 from spec.errors import SpecError
-from spec.validate import check_choices
+from spec.validate import check_choices, did_you_mean
 
 __all__ = [
     "ATTENTION", "AUTO", "DTYPES", "SHIPPED", "Loading", "Subject", "model_errors", "policy_in_rows", "policy_with",
@@ -224,6 +224,7 @@ def model_errors(model: str) -> Iterator[None]:
     """
     names = ", ".join(map(repr, (*SHIPPED, *WEIGHTS)))
     way_out = f"give {names}, a folder with a causal language model, a GGUF file, or its name on the hub"
+    way_out += did_you_mean(model, (*SHIPPED, *WEIGHTS))
     path, known = Path(model), model in (*SHIPPED, *WEIGHTS)
     if not known and path.is_file() and path.suffix != ".gguf":
         raise SpecError("model", model, f"is a file, but not a GGUF file; {way_out}")

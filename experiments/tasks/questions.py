@@ -21,6 +21,7 @@ from experiments.tasks.metrics import GRADES, REGEX
 from experiments.tasks.needle import QUESTION_FRAME, Sample
 from spec.errors import SpecError
 from spec.files import decode_text, read_file
+from spec.printing import short
 from spec.validate import check_choices
 
 __all__ = ["USER", "QuestionTask", "question_task", "read_questions"]
@@ -159,9 +160,7 @@ def _check_columns(file: Path, number: int, row: Mapping[str, Any], document: bo
         raise SpecError("questions", where, f"has no column 'text', but {columns}: add --text FILE (text= in Python)")
     for name in ("question", "answer"):
         if name not in row:
-            hint = "separate columns by commas" if len(row) == 1 and ";" in columns else f"rename a column to {name!r}"
-            reason = f"has no column {name!r}, but {columns}: {hint}"
-            raise SpecError("questions", where, reason)
+            raise SpecError("questions", where, f"has no column {name!r}, but {columns}: rename a column to {name!r}")
 
 
 def _question(where: str, number: int, row: Mapping[str, Any], text: str, grade: str) -> Question:
@@ -223,7 +222,10 @@ def _csv(file: Path, text: str) -> list[dict[str, Any]]:
 
     try:
         names = next(filter(None, csv.reader(StringIO(text), skipinitialspace=True)), [])
+        _check_header(file, [*map(str.strip, names)])
         frame = pd.read_csv(BytesIO(text.encode()), dtype=str, keep_default_na=False, skipinitialspace=True)
+    except SpecError:
+        raise
     except (ValueError, csv.Error) as error:
         reason = f"is not a CSV file ({error}): put cells that contain commas in double quotes"
         raise SpecError("questions", str(file), reason) from error
@@ -235,6 +237,16 @@ def _csv(file: Path, text: str) -> list[dict[str, Any]]:
         reason = f"has two columns {twice[0]!r}: leave out one, or write a JSONL file with a list of answers"
         raise SpecError("questions", str(file), reason)
     return [{str(name).strip(): cell for name, cell in row.items()} for row in frame.to_dict("records")]
+
+
+def _check_header(file: Path, names: Sequence[str]) -> None:
+    """Check that the first line of a CSV file is a header with columns of questions, separated by commas."""
+    if len(names) == 1 and re.search("[;\t|]", names[0]):
+        reason = f"has no column 'question', but {short(names[0])}: separate columns by commas"
+        raise SpecError("questions", str(file), reason)
+    if not {"question", "answer"} & {name.lower() for name in names}:
+        reason = "must have the columns question and answer in a header: write question,answer as the first line"
+        raise SpecError("questions", str(file), f"{reason}, which is {short(','.join(names))}")
 
 
 def _jsonl(file: Path, text: str) -> list[dict[str, Any]]:

@@ -2,13 +2,14 @@
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NoReturn
 
 from models_integration.archive.errors import ArchiveError
 from models_integration.model.errors import UnknownModel
 from spec.errors import BackendUnavailable, SpecError
-from spec.printing import printable
+from spec.printing import end_of_reader, printable
 
 __all__ = ["main"]
 
@@ -33,7 +34,12 @@ def main() -> None:
         from kvspec.cli.app import app
 
         warnings.formatwarning = _one_line
-        sys.exit(_ran(app))
+        try:
+            sys.exit(_ran(app))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        sys.exit(end_of_reader())
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in BROUGHT_BY:
@@ -59,9 +65,23 @@ def _ran(app: Callable[..., Any]) -> Any:
             error.show()
             sys.exit(error.exit_code)
         path = error.ctx.command_path if error.ctx else "kvspec"
-        _refuse(f"{error.format_message().rstrip('.')}; {path} --help lists the options")
+        reason = error.format_message().rstrip(".")
+        if "unexpected extra argument" in reason:
+            reason += f"; {_hint(sys.argv[1:], error.ctx.command.params if error.ctx else ())}"
+        _refuse(f"{reason}; {path} --help lists the options")
     except typer.Abort:
         sys.exit(_STOPPED)
+
+
+def _hint(words: Sequence[str], parameters: Sequence[Any]) -> str:
+    """Return what to type in place of a word that belongs to no option."""
+    options = {name: one for one in parameters for name in one.opts}
+    for word, value in pairwise(words):
+        if word in options and value in options and not getattr(options[word], "is_flag", True):
+            return f"type a value between {word} and {value}"
+    if any(word.endswith(",") or word.startswith(",") for word in words):
+        return "write a list without spaces beside the commas"
+    return "put a value with spaces in quotes, and --option before the value of an option"
 
 
 def _one_line(message: Warning | str, *_: object, **__: object) -> str:

@@ -83,11 +83,13 @@ def policies(
 
 
 @app.command()
-def tasks() -> None:
+def tasks(
+    name: Annotated[str, typer.Argument(help="Task whose entry is printed. Default: list all tasks.")] = "",
+) -> None:
     """List the tasks. Each entry has the question, the text, the metric, the placements and the constants."""
     from kvspec.cli.policies import show_tasks
 
-    show_tasks()
+    show_tasks(name)
 
 
 for measuring in (compare, demo, study, report, calibrate):

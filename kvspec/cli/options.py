@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.validate import check_once
 
@@ -105,14 +106,24 @@ Again = Annotated[bool, typer.Option("--again", help="Run failed samples again, 
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing file that kvspec did not make.")]
 
 
+_DECIMAL_COMMA = re.compile(r"(?<![\d.])0,\d+%?")
+_SPACED = re.compile(r"[A-Za-z][^\s:/]*( +[A-Za-z][^\s:/]*)+|[\d.]+%?( +[\d.]+%?)+")
+"""Names, or numbers, that are separated by spaces. Memory such as 64 MiB, and paths, can contain spaces."""
+
+
 def names_of(option: str, text: str) -> tuple[str, ...]:
     """Split a comma-separated list. Commas inside parentheses do not separate entries.
 
     Raises:
-        SpecError: if the list is empty, or has an entry twice.
+        SpecError: if the list is empty, has an entry twice, or has a decimal comma or entries separated by spaces.
     """
+    if option == "budgets" and (decimal := _DECIMAL_COMMA.search(text)):
+        parse_budget(decimal[0], option)
     names = tuple(part.strip() for part in re.split(r",(?![^(]*\))", text) if part.strip())
     if not names:
         raise SpecError(option, text, "must have at least one entry; separate entries by commas")
+    for name in names:
+        if option != "model" and _SPACED.fullmatch(bare := re.sub(r"\([^)]*\)", "", name)):
+            raise SpecError(option, name, f"separate entries by commas: {','.join(bare.split())}")
     check_once(option, names)
     return names

@@ -8,6 +8,7 @@ from rich.console import Console
 from experiments.tasks.registry import FILES, TABLE
 from reference.policies.describe import PolicyDescription, describe_parts, describe_policy, list_policies
 from reference.policies.grammar import is_composition
+from spec.validate import check_choices
 
 __all__ = ["show_policies", "show_policy", "show_tasks"]
 
@@ -57,9 +58,16 @@ def show_policy(name: str) -> None:
     _print(f"parts: {describe_parts(name)}")
 
 
-def show_tasks() -> None:
-    """Print two lines for each task, and the meaning of the terms."""
+def show_tasks(asked: str = "") -> None:
+    """Print two lines for each task, or for the task that is asked for, and the meaning of the terms.
+
+    Raises:
+        SpecError: if the name is unknown.
+    """
+    check_choices("task", [asked] * bool(asked), TABLE)
     for name, entry in TABLE.items():
+        if asked not in ("", name):
+            continue
         more = [f"text: {entry.assembly}", f"metric: {entry.metric}", f"placements: {', '.join(entry.placements)}"]
         more += [f"constants: {', '.join(entry.constants)}"] if entry.constants else []
         _print(f"{name}: asks for {entry.about}\n    {'; '.join(more)}")

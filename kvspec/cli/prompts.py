@@ -36,7 +36,7 @@ from reference.calibration import Calibration, save_calibration
 from spec.errors import SpecError
 from spec.files import check_output, check_readable
 from spec.records import CrystalRetention
-from spec.validate import check_choices
+from spec.validate import check_choices, did_you_mean
 
 __all__ = ["is_published_file", "run_calibrate", "run_compress", "run_keep"]
 
@@ -72,6 +72,7 @@ def run_keep(prompt: Path, budget: str, policy: str, form: str, model: str, back
         if not folder.is_dir():  # the rest reads only parts of the weights, and a model of the hub has no such folder
             names = ", ".join(map(repr, (*SHIPPED, *WEIGHTS)))
             reason = f"is no folder on this machine; for kvspec keep give {names}, or a folder with safetensors files"
+            reason += did_you_mean(model, (*SHIPPED, *WEIGHTS))
             raise SpecError("model", model, reason)
         tokenizer = load_pocket_tokenizer(folder) if shipped else AutoTokenizer.from_pretrained(folder)
         AutoConfig.from_pretrained(folder)

@@ -115,7 +115,8 @@ def load_cache(path: str | Path, model: PreTrainedModel, identity: ModelIdentity
     for name, expected in _belongs(model, identity).items():
         if manifest.get(name) != expected:
             stated = printable(str(manifest.get(name)), LONGEST)
-            raise SpecError("path", path.name, f"was saved with {name} {stated}, not with {expected}")
+            way = "save the cache again" if name == "spec" else "load the model with which the cache was saved"
+            raise SpecError("path", path.name, f"was saved with {name} {stated}, not with {expected}: {way}")
     try:
         states = _checked_states(manifest, tensors, architecture)
     except Damaged as error:

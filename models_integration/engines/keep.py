@@ -27,6 +27,7 @@ from models_integration.policies.sizes import UNKNOWN, SizedPolicy, bytes_withou
 from models_integration.session.method import Method, decide
 from models_integration.session.observed import ObservedSegment
 from reference.crystalcache.observed_layer import observed_layer
+from reference.policies.describe import list_policies
 from reference.policies.kept import KeptTokens, count_kept
 from reference.policies.names import constants_of_model
 from spec.errors import SpecError
@@ -113,7 +114,8 @@ def _checked(policy: RetentionPolicy, model: PreTrainedModel, full: Sequence[int
         shown = f"{' and '.join(read)} of {needs.layers} layers, {rows} query rows"
         raise SpecError(
             "policy", name,
-            f"needs a forward pass ({shown}, separate tokens for each {granularity.value}): use `with policy(model)`",
+            f"needs a forward pass ({shown}, separate tokens for each {granularity.value}): use `with policy(model)`,"
+            f" or choose {', '.join(_first_layer_policies())}",
         )
     if needs.layers == "observed" and (at := observed_layer(full, needs.observed)) != 0:
         raise SpecError(
@@ -121,6 +123,11 @@ def _checked(policy: RetentionPolicy, model: PreTrainedModel, full: Sequence[int
             f"needs layer {at}, but only the first layer is loaded; use `with policy(model)`",
         )
     return method
+
+
+def _first_layer_policies() -> list[str]:
+    """Return the names of the policies that need at most the first layer."""
+    return [one.name for one in list_policies() if one.granularity == "model" and one.layers != "all"]
 
 
 def _prepare(model: PreTrainedModel, files: dict[str, Path]) -> None:

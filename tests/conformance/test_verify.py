@@ -470,6 +470,8 @@ NUMBER = 1
     ("--backend numpy --seed -1", "must be 0 or more"), ("--backend numpy --timeout 1", "only with --command"),
     ("", "one of the arguments --backend --command --policy --cache --server --check is required"),
     ("--backend numpy -k x", "after --"), ("--polcy snapkv", "--polcy snapkv; did you mean --policy?"),
+    ("engines", "unrecognized arguments: engines; write --policy engines:POLICY"),
+    ("engines.py", "unrecognized arguments: engines.py; write --policy engines:POLICY"),
     ("--backend numpy --fail-fats", "--fail-fats; did you mean --fail-fast?"),
     ("--cache a:B --positions absolute", "invalid choice: 'absolute'"),
     ("--backend numpy --profile weekly", "invalid choice: 'weekly'"), ("--backend numpy --seed x", "invalid int value"),

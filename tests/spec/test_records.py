@@ -152,7 +152,7 @@ def test_what_is_no_budget(form: object) -> None:
 @pytest.mark.spec("CC-BUDGET-FORMS")
 @pytest.mark.parametrize(("form", "words"), [
     ("0,3", "'64MiB' (memory); did you mean 0.3?"), ("30,5%", "did you mean 30.5%?"), ("1,000", "did you mean 1000?"),
-    ("2,048,000", "did you mean 2048000?"), ("1,5", "'64MiB' (memory)"),
+    ("30 %", "did you mean 30%?"), ("2,048,000", "did you mean 2048000?"), ("1,5", "'64MiB' (memory)"),
     ("64mib", "did you mean 64MiB?"), (" 1.5 m", "did you mean 1.5MB or 1.5MiB?"), ("64MiBs", "'64MiB' (memory)"),
     ("0", "a fraction has a point, such as 0.3"), (2**63, "2^63 - 1"), (2.0, "tokens has no point, such as 512"),
 ])

@@ -231,6 +231,11 @@ def refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     [
         (b"question,anwser\nWhat?,1\n", ("questions = 'q.csv, row 1'", "no column 'answer'", "'anwser'")),
         (b"question;answer\nWhat?;1\n", ("no column 'question'", "separate columns by commas")),
+        (b"question\tanswer\nWhat, now?\t1\n", ("no column 'question'", "separate columns by commas")),
+        (b"question\tanswer\n", ("no column 'question'", "separate columns by commas")),
+        (b"What?,1\n", ("'q.csv': must have", "write question,answer as the first line, which is 'What?,1'")),
+        (b"What?,1\nWhere?,2\nWho,\n", ("write question,answer as the first line, which is 'What?,1'",)),
+        (b"Question,Answer\nWhat?,1\n", ("rename a column to 'question'",)),
         (b"", ("questions = 'q.csv': is empty", "header")), (b"question,answer\n", ("has no question", "write a row")),
         (b"question,answer\nWhat?,\n", ("row 1", "has an empty answer")),
         (b"question,answer\n ,1\n", ("empty question",)),

@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -118,6 +119,18 @@ def test_compare_refuses_before_any_work(
         ("nothing", ("'nothing'", "kvspec --help")), ("study", ("'--rules'", "kvspec study --help")),
         ("compare --grid b", ("grid = 'b'", "must be one of appendix-a, extensions")),
         ("compare --grid extensions --policies x", ("policies = 'x'", "cannot be used with --grid")),
+        ("compare --budgets 0,3", ("budgets = '0,3'", "did you mean 0.3?")),
+        ("compare --budgets 0.5,0,30%", ("budgets = '0,30%'", "did you mean 0.30%?")),
+        (["compare", "--budgets", "30 %"], ("budgets = '30 %'", "did you mean 30%?")),
+        (["compare", "--budgets", "0.3 0.5"], ("budgets = '0.3 0.5'", "separate entries by commas: 0.3,0.5")),
+        (["compare", "--policies", "snapkv(W=16) h2o"], ("= 'snapkv(W=16) h2o'", "separate entries by commas")),
+        ("compare --policies snapkv, h2o", ("unexpected extra argument", "(h2o)", "without spaces beside the commas")),
+        ("compare --text --questions q.csv", ("(q.csv)", "type a value between --text and --questions")),
+        ("compare --force x", ("(x)", "--option before the value")),
+        ("keep x.txt --policy snapkv", ("use `with policy(model)`, or choose crystalcache, streamingllm")),
+        ("tasks needel", ("task = 'needel'", "did you mean needle")),
+        ("keep x.txt --model smolm2", ("model = 'smolm2'", "did you mean smollm2?")),
+        ("compress x.txt --model ./smolm2", ("model = './smolm2'", "did you mean smollm2?")),
         ("keep x.txt --budget 1", ("budget = '1'", "is one token: write 1.0")),
         ("archive put x.txt --policy snapkv --budget 1", ("budget = '1'", "is one token: write 1.0")),
         ("archive put x.txt --archive x.txt", ("archive = 'x.txt'", "cannot be created as a folder (Not a directory)")),
@@ -132,12 +145,32 @@ def test_compare_refuses_before_any_work(
     ],
 )
 def test_a_mistake_in_the_call_is_one_line_too(
-    words: str, message: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Refusal,
+    words: str | list[str], message: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    refusal: Refusal,
 ) -> None:
     (tmp_path / "x.txt").write_text("Some words.", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    actual = refusal(words.split())
+    actual = refusal(words.split() if isinstance(words, str) else words)
     assert all(part in actual for part in message), actual
+
+
+VERIFY = (
+    "import sys; from conformance.verify import __main__ as verify; sys.argv[1:] = ['--backend', 'numpy'];"
+    "verify.judge = lambda request: print('verdict'); sys.exit(verify.main())"
+)
+
+
+@pytest.mark.parametrize("words", [
+    ("-m", "kvspec", "--help"), ("-m", "kvspec", "tasks"), ("-m", "kvspec", "models", "fetch", "--help"),
+    ("-c", VERIFY),
+], ids=["help", "tasks", "fetch", "verify"])
+def test_a_reader_that_ends_gets_no_message(words: tuple[str, ...]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run([sys.executable, *words], stdout=writer, stderr=subprocess.PIPE, check=False, text=True)
+    os.close(writer)
+    assert ended.returncode in (1, 141), ended
+    assert ended.stderr == ""
 
 
 @pytest.mark.parametrize("command", ["keep", "explain", "compress", "calibrate", "archive put", "compare"])

@@ -151,12 +151,15 @@ def other_heads() -> PreTrainedModel:
 
 # Words of the error, the model that loads, and constants of the module that saves.
 OTHERS: dict[str, tuple[str, Callable[[], PreTrainedModel], dict[str, str]]] = {
-    "weights": ("was saved with weights", other_weights, {}),
+    "weights": ("was saved with weights .*: load the model with which the cache was saved$", other_weights, {}),
     "config": ("was saved with config", other_heads, {}),
     "rotation": ("was saved with rotation", partial(
         prepared, "Llama", **_GQA, rope_parameters={"rope_type": "default", "rope_theta": 5e5},
     ), {}),
-    "specification": (r"was saved with spec 0\.0\.9, not with", partial(build, "llama"), {"SPEC_VERSION": "0.0.9"}),
+    "specification": (
+        r"was saved with spec 0\.0\.9, not with .*: save the cache again$", partial(build, "llama"),
+        {"SPEC_VERSION": "0.0.9"},
+    ),
     "format": (
         "has format kvspec-cache/1, not kvspec-cache/3: read the text again", partial(build, "llama"),
         {"FORMAT": "kvspec-cache/1"},
