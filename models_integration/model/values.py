@@ -66,7 +66,8 @@ OF_WHOLE = frozenset({
     "__getstate__", "_compiled_call", "_hf_peft_config_loaded", "_last_compile_config", "_loss_function",
     "_output_capturing_hooks_installed", "_previous_max_cache_length", "_require_grads_hook", "_require_grads_hooks",
     "_use_kernels", "_weight_conversions", "generate", "generation_config", "hf_device_map", "hf_quantizer",
-    "is_parallelizable", "model_parallel", "model_tags", "name_or_path", "padding_idx", "vocab_size", "warnings_issued",
+    "init_continuous_batching", "is_parallelizable", "model_parallel", "model_tags", "name_or_path", "padding_idx",
+    "vocab_size", "warnings_issued",
 })
 
 
