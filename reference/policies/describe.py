@@ -195,7 +195,7 @@ def describe_policy(name: str) -> PolicyDescription:
         layer_by_layer=name != "fullcache" and (needs.layers != "all" or is_layerwise(policy) or is_cascading(policy)),
         decode_time=stepping or bool(given.get("decode")),
         later_turns=decides_again(policy),
-        padded_batches=needs.rehearsal is None and not stepping,
+        padded_batches=needs.rehearsal is None,
         positions=row.positions,
         constants={key: value for key, value in given.items() if key not in required},
         required=required,

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import ByteLevel
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
@@ -51,8 +52,8 @@ from spec.budget import Budget, parse_budget
 from spec.errors import BackendUnavailable, SpecError
 from spec.parameters import PAPER, TINY, NestedKVParameters
 from spec.records import CrystalRetention
-from tests.models_integration.session.families import ENDS, METHODS, at_once, build, greedy, prompt
-from tests.models_integration.session.sessions import batch, published, read_prompt
+from tests.models_integration.session.families import ENDS, METHODS, at_once, build, greedy, prompt, relative
+from tests.models_integration.session.sessions import batch, published, read_prompt, sets
 
 pytestmark = pytest.mark.law("as-it-is-described")
 
@@ -104,14 +105,28 @@ def test_a_description_is_true_of_a_session(name: str) -> None:
         else:
             with pytest.raises(SpecError):
                 at_once(model, prompt(12, seed=9), run.cache)
-    ids, mask = batch([prompt(40), prompt(64)])
-    with make_policy(name)(model), torch.no_grad():
-        if one.padded_batches:
-            model(input_ids=ids, attention_mask=mask)
-        else:
-            with pytest.raises(SpecError):
-                model(input_ids=ids, attention_mask=mask)
-                at_once(model, torch.zeros(2, 1, dtype=torch.long), run.cache)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_padded_batch_equals_its_rows_or_is_refused(name: str) -> None:
+    """Check a left-padded batch and four generated tokens: each row keeps the tokens of its own run."""
+    model, texts, steps = build("llama"), [prompt(40), prompt(64)], [prompt(1, seed=at) for at in range(4)]
+    ids, mask = batch(texts)
+
+    def answered(ids: Tensor, **options: Tensor) -> tuple[Tensor, list[list[int]]]:
+        with make_policy(name)(model) as run:
+            logits = [at_once(model, ids, None, **options)[:, -1:]]
+            logits += [at_once(model, step.expand(len(ids), -1), run.cache) for step in steps]
+            return torch.cat(logits, dim=1), sets(run)
+
+    if not describe_policy(name).padded_batches:
+        with pytest.raises(SpecError, match="must be all ones, because the policy repeats the prompts"):
+            answered(ids, attention_mask=mask)
+        return
+    actual, kept = answered(ids, attention_mask=mask)
+    alone = [answered(text) for text in texts]
+    assert relative(actual, torch.cat([logits for logits, _ in alone])) < 1e-5
+    assert kept == [rows for _, (rows,) in alone]
 
 
 def test_constants_are_given_by_name_and_the_defaults_are_the_makers() -> None:

@@ -289,8 +289,9 @@ def test_the_name_of_a_policy_is_found_among_policies_with_the_same_kind_of_scor
         "name": "snapkv:W=16/layers=pyramid/critical=0.5", "model_constants": ("W_o",), "decode_time": False,
         "layer_by_layer": True, "constants": {"W": 16, "kernel": 7}, "later_turns": False,
     }),
-    ("score=keydiff/every=8", {"decode_time": True, "padded_batches": False, "granularity": "layer and KV head"}),
-    ("diverse-snapkv:diversity=0.3/recent=40", {"layer_by_layer": False}), ("kvzip/heads=quota", {"passes": 2}),
+    ("score=keydiff/every=8", {"decode_time": True, "padded_batches": True, "granularity": "layer and KV head"}),
+    ("diverse-snapkv:diversity=0.3/recent=40", {"layer_by_layer": False}),
+    ("kvzip/heads=quota", {"passes": 2, "padded_batches": False}),
 ])
 def test_a_text_has_a_description(text: str, shown: Mapping[str, object]) -> None:
     one = describe_policy(text)
