@@ -199,13 +199,14 @@ def demo(
 ) -> None:
     """Compare CrystalCache, StreamingLLM and the full cache. The demo runs on the pocket model, and also runs controls.
 
-    `kvspec compare` without options runs the same comparison. The demo takes a minute on two CPU cores and downloads
-    nothing. If --model is neither 'pocket' nor 'chat', the tasks ask for facts that are hidden in English prose.
+    `kvspec compare` without options runs the same comparison. The demo takes one to four minutes on two CPU
+    cores and downloads nothing. If --model is neither 'pocket' nor 'chat', the tasks ask for facts that are hidden in
+    English prose.
     """
     shipped = "the small model that comes with kvspec" if model == "pocket" else f"the model {model}"
     print(
         f"kvspec demo: compares three policies on {shipped}, and checks the tasks with controls.\n"
-        f"{'The demo takes about a minute on two CPU cores. ' if model == 'pocket' else ''}Nothing is downloaded."
+        f"{'The demo takes one to four minutes on two CPU cores. ' if model == 'pocket' else ''}Nothing is downloaded."
         f" Results are written to {out}. A second run skips finished samples.", flush=True,
     )
     from experiments.studies.evidence.rules import rules_of
