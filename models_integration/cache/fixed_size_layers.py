@@ -35,7 +35,8 @@ _SIZES = ("num_hidden_layers", "layer_types", "num_key_value_heads", "head_dim",
 def cache_sizes(config: PretrainedConfig) -> dict[str, object]:
     """Return the fields of a config that determine the sizes of a cache's layers. A missing field is None."""
     text = config.get_text_config(decoder=True)
-    return {name: getattr(text, name, None) for name in _SIZES}
+    # In transformers 5.24, getattr raises for a field of which the layers of Gemma 4 have different values.
+    return {name: vars(text).get(text.attribute_map.get(name, name)) for name in _SIZES}
 
 
 # A layer of transformers 5.24 can have keys and a state in one object (LinearAttentionAndFullAttentionLayer). kvspec
