@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance import tolerances
-from conformance.checks.refusals import refused
+from conformance.checks.refusals import refused, unchecked
 from conformance.suite.test_decode import one_trunk
 from conformance.suite.test_segments import ENDS
 from reference.crystalcache import coattention, dissolution, empty_state, extend, live, prefill, tail
@@ -134,7 +134,7 @@ def test_memory_is_linear_in_the_batch(batch: int) -> None:
      (1.5, 1.0, "token_id"), (1, None, "inverse_norm")],
 )
 def test_what_is_no_token_is_refused(token: Any, norm: Any, argument: str) -> None:
-    with refused(argument, {"token_id": token, "inverse_norm": norm}[argument]):
+    with unchecked(), refused(argument, {"token_id": token, "inverse_norm": norm}[argument]):
         tail.append(live.empty_state(Budget(count=8)), token, norm)
 
 
@@ -146,7 +146,7 @@ def test_arrays_of_another_length_than_the_prompt_are_refused(wrong: str) -> Non
     given: dict[str, Any] = {"token_ids": ids, "inverse_norms": np.ones(9)}
     retention = prefill(q, k, ids, ENDS, 6, TINY)
     assert live.start_state(retention, **given, budget=Budget(count=6), parameters=TINY).seen == 9
-    with refused(wrong, (8,)):
+    with unchecked(), refused(wrong, (8,)):
         live.start_state(retention, **{**given, wrong: given[wrong][:8]}, budget=Budget(count=6), parameters=TINY)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from conformance.checks.refusals import unchecked
 from conformance.strategies.one_change import CALLS, LATER
 from spec.backend import resolve
 from spec.errors import SpecError
@@ -90,11 +91,13 @@ def test_arrays_that_do_not_fit_are_refused(op: str, backend: str) -> None:
             for kind, new in misfits(value):
                 if (op.split(".")[1], *(path[-1:] if argument == "live" else (argument, *path))) in UNREAD:
                     continue
-                shown = outcome(op, backend, argument, path, new)
+                with unchecked():
+                    shown = outcome(op, backend, argument, path, new)
                 assert " = " in shown, (argument, path, kind)
             if isinstance(value, np.ndarray) and value.dtype.kind == "i":
                 for _, new in far(value):
-                    outcome(op, backend, argument, path, new)
+                    with unchecked():
+                        outcome(op, backend, argument, path, new)
 
 
 @pytest.mark.spec("CC-TRUNK-EDGES")
