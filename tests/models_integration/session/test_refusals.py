@@ -189,7 +189,7 @@ def test_a_cache_of_a_model_of_other_sizes_is_named(name: str, size: int) -> Non
 
     words = f"= '{name} {size}': must be of a model with {name}"
     check_refused([(read(n), words) for n in (N, 1)], model)
-    assert not any(layer.is_initialized for layer in cache.layers)
+    assert not any(layer.is_initialized for layer in cache.layers)  # type: ignore[union-attr]
 
 
 def generating(options: dict[str, Any], where: str) -> Act:
